@@ -1,0 +1,72 @@
+"""`manifest.json`: its presence in a step's folder IS the commit.
+
+In: what was written. Out: the manifest's text, and back. Knows nothing of: storage.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from ..errors import CorruptCheckpointError, FormatVersionError
+
+NAME: Final = "manifest.json"
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """One rank's tar, as the manifest names it: a file name in the step's folder, its size, its own digest."""
+
+    name: str
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One committed checkpoint. `created` is wall time in seconds since the epoch."""
+
+    step: int
+    attempt: str
+    world_size: int
+    created: float
+    archives: tuple[Archive, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(archive.num_bytes for archive in self.archives)
+
+    def dump(self) -> bytes:
+        return (json.dumps({"format": "async_ckpt", "version": VERSION, **asdict(self)}, indent=1) + "\n").encode()
+
+
+def parse(data: bytes, *, path: str) -> Manifest:
+    """Raises CorruptCheckpointError for text that is no manifest, FormatVersionError for one from the future."""
+    try:
+        raw = json.loads(data)
+        if raw["version"] > VERSION:
+            raise FormatVersionError(
+                f"{path}: manifest version {raw['version']}, this library reads up to {VERSION}; "
+                "install a newer async_ckpt",
+                path=path,
+                version=raw["version"],
+            )
+        archives = tuple(
+            Archive(_file_name(a["name"]), int(a["num_bytes"]), str(a["digest"])) for a in raw["archives"]
+        )
+        if not archives:
+            raise ValueError("it names no archive")
+        return Manifest(
+            int(raw["step"]), str(raw["attempt"]), int(raw["world_size"]), float(raw["created"]), archives
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{path}: not a manifest ({error!r})", path=path) from error
+
+
+def _file_name(name: object) -> str:
+    """A manifest may name only what lies beside it."""
+    if not isinstance(name, str) or "/" in name or "\\" in name or name in ("", ".", ".."):
+        raise ValueError(f"{name!r} is not a file name")
+    return name

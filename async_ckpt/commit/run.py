@@ -1,0 +1,262 @@
+"""A managed run on one root: which steps are committed, and how one more becomes so (DESIGN §4).
+
+In: a storage and the naming of its steps. Out: commits that are whole or not there. Knows nothing of: tensors, threads.
+
+    <root>/step_00000500/rank_00000.<attempt>.tar     never written again once a manifest names it
+    <root>/step_00000500/manifest.json                written last; its presence is the commit
+    <root>/latest                                     the newest step's folder, for people and scripts
+    <root>/checkpoints.jsonl                          one line per commit
+
+Every decision is made from what is on storage at that moment, so several processes may share a root.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection
+from typing import Final
+
+from ..errors import CheckpointError, NotCommittedError, StepBehindError, StepExistsError
+from ..spans import Clock
+from ..storage.base import Storage
+from . import journal, manifest
+from .manifest import Archive, Manifest
+from .retention import Retention
+
+TRACKER: Final = "latest"
+STEP_FORMAT: Final = "step_{:08d}"
+# A manifest that a rollback has retired: still there for whoever wants it back, no longer a commit.
+_RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
+_ARCHIVE: Final = re.compile(r"rank_\d{5,}\.[0-9a-f]{8}\.tar")
+_TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp")
+
+
+class Run:
+    """The steps below one root."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        clock: Clock,
+        step_format: str = STEP_FORMAT,
+        tracker: str | None = TRACKER,
+        retention: Retention | None = None,
+    ) -> None:
+        self.storage = storage
+        self._clock = clock
+        self._step_format = step_format
+        self._step_pattern = _pattern_of(step_format)
+        self._tracker = tracker
+        self._retention = retention or Retention()
+        self._known: dict[int, Manifest] = {}  # what the journal was last made from
+
+    # --- reading: changes nothing on storage ------------------------------------------------------------------
+
+    def folder(self, step: int) -> str:
+        return self._step_format.format(step)
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return [step for step in self._folders() if self.storage.exists(f"{self.folder(step)}/{manifest.NAME}")]
+
+    def latest(self) -> int | None:
+        """The newest committed step."""
+        for step in reversed(self._folders()):
+            if self.storage.exists(f"{self.folder(step)}/{manifest.NAME}"):
+                return step
+        return None
+
+    def manifest(self, step: int) -> Manifest:
+        """Raises NotCommittedError when there is none."""
+        return self._read(step)[0]
+
+    def archive_path(self, step: int, archive: Archive) -> str:
+        return f"{self.folder(step)}/{archive.name}"
+
+    # --- committing -------------------------------------------------------------------------------------------
+
+    def check(self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool) -> None:
+        """Refuse a step that could not be committed: StepExistsError, StepBehindError."""
+        exists = self.storage.exists(f"{self.folder(step)}/{manifest.NAME}")
+        if exists and not overwrite:
+            raise StepExistsError(f"step {step} is committed already; pass overwrite=True to replace it", step=step)
+        newest = self.latest()
+        if newest is not None and newest > step and not retire and (rolled_back or not exists):
+            raise StepBehindError(
+                f"step {step} lies behind the committed step {newest}, and a run is a line; save above it, use another "
+                'root, or open the checkpointer with on_rollback="retire"',
+                step=step,
+                newest=newest,
+            )
+
+    def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str:
+        return f"{self.folder(step)}/rank_{rank:05d}.{attempt}.tar"
+
+    def found(self, step: int) -> tuple[Manifest, str] | None:
+        """The step's manifest, if it is committed, and its version: what `overwrite` will replace, and nothing else."""
+        try:
+            return self._read(step)
+        except NotCommittedError:
+            return None
+        except CheckpointError:  # a damaged manifest may be overwritten like any other
+            _, version = self.storage.read(f"{self.folder(step)}/{manifest.NAME}")
+            return Manifest(step, "", 1, 0.0, ()), version
+
+    def commit(
+        self,
+        step: int,
+        attempt: str,
+        archives: tuple[Archive, ...],
+        *,
+        replaces: tuple[Manifest, str] | None,
+        retire: bool,
+    ) -> Manifest:
+        """Make the durable archives of an attempt the step's checkpoint. From here on it is true.
+
+        Raises StepExistsError when another writer was faster; its commit stands.
+        """
+        if retire:
+            self._retire_above(step)
+        made = Manifest(step, attempt, len(archives), self._clock(), archives)
+        path = f"{self.folder(step)}/{manifest.NAME}"
+        try:
+            if replaces is None:
+                self.storage.put_new(path, made.dump())
+            else:
+                self.storage.replace(path, made.dump(), version=replaces[1])
+        except FileExistsError as error:
+            raise StepExistsError(
+                f"step {step} was committed by another writer in the meantime; theirs stands", step=step
+            ) from error
+        self._known[step] = made
+        self._announce()
+        return made
+
+    def retain(self, step: int, *, replaced: Manifest | None, in_flight: Collection[int]) -> list[int]:
+        """Delete what `overwrite` and retention leave behind; the manifest goes first. Returns the deleted steps."""
+        for archive in replaced.archives if replaced else ():
+            self.storage.delete(self.archive_path(step, archive))
+        doomed = self._retention.doomed(self.steps(), protected={step, *in_flight, *self._tracked()})
+        for old in doomed:
+            self._delete(old)
+        if doomed:
+            self._announce()
+        return doomed
+
+    def sweep(self) -> list[str]:
+        """Delete what dead writers left: temp files and archives that no manifest names, if their lock is free."""
+        swept = []
+        for step in [None, *self._folders()]:
+            folder = "" if step is None else self.folder(step)
+            leftovers = [n for n in self.storage.list(folder) if _TEMP.fullmatch(n) or _ARCHIVE.fullmatch(n)]
+            if not leftovers or (step is not None and leftovers == self._named(step)):
+                continue
+            dead = self.storage.sweep(folder, leftovers)
+            # Looked at again after the locks: a writer gives its lock up only once its manifest is there.
+            named = [] if step is None else self._named(step)
+            for name in dead:
+                if name not in named:
+                    swept.append(f"{folder}/{name}" if folder else name)
+                    self.storage.delete(swept[-1])
+        return swept
+
+    def journal(self) -> list[dict[str, object]]:
+        """The records of `checkpoints.jsonl`, as far as they can be read."""
+        try:
+            return journal.parse(self.storage.read(journal.NAME)[0])
+        except FileNotFoundError:
+            return []
+
+    # --- parts ------------------------------------------------------------------------------------------------
+
+    def _folders(self) -> list[int]:
+        found = (self._step_pattern.fullmatch(name) for name in self.storage.list(""))
+        return sorted(int(match[1]) for match in found if match and self.folder(int(match[1])) == match[0])
+
+    def _read(self, step: int) -> tuple[Manifest, str]:
+        path = f"{self.folder(step)}/{manifest.NAME}"
+        try:
+            data, version = self.storage.read(path)
+        except FileNotFoundError as error:
+            steps = self.steps()
+            have = f"committed: {', '.join(map(str, steps[-5:]))}" if steps else "nothing is committed yet"
+            raise NotCommittedError(f"{self.storage!r}: no step {step}; {have}", path=path, step=step) from error
+        return manifest.parse(data, path=path), version
+
+    def _named(self, step: int) -> list[str]:
+        """Archives that the step's manifest names, or one that was retired."""
+        folder = self.folder(step)
+        names: list[str] = []
+        for name in self.storage.list(folder):
+            if name == manifest.NAME or _RETIRED.fullmatch(name):
+                try:
+                    parsed = manifest.parse(self.storage.read(f"{folder}/{name}")[0], path=f"{folder}/{name}")
+                except CheckpointError:  # damaged: it might name any of them
+                    return self.storage.list(folder)
+                except FileNotFoundError:  # deleted or replaced this moment: look again
+                    return self._named(step)
+                names += [archive.name for archive in parsed.archives]
+        return sorted(names)
+
+    def _retire_above(self, step: int) -> None:
+        for newer in reversed([s for s in self.steps() if s > step]):
+            folder = self.folder(newer)
+            self.storage.move(
+                f"{folder}/{manifest.NAME}", f"{folder}/manifest.retired-{secrets.token_hex(4)}.json"
+            )
+
+    def _announce(self) -> None:
+        """Bring tracker and journal up to date with what is committed, whoever committed it."""
+        while True:
+            steps = self.steps()
+            known = ((step, self._known.get(step) or self._try(step)) for step in steps)
+            self._known = {step: made for step, made in known if made is not None}
+            if self._tracker is not None and steps:
+                self.storage.replace(self._tracker, f"{self.folder(steps[-1])}\n".encode())
+            lines = journal.dump((self.folder(step), made) for step, made in self._known.items())
+            self.storage.replace(journal.NAME, lines)
+            # Another process may have committed in between and been overwritten just now.
+            if self.latest() == (steps[-1] if steps else None):
+                return
+
+    def _try(self, step: int) -> Manifest | None:
+        try:
+            return self.manifest(step)
+        except CheckpointError:
+            return None
+
+    def _tracked(self) -> list[int]:
+        if self._tracker is None:
+            return []
+        try:
+            match = self._step_pattern.fullmatch(self.storage.read(self._tracker)[0].decode(errors="replace").strip())
+        except FileNotFoundError:
+            return []
+        return [int(match[1])] if match else []
+
+    def _delete(self, step: int) -> None:
+        named = self._named(step)
+        folder = self.folder(step)
+        self.storage.delete(f"{folder}/{manifest.NAME}")
+        self._known.pop(step, None)
+        for name in self.storage.list(folder):
+            if name in named or _RETIRED.fullmatch(name):
+                self.storage.delete(f"{folder}/{name}")
+
+
+def _pattern_of(step_format: str) -> re.Pattern[str]:
+    """The pattern of the folders that a format makes; raises ValueError for one without exactly one step in it."""
+    try:
+        halves = re.split(r"\{[^{}]*\}", step_format)
+        if len(halves) != 2 or "/" in step_format or step_format.format(7) == step_format.format(8):
+            raise ValueError
+        made = step_format.format(1234567)
+        if not re.fullmatch(re.escape(halves[0]) + r"(\d+)" + re.escape(halves[1]), made):
+            raise ValueError
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(
+            f'step_format must be one folder name with the step in it, such as "step_{{:08d}}"; got {step_format!r}'
+        ) from error
+    return re.compile(re.escape(halves[0]) + r"(\d+)" + re.escape(halves[1]))

@@ -1,0 +1,104 @@
+"""Every error of the library: one root, and leaves by what the caller can do about them.
+
+In: facts about what went wrong. Out: an exception whose message says what happened, where, and what to do.
+Knows nothing of: anything else. Facts are attributes too, so no caller has to read the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CheckpointError(Exception):
+    """The root of every error this library raises, wrong arguments excepted (those are built-ins)."""
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(facts)
+
+
+class UnsupportedStateError(CheckpointError, TypeError):
+    """The state holds something that cannot be stored; nothing was written. `path` names it."""
+
+    path: str
+
+
+class TornSnapshotError(CheckpointError):
+    """A guarded tensor changed while it was being copied; the save was dropped. `names` lists them."""
+
+    names: tuple[str, ...]
+
+
+class StorageUnavailableError(CheckpointError):
+    """The place to write to, or read from, refused. `path` says where; the cause is kept."""
+
+    path: str
+
+
+class StorageFullError(StorageUnavailableError):
+    """There is no room for the checkpoint; found before a byte of it was written wherever that is possible."""
+
+    needed_bytes: int
+    free_bytes: int | None
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The bytes are not what was saved. `partly_overwritten` says whether live state was already touched."""
+
+    path: str
+    partly_overwritten: bool = False
+
+
+class FormatVersionError(CheckpointError):
+    """The archive was written by a newer version of the library than this one."""
+
+    path: str
+    version: int
+
+
+class UntrustedObjectError(CheckpointError):
+    """The archive holds a pickle that is not plain data; it is opened only with `trust=True`."""
+
+    path: str
+
+
+class NotCommittedError(CheckpointError, FileNotFoundError):
+    """There is no such committed checkpoint."""
+
+    path: str
+    step: int | None
+
+
+class StateMismatchError(CheckpointError):
+    """The live state and the checkpoint differ in names, shapes or dtypes; nothing was overwritten."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+
+class StepExistsError(CheckpointError):
+    """The step is committed already (or another writer committed it first)."""
+
+    step: int
+
+
+class StepBehindError(CheckpointError):
+    """Newer steps than this one are committed, and a run is a line."""
+
+    step: int
+    newest: int
+
+
+class PeerFailedError(CheckpointError):
+    """Another rank could not do its part of the checkpoint."""
+
+    rank: int
+
+
+class SaveAbandonedError(CheckpointError):
+    """The save was given up before it was committed: an interrupt, or the exit timeout."""
+
+
+class ClosedError(CheckpointError, RuntimeError):
+    """The checkpointer was closed, or belongs to another process."""

@@ -1,0 +1,1 @@
+"""The archive as bytes: pure code, no torch, no file, no clock."""

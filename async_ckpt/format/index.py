@@ -1,0 +1,200 @@
+"""`index.json`, the first member: what the archive holds and where, known before its first byte is written.
+
+In: the plan of an archive. Out: its text; and from a text that may lie, an index that holds together.
+Knows nothing of: files, torch. Nothing is allocated on the text's word: every extent lies inside the file,
+no two overlap, and so all tensors together are never larger than the file itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+from ..errors import CorruptCheckpointError, FormatVersionError
+from ..spec import DTYPES, PAGE_BYTES, Extent, Json, align_up
+from . import digests, safetensors, tar
+
+MEMBER: Final = "index.json"
+OBJECTS: Final = "objects.pt"
+FORMAT: Final = "async_ckpt"
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One tar entry: `data` is where its payload lies in the file; its header is the 512 bytes before that."""
+
+    name: str
+    data: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedTensor:
+    """One tensor of an archive; `extent` counts from the start of the file."""
+
+    path: tuple[Any, ...]
+    member: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+    alias_of: int | None
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What an archive says of itself, checked for sense."""
+
+    step: int | None
+    members: tuple[Member, ...]
+    tensors: tuple[IndexedTensor, ...]
+    skeleton: Json
+    digests: Member
+    file_bytes: int
+
+    def member(self, name: str) -> Member | None:
+        return next((m for m in self.members if m.name == name), None)
+
+
+def row(path: tuple[Any, ...], **facts: Json) -> str:
+    """One tensor's line of the index; keys that JSON cannot hold appear as text (the skeleton has the real ones)."""
+    names = [key if isinstance(key, int | str) else str(key) for key in path]
+    return json.dumps({"path": names, **facts}, separators=(",", ":"))
+
+
+def dump(*, step: int | None, members: list[tuple[str, int]], rows: str, skeleton: str) -> bytes:
+    """The index, padded with spaces so that the next member's header begins on a page.
+
+    `members` are the names and sizes of everything between the index and the digests; `rows` and `skeleton` are
+    JSON already, since the first stays the same from save to save.
+    """
+    text = (
+        f'{{"format":"{FORMAT}","version":{VERSION},"step":{json.dumps(step)},'
+        f'"members":{json.dumps(members, separators=(",", ":"))},"tensors":[\n{rows}\n],"skeleton":{skeleton}}}\n'
+    ).encode()
+    return text + b" " * (align_up(tar.BLOCK + len(text), PAGE_BYTES) - tar.BLOCK - len(text))
+
+
+def digests_member(end_of_members: int) -> tuple[Member, int]:
+    """Where the digests lie when all other members end here (padded), and the size of the whole file."""
+    covered = end_of_members + tar.BLOCK
+    member = Member(digests.MEMBER, Extent(covered, digests.num_bytes(covered)))
+    end = align_up(member.data.end, tar.BLOCK)
+    return member, align_up(end + tar.END_BYTES, PAGE_BYTES)
+
+
+def parse(text: bytes, *, path: str) -> Index:
+    """Read an index that may be damaged, or may lie.
+
+    Raises CorruptCheckpointError where it does not hold together, FormatVersionError when it is from the future.
+    """
+    try:
+        raw = json.loads(text)
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise _Lie("it is not an async_ckpt index")
+        version = _count(raw["version"])
+        if version > VERSION:
+            raise FormatVersionError(
+                f"{path}: written in format version {version}, this library reads up to {VERSION}; "
+                "install a newer async_ckpt",
+                path=path,
+                version=version,
+            )
+        step = raw["step"]
+        if step is not None:
+            _count(step)
+        members = _members(raw["members"], begin=tar.BLOCK + len(text))
+        tensors = _tensors(raw["tensors"], members)
+        last_end = members[-1].data.end if members else tar.BLOCK + len(text)
+        digest, file_bytes = digests_member(align_up(last_end, tar.BLOCK))
+        return Index(step, tuple(members), tuple(tensors), raw["skeleton"], digest, file_bytes)
+    except (_Lie, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        reason = error if isinstance(error, _Lie) else f"it is malformed ({error!r:.200})"
+        raise CorruptCheckpointError(f"{path}: the index cannot be trusted: {reason}", path=path) from error
+
+
+class _Lie(Exception):
+    pass
+
+
+def _count(value: Json) -> int:
+    if type(value) is not int or value < 0:
+        raise _Lie(f"{value!r:.100} is not a count")
+    return value
+
+
+def _members(raw: Json, begin: int) -> list[Member]:
+    members: list[Member] = []
+    position = begin
+    for name, num_bytes in raw:
+        position = align_up(position, tar.BLOCK) + tar.BLOCK
+        members.append(Member(str(name), Extent(position, _count(num_bytes))))
+        position += num_bytes
+    names = [m.name for m in members]
+    if len(set(names)) != len(names) or {MEMBER, digests.MEMBER} & set(names):
+        raise _Lie("two members have the same name")
+    return members
+
+
+def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
+    tensors: list[IndexedTensor] = []
+    names: set[tuple[int, str]] = set()
+    for row in raw:
+        path = tuple(row["path"])
+        if "alias" in row:
+            alias = _count(row["alias"])
+            if alias >= len(tensors) or tensors[alias].alias_of is not None:
+                raise _Lie(f"tensor {path!r:.200} is an alias of nothing")
+            of = tensors[alias]
+            tensors.append(IndexedTensor(path, of.member, of.name, of.dtype, of.shape, of.extent, alias))
+            continue
+        member, name, dtype = _count(row["member"]), row["name"], row["dtype"]
+        shape = tuple(_count(n) for n in row["shape"])
+        begin, length = map(_count, row["extent"])
+        if dtype not in DTYPES:
+            raise _Lie(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
+        if len(shape) > 64 or prod(n or 1 for n in shape) >= 2**63:
+            raise _Lie(f"tensor {path!r:.200} has an absurd shape")
+        if member >= len(members) or begin + length > members[member].data.length:
+            raise _Lie(f"tensor {path!r:.200} lies outside of its member")
+        if prod(shape) * DTYPES[dtype][0] != length:
+            raise _Lie(f"tensor {path!r:.200} has {length} bytes, its shape and dtype need another number")
+        if not isinstance(name, str) or (member, name) in names:
+            raise _Lie(f"two tensors are called {name!r:.200}")
+        names.add((member, name))
+        extent = Extent(members[member].data.offset + begin, length)
+        tensors.append(IndexedTensor(path, member, name, dtype, shape, extent, None))
+    position = 0
+    for extent in sorted((t.extent for t in tensors if t.alias_of is None and t.extent.length), key=lambda e: e.offset):
+        if extent.offset < position:
+            raise _Lie(f"two tensors share the bytes at {extent.offset}")
+        position = extent.end
+    return tensors
+
+
+def check_member_header(index: Index, member: int, data: bytes, *, path: str) -> None:
+    """Compare a member's own safetensors header with the index: the two must tell the same story.
+
+    `data` begins at the member's first byte. Raises CorruptCheckpointError.
+    """
+    try:
+        table = safetensors.parse_header(data)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: {index.members[member].name}: {error}", path=path) from error
+    base = index.members[member].data.offset + 8 + int.from_bytes(data[:8], "little")
+    told = {
+        t.name: (*safetensors.stored_as(t.dtype, t.shape), t.extent.offset - base, t.extent.end - base)
+        for t in index.tensors
+        if t.member == member and t.alias_of is None
+    }
+    if told != table:
+        wrong = sorted(name for name in told.keys() | table.keys() if told.get(name) != table.get(name))
+        raise CorruptCheckpointError(
+            f"{path}: index and {index.members[member].name} disagree about {', '.join(wrong[:5])}", path=path
+        )

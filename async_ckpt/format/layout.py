@@ -1,0 +1,255 @@
+"""The plan of an archive: every byte position of the finished file, before a byte moves (DESIGN §2).
+
+In: tensor specs, the skeleton, pickled objects. Out: a layout, and its cut into segments.
+Knows nothing of: where tensors live, who copies them, where the file goes.
+
+What depends on names, dtypes and shapes alone (`TensorPlan`) costs time per tensor and is kept from save to save;
+what changes with every save (`lay_out`) costs time per member. That works because the index is padded to whole
+pages, so its length only shifts everything behind it, and every other offset counts from its end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+from ..spec import DTYPES, MIB, PAGE_BYTES, TensorSpec, align_up
+from . import digests, index, safetensors, tar
+
+# One member never has more tensors than this: readers refuse headers over 100 MB.
+MAX_TENSORS_PER_MEMBER: Final = 500_000
+_MAX_NAMES_BYTES: Final = 40 * MIB
+MAX_NAME_BYTES: Final = 1024
+
+
+class Piece(NamedTuple):
+    """`length` bytes of tensor `tensor`, from its byte `source` on, at byte `target` of a segment."""
+
+    target: int
+    tensor: int
+    source: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """One slice of the file image: what goes where in it. Pieces and literals cover every byte of it."""
+
+    number: int
+    offset: int
+    num_bytes: int
+    pieces: Sequence[Piece]
+    literals: Sequence[tuple[int, memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class _MemberPlan:
+    name: str
+    offset: int  # of its tar header, from the end of the index
+    num_bytes: int
+    head: bytes  # safetensors length prefix and header
+
+
+class TensorPlan:
+    """Where every tensor goes, relative to the end of the index."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.specs = specs
+        self.members: list[_MemberPlan] = []
+        # Offset of each tensor from the end of the index; an alias has none of its own.
+        self.offsets: list[int | None] = [None] * len(self.specs)
+        self._rows: list[str] = [""] * len(self.specs)
+        position = 0
+        for name, chosen in _grouped(self.specs):
+            position = self._add_member(name, chosen, position)
+        self.num_bytes = position
+        self.rows = ",\n".join(self._rows)
+        del self._rows
+        self._last_cut: tuple[int, int, dict[int, list[Piece]]] | None = None
+
+    def _add_member(self, name: str, chosen: list[int], position: int) -> int:
+        names = _unique_names((_name_inside(self.specs[i]) for i in chosen), taken={safetensors.RESERVED_NAME})
+        named = dict(zip(chosen, names, strict=True))
+        stored = [i for i in chosen if self.specs[i].alias_of is None]
+        # Descending item size keeps every tensor aligned without holes, which the format forbids; within one
+        # size the large ones come first, so that those copied late and those copied at once share few segments.
+        stored.sort(key=lambda i: (-DTYPES[self.specs[i].dtype][0], self.specs[i].num_bytes < MIB))
+        entries, begin = [], 0
+        for i in stored:
+            spec = self.specs[i]
+            entries.append(safetensors.Entry(named[i], spec.dtype, spec.shape, begin, begin + spec.num_bytes))
+            begin += spec.num_bytes
+        metadata = {"format": "pt"}
+        for i in chosen:
+            of = self.specs[i].alias_of
+            if of is not None and of in named:
+                metadata.setdefault(named[i], named[of])
+        data_offset = position + tar.BLOCK
+        # The end of the index is a multiple of the page, so "modulo the page" is the same here as in the file.
+        head = safetensors.header(entries, metadata, header_bytes_modulo=PAGE_BYTES, at=data_offset)
+        for i, entry in zip(stored, entries, strict=True):
+            self.offsets[i] = data_offset + len(head) + entry.begin
+            self._rows[i] = index.row(
+                self.specs[i].path,
+                member=len(self.members),
+                name=entry.name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                extent=[len(head) + entry.begin, entry.end - entry.begin],
+            )
+        for i in chosen:
+            if self.specs[i].alias_of is not None:
+                self._rows[i] = index.row(self.specs[i].path, alias=self.specs[i].alias_of)
+        if not stored:
+            return position
+        self.members.append(_MemberPlan(name, position, len(head) + begin, head))
+        return align_up(data_offset + len(head) + begin, tar.BLOCK)
+
+    @cached_property
+    def in_file_order(self) -> list[tuple[int, int, int]]:
+        """(offset from the end of the index, bytes, tensor) of every tensor that has bytes."""
+        return sorted(
+            (offset, spec.num_bytes, i)
+            for i, (offset, spec) in enumerate(zip(self.offsets, self.specs, strict=True))
+            if offset is not None and spec.num_bytes
+        )
+
+    def cut(self, base: int, segment_bytes: int) -> dict[int, list[Piece]]:
+        """The pieces of each segment, by its number, when the index ends at file offset `base`.
+
+        The last cut is kept: from save to save the index seldom grows by a page.
+        """
+        kept = self._last_cut
+        if kept is None or kept[:2] != (base, segment_bytes):
+            kept = self._last_cut = (base, segment_bytes, self._cut(base, segment_bytes))
+        return kept[2]
+
+    def _cut(self, base: int, segment_bytes: int) -> dict[int, list[Piece]]:
+        pieces: dict[int, list[Piece]] = {}
+        for offset, num_bytes, tensor in self.in_file_order:
+            begin, end = base + offset, base + offset + num_bytes
+            at = begin
+            while at < end:
+                number, target = divmod(at, segment_bytes)
+                length = min(end - at, segment_bytes - target)
+                pieces.setdefault(number, []).append(Piece(target, tensor, at - begin, length))
+                at += length
+        return pieces
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every byte of one archive: tensors by the plan, and literals for all the rest, which never overlap."""
+
+    plan: TensorPlan
+    base: int
+    literals: tuple[tuple[int, bytes], ...]
+    digests: index.Member
+    file_bytes: int
+
+    def segments(self, segment_bytes: int) -> list[SegmentPlan]:
+        """The file image cut into slices; the last one may be shorter."""
+        pieces = self.plan.cut(self.base, segment_bytes)
+        literals: dict[int, list[tuple[int, memoryview]]] = {}
+        for begin, data in self.literals:
+            view, at = memoryview(data), begin
+            while view:
+                number, target = divmod(at, segment_bytes)
+                literals.setdefault(number, []).append((target, view[: segment_bytes - target]))
+                at += min(len(view), segment_bytes - target)
+                view = view[segment_bytes - target :]
+        return [
+            SegmentPlan(
+                number,
+                offset,
+                min(segment_bytes, self.file_bytes - offset),
+                pieces.get(number, ()),
+                literals.get(number, ()),
+            )
+            for number, offset in enumerate(range(0, self.file_bytes, segment_bytes))
+        ]
+
+
+def lay_out(plan: TensorPlan, *, skeleton: str, objects: bytes | None, step: int | None, mtime: int) -> Layout:
+    """Place one save: index first, then the planned members, then the objects, then the digests."""
+    sizes = [(m.name, m.num_bytes) for m in plan.members]
+    if objects is not None:
+        sizes.append((index.OBJECTS, len(objects)))
+    text = index.dump(step=step, members=sizes, rows=plan.rows, skeleton=skeleton)
+    base = tar.BLOCK + len(text)
+    literals = [(0, tar.header(index.MEMBER, len(text), mtime=mtime) + text)]
+    for member in plan.members:
+        literals.append((base + member.offset, tar.header(member.name, member.num_bytes, mtime=mtime) + member.head))
+        end = base + member.offset + tar.BLOCK + member.num_bytes
+        literals.append((end, bytes(tar.padding_after(member.num_bytes))))
+    end = base + plan.num_bytes
+    if objects is not None:
+        padded = objects + bytes(tar.padding_after(len(objects)))
+        literals.append((end, tar.header(index.OBJECTS, len(objects), mtime=mtime) + padded))
+        end += tar.BLOCK + len(padded)
+    member, file_bytes = index.digests_member(end)
+    # The digests themselves are zeros until all the rest has been filled.
+    tail = tar.header(digests.MEMBER, member.data.length, mtime=mtime) + bytes(file_bytes - member.data.offset)
+    literals.append((end, tail))
+    return Layout(plan, base, tuple(literals), member, file_bytes)
+
+
+def _grouped(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, list[int]]]:
+    """Member name and tensors: one member per top-level container, one for all tensors that hang at the top."""
+    groups: dict[Any, list[int]] = {}
+    top: list[int] = []
+    for i, spec in enumerate(specs):
+        if len(spec.path) < 2:
+            top.append(i)
+        else:
+            # The type is part of the key, or True, 1 and 1.0 would share a member.
+            groups.setdefault((type(spec.path[0]), spec.path[0]), []).append(i)
+    stems = [_safe(str(key)) for _, key in groups]
+    parts: list[tuple[str, list[int]]] = list(zip(stems, groups.values(), strict=True))
+    if top:
+        parts.insert(0, ("state" if "model" in stems else "model", top))
+    taken: set[str] = set()
+    for stem, chosen in parts:
+        for number, part in enumerate(_split(chosen, specs), start=1):
+            name = stem if number == 1 else f"{stem}-{number:05d}"
+            suffix = 2
+            while name.lower() in taken:  # not every file system tells cases apart
+                name, suffix = f"{stem}~{suffix}", suffix + 1
+            taken.add(name.lower())
+            yield f"{name}.safetensors", part
+
+
+def _split(chosen: list[int], specs: Sequence[TensorSpec]) -> Iterator[list[int]]:
+    part: list[int] = []
+    names_bytes = 0
+    for i in chosen:
+        names_bytes += len(_name_inside(specs[i]))
+        if len(part) == MAX_TENSORS_PER_MEMBER or names_bytes > _MAX_NAMES_BYTES:
+            yield part
+            part, names_bytes = [], 0
+        part.append(i)
+    yield part
+
+
+def _safe(key: str) -> str:
+    """A file name, up to 80 characters, that no shell, archiver or file system objects to."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", key)[:80].lstrip(".-") or "_"
+
+
+def _name_inside(spec: TensorSpec) -> str:
+    path = spec.path[1:] if len(spec.path) > 1 else spec.path or ("tensor",)
+    return ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
+
+
+def _unique_names(names: Iterable[str], taken: set[str]) -> Iterator[str]:
+    for name in names:
+        candidate, suffix = name, 2
+        while candidate in taken or len(candidate.encode()) > MAX_NAME_BYTES:
+            tail = f"~{suffix}"
+            candidate = name.encode()[: MAX_NAME_BYTES - len(tail)].decode(errors="ignore") + tail
+            suffix += 1
+        taken.add(candidate)
+        yield candidate

@@ -1,0 +1,68 @@
+"""Tar members, as GNU tar, bsdtar and Python's `tarfile` read them.
+
+In: names and sizes. Out: header blocks and padding. Knows nothing of: what the members hold.
+The header is POSIX.1-1988 ustar; a size of 8 GiB or more is written in base-256, the GNU extension that all
+three readers know (https://www.gnu.org/software/tar/manual/html_node/Standard.html).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+BLOCK: Final = 512
+# The end of an archive is two zero blocks.
+END_BYTES: Final = 2 * BLOCK
+# Eleven octal digits and a terminator fit the size field.
+_OCTAL_LIMIT: Final = 8**11
+
+
+def padding_after(payload_bytes: int) -> int:
+    """Zero bytes that a member needs to end on a block boundary."""
+    return -payload_bytes % BLOCK
+
+
+def header(name: str, payload_bytes: int, *, mtime: int) -> bytes:
+    """The 512-byte header of one regular file, owner root, mode 0644; `mtime` in whole seconds.
+
+    Raises ValueError for a name over 100 ASCII bytes: the layout never makes one.
+    """
+    raw_name = name.encode("ascii")
+    if len(raw_name) > 100:
+        raise ValueError(f"member name too long for ustar: {name!r}")
+    if payload_bytes < _OCTAL_LIMIT:
+        size = b"%011o\0" % payload_bytes
+    else:
+        size = b"\x80" + payload_bytes.to_bytes(11, "big")
+    block = bytearray(BLOCK)
+    block[0 : len(raw_name)] = raw_name
+    block[100:108] = b"0000644\0"
+    block[108:116] = b"0000000\0"
+    block[116:124] = b"0000000\0"
+    block[124:136] = size
+    block[136:148] = b"%011o\0" % max(0, mtime)
+    block[148:156] = b" " * 8  # the checksum counts itself as spaces
+    block[156:157] = b"0"
+    block[257:265] = b"ustar\00000"
+    block[265:269] = b"root"
+    block[297:301] = b"root"
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def parse_header(block: bytes) -> tuple[str, int]:
+    """Name and payload size of the member whose header this is.
+
+    Raises ValueError for anything that is not the header of a regular file with a right checksum.
+    """
+    if len(block) != BLOCK:
+        raise ValueError("a tar header is 512 bytes")
+    if block[257:262] != b"ustar":
+        raise ValueError("no tar header here")
+    stored = int(block[148:156].strip(b" \0") or b"-1", 8)
+    if stored != sum(block) - sum(block[148:156]) + 8 * ord(" "):
+        raise ValueError("tar header checksum differs")
+    if block[156:157] not in (b"0", b"\0"):
+        raise ValueError("not a regular file")
+    size = block[124:136]
+    payload_bytes = int.from_bytes(size[1:], "big") if size[0] == 0x80 else int(size.strip(b" \0"), 8)
+    return block[:100].rstrip(b"\0").decode("ascii"), payload_bytes

@@ -1,0 +1,416 @@
+"""A load, told once from top to bottom. No threads are started here, and nothing is logged.
+
+In: an archive that may be damaged, or may lie; and, to restore, live objects. Out: the state, or the objects filled.
+Knows nothing of: steps, manifests.
+
+Everything is compared before the first byte is written. Data then comes by parallel ranged reads through a small ring
+of (page-locked) buffers straight into its tensors; with `verify`, a buffer is whole digest blocks, and is looked at
+before anything leaves it. Nothing is unpickled unless the caller says `trust=True` or torch's own weights-only
+unpickler takes it, and nothing is allocated on the file's word: all tensors together are never larger than the file.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import mmap as mmap_module
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+
+from .errors import CorruptCheckpointError, UntrustedObjectError
+from .format import digests, index, tar
+from .format.index import Index
+from .snapshot.crew import Crew, num_cpus
+from .snapshot.device import flat_bytes, host_pointer, memmove
+from .snapshot.pool import Segment, SegmentPool
+from .spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
+from .state.tree import Path, Stored, decode, dtype_named, replaced
+from .storage.base import Reader
+
+Select = str | Sequence[str] | None
+Verify = bool | Literal["first"]
+
+# One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
+_READ_BYTES: Final = 16 * MIB
+_MAX_READERS: Final = 8
+
+
+class OpenArchive:
+    """One archive, its index read and, with `verify`, checked; tensors by number on request. Not thread-safe.
+
+    Raises CorruptCheckpointError for anything that is not, or no longer, an archive of this library, and
+    FormatVersionError for one from a newer version.
+    """
+
+    def __init__(self, reader: Reader, *, path: str, verify: bool) -> None:
+        self.path = path
+        self._reader = reader
+        self._digests: bytes | None = None
+        head = self._read_head()
+        self.index: Index = index.parse(head, path=path)
+        if self.index.file_bytes != reader.num_bytes:
+            raise self.corrupt(f"it has {reader.num_bytes:,} bytes and should have {self.index.file_bytes:,}: truncated")
+        if verify:
+            self._digests = self._read_digests()
+            self.read(Extent(0, tar.BLOCK + len(head)))
+        self._checked_members: set[int] = set()
+
+    def corrupt(self, why: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.path}: {why}; load an earlier checkpoint", path=self.path)
+
+    @property
+    def digest(self) -> str:
+        """The archive's own digest, as its manifest records it."""
+        return digests.self_digest(self._read_plain(self.index.digests.data))
+
+    # --- small reads ------------------------------------------------------------------------------------------
+
+    def read(self, extent: Extent) -> bytes:
+        """A small extent, verified where the archive is."""
+        if self._digests is None:
+            return self._read_plain(extent)
+        wide = _widened(extent, BLOCK_BYTES, self.index.digests.data.offset)
+        data = self._read_plain(wide)
+        self.verify(wide.offset, memoryview(data))
+        return data[extent.offset - wide.offset :][: extent.length]
+
+    def verify(self, offset: int, data: memoryview) -> None:
+        """Compare whole blocks that begin at `offset` with their digests. Bytes behind the covered part are let be."""
+        if self._digests is None:
+            return
+        data = data[: self.index.digests.data.offset - offset]
+        for begin in range(0, len(data), BLOCK_BYTES):
+            number = (offset + begin) // BLOCK_BYTES
+            told = self._digests[number * digests.DIGEST_BYTES :][: digests.DIGEST_BYTES]
+            if digests.block_digest(data[begin : begin + BLOCK_BYTES]) != told:
+                raise self.corrupt(f"block {number} (from byte {number * BLOCK_BYTES:,}) does not match its digest")
+
+    def _read_plain(self, extent: Extent) -> bytes:
+        data = bytearray(extent.length)
+        try:
+            self._reader.read_into(extent.offset, memoryview(data))
+        except EOFError as error:
+            raise self.corrupt(f"truncated: {error}") from error
+        return bytes(data)
+
+    def _read_head(self) -> bytes:
+        """The text of the index, not yet believed."""
+        num_bytes = self._reader.num_bytes
+        head = self._read_plain(Extent(0, min(num_bytes, BLOCK_BYTES)))
+        try:
+            name, length = tar.parse_header(head[: tar.BLOCK])
+        except ValueError as error:
+            raise self._not_ours(head) from error
+        if name != index.MEMBER:
+            raise self._not_ours(head)
+        if tar.BLOCK + length > num_bytes:
+            raise self.corrupt("truncated inside of its index")
+        if tar.BLOCK + length > len(head):
+            head += self._read_plain(Extent(len(head), tar.BLOCK + length - len(head)))
+        return head[tar.BLOCK : tar.BLOCK + length]
+
+    def _not_ours(self, head: bytes) -> CorruptCheckpointError:
+        for magic, what in (
+            (b"PK\x03\x04", "a zip file, as torch.save writes; use torch.load"),
+            (b"\x1f\x8b", "gzip"),
+            (b"\x28\xb5\x2f\xfd", "zstd"),
+        ):
+            if head.startswith(magic):
+                return CorruptCheckpointError(f"{self.path}: not an async_ckpt archive: this is {what}", path=self.path)
+        what = "not an async_ckpt archive" if head else "the file is empty"
+        return CorruptCheckpointError(f"{self.path}: {what}, or its first bytes are damaged", path=self.path)
+
+    def _read_digests(self) -> bytes:
+        member = self.index.digests
+        tail = self._read_plain(Extent(member.data.offset, self.index.file_bytes - member.data.offset))
+        if any(tail[member.data.length :]):
+            raise self.corrupt("the end of the archive is damaged")
+        try:
+            return digests.parse(tail[: member.data.length], covered_bytes=member.data.offset)
+        except ValueError as error:
+            raise self.corrupt(str(error)) from error
+
+    # --- the tree ---------------------------------------------------------------------------------------------
+
+    def tree(self, *, select: Select = None, types: Iterable[type] = ()) -> tuple[Any, list[Stored]]:
+        """The saved structure with a `Stored` for each leaf that is not in the index itself, and a list of these."""
+        try:
+            value, stored = decode(self.index.skeleton, types=types, keep=_selector(select))
+            num_tensors = len(self.index.tensors)
+            if any(s.kind != "object" and s.number >= num_tensors for s in stored):
+                raise ValueError("it numbers a tensor that is not there")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
+            raise self.corrupt(f"its skeleton cannot be read ({error})") from error
+        if select is not None and value is None:
+            groups = ", ".join(sorted({str(t.path[0]) for t in self.index.tensors if t.path}))
+            raise KeyError(f"select={select!r} matches nothing in {self.path}; it holds {groups or 'no named tensors'}")
+        self._check_members(stored)
+        return value, stored
+
+    def _check_members(self, stored: Iterable[Stored]) -> None:
+        """Each member's own header must tell the same story as the index, before anything is read by either."""
+        for number in {self.index.tensors[s.number].member for s in stored if s.kind != "object"}:
+            if number in self._checked_members:
+                continue
+            data = self.index.members[number].data
+            length = int.from_bytes(self.read(Extent(data.offset, min(8, data.length))), "little")
+            header = self.read(Extent(data.offset, min(data.length, 8 + length)))
+            index.check_member_header(self.index, number, header, path=self.path)
+            self._checked_members.add(number)
+
+    def primary(self, number: int) -> int:
+        """The tensor whose bytes these are: itself, or the one that it is tied to."""
+        alias = self.index.tensors[number].alias_of
+        return number if alias is None else alias
+
+    def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:
+        """The pickled leaves; none are opened unless one of them is asked for."""
+        if not any(s.kind == "object" for s in stored):
+            return []
+        member = self.index.member(index.OBJECTS)
+        if member is None:
+            raise self.corrupt(f"{index.OBJECTS} is missing")
+        data = self.read(member.data)
+        try:
+            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
+        except pickle.UnpicklingError as error:
+            raise UntrustedObjectError(
+                f"{self.path}: {index.OBJECTS} holds Python objects that are not plain data; if you trust whoever wrote "
+                f"this file, load it with trust=True, or leave them out with select= ({str(error).splitlines()[0]})",
+                path=self.path,
+            ) from error
+        except Exception as error:
+            raise self.corrupt(f"{index.OBJECTS} cannot be loaded: {error!r}") from error
+        wanted = [s.number for s in stored if s.kind == "object"]
+        if not isinstance(loaded, list) or max(wanted) >= len(loaded):
+            raise self.corrupt(f"{index.OBJECTS} lacks an object")
+        return loaded
+
+    def empty(self, number: int, device: torch.device) -> torch.Tensor:
+        """New memory for a tensor of the archive."""
+        told = self.index.tensors[number]
+        tensor = torch.empty(told.shape, dtype=dtype_named(told.dtype), device=device)
+        if device.type == "cpu":
+            _ask_for_huge_pages(tensor)
+        return tensor
+
+
+def load_state(
+    archive: OpenArchive,
+    *,
+    map_location: str | torch.device | None = None,
+    select: Select = None,
+    trust: bool = False,
+    types: Iterable[type] = (),
+    mmap: mmap_module.mmap | None = None,
+) -> Any:
+    """Build the state that was saved, on the CPU or on the device `map_location`; tied tensors come back tied.
+
+    With `mmap`, tensors are views of the mapped archive, and only their pages are read, when they are first touched
+    (or, verified, now).
+    """
+    device = torch.device("cpu") if map_location is None else torch.device(map_location)
+    value, stored = archive.tree(select=select, types=types)
+    objects = archive.objects(stored, trust=trust)
+    on_host = {archive.primary(s.number) for s in stored if s.kind in ("ndarray", "bytes")}
+    numbers = sorted({archive.primary(s.number) for s in stored if s.kind != "object"})
+    if mmap is not None:
+        tensors = {n: _mapped(archive, n, mmap) for n in numbers}
+        _verify_mapped(archive, numbers, mmap)
+    else:
+        tensors = {n: archive.empty(n, torch.device("cpu") if n in on_host else device) for n in numbers}
+        fill(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])
+
+    def give(leaf: Stored) -> Any:
+        if leaf.kind == "object":
+            return objects[leaf.number]
+        return leaf_value(leaf, tensors[archive.primary(leaf.number)], device)
+
+    return replaced(value, give)
+
+
+def leaf_value(leaf: Stored, tensor: torch.Tensor, device: torch.device) -> Any:
+    """What a stored leaf is, given the tensor with its bytes."""
+    if leaf.kind == "tensor":
+        return tensor if tensor.device == device or device.index is None else tensor.to(device)
+    if leaf.kind == "bytes":
+        return bytes(tensor.numpy())
+    return leaf.as_array(tensor)
+
+
+class Wanted(NamedTuple):
+    """One tensor of the archive and the memory that its bytes are to fill: same shape, same dtype, any device."""
+
+    number: int
+    into: torch.Tensor
+
+
+class _Part(NamedTuple):
+    """`length` bytes from byte `source` of a read go to byte `target` of `wanted[wanted]`."""
+
+    source: int
+    wanted: int
+    target: int
+    length: int
+
+
+@dataclass(slots=True)
+class _Read:
+    extent: Extent
+    parts: list[_Part]
+
+
+def fill(archive: OpenArchive, wanted: Sequence[Wanted], *, copy: bool = True) -> None:
+    """Read every wanted tensor into its memory, in parallel. With `copy=False` only verify the bytes.
+
+    What is on a device is filled in order with its current stream. Raises CorruptCheckpointError; tensors that were
+    filled before stay so.
+    """
+    targets = [_Target(item.into) for item in wanted] if copy else []
+    extents = [archive.index.tensors[item.number].extent for item in wanted]
+    reads = _plan_reads(extents, archive, keep_parts=copy)
+    if not reads:
+        return
+    crew = Crew("read", min(_MAX_READERS, max(4, num_cpus()), len(reads)))
+    ring = SegmentPool(_READ_BYTES, max_bytes=crew.max_threads * _READ_BYTES)
+    devices = {target.device for target in targets if target.device.type == "cuda"}
+    streams = {device: torch.cuda.Stream(device) for device in devices}
+    for device, stream in streams.items():
+        stream.wait_stream(torch.cuda.current_stream(device))
+
+    def run(read: _Read) -> None:
+        lease = ring.lease((0, read.extent.offset), pin=bool(devices), check=lambda: None)
+        try:
+            _run_read(archive, read, lease.segment, targets, streams)
+        finally:
+            lease.release()
+
+    try:
+        crew.run_all((lambda read=read: run(read)) for read in reads)
+    finally:
+        crew.stop()
+        ring.close()
+    for device, stream in streams.items():
+        torch.cuda.current_stream(device).wait_stream(stream)
+    for target in targets:
+        target.finish()
+
+
+def _run_read(
+    archive: OpenArchive, read: _Read, segment: Segment, targets: list[_Target], streams: dict[Any, Any]
+) -> None:
+    data = segment.view[: read.extent.length]
+    try:
+        archive._reader.read_into(read.extent.offset, data)
+    except EOFError as error:
+        raise archive.corrupt(f"truncated: {error}") from error
+    archive.verify(read.extent.offset, data)
+    used = set()
+    for source, wanted, begin, length in read.parts:
+        target = targets[wanted]
+        if target.pointer:
+            memmove(target.pointer + begin, segment.address + source, length)
+        else:
+            used.add(target.device)
+            with torch.cuda.stream(streams[target.device]):
+                target.flat[begin : begin + length].copy_(segment.tensor[source : source + length], non_blocking=True)
+    for device in used:
+        streams[device].synchronize()  # the buffer is read from until then
+
+
+class _Target:
+    """Memory to fill. What is not dense, or on a device without a copy engine of ours, goes through a dense copy."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        self._final: torch.Tensor | None = None
+        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if not plain or tensor.device.type not in ("cpu", "cuda"):
+            self._final = tensor
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.device = tensor.device
+        self.flat = flat_bytes(tensor)
+        self.pointer = host_pointer(self.flat)
+
+    def finish(self) -> None:
+        if self._final is not None:
+            item = self.flat.view(self._final.dtype) if self._final.dtype != torch.uint8 else self.flat
+            with torch.no_grad():
+                self._final.copy_(item.reshape(self._final.shape))
+
+
+def _plan_reads(extents: Sequence[Extent], archive: OpenArchive, *, keep_parts: bool) -> list[_Read]:
+    """Cut the wanted extents into reads: whole digest blocks (or pages), neighbours together, up to a buffer's size."""
+    granule = BLOCK_BYTES if archive._digests is not None else PAGE_BYTES
+    file_bytes = archive.index.file_bytes
+    reads: list[_Read] = []
+    order = sorted((i for i, extent in enumerate(extents) if extent.length), key=lambda i: extents[i].offset)
+    for i in order:
+        at, end = extents[i].offset, extents[i].end
+        while at < end:
+            last = reads[-1].extent if reads else Extent(0, 0)
+            if at >= last.end:
+                begin = at // granule * granule
+                # A block that the read before has fetched already is not read again: `at` lies behind it.
+                room = min(file_bytes - begin, align_up(min(end - begin, _READ_BYTES), granule))
+                if begin == last.end and last.length + room <= _READ_BYTES and reads:
+                    reads[-1].extent = last = Extent(last.offset, last.length + room)
+                else:
+                    last = Extent(begin, room)
+                    reads.append(_Read(last, []))
+            stop = min(end, last.end)
+            if keep_parts:
+                reads[-1].parts.append(_Part(at - last.offset, i, at - extents[i].offset, stop - at))
+            at = stop
+    return reads
+
+
+def _widened(extent: Extent, granule: int, limit: int) -> Extent:
+    begin = extent.offset // granule * granule
+    return Extent(begin, max(extent.end, min(align_up(extent.end, granule), limit)) - begin)
+
+
+def _selector(select: Select) -> Callable[[Path], bool] | None:
+    """Whether a path is selected: by its name, by the name of what it is in, or by a glob over the dotted path."""
+    if select is None:
+        return None
+    patterns = [select] if isinstance(select, str) else list(select)
+
+    def selected(path: Path) -> bool:
+        dotted = ".".join(map(str, path))
+        return any(
+            dotted == pattern or dotted.startswith(f"{pattern}.") or fnmatch.fnmatchcase(dotted, pattern)
+            for pattern in patterns
+        )
+
+    return selected
+
+
+def _mapped(archive: OpenArchive, number: int, mapped: mmap_module.mmap) -> torch.Tensor:
+    told = archive.index.tensors[number]
+    dtype = dtype_named(told.dtype)
+    if not told.extent.length:
+        return torch.empty(told.shape, dtype=dtype)
+    flat = torch.frombuffer(mapped, dtype=torch.uint8, count=told.extent.length, offset=told.extent.offset)
+    return (flat if dtype == torch.uint8 else flat.view(dtype)).view(told.shape)
+
+
+def _verify_mapped(archive: OpenArchive, numbers: Sequence[int], mapped: mmap_module.mmap) -> None:
+    reads = _plan_reads([archive.index.tensors[n].extent for n in numbers], archive, keep_parts=False)
+    with memoryview(mapped) as view:
+        for read in reads:
+            with view[read.extent.offset : read.extent.end] as part:
+                archive.verify(read.extent.offset, part)
+
+
+def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
+    """Fresh memory is filled once: with small pages the kernel would spend longer giving it than we filling it."""
+    from .snapshot.pool import advise_huge_pages
+
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes >= BLOCK_BYTES:
+        advise_huge_pages(tensor.data_ptr(), num_bytes)

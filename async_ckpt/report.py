@@ -1,0 +1,82 @@
+"""What a save cost and what it made: the value a handle resolves to.
+
+In: measured numbers. Out: frozen reports. Knows nothing of: how they were measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from .spec import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a save is, in bytes of the finished archive."""
+
+    total_bytes: int
+    staged_bytes: int
+    written_bytes: int
+
+    @property
+    def fraction(self) -> float:
+        """Written share of the archive, 0 to 1."""
+        return self.written_bytes / self.total_bytes if self.total_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """What happened at one place that a save wrote to."""
+
+    path: str
+    num_bytes: int
+    write_seconds: float
+    error: str | None = None
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second at this place, its own syncing included."""
+        return self.num_bytes / self.write_seconds if self.write_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """One save, measured. Seconds overlap: staging and writing run at the same time.
+
+    `stall_seconds` is all the time the caller's thread or stream was held: the call, waiting for an earlier
+    save, and the guard. `bandwidth` is bytes per second from the call to durable and committed.
+    """
+
+    status: Literal["committed", "skipped"]
+    step: int | None
+    path: str
+    num_bytes: int = 0
+    num_tensors: int = 0
+    stall_seconds: float = 0.0
+    stage_seconds: float = 0.0
+    write_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    total_seconds: float = 0.0
+    retries: int = 0
+    destinations: tuple[Destination, ...] = ()
+
+    @property
+    def bandwidth(self) -> float:
+        return self.num_bytes / self.total_seconds if self.total_seconds > 0 else 0.0
+
+    def as_dict(self, prefix: str = "") -> dict[str, float | int | str]:
+        """Flat, for a logger: the same keys on every call. `step` of a one-off save is -1."""
+        row: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "destinations"}
+        row["step"] = -1 if self.step is None else self.step
+        row["bandwidth"] = self.bandwidth
+        return {prefix + key: value for key, value in row.items()}
+
+    def __str__(self) -> str:
+        if self.status == "skipped":
+            return f"step {self.step} skipped: an earlier save is still in flight"
+        what = self.path if self.step is None else f"step {self.step}"
+        return (
+            f"{what}: {self.num_bytes / GIB:.3f} GiB, stall {self.stall_seconds * 1e3:.1f} ms, "
+            f"durable after {self.total_seconds:.2f} s at {self.bandwidth / 1e9:.2f} GB/s"
+        )

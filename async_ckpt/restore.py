@@ -1,0 +1,318 @@
+"""Restoring in place: which live memory each saved tensor belongs to, and what is set once all bytes are there.
+
+In: live objects and an open archive. Out: the objects as they were saved. Knows nothing of: files, steps.
+
+All of it is compared first; names that are missing or unexpected, and wrong shapes and dtypes, are listed together in
+one error, before the first byte is written. Then tensors are filled where they are, without a second copy of the
+state. Modules and torch's own optimizers are looked into; an object with its own `load_state_dict` gets its value
+through that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .errors import CorruptCheckpointError, StateMismatchError
+from .load import OpenArchive, Select, Verify, Wanted, fill, leaf_value
+from .state.capture import why_not
+from .state.tree import Path, Stored, dtype_name, replaced
+
+
+def restore_state(
+    archive: OpenArchive,
+    live: Any,
+    *,
+    select: Select = None,
+    strict: bool = True,
+    trust: bool = False,
+    verify: Verify = True,
+    types: Iterable[type] = (),
+) -> None:
+    """Fill live objects from an archive. Top-level entries of the archive that `live` lacks are left alone.
+
+    `verify="first"` reads everything twice and never half-writes. With `strict=False`, missing and unexpected names
+    are passed over; shapes and dtypes must match all the same.
+    Raises StateMismatchError before anything is written, CorruptCheckpointError with `partly_overwritten`.
+    """
+    saved, stored = archive.tree(select=select, types=types)
+    match = _Match(archive, archive.objects(stored, trust=trust), select is not None)
+    _check_root(live)
+    match.visit(live, saved, ())
+    match.raise_problems(strict)
+    wanted = list(match.wanted.values())
+    if verify == "first":
+        fill(archive, wanted, copy=False)
+    with _partly_overwritten(archive):
+        fill(archive, wanted)
+        with torch.no_grad():
+            for action in match.actions:
+                action()
+
+
+def _check_root(live: Any) -> None:
+    fillable = isinstance(live, torch.Tensor | MutableMapping | MutableSequence) or hasattr(live, "load_state_dict")
+    if not fillable:
+        raise TypeError(
+            f"restore fills objects in place and cannot fill a {type(live).__qualname__}; "
+            "give it a dict, a module, an optimizer or a tensor, or use load()"
+        )
+
+
+@contextmanager
+def _partly_overwritten(archive: OpenArchive) -> Iterator[None]:
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{error} - and the live state is partly overwritten by now: restore another step before training on",
+            path=archive.path,
+            partly_overwritten=True,
+        ) from error
+
+
+class _Match:
+    """One walk over the live objects and the saved structure, side by side.
+
+    `wanted` fills live tensors, and new ones for what will be handed over; `actions` then do the handing.
+    """
+
+    def __init__(self, archive: OpenArchive, objects: list[Any], partial: bool) -> None:
+        self.wanted: dict[tuple[int, int], Wanted] = {}
+        self.actions: list[Callable[[], None]] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self._archive, self._objects = archive, objects
+        self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
+        self._partial = partial  # something was selected: what else is live was not asked for
+
+    def raise_problems(self, strict: bool) -> None:
+        missing, unexpected = (self.missing, self.unexpected) if strict else ([], [])
+        if not (missing or unexpected or self.mismatched):
+            return
+        lines = [
+            *(f"missing in the checkpoint: {name}" for name in missing),
+            *(f"unexpected in the checkpoint: {name}" for name in unexpected),
+            *self.mismatched,
+        ]
+        shown = "\n  ".join(lines[:50]) + (f"\n  … and {len(lines) - 50} more" if len(lines) > 50 else "")
+        raise StateMismatchError(
+            f"{self._archive.path} does not fit the live state, of which nothing was overwritten:\n  {shown}",
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+            mismatched=tuple(self.mismatched),
+        )
+
+    def visit(self, live: Any, saved: Any, path: Path) -> Any:
+        """Match one pair; returns what the place should hold afterwards: the live object, or a value for it."""
+        if isinstance(live, torch.Tensor):
+            return self._tensor(live, saved, path)
+        if _is_plain_module(live):
+            return self._module(live, saved, path)
+        if _is_plain_optimizer(live):
+            return self._optimizer(live, saved, path)
+        if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
+            value = self._materialized(saved)
+            self.actions.append(lambda: live.load_state_dict(value))
+            return live
+        if _is_array(live) and isinstance(saved, Stored):
+            return self._array(live, saved, path)
+        if isinstance(live, MutableMapping) and isinstance(saved, dict):
+            return self._mapping(live, saved, path)
+        if isinstance(live, list | tuple) and not isinstance(live, torch.Size) and isinstance(saved, list | tuple):
+            return self._sequence(live, saved, path)
+        if isinstance(live, MutableMapping | list) and len(live):
+            self._differs(path, f"is a {type(live).__qualname__} here", saved)
+            return live
+        return self._materialized(saved)
+
+    def _tensor(self, live: torch.Tensor, saved: Any, path: Path) -> Any:
+        if not (isinstance(saved, Stored) and saved.kind == "tensor"):
+            self._differs(path, "is a tensor here", saved)
+            return live
+        told = self._archive.index.tensors[saved.number]
+        dtype = dtype_name(live.dtype)
+        why = why_not(live, dtype)
+        if why:
+            self.mismatched.append(f"{_dotted(path)} cannot be filled: {why}")
+        elif (tuple(live.shape), dtype) != (told.shape, told.dtype):
+            self.mismatched.append(
+                f"{_dotted(path)} is {dtype}{list(live.shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
+            )
+        else:
+            self._want(saved.number, live)
+        return live
+
+    def _module(self, module: torch.nn.Module, saved: Any, path: Path) -> Any:
+        if not isinstance(saved, dict):
+            self._differs(path, "is a module here", saved)
+            return module
+        live = module.state_dict()
+        self._compare_names(live, saved, path)
+        extra: dict[str, Any] = {}
+        for name in live.keys() & saved.keys():
+            if isinstance(live[name], torch.Tensor):
+                self._tensor(live[name], saved[name], (*path, name))
+            else:
+                extra[name] = self._materialized(saved[name])
+        if extra:  # what set_extra_state takes
+            self.actions.append(lambda: module.load_state_dict(extra, strict=False))
+        return module
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
+        """What Optimizer.load_state_dict does, but in place and in the saved dtype: it would cast to the parameter's."""
+        if not (isinstance(saved, dict) and {"state", "param_groups"} <= saved.keys()):
+            self._differs(path, "is an optimizer here", saved)
+            return optimizer
+        groups = saved["param_groups"]
+        if not all(isinstance(group, dict) and "params" in group for group in groups):
+            self._differs(path, "is an optimizer here", saved)
+            return optimizer
+        sizes = [len(group["params"]) for group in groups]
+        live_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes != live_sizes:
+            self.mismatched.append(
+                f"{_dotted(path)} has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
+            )
+            return optimizer
+        for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            for key, value in group.items():
+                if key != "params":
+                    self._entry(live_group, key, value, (*path, "param_groups", i, key))
+            for param, number in zip(live_group["params"], group["params"], strict=True):
+                state = saved["state"].get(number, {})
+                where = (*path, "state", number)
+                self._optimizer_state(optimizer, param, state, _on_device(group), where)
+        return optimizer
+
+    def _optimizer_state(
+        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, saved: Any, step_on_device: bool, path: Path
+    ) -> None:
+        live = optimizer.state.get(param, {})
+        made: dict[Any, Any] = {}
+        for key, value in saved.items():
+            now = live.get(key)
+            if not (isinstance(value, Stored) and value.kind == "tensor"):
+                made[key] = self._materialized(value)
+                continue
+            told = self._archive.index.tensors[value.number]
+            fits = (
+                type(now) is torch.Tensor and (tuple(now.shape), dtype_name(now.dtype)) == (told.shape, told.dtype)
+            )
+            if not fits:
+                # As torch does: `step` stays on the host unless the update kernel reads it from the device.
+                device = param.device if key != "step" or step_on_device else torch.device("cpu")
+                now = self._archive.empty(self._archive.primary(value.number), device)
+            self._want(value.number, now)
+            made[key] = now
+
+        def hand_over() -> None:
+            if made or param in optimizer.state:
+                optimizer.state[param] = made
+
+        self.actions.append(hand_over)
+
+    def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
+        if not live and path:  # an empty container takes what was saved
+            return self._materialized(saved)
+        self._compare_names(live, saved, path)
+        for key in list(live):
+            if key in saved:
+                self._entry(live, key, saved[key], (*path, key))
+        return live
+
+    def _entry(self, live: MutableMapping[Any, Any], key: Any, saved: Any, path: Path) -> None:
+        now = live.get(key)
+        value = self.visit(now, saved, path)
+        if value is not now:
+            self.actions.append(lambda: live.__setitem__(key, value))
+
+    def _sequence(self, live: Any, saved: Any, path: Path) -> Any:
+        if not live:
+            return self._materialized(saved)
+        if len(live) != len(saved):
+            self.mismatched.append(f"{_dotted(path)} has {len(live)} entries here and {len(saved)} in the checkpoint")
+            return live
+        values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, saved, strict=True))]
+        if all(value is now for value, now in zip(values, live, strict=True)):
+            return live
+        if isinstance(live, list):
+            self.actions.append(lambda: live.__setitem__(slice(None), values))
+            return live
+        return live._make(values) if hasattr(live, "_make") else tuple(values)
+
+    def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
+        if not self._partial:
+            self.missing += [_dotted((*path, key)) for key in live if key not in saved]
+        if path:  # at the top, what the caller did not ask for is left alone
+            names = set(live)
+            self.unexpected += [_dotted((*path, key)) for key in saved if key not in names]
+
+    def _materialized(self, saved: Any) -> Any:
+        """A value that is not there yet: new tensors, to be filled with the rest."""
+
+        def give(leaf: Stored) -> Any:
+            if leaf.kind == "object":
+                return self._objects[leaf.number]
+            number = self._archive.primary(leaf.number)
+            if leaf.kind == "bytes":
+                return self._archive.read(self._archive.index.tensors[number].extent)
+            if number not in self._new:
+                self._new[number] = self._archive.empty(number, torch.device("cpu"))
+                self._want(number, self._new[number])
+            return leaf_value(leaf, self._new[number], torch.device("cpu"))
+
+        return replaced(saved, give)
+
+    def _array(self, live: Any, saved: Stored, path: Path) -> Any:
+        value = self._materialized(saved)
+        if not _is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
+            self._differs(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
+        else:
+            self.actions.append(lambda: live.__setitem__(..., value))
+        return live
+
+    def _want(self, number: int, tensor: torch.Tensor) -> None:
+        number = self._archive.primary(number)
+        self.wanted[number, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor)
+
+    def _differs(self, path: Path, here: str, saved: Any) -> None:
+        kind = saved.kind if isinstance(saved, Stored) else type(saved).__qualname__
+        self.mismatched.append(f"{_dotted(path)} {here} and a {kind} in the checkpoint")
+
+
+def _is_plain_module(live: Any) -> bool:
+    """A module whose state dict is its own memory, and that does nothing of its own when it is loaded."""
+    if not isinstance(live, torch.nn.Module) or type(live).load_state_dict is not torch.nn.Module.load_state_dict:
+        return False
+    if any(m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks for m in live.modules()):
+        return False
+    own = {tensor.data_ptr() for tensor in (*live.parameters(), *live.buffers())}
+    return all(t.data_ptr() in own for t in live.state_dict().values() if isinstance(t, torch.Tensor))
+
+
+def _is_plain_optimizer(live: Any) -> bool:
+    """One of torch's optimizers, or one that saves and loads like them."""
+    base = torch.optim.Optimizer
+    if not isinstance(live, base) or type(live).load_state_dict is not base.load_state_dict:
+        return False
+    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks", "_optimizer_state_dict_post_hooks")
+    return type(live).state_dict is base.state_dict and not any(getattr(live, name, None) for name in hooks)
+
+
+def _on_device(group: dict[str, Any]) -> bool:
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path)) or "the state"

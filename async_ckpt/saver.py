@@ -1,0 +1,321 @@
+"""Everything between a call of `save` and its handle: admission, capture, plan, staging.
+
+In: states and targets. Out: handles. Knows nothing of: steps that exist, retention, what a target is made of.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Literal
+
+
+from .errors import ClosedError
+from .format.layout import Layout, TensorPlan, lay_out
+from .handle import SaveHandle
+from .report import Progress, SaveReport
+from .save import Drain, SaveJob, Target, run_save
+from .snapshot.crew import running_future
+from .snapshot.guard import deferrable, gate_of, unwrapped
+from .snapshot.pool import LIVENESS_SECONDS, MIN_SEGMENTS, SegmentPool
+from .snapshot.stager import Snapshot
+from .spans import Clock, Spans, monotonic, wall_time
+from .spec import BLOCK_BYTES, MIB, SEGMENT_BYTES
+from .state.capture import Capture, capture
+from .worker import Pending, abandon, get_worker, wait_for
+
+OnOverlap = Literal["wait", "skip"]
+
+
+class Saver:
+    """Saves one after the other, at most `max_in_flight` under way, from one pool of host memory. From any thread."""
+
+    def __init__(
+        self,
+        *,
+        host_bytes: int | None = None,
+        segment_bytes: int | None = None,
+        on_overlap: OnOverlap = "wait",
+        max_in_flight: int = 1,
+        strict: bool = False,
+        exit_timeout: float | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        if on_overlap not in ("wait", "skip"):
+            raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
+        self.pool = SegmentPool(_segment_bytes(segment_bytes, host_bytes), max_bytes=host_bytes)
+        self._on_overlap, self._max_in_flight = on_overlap, max_in_flight
+        self._strict, self._exit_timeout, self._clock = strict, exit_timeout, clock
+        self._pid = os.getpid()
+        self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
+        self._changed = threading.Condition()
+        self._closed = False  # under _changed, like all below
+        self._num_admitted = 0
+        self._num_saves = 0
+        self._num_skipped = 0
+        self._last: Pending | None = None
+        self._pending: list[Pending] = []
+        self._warned: list[SaveHandle] = []
+        self._reports: list[SaveReport] = []  # the last one only
+        self._stall_seconds = 0.0
+        self._num_committed = self._num_failed = self._num_cleanup_failures = 0
+
+    @property
+    def belongs_here(self) -> bool:
+        """False in a child that was forked after this saver was made."""
+        return os.getpid() == self._pid
+
+    def save(
+        self, state: Any, make_target: Callable[[], Target], *, step: int | None, guard: Any, skipped_path: str = ""
+    ) -> SaveHandle:
+        """Begin a save. `make_target` is called once it is this save's turn, and may refuse it.
+
+        Raises UnsupportedStateError, ClosedError, what `make_target` raises, and under `strict` the last unseen error.
+        """
+        optimizers = unwrapped(guard)
+        self._report_unseen()
+        spans = Spans(self._clock)
+        if not self._admit():
+            return _skipped(step, skipped_path)
+        call_seconds: Future[float] = Future()
+        call_seconds.set_running_or_notify_cancel()
+        pending = None
+        try:
+            target = make_target()
+            captured = capture(state)
+            deferred = deferrable(optimizers, captured.specs, captured.tensors)
+            layout = self._lay_out(captured, step)
+            worker = get_worker()
+            drain = Drain(layout, self.pool.segment_bytes, worker.writers.submit)
+            self._admit_bytes(layout, drain.num_tail)
+            with self._changed:
+                self._num_saves += 1
+                order, turn = self._num_saves, self._last.settled if self._last else None
+            if not deferred and any(tensor.is_cuda for tensor in captured.tensors):
+                # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
+                self.pool.reserve(-(-layout.file_bytes // self.pool.segment_bytes), worker.copiers, pin=True)
+            snapshot = Snapshot(
+                captured.specs,
+                captured.tensors,
+                layout.segments(self.pool.segment_bytes),
+                order=order,
+                deferred=deferred,
+                gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
+                num_tail=drain.num_tail,
+                pool=self.pool,
+                crew=worker.copiers,
+                clock=self._clock,
+                put=drain.put,
+                check=drain.check,
+            )
+            num_tensors = len(captured.specs)
+            del captured  # from here on the snapshot alone keeps the tensors alive, and lets go of them when it is done
+            handle = SaveHandle(
+                step=step,
+                path=target.path,
+                staging=snapshot.completion,
+                progress=lambda: drain.progress,
+                submit_callbacks=worker.callbacks.submit,
+            )
+            pending = Pending(handle, drain.fail, self._exit_timeout)
+            job = SaveJob(step, layout, num_tensors, target, drain, spans, turn, call_seconds, snapshot)
+            self._follow(pending)
+            worker.start(pending, run_save(job, worker.off_loop), target.afterwards)
+            snapshot.begin()
+            return handle
+        finally:
+            if pending is None:
+                self._leave()
+            call_seconds.set_result(spans.total())
+
+    def prewarm(self, state: Any) -> None:
+        """Plan the state and take its host memory now, touched and page-locked by several threads."""
+        captured = capture(state)
+        layout = self._lay_out(captured, step=0)
+        self._admit_bytes(layout, 0)
+        num_segments = -(-layout.file_bytes // self.pool.segment_bytes)
+        on_device = any(tensor.is_cuda for tensor in captured.tensors)
+        self.pool.reserve(num_segments, get_worker().copiers, pin=on_device)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
+        deadline = None if timeout is None else self._clock() + timeout
+        for pending in self.pending():
+            left = None if deadline is None else max(0.0, deadline - self._clock())
+            if not wait_for(pending.finished, left):
+                raise TimeoutError(f"{pending.handle!r} is still under way after {timeout} s")
+        self._raise_unseen()
+
+    def close(self) -> None:
+        """Wait for every save, raise the first unseen error, give the memory back. Ctrl-C gives the saves up."""
+        with self._changed:
+            self._closed = True
+        if not self.belongs_here:
+            return
+        try:
+            for pending in self.pending():
+                wait_for(pending.finished)
+        except KeyboardInterrupt:
+            abandon(self.pending(), "interrupted while it was waited for")
+            raise
+        finally:
+            self.pool.close()
+        self._raise_unseen()
+
+    def pending(self) -> list[Pending]:
+        with self._changed:
+            return list(self._pending)
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and the last report, as numbers under constant keys."""
+        with self._changed:
+            last = self._reports[-1] if self._reports else SaveReport("committed", None, "")
+            numbers = {
+                "saves_committed": self._num_committed,
+                "saves_failed": self._num_failed,
+                "saves_skipped": self._num_skipped,
+                "saves_in_flight": self._num_admitted,
+                "cleanup_failures": self._num_cleanup_failures,
+                "stall_seconds_total": self._stall_seconds,
+            }
+        numbers["pool_bytes"] = self.pool.num_bytes
+        for key, value in last.as_dict("last_").items():
+            if not isinstance(value, str):
+                numbers[key] = value
+        return {key: float(value) for key, value in numbers.items()}
+
+    # --- parts ------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> bool:
+        """Take one of the places for saves under way, waiting for it or not. False: skip."""
+        with self._changed:
+            self._refuse_if_closed()
+            if self._num_admitted >= self._max_in_flight and self._on_overlap == "skip":
+                self._num_skipped += 1
+                return False
+            while self._num_admitted >= self._max_in_flight:
+                self._changed.wait(LIVENESS_SECONDS)
+                self._refuse_if_closed()
+            self._num_admitted += 1
+            return True
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise ClosedError("this checkpointer is closed; open a new one to save")
+        if not self.belongs_here:
+            raise ClosedError("this checkpointer belongs to the process that was forked from; open one in this process")
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._num_admitted -= 1
+            self._changed.notify_all()
+
+    def _follow(self, pending: Pending) -> None:
+        """Keep account of a save: who waits for it, and how it ended."""
+        with self._changed:
+            self._pending.append(pending)
+            self._last = pending
+
+        def settled(_: object) -> None:
+            self._leave()
+
+        def ended(_: Future[SaveReport]) -> None:
+            error = Future.exception(pending.handle)
+            with self._changed:
+                if error is None:
+                    report = Future.result(pending.handle)
+                    self._num_committed += 1
+                    self._stall_seconds += report.stall_seconds
+                    self._reports = [report]
+                else:
+                    self._num_failed += 1
+
+        def finished(future: Future[None]) -> None:
+            with self._changed:
+                self._num_cleanup_failures += future.exception() is not None
+                # A failed save stays until somebody has looked at it.
+                self._pending = [
+                    p for p in self._pending if not p.finished.done() or (_failed(p.handle) and not p.handle.looked_at)
+                ]
+
+        pending.settled.add_done_callback(settled)
+        Future.add_done_callback(pending.handle, ended)
+        pending.finished.add_done_callback(finished)
+
+    def _unseen(self) -> list[SaveHandle]:
+        return [p.handle for p in self.pending() if _failed(p.handle) and not p.handle.looked_at]
+
+    def _report_unseen(self) -> None:
+        if self._strict:
+            self._raise_unseen()
+        for handle in self._unseen():
+            if handle not in self._warned:
+                self._warned = [*self._warned[-8:], handle]
+                error = Future.exception(handle)
+                warnings.warn(
+                    f"{handle.path} was not saved: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4
+                )
+
+    def _raise_unseen(self) -> None:
+        errors = [error for handle in self._unseen() if (error := handle.exception()) is not None]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"another save failed too: {type(other).__name__}: {other}")
+            raise errors[0]
+
+    def _lay_out(self, captured: Capture, step: int | None) -> Layout:
+        plan = self._plan
+        if plan is None or plan.specs != captured.specs:
+            plan = self._plan = TensorPlan(captured.specs)
+        return lay_out(
+            plan, skeleton=captured.skeleton, objects=captured.objects, step=step, mtime=int(wall_time())
+        )
+
+    def _admit_bytes(self, layout: Layout, num_tail: int) -> None:
+        self.pool.admit(layout.file_bytes, self._max_in_flight)
+        if num_tail + 2 > self.pool.max_segments:
+            raise ValueError(
+                f"host_bytes is too small for an archive of {layout.file_bytes:,} bytes; "
+                f"give at least {(num_tail + 2) * self.pool.segment_bytes:,}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Saver {self._num_admitted}/{self._max_in_flight} in flight, {self.pool!r}>"
+
+
+def _failed(handle: SaveHandle) -> bool:
+    return handle.done() and Future.exception(handle) is not None
+
+
+def _segment_bytes(segment_bytes: int | None, host_bytes: int | None) -> int:
+    """The segment size of a pool, from what the user has said."""
+    if host_bytes is not None and host_bytes < MIN_SEGMENTS * BLOCK_BYTES:
+        raise ValueError(f"host_bytes must be at least {MIN_SEGMENTS * BLOCK_BYTES // MIB} MiB, got {host_bytes:,}")
+    if segment_bytes is None:
+        share = SEGMENT_BYTES if host_bytes is None else host_bytes // MIN_SEGMENTS
+        return min(SEGMENT_BYTES, share // BLOCK_BYTES * BLOCK_BYTES)
+    if segment_bytes <= 0 or segment_bytes % BLOCK_BYTES:
+        raise ValueError(f"segment_bytes must be a multiple of {BLOCK_BYTES // MIB} MiB, got {segment_bytes:,}")
+    if host_bytes is not None and host_bytes < MIN_SEGMENTS * segment_bytes:
+        raise ValueError(f"host_bytes must hold at least {MIN_SEGMENTS} segments of {segment_bytes:,} bytes")
+    return segment_bytes
+
+
+def _skipped(step: int | None, path: str) -> SaveHandle:
+    handle = SaveHandle(
+        step=step,
+        path=path,
+        staging=running_future(),
+        progress=lambda: Progress(0, 0, 0),
+        submit_callbacks=get_worker().callbacks.submit,
+    )
+    handle.staging_completion.set_result(None)
+    handle.set_result(SaveReport("skipped", step, path))
+    return handle
+
+

@@ -1,0 +1,137 @@
+"""A crew of plain threads.
+
+In: callables. Out: nothing; a task reports its own errors. Knows nothing of: what the tasks do.
+
+Not an executor: those refuse work once the interpreter has begun to exit, which is exactly when the last
+checkpoint must still be written. The threads are not daemons, so none dies in the middle of a write; they are
+stopped by an exit hook, after the hooks registered later (the worker's drain) have run.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+
+Task = Callable[[], None]
+
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+class LibraryThread(threading.Thread):
+    """A thread of this library: waiting for a save in one of these would wait for itself."""
+
+
+class Crew:
+    """Up to `max_threads` threads that take tasks in order; each is started when a task finds no idle one.
+
+    A crew belongs to the process that made it and is inert in a forked child.
+    """
+
+    def __init__(self, name: str, max_threads: int) -> None:
+        self.name = name
+        self.max_threads = max_threads
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = 0  # under _lock
+        self._num_waiting = 0  # tasks queued or running; under _lock
+        self._pid = os.getpid()
+        _crews.add(self)
+
+    def submit(self, task: Task) -> None:
+        """Run `task` on a thread of the crew, after the tasks submitted before it were begun."""
+        with self._lock:
+            self._num_waiting += 1
+            start = self._num_waiting > self._num_threads and self._num_threads < self.max_threads
+            if start:
+                self._num_threads += 1
+                number = self._num_threads
+        self._tasks.put(task)
+        if start:
+            LibraryThread(target=self._run, name=f"async_ckpt-{self.name}-{number}", daemon=False).start()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except BaseException:  # a task reports its own errors; one that cannot must not end the thread
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            finally:
+                with self._lock:
+                    self._num_waiting -= 1
+            del task  # what the task held must not live until the next one comes
+
+    def run_all(self, tasks: Iterable[Task]) -> None:
+        """Run tasks on the crew's threads and return when all are done; the first error is raised, and no more begin."""
+        todo = iter(tasks)
+        lock = threading.Lock()
+        errors: list[BaseException] = []
+        ended = threading.Semaphore(0)
+
+        def work() -> None:
+            try:
+                while not errors:
+                    with lock:
+                        task = next(todo, None)
+                    if task is None:
+                        return
+                    task()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                ended.release()
+
+        for _ in range(self.max_threads):
+            self.submit(work)
+        try:
+            for _ in range(self.max_threads):
+                ended.acquire()
+        except BaseException as error:  # Ctrl-C: the tasks under way end, no other begins
+            errors.append(error)
+            raise
+        if errors:
+            raise errors[0]
+
+    def stop(self) -> None:
+        """Let the threads end once the tasks already submitted are done. Idempotent; tasks may follow again."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            num_threads, self._num_threads = self._num_threads, 0
+        for _ in range(num_threads):
+            self._tasks.put(None)
+
+    def __repr__(self) -> str:
+        return f"<Crew {self.name}: {self._num_threads} threads, {self._num_waiting} tasks>"
+
+
+def running_future() -> Future[None]:
+    """A future that nobody can cancel."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def num_cpus() -> int:
+    """Processors this process may use, shared fairly with the other ranks of the host."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // local_world_size())
+
+
+def local_world_size() -> int:
+    """Ranks on this host, as torchrun tells it."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(value)) if value.isdecimal() else 1
+
+
+def _stop_all() -> None:
+    for crew in list(_crews):
+        crew.stop()
+
+
+# Runs before the interpreter joins its non-daemon threads; atexit would be too late.
+threading._register_atexit(_stop_all)  # type: ignore[attr-defined]

@@ -1,0 +1,298 @@
+"""The segment pool: the host memory that a snapshot is copied into, and that is written from without another copy.
+
+In: a budget. Out: leases of page-aligned memory. Knows nothing of: tensors' values, files.
+
+Segments are private anonymous maps with huge pages: first touch costs a tenth of Python's shared default, a forked
+child does not inherit them (so its copy-on-write never slows a page that a device is writing to), and they have their
+exact size, where PyTorch's own pinned allocator rounds up to a power of two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import mmap
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from functools import cached_property
+from typing import Final
+
+import torch
+
+from ..spec import KIB, MIB, SEGMENT_BYTES, align_up
+from .crew import Crew, local_world_size
+
+# Without at least this many a save cannot overlap copying with writing: one being filled, one being written,
+# and up to two that wait for the end of the file.
+MIN_SEGMENTS: Final = 4
+_HUGE_PAGE_BYTES: Final = 2 * MIB
+# How long a waiting thread sleeps before it looks whether what it waits for can still come.
+LIVENESS_SECONDS: Final = 0.2
+# Of the memory that is free, the share that the pool may take when the user sets no budget.
+_SHARE_OF_FREE: Final = 0.5
+
+
+class Segment:
+    """One piece of host memory. Owned by the pool, lent by a lease."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        # The slack is never touched, so it takes no memory; it lets the segment begin on a huge page.
+        if hasattr(mmap, "MAP_ANONYMOUS"):
+            self._map = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._map = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                try:
+                    self._map.madvise(getattr(mmap, advice))
+                except OSError:
+                    pass  # a kernel without it works, only slower
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = align_up(begin, _HUGE_PAGE_BYTES)
+        self.view = memoryview(self._map)[self.address - begin :][:num_bytes]
+        self.pinned = False
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """The memory as a 1-D uint8 tensor."""
+        return torch.frombuffer(self.view, dtype=torch.uint8)
+
+    def pin(self) -> int:
+        """Page-lock the memory for the device's copy engine; CUDA's error code, 0 when it is locked."""
+        if not self.pinned:
+            code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0))  # type: ignore[no-untyped-call]
+            self.pinned = code == 0
+            return code
+        return 0
+
+    def touch(self) -> None:
+        """Make the kernel give the pages now rather than while training waits. Releases the GIL."""
+        ctypes.memset(self.address, 0, self.num_bytes)
+
+    def free(self) -> None:
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+            self.pinned = False
+        self.__dict__.pop("tensor", None)
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass  # someone still looks at it; the map goes when they do
+
+
+class Lease:
+    """A segment on loan. It goes back to the pool when everyone who retained it has released it."""
+
+    __slots__ = ("_count", "_lock", "_pool", "segment")
+
+    def __init__(self, pool: SegmentPool, segment: Segment) -> None:
+        self.segment = segment
+        self._pool = pool
+        self._count = 1
+        self._lock = threading.Lock()
+
+    def retain(self) -> None:
+        """One more release is needed: for a sink that reads the memory after its `write` has returned."""
+        with self._lock:
+            self._count += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._count -= 1
+            last = self._count == 0
+        if last:
+            self._pool._take_back(self.segment)
+
+
+class SegmentPool:
+    """Grants leases, never more than the budget holds: the oldest save first, in file order within a save.
+
+    A drained segment is lent again before new memory is touched. The budget is hard: `lease` waits.
+    """
+
+    def __init__(self, segment_bytes: int = SEGMENT_BYTES, *, max_bytes: int | None = None) -> None:
+        self.segment_bytes = segment_bytes
+        self._hard = max_bytes is not None
+        self._max_segments = MIN_SEGMENTS if max_bytes is None else max_bytes // segment_bytes
+        self._changed = threading.Condition()
+        self._free: list[Segment] = []  # under _changed, like all below
+        self._num_segments = 0
+        self._waiting: list[tuple[int, int]] = []
+        self._closed = False
+        self._pin_refused = False
+        self._pid = os.getpid()
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory held, lent or free."""
+        return self._num_segments * self.segment_bytes
+
+    @property
+    def max_segments(self) -> int:
+        return self._max_segments
+
+    def admit(self, file_bytes: int, num_saves: int = 1) -> None:
+        """Without a budget from the user, let the pool grow to what `num_saves` such archives need, memory permitting."""
+        if self._hard:
+            return
+        needed = align_up(file_bytes, self.segment_bytes) // self.segment_bytes * num_saves
+        if needed > self._max_segments:
+            spare = int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size()) + self.num_bytes
+            self._max_segments = max(self._max_segments, MIN_SEGMENTS, min(needed, spare // self.segment_bytes))
+
+    def lease(self, order: tuple[int, int], *, pin: bool, check: Callable[[], None]) -> Lease:
+        """Wait for a segment. The lowest `order` (save, segment) is served first.
+
+        `check` raises when waiting has become pointless; it is called again and again while waiting.
+        """
+        with self._changed:
+            heapq.heappush(self._waiting, order)
+            try:
+                while self._waiting[0] != order or not (self._free or self._num_segments < self._max_segments):
+                    self._changed.wait(LIVENESS_SECONDS)
+                    self._changed.release()
+                    try:
+                        check()
+                    finally:
+                        self._changed.acquire()
+            finally:
+                self._waiting.remove(order)
+                heapq.heapify(self._waiting)
+                self._changed.notify_all()
+            segment = self._free.pop() if self._free else None
+            if segment is None:
+                self._num_segments += 1
+        try:
+            segment = segment or Segment(self.segment_bytes)
+        except BaseException:
+            with self._changed:
+                self._num_segments -= 1
+            raise
+        if pin:
+            self._pin(segment)
+        return Lease(self, segment)
+
+    def reserve(self, num_segments: int, crew: Crew, *, pin: bool) -> None:
+        """Hold this many free segments, touched (and page-locked) by several threads at once. Returns when done."""
+        done = threading.Semaphore(0)
+        errors: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                segment = Segment(self.segment_bytes)
+                segment.touch()
+                if pin:
+                    self._pin(segment)
+                self._take_back(segment)
+            except BaseException as error:
+                errors.append(error)
+                with self._changed:
+                    self._num_segments -= 1
+            finally:
+                done.release()
+
+        with self._changed:
+            num_new = min(num_segments, self._max_segments) - self._num_segments
+            self._num_segments += max(0, num_new)
+        for _ in range(num_new):
+            crew.submit(make)
+        if pin:
+            with self._changed:
+                pageable = [segment for segment in self._free if not segment.pinned]
+            for segment in pageable:
+                self._pin(segment)
+        for _ in range(num_new):
+            done.acquire()
+        if errors:
+            raise errors[0]
+
+    def _pin(self, segment: Segment) -> None:
+        if self._pin_refused or segment.pinned:
+            return
+        code = segment.pin()
+        if code:
+            self._pin_refused = True
+            warnings.warn(
+                f"CUDA refused to page-lock host memory (error {code}); copies will be slower. "
+                "Raise the limit on locked memory (ulimit -l) or lower host_bytes.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _take_back(self, segment: Segment) -> None:
+        with self._changed:
+            if self._closed:
+                self._num_segments -= 1
+            else:
+                self._free.append(segment)
+            self._changed.notify_all()
+        if self._closed:
+            segment.free()
+
+    def release(self) -> None:
+        """Give the memory of every segment that is not on loan back to the system."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            free, self._free = self._free, []
+            self._num_segments -= len(free)
+        for segment in free:
+            segment.free()
+
+    def close(self) -> None:
+        """Like `release`; segments on loan follow as they come back."""
+        with self._changed:
+            self._closed = True
+        self.release()
+
+    def __repr__(self) -> str:
+        lent = self._num_segments - len(self._free)
+        held = f"{self.num_bytes / MIB:.0f}/{self._max_segments * self.segment_bytes / MIB:.0f} MiB"
+        return f"<SegmentPool {held}, {lent} of {self._num_segments} segments lent, {len(self._waiting)} waiting>"
+
+
+def advise_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask for huge pages under memory that is not ours; where that is refused, nothing is lost but time."""
+    begin = align_up(address, _HUGE_PAGE_BYTES)
+    length = (address + num_bytes - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+
+
+def free_memory_bytes() -> int:
+    """Memory that could be taken without swapping: the machine's, or the control group's where that is less."""
+    free = _meminfo_available()
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        numbers = [_read_number(name) for name in (limit, used)]
+        if numbers[0] is not None and numbers[1] is not None:
+            free = min(free, max(0, numbers[0] - numbers[1]))
+    return free
+
+
+def _meminfo_available() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * KIB
+    except OSError:
+        pass
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 8 * 1024 * MIB
+
+
+def _read_number(name: str) -> int | None:
+    try:
+        with open(name, encoding="ascii") as file:
+            text = file.read().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,389 @@
+"""Staging: from the tensors of one instant to filled segments.
+
+In: tensors and the cut of their archive. Out: segments, handed on one by one as they are filled.
+Knows nothing of: files, digests, commits.
+
+The segment is the unit of work. Segments without deferred bytes are filled before `begin` returns (CUDA copies are
+then enqueued, and the training stream waits for them); the others by background threads, while a gate keeps the
+optimizer off. A segment with both kinds is filled in two goes, and held in between as far as the pool can spare it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+
+from ..errors import TornSnapshotError
+from ..format.layout import Piece, SegmentPlan
+from ..spans import Clock
+from ..spec import TensorSpec
+from .crew import Crew, num_cpus, running_future
+from .device import Device, dense_blocks, event_wait, flat_bytes, memmove, synchronize
+from .guard import Gate, Held
+from .pool import LIVENESS_SECONDS, Lease, SegmentPool
+
+# A copy of hundreds of MB saturates a host's memory with few threads.
+_MAX_COPIERS: Final = 8
+# Bytes looked at in each deferred tensor by its tripwire.
+_SAMPLE_BYTES: Final = 64
+
+Put = Callable[[int, Lease], None]
+
+
+class _Job:
+    """What is to be filled of one segment: now `pieces`, and `rest` in a second go with the same lease."""
+
+    __slots__ = ("events", "lease", "literals", "number", "pieces", "rest")
+
+    def __init__(self, plan: SegmentPlan, pieces: Sequence[Piece], rest: Sequence[Piece] = ()) -> None:
+        self.number = plan.number
+        self.literals = plan.literals
+        self.pieces = pieces
+        self.rest = rest
+        self.lease: Lease | None = None
+        self.events: list[Any] = []
+
+
+class Snapshot(Held):
+    """The staging of one save: begun on the caller's thread, ended on a background one.
+
+    `put` gets (segment number, lease) as each segment is filled, from several threads. `check` raises when the save
+    has failed elsewhere. `completion` resolves when the copy is complete and nothing was torn.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        tensors: list[torch.Tensor],
+        segments: Sequence[SegmentPlan],
+        *,
+        order: int,
+        deferred: frozenset[int],
+        gates: Sequence[Gate],
+        num_tail: int,
+        pool: SegmentPool,
+        crew: Crew,
+        clock: Clock,
+        put: Put,
+        check: Callable[[], None],
+    ) -> None:
+        self._specs, self._tensors = specs, tensors
+        self._order, self._deferred, self._gates = order, deferred, gates
+        self._pool, self._crew, self._clock = pool, crew, clock
+        self._put, self._check = put, check
+        self.completion = running_future()
+        self.stage_seconds = 0.0
+        self._begun = clock()
+        # `num_tail` segments are kept by the drain until all others are written; at least one must stay free.
+        may_hold = min(pool.max_segments // 2, pool.max_segments - num_tail - 1)
+        self._now, self._later = _split(segments, deferred, may_hold)
+        # Set up by `_look_at_tensors`, then only read, by all copying threads.
+        self._pointers = [0] * len(tensors)
+        self._dense = [False] * len(tensors)
+        self._alive: list[Any] = []
+        self._devices: dict[torch.device, Device] = {}
+        self._tripwires: _Tripwires | None = None
+        self._enqueued: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_filling = 0  # under _changed, like all below
+        self._error: BaseException | None = None
+        self._ended = False
+        self._released = False  # every copy is done, or enqueued on its device
+        self._held_since: list[float] = []
+        self._held_seconds = 0.0
+
+    # --- the caller's thread ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Copy, or enqueue the copy of, all that must not wait. Returns when the caller may go on.
+
+        A failure ends in `completion`; only what is not an Exception (Ctrl-C) is raised as well.
+        """
+        try:
+            self._look_at_tensors()
+            for device in self._devices.values():
+                device.follow_training()
+            if self._devices:
+                self._crew.submit(self._pass_on_enqueued)
+            if self._deferred:
+                self._tripwires = _Tripwires(sorted(self._deferred), self._tensors, self._devices)
+            self._fill(self._now, num_helpers=min(_MAX_COPIERS, num_cpus()) - 1)
+            for device in self._devices.values():
+                device.hold_training()
+            if self._later:
+                for gate in self._gates:
+                    gate.close(self)
+                self._crew.submit(self._fill_later)
+            else:
+                self._all_enqueued()
+        except BaseException as error:
+            self._end(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def hold(self) -> None:
+        """Keep an optimizer's step back: this thread until every copy is enqueued, then its streams until they end."""
+        with self._changed:
+            if not self._released:
+                self._held_since.append(self._clock())
+                while not self._released:
+                    self._changed.wait(LIVENESS_SECONDS)
+        if self._devices and not self.completion.done():
+            if torch.cuda.is_current_stream_capturing():
+                self.completion.exception()  # an event from outside must not get into the graph: wait here
+            else:
+                for device in self._devices.values():
+                    device.hold_training()
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the guard has held the thread, and the copies the streams, so far."""
+        with self._changed:
+            held = self._held_seconds
+        return held + sum(device.stall_seconds() for device in self._devices.values())
+
+    def _look_at_tensors(self) -> None:
+        for i, (spec, tensor) in enumerate(zip(self._specs, self._tensors, strict=True)):
+            if spec.alias_of is not None:
+                continue
+            self._dense[i] = dense = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            if tensor.device.type == "cuda":
+                if tensor.device not in self._devices:
+                    self._devices[tensor.device] = Device(tensor.device)
+            elif dense:
+                self._pointers[i] = tensor.data_ptr()
+        if self._devices or self._deferred:
+            # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
+            self._alive = [tensor.untyped_storage() for tensor in self._tensors]
+
+    # --- filling, on several threads --------------------------------------------------------------------------
+
+    def _fill(self, jobs: Sequence[_Job], *, num_helpers: int) -> None:
+        """Fill all jobs, with this thread and helpers from the crew; returns when the last one is filled."""
+        todo = deque(jobs)
+        for _ in range(min(num_helpers, len(jobs) - 1)):
+            self._crew.submit(lambda: self._copy(todo))
+        self._copy(todo)
+        with self._changed:
+            while self._num_filling:
+                self._changed.wait(LIVENESS_SECONDS)
+            if self._error:
+                raise self._error
+
+    def _copy(self, todo: deque[_Job]) -> None:
+        while True:
+            with self._changed:
+                if self._error or not todo:
+                    return
+                job = todo.popleft()
+                self._num_filling += 1
+            try:
+                self._fill_segment(job)
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
+            finally:
+                with self._changed:
+                    self._num_filling -= 1
+                    self._changed.notify_all()
+
+    def _fill_segment(self, job: _Job) -> None:
+        if job.lease is None:
+            job.lease = self._pool.lease((self._order, job.number), pin=bool(self._devices), check=self._check_alive)
+        segment = job.lease.segment
+        for at, data in job.literals:
+            segment.view[at : at + len(data)] = data
+        pointers, address = self._pointers, segment.address
+        on_device: dict[torch.device, list[Piece]] = {}
+        for piece in job.pieces:
+            target, number, source, length = piece
+            pointer = pointers[number]
+            if pointer:
+                memmove(address + target, pointer + source, length)
+            elif (tensor := self._tensors[number]).device.type == "cuda":
+                on_device.setdefault(tensor.device, []).append(piece)
+            else:
+                for offset, block in dense_blocks(tensor, source, source + length):
+                    at = target + offset - source
+                    segment.tensor[at : at + block.numel()].copy_(block)
+        for device, pieces in on_device.items():
+            job.events.append(self._devices[device].enqueue(segment, pieces, self._tensors, self._dense))
+        if job.rest:
+            job.pieces, job.literals, job.rest = job.rest, (), ()
+        elif job.events:
+            self._enqueued.put(job)
+        else:
+            self._hand_on(job)
+
+    def _hand_on(self, job: _Job) -> None:
+        lease, job.lease = job.lease, None
+        if lease is not None:
+            self._put(job.number, lease)
+
+    def _check_alive(self) -> None:
+        if self._error:
+            raise self._error
+        self._check()
+
+    # --- background -------------------------------------------------------------------------------------------
+
+    def _fill_later(self) -> None:
+        try:
+            # One processor stays with the training.
+            self._fill(self._later, num_helpers=min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1)
+            self._all_enqueued()
+        except BaseException as error:
+            self._end(error)
+
+    def _all_enqueued(self) -> None:
+        if self._tripwires:
+            self._tripwires.look_again()
+        self._release_gates()
+        if self._devices:
+            self._enqueued.put(None)
+        else:
+            self._complete()
+
+    def _pass_on_enqueued(self) -> None:
+        """Hand segments on in the order in which their copies were enqueued, as each copy ends."""
+        try:
+            while (job := self._enqueued.get()) is not None:
+                for event in job.events:
+                    event_wait(event)
+                self._hand_on(job)
+            self._complete()
+        except BaseException as error:
+            self._end(error)
+
+    def _complete(self) -> None:
+        torn = self._tripwires.torn() if self._tripwires else ()
+        if torn:
+            names = tuple(self._specs[i].dotted for i in torn)
+            self._end(
+                TornSnapshotError(
+                    f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} changed outside of the guarded "
+                    "optimizer's step() while being copied; save without guard=, or call handle.wait_staged() first",
+                    names=names,
+                )
+            )
+        else:
+            self._end(None)
+
+    def _release_gates(self) -> None:
+        with self._changed:
+            self._released = True
+            now = self._clock()
+            self._held_seconds += sum(now - since for since in self._held_since)
+            self._held_since.clear()
+            self._changed.notify_all()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Let everyone go. Only the first call counts."""
+        with self._changed:
+            if self._ended:
+                return
+            self._ended = True
+            self._error = self._error or error
+        if error is not None:
+            synchronize(self._devices.values())  # no copy may still be writing into a segment that is given back
+            for job in (*self._now, *self._later):
+                if job.lease is not None:
+                    job.lease.release()
+                    job.lease = None
+            self._enqueued.put(None)
+        self._release_gates()
+        for gate in self._gates:
+            gate.open(self)
+        self._now, self._later, self._tensors, self._alive, self._tripwires = [], [], [], [], None
+        self.stage_seconds = self._clock() - self._begun
+        if error is None:
+            self.completion.set_result(None)
+        else:
+            self.completion.set_exception(error)
+
+    def __repr__(self) -> str:
+        state = "staged" if self.completion.done() else "held" if self._held_since else "staging"
+        return f"<Snapshot {self._order} {state}, {len(self._deferred)} tensors deferred>"
+
+
+def _split(
+    segments: Sequence[SegmentPlan], deferred: frozenset[int], may_hold: int
+) -> tuple[list[_Job], list[_Job]]:
+    """Jobs for now and for later; a segment that is filled in two goes is in both."""
+    now: list[_Job] = []
+    later: list[_Job] = []
+    num_held = 0
+    for segment in segments:
+        late = [p for p in segment.pieces if p.tensor in deferred] if deferred else []
+        urgent = [p for p in segment.pieces if p.tensor not in deferred] if late else segment.pieces
+        if late and not urgent and not segment.literals:
+            later.append(_Job(segment, late))
+        elif late and num_held < may_hold:
+            num_held += 1
+            now.append(_Job(segment, urgent, rest=late))
+            later.append(now[-1])
+        else:
+            now.append(_Job(segment, segment.pieces))
+    return now, later
+
+
+class _Tripwires:
+    """Samples of the deferred tensors, taken in `save` and looked at again when the copies have ended.
+
+    A moved version counter is proof of a write; one that stands still is not (fused kernels and `.data` do not move
+    it), hence the bytes.
+    """
+
+    def __init__(
+        self, numbers: Sequence[int], tensors: Sequence[torch.Tensor], devices: dict[torch.device, Device]
+    ) -> None:
+        self._devices = devices
+        self._tensors = {i: tensors[i] for i in numbers}
+        self._versions = {i: _version(tensors[i]) for i in numbers}
+        self._views: dict[torch.device, list[torch.Tensor]] = {}
+        self._numbers: dict[torch.device, list[int]] = {}
+        for i in numbers:
+            data = flat_bytes(tensors[i])
+            # An odd stride meets every byte of an item in turn.
+            stride = (data.numel() // _SAMPLE_BYTES - 1) | 1
+            self._views.setdefault(data.device, []).append(data[: stride * _SAMPLE_BYTES : stride])
+            self._numbers.setdefault(data.device, []).append(i)
+        self._before = self._sample()
+        self._after: dict[torch.device, torch.Tensor] = {}
+        self._moved: list[int] = []
+
+    def look_again(self) -> None:
+        """Every copy is done, or enqueued, and no gate is open yet: what is seen now is what was copied."""
+        self._moved = [i for i, version in self._versions.items() if version != _version(self._tensors[i])]
+        self._after = self._sample()
+
+    def torn(self) -> list[int]:
+        """The tensors that were written to in between. Waits for the samples."""
+        torn = set(self._moved)
+        for device, numbers in self._numbers.items():
+            with self._stream_of(device):
+                same = self._before[device] == self._after[device]
+                intact = same.view(len(numbers), _SAMPLE_BYTES).all(1).tolist()
+            torn.update(i for i, whole in zip(numbers, intact, strict=True) if not whole)
+        return sorted(torn)
+
+    def _sample(self) -> dict[torch.device, torch.Tensor]:
+        samples = {}
+        for device, views in self._views.items():
+            with self._stream_of(device):
+                samples[device] = torch.cat(views)
+        return samples
+
+    def _stream_of(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The order of copies and samples: the device's side stream; on the CPU, program order."""
+        return torch.cuda.stream(self._devices[device].side) if device in self._devices else nullcontext()
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

@@ -1,0 +1,101 @@
+"""The values that everyone passes on: what a tensor is, and where bytes lie.
+
+In: plain values. Out: frozen values that cannot be wrong. Knows nothing of: torch, files, clocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, NamedTuple, TypeAlias
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+# Page size of every platform we serve, and the largest logical block of common disks: what O_DIRECT wants.
+PAGE_BYTES: Final = 4096
+# The unit of verification (DESIGN §3): small enough for a partial read, large enough that the digests
+# of a terabyte are 8 MB.
+BLOCK_BYTES: Final = 4 * MIB
+# One slice of the file image, one leased piece of memory, one write, one part of a multipart upload.
+SEGMENT_BYTES: Final = 32 * MIB
+
+Json: TypeAlias = Any
+
+# dtype name as torch spells it -> (bytes per item, safetensors' code). Without a code the tensor is stored as
+# U8 with one more trailing dimension, because the readers in the wild refuse a header with an unknown code.
+DTYPES: Final[dict[str, tuple[int, str | None]]] = {
+    "float64": (8, "F64"),
+    "float32": (4, "F32"),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "int64": (8, "I64"),
+    "int32": (4, "I32"),
+    "int16": (2, "I16"),
+    "int8": (1, "I8"),
+    "uint64": (8, "U64"),
+    "uint32": (4, "U32"),
+    "uint16": (2, "U16"),
+    "uint8": (1, "U8"),
+    "bool": (1, "BOOL"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e4m3fnuz": (1, None),
+    "float8_e5m2fnuz": (1, None),
+    "float8_e8m0fnu": (1, None),
+    "float4_e2m1fn_x2": (1, None),
+    "complex32": (4, None),
+    "complex64": (8, None),
+    "complex128": (16, None),
+    "bits8": (1, None),
+    "bits16": (2, None),
+    "bits1x8": (1, None),
+    "bits2x4": (1, None),
+    "bits4x2": (1, None),
+    **{f"int{n}": (1, None) for n in range(1, 8)},
+    **{f"uint{n}": (1, None) for n in range(1, 8)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes [offset, offset + length) of one object."""
+
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 0:
+            raise ValueError(f"negative extent: {self!r}")
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a state: where it hangs in the tree, and what it is.
+
+    A NamedTuple because a state has up to hundreds of thousands of them on every save, and comparing the list
+    with the last save's is how the plan is re-validated.
+    """
+
+    path: tuple[Any, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    alias_of: int | None = None
+    """Index of the earlier tensor with the very same memory (tied weights), whose bytes are stored once."""
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype][0]
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+def align_up(value: int, to: int) -> int:
+    """The smallest multiple of `to` that is not below `value`."""
+    return -(-value // to) * to

@@ -1,0 +1,162 @@
+"""A state, taken apart: its tensors, their specs, and the skeleton that they were cut out of.
+
+In: whatever the user passed to `save`. Out: a `Capture`. Knows nothing of: where it goes.
+Runs on the caller's thread, so it costs no more than a few microseconds per tensor, and copies no tensor's bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedStateError
+from ..spec import DTYPES, Json, TensorSpec
+from .tree import Encoder, Path, dtype_name
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """One state: `tensors[i]` holds the bytes of `specs[i]`. Aliases are listed, and stored once."""
+
+    specs: list[TensorSpec]
+    tensors: list[torch.Tensor]
+    skeleton: str
+    objects: bytes | None
+
+
+def capture(state: Any) -> Capture:
+    """Take a state apart.
+
+    Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
+    quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that no pickle takes.
+    """
+    walk = _Walk()
+    try:
+        node = Encoder(walk.leaf).encode(state)
+        skeleton = json.dumps(node, separators=(",", ":"))
+    except RecursionError as error:
+        raise UnsupportedStateError("the state is nested too deeply to be stored", path="") from error
+    return Capture(walk.specs, walk.tensors, skeleton, walk.pickled())
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.specs: list[TensorSpec] = []
+        self.tensors: list[torch.Tensor] = []
+        self._objects: list[Any] = []
+        self._object_paths: list[str] = []
+        self._memory: dict[tuple[Any, ...], int] = {}
+
+    def leaf(self, value: Any, path: Path) -> Json:
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._tensor(value, path)}
+        if type(value) is bytes:
+            return {"bytes": self._bytes(value, path, "uint8", (len(value),))}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and not value.dtype.hasobject:
+            return self._array(numpy, value, path)
+        self._objects.append(value)
+        self._object_paths.append(_dotted(path))
+        return {"object": len(self._objects) - 1}
+
+    def _tensor(self, tensor: torch.Tensor, path: Path) -> int:
+        dtype = _DTYPE_NAMES.get(tensor.dtype, "")
+        shape = tuple(tensor.shape)
+        why = why_not(tensor, dtype)
+        if why:
+            where = _dotted(path)
+            raise UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
+        if tensor.device.type not in ("cpu", "cuda"):
+            tensor = tensor.detach().cpu()  # mps, xpu, …: no side stream here, one plain copy
+        number = len(self.specs)
+        alias = None
+        if tensor.numel():
+            memory = (
+                tensor.data_ptr(), tensor.stride(), shape, dtype, tensor.device, tensor.is_conj(), tensor.is_neg(),
+            )  # fmt: skip
+            alias = self._memory.setdefault(memory, number)
+            alias = None if alias == number else alias
+        self.specs.append(TensorSpec(path, dtype, shape, alias))
+        self.tensors.append(tensor)
+        return number
+
+    def _bytes(self, data: Any, path: Path, dtype: str, shape: tuple[int, ...]) -> int:
+        raw = bytearray(data) if isinstance(data, bytes) else data
+        self.specs.append(TensorSpec(path, dtype, shape))
+        self.tensors.append(torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8))
+        return len(self.specs) - 1
+
+    def _array(self, numpy: Any, array: Any, path: Path) -> Json:
+        shape = array.shape
+        raw = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8) if array.size else numpy.empty(0, "u1")
+        if not raw.flags.writeable:  # torch would warn about aliasing it; we only read
+            raw = raw.copy()
+        name = array.dtype.name
+        if name in DTYPES and array.dtype.isnative and not array.dtype.names:
+            return {"ndarray": [self._bytes(raw, path, name, shape)]}
+        descr = numpy.lib.format.dtype_to_descr(array.dtype)
+        return {"ndarray": [self._bytes(raw, path, "uint8", (raw.size,)), descr, list(shape)]}
+
+    def pickled(self) -> bytes | None:
+        """The leaves that are not plain data, by torch.save; None when there are none."""
+        if not self._objects:
+            return None
+        try:
+            return _pickle(self._objects)
+        except Exception:
+            for value, where in zip(self._objects, self._object_paths, strict=True):
+                try:
+                    _pickle(value)
+                except Exception as error:
+                    raise UnsupportedStateError(
+                        f"{where}: a {type(value).__qualname__} cannot be pickled ({error}); "
+                        "leave it out, or give it a state_dict()",
+                        path=where,
+                    ) from error
+            raise
+
+
+def why_not(tensor: torch.Tensor, dtype: str) -> str | None:
+    """The reason why this tensor cannot be stored, or None."""
+    kind = type(tensor).__qualname__
+    if tensor.is_meta:
+        return "a meta tensor has no values; materialise the module first"
+    if tensor.is_nested:
+        return "a nested tensor cannot be stored; save its parts"
+    if tensor.layout is not torch.strided:
+        return f"a sparse tensor ({tensor.layout}) cannot be stored; save its indices and values, or to_dense()"
+    if tensor.is_quantized:
+        return "a quantised tensor cannot be stored; save int_repr() with its scale and zero point"
+    if dtype not in DTYPES:
+        return f"dtype {tensor.dtype} is not known to this version"
+    if type(tensor) in _PLAIN_TYPES and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.numel() and not tensor.data_ptr():
+            return "its memory was freed (resized to zero); gather or unshard it first"
+        return None
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        return "a lazy parameter has no values yet; run one forward pass first"
+    try:
+        has_bytes = not torch._is_functional_tensor(tensor) and tensor.data_ptr() != 0
+    except RuntimeError:
+        has_bytes = False
+    if not has_bytes and (tensor.numel() or kind == "FakeTensor"):
+        return f"a {kind} has no memory of its own; save the plain tensors that it wraps"
+    return None
+
+
+def _pickle(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path)) or "the state"

@@ -1,0 +1,308 @@
+"""The skeleton: a nested structure as JSON, with its tensors and its pickled leaves cut out and numbered.
+
+In: any nesting of containers and plain values. Out: JSON, and the structure back from it.
+Knows nothing of: files, devices, how a tensor is stored.
+
+A plain value stands for itself where JSON has it; everything else is an object with one key, its kind:
+`{"dict": [[key, node], ...]}`, `{"tensor": 7}`, `{"float": "7ff8000000000000"}`. Nothing in it can name code:
+decoding imports nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ..errors import UnsupportedStateError
+from ..spec import Json
+
+Path = tuple[Any, ...]
+
+_SCALARS: Final = frozenset({str, int, bool, type(None)})
+# Bytes from here on are stored like a tensor: base64 in the index would cost a third more, and every reader's time.
+INLINE_BYTES: Final = 4096
+_STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
+_OMITTED: Final = object()
+
+
+class Encoder:
+    """One walk over a state. `leaf` gets what is neither container nor plain value, and returns its node."""
+
+    def __init__(self, leaf: Callable[[Any, Path], Json]) -> None:
+        self._leaf = leaf
+        self._open: set[int] = set()  # containers between the root and here: meeting one again is a cycle
+
+    def encode(self, value: Any, path: Path = ()) -> Json:
+        """The node for `value`. Raises UnsupportedStateError for a cycle, or a key that cannot be stored."""
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+        if isinstance(value, torch.Tensor):
+            return self._leaf(value, path)
+        if kind is not dict and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+            return self._inside(value, path, lambda: self.encode(value.state_dict(), path))
+        if isinstance(value, dict):
+            return self._inside(value, path, lambda: self._dict(value, path))
+        if isinstance(value, list | tuple):
+            return self._inside(value, path, lambda: self._sequence(value, path))
+        node = _plain_node(value)
+        return self._leaf(value, path) if node is None else node
+
+    def _inside(self, container: Any, path: Path, encode: Callable[[], Json]) -> Json:
+        if id(container) in self._open:
+            where = ".".join(map(str, path)) or "the state"
+            raise UnsupportedStateError(f"{where} contains itself; a checkpoint is a tree", path=where)
+        self._open.add(id(container))
+        try:
+            return encode()
+        finally:
+            self._open.discard(id(container))
+
+    def _dict(self, value: dict[Any, Any], path: Path) -> Json:
+        items = []
+        for key, item in value.items():
+            inner = (*path, key)
+            items.append([key if type(key) is str else _key_node(key, inner), self.encode(item, inner)])
+        if not isinstance(value, OrderedDict):
+            return {"dict": items}
+        # What `Module.state_dict` hangs on its result; modules read their version from it when they load.
+        metadata = getattr(value, "_metadata", None)
+        if not isinstance(metadata, dict):
+            return {"ordered": items}
+        return {"ordered": items, "metadata": Encoder(_no_leaf).encode(dict(metadata), (*path, "_metadata"))}
+
+    def _sequence(self, value: Sequence[Any], path: Path) -> Json:
+        if isinstance(value, torch.Size):
+            return {"size": list(value)}
+        nodes = [self.encode(item, (*path, i)) for i, item in enumerate(value)]
+        if isinstance(value, list):
+            return {"list": nodes}
+        fields = getattr(value, "_fields", None)
+        if fields is None:
+            return {"tuple": nodes}
+        return {"namedtuple": [class_name(type(value)), list(fields), nodes]}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A leaf that is not in the skeleton itself: entry `number` of its kind.
+
+    "tensor" and "bytes" are numbered together, "object" apart. An "ndarray" is a tensor too; `descr` and `shape`
+    say how its bytes are to be read when torch has no dtype for it.
+    """
+
+    kind: str
+    number: int
+    descr: Json = None
+    shape: Json = None
+
+    def as_array(self, tensor: torch.Tensor) -> Any:
+        """The numpy array over the memory of `tensor`, which holds the bytes."""
+        array = tensor.numpy()
+        return array if self.descr is None else array.view(_numpy_dtype(self.descr)).reshape(self.shape)
+
+
+def decode(
+    node: Json, *, types: Iterable[type] = (), keep: Callable[[Path], bool] | None = None
+) -> tuple[Any, list[Stored]]:
+    """The structure back from its skeleton, with a `Stored` where the archive has more to say; and all of these.
+
+    A namedtuple becomes its class if that is among `types`, else a plain tuple. Leaves whose path `keep` turns down
+    are left out, and so are containers that end up without any; the whole is None when nothing is left.
+    Raises ValueError for a node that `encode` would not have made.
+    """
+    decoder = _Decoder({class_name(t): t for t in types}, keep)
+    value = decoder.decode(node)
+    return (None if value is _OMITTED else value), decoder.stored
+
+
+def replaced(value: Any, give: Callable[[Stored], Any]) -> Any:
+    """A copy of a decoded structure with every `Stored` replaced by what `give` has for it."""
+    if isinstance(value, Stored):
+        return give(value)
+    if isinstance(value, dict):
+        made = type(value)((key, replaced(item, give)) for key, item in value.items())
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            made._metadata = value._metadata  # type: ignore[attr-defined]
+        return made
+    if type(value) is list:
+        return [replaced(item, give) for item in value]
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        items = [replaced(item, give) for item in value]
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
+    return value
+
+
+class _Decoder:
+    def __init__(self, types: dict[str, type], keep: Callable[[Path], bool] | None) -> None:
+        self._types, self._keep = types, keep
+        self.stored: list[Stored] = []
+
+    def decode(self, node: Json, path: Path = ()) -> Any:
+        if not isinstance(node, dict):
+            if isinstance(node, list):
+                raise ValueError("a bare list in the skeleton")
+            return self._leaf(lambda: node, path)
+        kind = next(iter(node), None)
+        value = node.get(kind)
+        if kind == "dict":
+            return self._dict(value, path, {})
+        if kind == "ordered":
+            made = self._dict(value, path, OrderedDict())
+            if made is not _OMITTED and "metadata" in node:
+                made._metadata = _Decoder({}, None).decode(node["metadata"])
+            return made
+        if kind == "list":
+            return self._items(value, path)
+        if kind == "tuple":
+            items = self._items(value, path)
+            return items if items is _OMITTED else tuple(items)
+        if kind == "namedtuple":
+            name, fields, nodes = value
+            items = self._items(nodes, path)
+            if items is _OMITTED:
+                return items
+            cls = self._types.get(name)
+            whole = len(items) == len(fields)
+            return cls._make(items) if cls is not None and hasattr(cls, "_make") and whole else tuple(items)
+        if kind in _STORED:
+            number, *how = value if kind == "ndarray" else [value]
+            return self._leaf(lambda: self._store(kind, number, *how), path)
+        return self._leaf(lambda: _plain_value(kind, value), path)
+
+    def _store(self, kind: str, number: Json, descr: Json = None, shape: Json = None) -> Stored:
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{number!r:.50} does not number a leaf")
+        self.stored.append(Stored(kind, number, descr, shape))
+        return self.stored[-1]
+
+    def _leaf(self, make: Callable[[], Any], path: Path) -> Any:
+        return make() if self._keep is None or self._keep(path) else _OMITTED
+
+    def _dict(self, items: Json, path: Path, into: Any) -> Any:
+        for raw_key, node in items:
+            key = raw_key if isinstance(raw_key, str) else _key_value(raw_key)
+            value = self.decode(node, (*path, key))
+            if value is not _OMITTED:
+                into[key] = value
+        return _OMITTED if self._keep and items and not into else into
+
+    def _items(self, nodes: Json, path: Path) -> Any:
+        values = [self.decode(node, (*path, i)) for i, node in enumerate(nodes)]
+        kept = [v for v in values if v is not _OMITTED]
+        return _OMITTED if self._keep and nodes and not kept else kept
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch dtype of that name; raises ValueError when this torch has none."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this version of torch has no dtype {name!r:.50}; install a newer one to load it")
+    return dtype
+
+
+def _plain_node(value: Any) -> Json | None:
+    """The node of a value that needs no pickle, or None."""
+    kind = type(value)
+    if kind is bytes and len(value) < INLINE_BYTES:
+        return {"inline": base64.b64encode(value).decode("ascii")}
+    if kind is complex:
+        return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
+    if kind is torch.dtype:
+        return {"dtype": dtype_name(value)}
+    if kind is torch.device:
+        return {"device": str(value)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject:
+        descr = numpy.lib.format.dtype_to_descr(value.dtype)
+        return {"npscalar": [descr, base64.b64encode(value.tobytes()).decode("ascii")]}
+    return None
+
+
+def _plain_value(kind: str | None, value: Json) -> Any:
+    if kind == "float":
+        return struct.unpack(">d", bytes.fromhex(value))[0]
+    if kind == "inline":
+        return base64.b64decode(value, validate=True)
+    if kind == "complex":
+        return complex(*struct.unpack(">dd", bytes.fromhex(value)))
+    if kind == "size":
+        return torch.Size(value)
+    if kind == "dtype":
+        return dtype_named(value)
+    if kind == "device":
+        return torch.device(value)
+    if kind == "npscalar":
+        import numpy
+
+        dtype = _numpy_dtype(value[0])
+        data = base64.b64decode(value[1], validate=True)
+        return (numpy.frombuffer(data, dtype)[0] if data else numpy.zeros((), dtype)[()]) if dtype else None
+    raise ValueError(f"the skeleton has a node of the unknown kind {kind!r:.50}")
+
+
+def _key_node(key: Any, path: Path) -> Json:
+    """A dict key that is not a string, as a node; only what hashes and needs no pickle."""
+    if type(key) is tuple:
+        return {"tuple": [_key_node(part, path) for part in key]}
+    if type(key) in _SCALARS:
+        return key
+    if type(key) is float:
+        return {"float": struct.pack(">d", key).hex()}
+    node = _plain_node(key)
+    if node is None:
+        where = ".".join(map(str, path))
+        raise UnsupportedStateError(
+            f"{where}: a key of type {type(key).__qualname__} cannot be stored; use a string or a number", path=where
+        )
+    return node
+
+
+def _key_value(node: Json) -> Any:
+    key, stored = decode(node)
+    if stored:
+        raise ValueError("a key of the skeleton is not a plain value")
+    return key
+
+
+def _no_leaf(value: Any, path: Path) -> Json:
+    return None  # state_dict metadata is plain; anything else in it was never read back by torch either
+
+
+def _numpy_dtype(descr: Json) -> Any:
+    """A dtype from its .npy description; never one with Python objects."""
+    import numpy
+
+    dtype = numpy.lib.format.descr_to_dtype(_tuples(descr))
+    if dtype.hasobject:
+        raise ValueError("a numpy array of Python objects outside of objects.pt")
+    return dtype
+
+
+def _tuples(descr: Json) -> Any:
+    """JSON has turned the tuples of a structured dtype's description into lists."""
+    if isinstance(descr, str):
+        return descr
+    return [
+        (tuple(name) if isinstance(name, list) else name, _tuples(inner), *map(tuple, shape))
+        for name, inner, *shape in descr
+    ]
+

@@ -1,0 +1,1 @@
+"""Places: where archives, manifests and trackers are written, listed and read."""

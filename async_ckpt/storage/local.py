@@ -1,0 +1,461 @@
+"""The local disk, or anything mounted like one.
+
+In: segments at offsets. Out: files that survive a power cut: temp name, fsync, rename, fsync of the folder.
+Knows nothing of: what is in the files.
+
+Archives are written with O_DIRECT where the file system takes it. Whether it does is found out by writing: `open`
+succeeds on file systems where `write` then fails. The first refused write turns its file, and only it, to buffered.
+
+A file being written carries a `fcntl` record lock until its fate is decided, under its temp name and under its final
+one. A leftover whose lock is free has no living writer, on this host or another that shares the file system.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+from ..errors import StorageFullError, StorageUnavailableError
+from ..spec import PAGE_BYTES
+
+try:
+    import fcntl
+except ImportError:  # Windows: no record locks, so nothing is ever swept
+    fcntl = None  # type: ignore[assignment]
+
+TEMP_SUFFIX: Final = ".async_ckpt-tmp"
+_STEM: Final = 150  # of a file's name, what its temp name keeps: file systems take 255 bytes
+_O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+_O_CLOEXEC: Final = getattr(os, "O_CLOEXEC", 0)
+_O_BINARY: Final = getattr(os, "O_BINARY", 0)
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REFUSES_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+
+# Files that this process is writing. A record lock does not stop the process that holds it, and is lost when any
+# descriptor of the file is closed, so our own sweep must not even open them.
+_ours: set[tuple[int, int]] = set()
+_ours_lock: Final = threading.Lock()
+
+
+class LocalStorage:
+    """One folder and all below it. The folder need not exist until something is written."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    def __repr__(self) -> str:
+        return f"<LocalStorage {self.root}>"
+
+    def locate(self, path: str) -> str:
+        return str(self.root / path)
+
+    def create(self, path: str, *, num_bytes: int) -> LocalSink:
+        target = self.root / path
+        with _translated(target):
+            free = _free_bytes(target.parent)
+            if free is not None and free < num_bytes:
+                raise full(target, num_bytes, free)
+            was_there = target.parent.is_dir()
+            _make_folder(target.parent)
+            return LocalSink(target, num_bytes, remove_folder=not was_there)
+
+    def open(self, path: str) -> LocalReader:
+        with _translated(self.root / path):
+            return LocalReader(self.root / path)
+
+    def read(self, path: str) -> tuple[bytes, str]:
+        with _translated(self.root / path), open(self.root / path, "rb") as file:
+            return file.read(), _version(os.fstat(file.fileno()))
+
+    def put_new(self, path: str, data: bytes) -> None:
+        target = self.root / path
+        with _translated(target), _written(target, data) as temp:
+            try:
+                os.link(temp, target)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                _rename_new(temp, target)
+            sync_folder(target.parent)
+
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
+        target = self.root / path
+        with _translated(target), _written(target, data) as temp:
+            if version is None:
+                os.replace(temp, target)
+            else:
+                with _locked(target) as found:
+                    if found != version:
+                        raise FileExistsError(f"{target} was replaced by another writer")
+                    os.replace(temp, target)
+            sync_folder(target.parent)
+
+    def move(self, path: str, to: str) -> None:
+        with _translated(self.root / path):
+            os.replace(self.root / path, self.root / to)
+            sync_folder((self.root / to).parent)
+
+    def delete(self, path: str) -> None:
+        target = self.root / path
+        with _translated(target):
+            try:
+                os.unlink(target)
+            except FileNotFoundError:
+                return
+            sync_folder(target.parent)
+            if target.parent != self.root:
+                with suppress(OSError):  # not empty, which is the usual case, or already gone
+                    os.rmdir(target.parent)
+
+    def list(self, folder: str) -> list[str]:
+        with _translated(self.root / folder):
+            try:
+                return sorted(os.listdir(self.root / folder))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def exists(self, path: str) -> bool:
+        with _translated(self.root / path):
+            try:
+                os.stat(self.root / path)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
+
+    def sweep(self, folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if _is_dead(self.root / folder / name)]
+
+
+class LocalSink:
+    """One file under a temp name. Written by several threads at once; finished or aborted by one."""
+
+    def __init__(self, target: Path, num_bytes: int, *, remove_folder: bool) -> None:
+        self._target = target
+        self._num_bytes = num_bytes
+        self._remove_folder = remove_folder
+        self._temp, self._fd = _create_locked(target)
+        self._direct = False
+        self._finished = False
+        try:
+            _preallocate(self._fd, num_bytes, target)
+            if _O_DIRECT and fcntl is not None:
+                with suppress(OSError):  # tmpfs and others refuse the flag itself
+                    fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | _O_DIRECT)
+                    self._direct = True
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, offset: int, data: memoryview) -> None:
+        with _translated(self._target, needed_bytes=self._num_bytes):
+            while data:
+                direct = self._direct
+                try:
+                    num_written = os.pwrite(self._fd, data, offset)
+                except OSError as error:
+                    if not (direct and error.errno in _REFUSES_DIRECT):
+                        raise
+                    self._go_buffered()
+                    continue
+                offset += num_written
+                data = data[num_written:]
+
+    def _go_buffered(self) -> None:
+        self._direct = False
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT)
+
+    def finish(self) -> None:
+        with _translated(self._target, needed_bytes=self._num_bytes):
+            os.fsync(self._fd)
+            size = os.fstat(self._fd).st_size
+            if size != self._num_bytes:
+                raise OSError(errno.EIO, f"{size} bytes arrived of {self._num_bytes}")
+            os.replace(self._temp, self._target)
+            self._finished = True
+            sync_folder(self._target.parent)
+
+    def abort(self) -> None:
+        if self._fd >= 0 and not self._finished:
+            with suppress(OSError):
+                os.unlink(self._temp)
+            if self._remove_folder:
+                with suppress(OSError):  # only if this attempt was all that it held
+                    os.rmdir(self._target.parent)
+        self.close()
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                _forget(fd)
+
+    def __repr__(self) -> str:
+        how = "direct" if self._direct else "buffered"
+        return f"<LocalSink {self._target} {how}{', finished' if self._finished else ''}>"
+
+
+class LocalReader:
+    """One file, read past the page cache where alignment and file system allow it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | _O_CLOEXEC | _O_BINARY)
+        self._direct_fd = -1
+        if os.path.isdir(path):
+            os.close(self._fd)
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if _O_DIRECT:
+            with suppress(OSError):
+                self._direct_fd = os.open(path, os.O_RDONLY | _O_CLOEXEC | _O_DIRECT)
+        self.num_bytes = os.fstat(self._fd).st_size
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        aligned = not (offset % PAGE_BYTES or len(target) % PAGE_BYTES or _address(target) % PAGE_BYTES)
+        direct = aligned and self._direct_fd >= 0
+        with _translated(self._path):
+            while target:
+                try:
+                    num_read = _pread_into(self._direct_fd if direct else self._fd, target, offset)
+                except OSError as error:
+                    if not (direct and error.errno in _REFUSES_DIRECT):
+                        raise
+                    direct = False
+                    continue
+                if not num_read:
+                    raise EOFError(f"{self._path} ends at byte {offset}")
+                offset += num_read
+                target = target[num_read:]
+
+    def close(self) -> None:
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct_fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def temps_of(name: str, names: list[str]) -> list[str]:
+    """Of these names, the temp files of writers of `name`."""
+    return [n for n in names if n.startswith(f".{name[:_STEM]}.") and n.endswith(TEMP_SUFFIX)]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable. What cannot be opened or synced (Windows, some FUSE) is left to the system."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | _O_CLOEXEC)
+    except PermissionError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullError:
+    free = "less" if free_bytes is None else f"{free_bytes:,}"
+    return StorageFullError(
+        f"{path}: {needed_bytes:,} bytes needed, {free} free; delete old steps or lower keep_last, then save again",
+        path=str(path),
+        needed_bytes=needed_bytes,
+        free_bytes=free_bytes,
+    )
+
+
+@contextmanager
+def _translated(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
+    """Foreign errors become ours once, here; what a caller handles itself (missing, exists) passes."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        if error.errno in _FULL:
+            raise full(path, needed_bytes, _free_bytes(path.parent)) from error
+        reason = error.strerror or str(error)
+        raise StorageUnavailableError(
+            f"{path}: {reason}; make sure that the folder exists, is writable and its disk is healthy",
+            path=str(path),
+        ) from error
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and its parents, each durable in its own parent."""
+    if folder.is_dir():
+        return
+    try:
+        _make_folder(folder.parent)
+        os.mkdir(folder)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise NotADirectoryError(
+                errno.ENOTDIR, f"{folder} is a file where a folder should be", str(folder)
+            ) from None
+    sync_folder(folder.parent)
+
+
+def _create_locked(target: Path) -> tuple[Path, int]:
+    """A new temp file beside the target, locked before anybody could take it for a leftover."""
+    while True:
+        temp = target.with_name(f".{target.name[:_STEM]}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
+        try:
+            fd = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | _O_CLOEXEC | _O_BINARY, 0o666)
+        except FileNotFoundError:  # another process swept the empty folder away
+            _make_folder(target.parent)
+            continue
+        key = _identity(os.fstat(fd))
+        with _ours_lock:
+            _ours.add(key)
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks: then nobody can sweep there either
+                fcntl.lockf(fd, fcntl.LOCK_EX)
+        try:
+            if _identity(os.stat(temp)) == key:
+                return temp, fd
+        except FileNotFoundError:
+            pass  # swept between open and lock
+        _forget(fd)
+
+
+def _forget(fd: int) -> None:
+    """Close a file of ours, and with it its lock."""
+    key = _identity(os.fstat(fd))
+    os.close(fd)
+    with _ours_lock:
+        _ours.discard(key)
+
+
+def _is_dead(path: Path) -> bool:
+    """True when no living process is writing this file: its record lock can be had."""
+    if fcntl is None:
+        return False
+    try:
+        with _ours_lock:
+            if _identity(os.stat(path)) in _ours:
+                return False
+        fd = os.open(path, os.O_RDWR | _O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False  # alive, or the file system has no locks and nothing can be proved
+    finally:
+        os.close(fd)
+    return True
+
+
+@contextmanager
+def _written(target: Path, data: bytes) -> Iterator[Path]:
+    """The data, durable in a temp file beside the target, which is gone afterwards however that went."""
+    _make_folder(target.parent)
+    temp, fd = _create_locked(target)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+        os.fsync(fd)
+        yield temp
+    finally:
+        with suppress(OSError):
+            os.unlink(temp)
+        _forget(fd)
+
+
+_replacing: Final = threading.Lock()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[str | None]:
+    """Keep other writers from replacing a file meanwhile; yields the version of the file that is there."""
+    with _replacing:  # record locks do not keep threads of one process apart
+        try:
+            fd = os.open(path, os.O_RDWR | _O_CLOEXEC)
+        except FileNotFoundError:
+            yield None
+            return
+        try:
+            if fcntl is not None:
+                with suppress(OSError):
+                    fcntl.lockf(fd, fcntl.LOCK_EX)
+            yield _version(os.stat(path))
+        finally:
+            os.close(fd)
+
+
+def _rename_new(temp: Path, target: Path) -> None:
+    """Rename without replacing, for file systems without hard links: renameat2(2), RENAME_NOREPLACE."""
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, "neither link nor exclusive rename")
+    libc = ctypes.CDLL(None, use_errno=True)
+    at_fdcwd, noreplace = -100, 1
+    if libc.renameat2(at_fdcwd, os.fsencode(temp), at_fdcwd, os.fsencode(target), noreplace):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(target))
+
+
+def _preallocate(fd: int, num_bytes: int, target: Path) -> None:
+    """fallocate(2) itself: the C library's posix_fallocate would write zeros where the file system cannot do it."""
+    if sys.platform != "linux" or not num_bytes:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+        code = ctypes.get_errno()
+        if code in _FULL:
+            raise full(target, num_bytes, _free_bytes(target.parent))
+        if code not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code), str(target))
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Bytes that this user may still write there; None where the file system does not say. It need not exist yet."""
+    if not hasattr(os, "statvfs"):
+        return None
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return None
+    return stat.f_bavail * stat.f_frsize if stat.f_blocks else None
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
+
+
+def _version(stat: os.stat_result) -> str:
+    return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) and not view.readonly else 1
+
+
+def _pread_into(fd: int, target: Any, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [target], offset)
+    data = os.pread(fd, len(target), offset)
+    target[: len(data)] = data
+    return len(data)

@@ -1,0 +1,250 @@
+"""The one background thread with its asyncio loop, its helpers, and the end of the process.
+
+In: stories (coroutines) that belong to handles. Out: resolved handles. Knows nothing of: what a save is made of.
+
+One worker serves the process. Its helpers: `copiers` fill segments, `writers` drain them, `callers` run blocking
+calls for the loop, `callbacks` run the users' callbacks. At interpreter exit pending saves are drained by a hook that
+runs before the interpreter joins its threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+from .errors import SaveAbandonedError
+from .handle import SaveHandle
+from .report import SaveReport
+from .snapshot.crew import Crew, LibraryThread, num_cpus, running_future
+from .snapshot.pool import LIVENESS_SECONDS
+
+T = TypeVar("T")
+_log = logging.getLogger("async_ckpt")
+
+# sysexits.h EX_TEMPFAIL: what could not be done now may succeed when the job is started again.
+EXIT_STATUS_SAVE_FAILED: Final = 75
+EXIT_STATUS_INTERRUPTED: Final = 130
+# Two writes in flight keep a local disk busy while a third segment is digested.
+_NUM_WRITERS: Final = 4
+# How long an abandoned save may take to end its last write.
+_ABANDON_SECONDS: Final = 10.0
+
+
+class Pending:
+    """A save that is under way: its handle, and how to give it up. `finished` follows its retention too."""
+
+    def __init__(self, handle: SaveHandle, give_up: Callable[[BaseException], None], exit_timeout: float | None) -> None:
+        self.handle = handle
+        self.give_up = give_up
+        self.exit_timeout = exit_timeout
+        self.settled = running_future()  # decided, so that the next save may commit
+        self.finished = running_future()
+
+
+class Worker:
+    """One per process; see `get_worker`."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.copiers = Crew("copy", 32)
+        self.writers = Crew("write", max(_NUM_WRITERS, min(8, num_cpus() // 2)))
+        self.callers = Crew("call", 64)
+        self.callbacks = Crew("callback", 64)
+        self._lock = threading.Lock()
+        self._pending: list[Pending] = []  # under _lock
+        self._unseen: list[SaveHandle] = []  # ended in an error that nobody has looked at; under _lock
+        self._loop = asyncio.new_event_loop()
+        self._thread = LibraryThread(target=self._run_loop, name="async_ckpt-loop", daemon=False)
+        self._thread.start()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    async def off_loop(self, fn: Callable[[], T], /) -> T:
+        """Run a blocking call on a helper thread; its result, or what it raised."""
+        ended: asyncio.Future[T] = self._loop.create_future()
+
+        def call() -> None:
+            try:
+                value = fn()
+            except BaseException as caught:
+                error = caught
+                self._loop.call_soon_threadsafe(lambda: ended.set_exception(error))
+            else:
+                self._loop.call_soon_threadsafe(lambda: ended.set_result(value))
+
+        self.callers.submit(call)
+        return await ended
+
+    def start(
+        self, pending: Pending, story: Coroutine[Any, Any, SaveReport], afterwards: Callable[[], None]
+    ) -> None:
+        """Run the story on the loop; resolve the handle with how it ends; then run `afterwards`, whose failure is logged."""
+        with self._lock:
+            self._pending.append(pending)
+            self._unseen = [handle for handle in self._unseen if not handle.looked_at]
+        asyncio.run_coroutine_threadsafe(self._tell(pending, story, afterwards), self._loop)
+
+    async def _tell(
+        self, pending: Pending, story: Coroutine[Any, Any, SaveReport], afterwards: Callable[[], None]
+    ) -> None:
+        handle = pending.handle
+        try:
+            report = await story
+        except BaseException as error:
+            with self._lock:
+                self._unseen.append(handle)
+            pending.settled.set_result(None)
+            handle.set_exception(error)
+        else:
+            pending.settled.set_result(None)
+            handle.set_result(report)
+            try:
+                await self.off_loop(afterwards)
+            except BaseException as error:
+                pending.finished.set_exception(error)
+                _log.warning("%r is committed, but cleaning up after it failed: %s", handle, error)
+        finally:
+            with self._lock:
+                self._pending.remove(pending)
+            if not pending.finished.done():
+                pending.finished.set_result(None)
+
+    def drain_at_exit(self) -> None:
+        """Wait for every pending save, give up those that may not take longer, and say what was lost."""
+        begin = self._loop.time()
+        status = EXIT_STATUS_SAVE_FAILED
+        try:
+            while (pending := self._oldest()) is not None and self._thread.is_alive():
+                limit = pending.exit_timeout
+                if limit is not None and self._loop.time() - begin > limit:
+                    self._abandon(f"the interpreter exits, and exit_timeout={limit} s have passed")
+                    break
+                wait_for(pending.finished, LIVENESS_SECONDS)
+        except KeyboardInterrupt:
+            status = EXIT_STATUS_INTERRUPTED
+            self._abandon("interrupted while the interpreter waited for it")
+        with self._lock:
+            lost = [handle for handle in self._unseen if not handle.looked_at]
+        for handle in lost:
+            what = handle.path if handle.step is None else f"step {handle.step} ({handle.path})"
+            error = handle.exception()
+            print(f"async_ckpt: {what} was not saved: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if lost:
+            _exit_with(status, at_once=self._oldest() is not None)
+        self.stop()
+
+    def _oldest(self) -> Pending | None:
+        with self._lock:
+            return self._pending[0] if self._pending else None
+
+    def _abandon(self, why: str) -> None:
+        with self._lock:
+            pending = list(self._pending)
+        abandon(pending, why)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def __repr__(self) -> str:
+        return f"<Worker {len(self._pending)} saves pending>"
+
+
+def abandon(pending: list[Pending], why: str) -> None:
+    """Give saves up: nothing of them becomes visible. Returns when they have ended, or soon."""
+    for save in pending:
+        save.give_up(SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact"))
+    for save in pending:
+        wait_for(save.finished, _ABANDON_SECONDS)
+
+
+def wait_for(future: Future[None], timeout: float | None = None) -> bool:
+    """Wait for an end, not for its outcome. False when `timeout` seconds have passed without."""
+    try:
+        future.exception(timeout)
+    except TimeoutError:
+        return False
+    return True
+
+
+_worker: Worker | None = None
+_worker_lock = threading.Lock()
+
+
+def get_worker() -> Worker:
+    """The worker of this process, made on first use; a forked child gets one of its own."""
+    global _worker
+    with _worker_lock:
+        if _worker is None or _worker.pid != os.getpid():
+            _note_exit_status()
+            _worker = Worker()
+        return _worker
+
+
+def _forget_worker() -> None:
+    """In a forked child: the thread that held the lock, if any, is not here to release it."""
+    global _worker, _worker_lock
+    _worker, _worker_lock = None, threading.Lock()
+
+
+def _drain_at_exit() -> None:
+    if _worker is not None and _worker.pid == os.getpid():
+        _worker.drain_at_exit()
+
+
+_exit_code: Any = None
+
+
+def _note_exit_status() -> None:
+    """Remember what `sys.exit` was called with: Python tells no exit hook, and a status of the user's must stand."""
+    if getattr(sys.exit, "_notes_status", False):
+        return
+    really_exit = sys.exit
+
+    def exit(status: Any = None, /) -> None:
+        global _exit_code
+        _exit_code = status
+        really_exit(status)
+
+    exit._notes_status = True  # type: ignore[attr-defined]
+    sys.exit = exit  # type: ignore[assignment]
+
+
+def _exit_with(status: int, *, at_once: bool) -> None:
+    """Make the process end with this status, unless it ends with another non-zero one by itself."""
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or _exit_code not in (None, 0)
+    if at_once:  # a thread is stuck in a write that does not return: joining it would hang
+        sys.stdout.flush()
+        os._exit(1 if failed else status)
+    if failed:
+        return
+
+    def last() -> None:
+        # Registered last, so called first: run all the others, then leave with our status.
+        atexit.unregister(last)
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError, AttributeError):
+                pass  # closed, broken or none: nothing more to say on it
+        os._exit(status)
+
+    atexit.register(last)
+
+
+# Before the interpreter joins its threads, and before the crews are stopped (their hook was registered earlier).
+threading._register_atexit(_drain_at_exit)  # type: ignore[attr-defined]
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_worker)
