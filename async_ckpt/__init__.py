@@ -1,11 +1,11 @@
 """Checkpoints for PyTorch training that never block.
 
-    handle = async_ckpt.save(state, "out/x.tar")      # returns at once; handle.result() when it is durable
-    state = async_ckpt.load("out/x.tar")
+handle = async_ckpt.save(state, "out/x.tar")      # returns at once; handle.result() when it is durable
+state = async_ckpt.load("out/x.tar")
 
-    with async_ckpt.AsyncCheckpointer("runs/a", keep_last=3, guard=optimizer) as ckpt:
-        start = ckpt.restore({"model": model, "optimizer": optimizer})
-        ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=100)
+with async_ckpt.AsyncCheckpointer("runs/a", keep_last=3, guard=optimizer) as ckpt:
+    start = ckpt.restore({"model": model, "optimizer": optimizer})
+    ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=100)
 """
 
 from .checkpointer import AsyncCheckpointer

@@ -73,7 +73,9 @@ def load(
     and KeyError when `select` matches nothing.
     """
     with _open_any(local_path(path), verify) as archive:
-        return state_of(archive, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
+        return state_of(
+            archive, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
+        )
 
 
 def state_of(
@@ -116,7 +118,9 @@ def _open_any(path: Path, verify: bool) -> Iterator[OpenArchive]:
         try:
             reader = storage.open(path.name)
         except FileNotFoundError as error:
-            raise NotCommittedError(f"{path}: there is no such checkpoint", path=str(path), step=None) from error
+            raise NotCommittedError(
+                f"{path}: there is no such checkpoint", path=str(path), step=None
+            ) from error
         with reader:
             yield OpenArchive(reader, path=str(path), verify=verify)
     elif storage.exists(MANIFEST):
@@ -127,7 +131,9 @@ def _open_any(path: Path, verify: bool) -> Iterator[OpenArchive]:
         run = Run(storage, clock=wall_time)
         step = run.latest()
         if step is None:
-            raise NotCommittedError(f"{path}: no committed checkpoint in this folder", path=str(path), step=None)
+            raise NotCommittedError(
+                f"{path}: no committed checkpoint in this folder", path=str(path), step=None
+            )
         with open_run_archive(run, step, verify=verify) as archive:
             yield archive
 
@@ -137,7 +143,9 @@ def _open_named(storage: Storage, path: str) -> Reader:
         return storage.open(path)
     except FileNotFoundError as error:
         shown = storage.locate(path)
-        raise CorruptCheckpointError(f"{shown} is missing, though its manifest is there", path=shown) from error
+        raise CorruptCheckpointError(
+            f"{shown} is missing, though its manifest is there", path=shown
+        ) from error
 
 
 @contextlib.contextmanager
@@ -158,14 +166,18 @@ def _checked(reader: Reader, told: Archive, shown: str, verify: bool) -> Iterato
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Where a path or a `file://` URL lies on this machine. Raises TypeError and ValueError for anything else."""
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"a checkpoint goes to a path, not to a {type(path).__qualname__}; pass a string or a Path")
+        raise TypeError(
+            f"a checkpoint goes to a path, not to a {type(path).__qualname__}; pass a string or a Path"
+        )
     text = os.fspath(path)
     if not isinstance(text, str):
         raise TypeError("a checkpoint goes to a path of text, not of bytes")
     if "://" in text:
         url = urlsplit(text)
         if url.scheme != "file":
-            raise ValueError(f"{url.scheme}:// is not supported by this version, which writes to local disk only")
+            raise ValueError(
+                f"{url.scheme}:// is not supported by this version, which writes to local disk only"
+            )
         text = unquote(url.path)
     if not text:
         raise ValueError("the path of a checkpoint is empty")
@@ -185,13 +197,15 @@ class _FileTarget:
 
     def __init__(self, path: Path) -> None:
         if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder; give the path of a file, such as {path / 'checkpoint.tar'}")
+            raise IsADirectoryError(
+                f"{path} is a folder; give the path of a file, such as {path / 'checkpoint.tar'}"
+            )
         self.path = str(path)
         self._storage = LocalStorage(path.parent)
         self._name = path.name
 
     def open(self, num_bytes: int) -> Sink:
-        for name in self._storage.sweep("", temps_of(self._name, self._storage.list(""))):
+        for name in self._storage.sweep("", temps_of(self._name, self._storage.names(""))):
             self._storage.delete(name)
         return self._storage.create(self._name, num_bytes=num_bytes)
 

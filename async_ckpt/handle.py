@@ -86,7 +86,7 @@ class SaveHandle(Future[SaveReport]):
         self._refuse_to_wait_for_itself(self.staging_completion)
         self.staging_completion.result(timeout)
 
-    def add_done_callback(self, fn: Callable[[SaveHandle], Any]) -> None:  # type: ignore[override]
+    def add_done_callback(self, fn: Callable[[SaveHandle], Any]) -> None:
         """Call `fn(handle)` when the save has ended either way, or at once, on a thread of the library."""
         with self._callbacks_lock:
             self._callbacks.append(fn)
@@ -97,9 +97,13 @@ class SaveHandle(Future[SaveReport]):
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
+        def resolve() -> None:
+            if not ended.done():  # the await was cancelled
+                ended.set_result(None)
+
         def wake(_: object) -> None:
             try:
-                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+                loop.call_soon_threadsafe(resolve)
             except RuntimeError:
                 pass  # that loop was closed; nobody awaits on it any more
 

@@ -12,6 +12,7 @@ unpickler takes it, and nothing is allocated on the file's word: all tensors tog
 from __future__ import annotations
 
 import fnmatch
+import functools
 import io
 import mmap as mmap_module
 import pickle
@@ -26,7 +27,7 @@ from .format import digests, index, tar
 from .format.index import Index
 from .snapshot.crew import Crew, num_cpus
 from .snapshot.device import flat_bytes, host_pointer, memmove
-from .snapshot.pool import Segment, SegmentPool
+from .snapshot.pool import Segment, SegmentPool, advise_huge_pages
 from .spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
 from .state.tree import Path, Stored, decode, dtype_named, replaced
 from .storage.base import Reader
@@ -53,7 +54,9 @@ class OpenArchive:
         head = self._read_head()
         self.index: Index = index.parse(head, path=path)
         if self.index.file_bytes != reader.num_bytes:
-            raise self.corrupt(f"it has {reader.num_bytes:,} bytes and should have {self.index.file_bytes:,}: truncated")
+            raise self.corrupt(
+                f"it has {reader.num_bytes:,} bytes and should have {self.index.file_bytes:,}: truncated"
+            )
         if verify:
             self._digests = self._read_digests()
             self.read(Extent(0, tar.BLOCK + len(head)))
@@ -87,7 +90,9 @@ class OpenArchive:
             number = (offset + begin) // BLOCK_BYTES
             told = self._digests[number * digests.DIGEST_BYTES :][: digests.DIGEST_BYTES]
             if digests.block_digest(data[begin : begin + BLOCK_BYTES]) != told:
-                raise self.corrupt(f"block {number} (from byte {number * BLOCK_BYTES:,}) does not match its digest")
+                raise self.corrupt(
+                    f"block {number} (from byte {number * BLOCK_BYTES:,}) does not match its digest"
+                )
 
     def _read_plain(self, extent: Extent) -> bytes:
         data = bytearray(extent.length)
@@ -120,7 +125,9 @@ class OpenArchive:
             (b"\x28\xb5\x2f\xfd", "zstd"),
         ):
             if head.startswith(magic):
-                return CorruptCheckpointError(f"{self.path}: not an async_ckpt archive: this is {what}", path=self.path)
+                return CorruptCheckpointError(
+                    f"{self.path}: not an async_ckpt archive: this is {what}", path=self.path
+                )
         what = "not an async_ckpt archive" if head else "the file is empty"
         return CorruptCheckpointError(f"{self.path}: {what}, or its first bytes are damaged", path=self.path)
 
@@ -147,7 +154,9 @@ class OpenArchive:
             raise self.corrupt(f"its skeleton cannot be read ({error})") from error
         if select is not None and value is None:
             groups = ", ".join(sorted({str(t.path[0]) for t in self.index.tensors if t.path}))
-            raise KeyError(f"select={select!r} matches nothing in {self.path}; it holds {groups or 'no named tensors'}")
+            raise KeyError(
+                f"select={select!r} matches nothing in {self.path}; it holds {groups or 'no named tensors'}"
+            )
         self._check_members(stored)
         return value, stored
 
@@ -290,7 +299,7 @@ def fill(archive: OpenArchive, wanted: Sequence[Wanted], *, copy: bool = True) -
             lease.release()
 
     try:
-        crew.run_all((lambda read=read: run(read)) for read in reads)
+        crew.run_all(functools.partial(run, read) for read in reads)
     finally:
         crew.stop()
         ring.close()
@@ -317,7 +326,9 @@ def _run_read(
         else:
             used.add(target.device)
             with torch.cuda.stream(streams[target.device]):
-                target.flat[begin : begin + length].copy_(segment.tensor[source : source + length], non_blocking=True)
+                target.flat[begin : begin + length].copy_(
+                    segment.tensor[source : source + length], non_blocking=True
+                )
     for device in used:
         streams[device].synchronize()  # the buffer is read from until then
 
@@ -409,8 +420,6 @@ def _verify_mapped(archive: OpenArchive, numbers: Sequence[int], mapped: mmap_mo
 
 def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
     """Fresh memory is filled once: with small pages the kernel would spend longer giving it than we filling it."""
-    from .snapshot.pool import advise_huge_pages
-
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes >= BLOCK_BYTES:
         advise_huge_pages(tensor.data_ptr(), num_bytes)

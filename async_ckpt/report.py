@@ -67,7 +67,9 @@ class SaveReport:
 
     def as_dict(self, prefix: str = "") -> dict[str, float | int | str]:
         """Flat, for a logger: the same keys on every call. `step` of a one-off save is -1."""
-        row: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "destinations"}
+        row: dict[str, Any] = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name != "destinations"
+        }
         row["step"] = -1 if self.step is None else self.step
         row["bandwidth"] = self.bandwidth
         return {prefix + key: value for key, value in row.items()}

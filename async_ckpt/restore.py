@@ -55,7 +55,9 @@ def restore_state(
 
 
 def _check_root(live: Any) -> None:
-    fillable = isinstance(live, torch.Tensor | MutableMapping | MutableSequence) or hasattr(live, "load_state_dict")
+    fillable = isinstance(live, torch.Tensor | MutableMapping | MutableSequence) or hasattr(
+        live, "load_state_dict"
+    )
     if not fillable:
         raise TypeError(
             f"restore fills objects in place and cannot fill a {type(live).__qualname__}; "
@@ -124,7 +126,11 @@ class _Match:
             return self._array(live, saved, path)
         if isinstance(live, MutableMapping) and isinstance(saved, dict):
             return self._mapping(live, saved, path)
-        if isinstance(live, list | tuple) and not isinstance(live, torch.Size) and isinstance(saved, list | tuple):
+        if (
+            isinstance(live, list | tuple)
+            and not isinstance(live, torch.Size)
+            and isinstance(saved, list | tuple)
+        ):
             return self._sequence(live, saved, path)
         if isinstance(live, MutableMapping | list) and len(live):
             self._differs(path, f"is a {type(live).__qualname__} here", saved)
@@ -185,13 +191,16 @@ class _Match:
                 if key != "params":
                     self._entry(live_group, key, value, (*path, "param_groups", i, key))
             for param, number in zip(live_group["params"], group["params"], strict=True):
-                state = saved["state"].get(number, {})
-                where = (*path, "state", number)
-                self._optimizer_state(optimizer, param, state, _on_device(group), where)
+                self._optimizer_state(optimizer, param, saved["state"].get(number, {}), _on_device(group))
         return optimizer
 
     def _optimizer_state(
-        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, saved: Any, step_on_device: bool, path: Path
+        self,
+        optimizer: torch.optim.Optimizer,
+        param: torch.Tensor,
+        saved: Any,
+        step_on_device: bool,
+        path: Path,
     ) -> None:
         live = optimizer.state.get(param, {})
         made: dict[Any, Any] = {}
@@ -201,8 +210,9 @@ class _Match:
                 made[key] = self._materialized(value)
                 continue
             told = self._archive.index.tensors[value.number]
-            fits = (
-                type(now) is torch.Tensor and (tuple(now.shape), dtype_name(now.dtype)) == (told.shape, told.dtype)
+            fits = type(now) is torch.Tensor and (tuple(now.shape), dtype_name(now.dtype)) == (
+                told.shape,
+                told.dtype,
             )
             if not fits:
                 # As torch does: `step` stays on the host unless the update kernel reads it from the device.
@@ -236,7 +246,9 @@ class _Match:
         if not live:
             return self._materialized(saved)
         if len(live) != len(saved):
-            self.mismatched.append(f"{_dotted(path)} has {len(live)} entries here and {len(saved)} in the checkpoint")
+            self.mismatched.append(
+                f"{_dotted(path)} has {len(live)} entries here and {len(saved)} in the checkpoint"
+            )
             return live
         values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, saved, strict=True))]
         if all(value is now for value, now in zip(values, live, strict=True)):
@@ -288,7 +300,10 @@ class _Match:
 
 def _is_plain_module(live: Any) -> bool:
     """A module whose state dict is its own memory, and that does nothing of its own when it is loaded."""
-    if not isinstance(live, torch.nn.Module) or type(live).load_state_dict is not torch.nn.Module.load_state_dict:
+    if (
+        not isinstance(live, torch.nn.Module)
+        or type(live).load_state_dict is not torch.nn.Module.load_state_dict
+    ):
         return False
     if any(m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks for m in live.modules()):
         return False
@@ -301,7 +316,11 @@ def _is_plain_optimizer(live: Any) -> bool:
     base = torch.optim.Optimizer
     if not isinstance(live, base) or type(live).load_state_dict is not base.load_state_dict:
         return False
-    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks", "_optimizer_state_dict_post_hooks")
+    hooks = (
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+        "_optimizer_state_dict_post_hooks",
+    )
     return type(live).state_dict is base.state_dict and not any(getattr(live, name, None) for name in hooks)
 
 

@@ -119,13 +119,15 @@ def _report(job: SaveJob, call_seconds: float) -> SaveReport:
 
 
 class Drain:
-    """Takes filled segments to every sink: digest, write, give the memory back. From any thread, in any order.
+    """Takes filled segments to every sink: write, digest, give the memory back. From any thread, in any order.
 
     The segments that hold the digests themselves come last; they are kept until all others are digested.
     After a failure memory is given back unread, so that whoever waits for it goes on.
     """
 
-    def __init__(self, layout: Layout, segment_bytes: int, submit: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, layout: Layout, segment_bytes: int, submit: Callable[[Callable[[], None]], None]
+    ) -> None:
         self._layout = layout
         self._segment_bytes = segment_bytes
         self._submit = submit
@@ -211,8 +213,9 @@ class Drain:
         error: BaseException | None = None
         try:
             self.check()
-            self._digest(number, lease, self._segment_bytes)
+            # Written first: what the disk does meanwhile costs no processor, and staging is not over yet.
             self._write(number, lease)
+            self._digest(number, lease, self._segment_bytes)
         except BaseException as caught:
             error = caught
         lease.release()
@@ -284,4 +287,3 @@ class Drain:
     def __repr__(self) -> str:
         p = self.progress
         return f"<Drain {p.written_bytes:,}/{p.staged_bytes:,}/{p.total_bytes:,} bytes written/staged/total>"
-

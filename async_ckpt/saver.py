@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
 
-
 from .errors import ClosedError
 from .format.layout import Layout, TensorPlan, lay_out
 from .handle import SaveHandle
@@ -71,7 +70,13 @@ class Saver:
         return os.getpid() == self._pid
 
     def save(
-        self, state: Any, make_target: Callable[[], Target], *, step: int | None, guard: Any, skipped_path: str = ""
+        self,
+        state: Any,
+        make_target: Callable[[], Target],
+        *,
+        step: int | None,
+        guard: Any,
+        skipped_path: str = "",
     ) -> SaveHandle:
         """Begin a save. `make_target` is called once it is this save's turn, and may refuse it.
 
@@ -114,7 +119,9 @@ class Saver:
                 check=drain.check,
             )
             num_tensors = len(captured.specs)
-            del captured  # from here on the snapshot alone keeps the tensors alive, and lets go of them when it is done
+            del (
+                captured
+            )  # from here on the snapshot alone keeps the tensors alive, and lets go of them when it is done
             handle = SaveHandle(
                 step=step,
                 path=target.path,
@@ -184,10 +191,8 @@ class Saver:
                 "stall_seconds_total": self._stall_seconds,
             }
         numbers["pool_bytes"] = self.pool.num_bytes
-        for key, value in last.as_dict("last_").items():
-            if not isinstance(value, str):
-                numbers[key] = value
-        return {key: float(value) for key, value in numbers.items()}
+        both = {**numbers, **last.as_dict("last_")}
+        return {key: float(value) for key, value in both.items() if not isinstance(value, str)}
 
     # --- parts ------------------------------------------------------------------------------------------------
 
@@ -208,7 +213,9 @@ class Saver:
         if self._closed:
             raise ClosedError("this checkpointer is closed; open a new one to save")
         if not self.belongs_here:
-            raise ClosedError("this checkpointer belongs to the process that was forked from; open one in this process")
+            raise ClosedError(
+                "this checkpointer belongs to the process that was forked from; open one in this process"
+            )
 
     def _leave(self) -> None:
         with self._changed:
@@ -240,7 +247,9 @@ class Saver:
                 self._num_cleanup_failures += future.exception() is not None
                 # A failed save stays until somebody has looked at it.
                 self._pending = [
-                    p for p in self._pending if not p.finished.done() or (_failed(p.handle) and not p.handle.looked_at)
+                    p
+                    for p in self._pending
+                    if not p.finished.done() or (_failed(p.handle) and not p.handle.looked_at)
                 ]
 
         pending.settled.add_done_callback(settled)
@@ -258,7 +267,9 @@ class Saver:
                 self._warned = [*self._warned[-8:], handle]
                 error = Future.exception(handle)
                 warnings.warn(
-                    f"{handle.path} was not saved: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4
+                    f"{handle.path} was not saved: {type(error).__name__}: {error}",
+                    RuntimeWarning,
+                    stacklevel=4,
                 )
 
     def _raise_unseen(self) -> None:
@@ -295,12 +306,16 @@ def _failed(handle: SaveHandle) -> bool:
 def _segment_bytes(segment_bytes: int | None, host_bytes: int | None) -> int:
     """The segment size of a pool, from what the user has said."""
     if host_bytes is not None and host_bytes < MIN_SEGMENTS * BLOCK_BYTES:
-        raise ValueError(f"host_bytes must be at least {MIN_SEGMENTS * BLOCK_BYTES // MIB} MiB, got {host_bytes:,}")
+        raise ValueError(
+            f"host_bytes must be at least {MIN_SEGMENTS * BLOCK_BYTES // MIB} MiB, got {host_bytes:,}"
+        )
     if segment_bytes is None:
         share = SEGMENT_BYTES if host_bytes is None else host_bytes // MIN_SEGMENTS
         return min(SEGMENT_BYTES, share // BLOCK_BYTES * BLOCK_BYTES)
     if segment_bytes <= 0 or segment_bytes % BLOCK_BYTES:
-        raise ValueError(f"segment_bytes must be a multiple of {BLOCK_BYTES // MIB} MiB, got {segment_bytes:,}")
+        raise ValueError(
+            f"segment_bytes must be a multiple of {BLOCK_BYTES // MIB} MiB, got {segment_bytes:,}"
+        )
     if host_bytes is not None and host_bytes < MIN_SEGMENTS * segment_bytes:
         raise ValueError(f"host_bytes must hold at least {MIN_SEGMENTS} segments of {segment_bytes:,} bytes")
     return segment_bytes
@@ -317,5 +332,3 @@ def _skipped(step: int | None, path: str) -> SaveHandle:
     handle.staging_completion.set_result(None)
     handle.set_result(SaveReport("skipped", step, path))
     return handle
-
-

@@ -17,12 +17,12 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from .errors import SaveAbandonedError
 from .handle import SaveHandle
 from .report import SaveReport
-from .snapshot.crew import Crew, LibraryThread, num_cpus, running_future
+from .snapshot.crew import Crew, LibraryThread, running_future
 from .snapshot.pool import LIVENESS_SECONDS
 
 T = TypeVar("T")
@@ -31,8 +31,8 @@ _log = logging.getLogger("async_ckpt")
 # sysexits.h EX_TEMPFAIL: what could not be done now may succeed when the job is started again.
 EXIT_STATUS_SAVE_FAILED: Final = 75
 EXIT_STATUS_INTERRUPTED: Final = 130
-# Two writes in flight keep a local disk busy while a third segment is digested.
-_NUM_WRITERS: Final = 4
+# Enough that a local disk has writes in flight while other segments are digested: with four it ran dry at times.
+_NUM_WRITERS: Final = 8
 # How long an abandoned save may take to end its last write.
 _ABANDON_SECONDS: Final = 10.0
 
@@ -40,7 +40,9 @@ _ABANDON_SECONDS: Final = 10.0
 class Pending:
     """A save that is under way: its handle, and how to give it up. `finished` follows its retention too."""
 
-    def __init__(self, handle: SaveHandle, give_up: Callable[[BaseException], None], exit_timeout: float | None) -> None:
+    def __init__(
+        self, handle: SaveHandle, give_up: Callable[[BaseException], None], exit_timeout: float | None
+    ) -> None:
         self.handle = handle
         self.give_up = give_up
         self.exit_timeout = exit_timeout
@@ -54,7 +56,7 @@ class Worker:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.copiers = Crew("copy", 32)
-        self.writers = Crew("write", max(_NUM_WRITERS, min(8, num_cpus() // 2)))
+        self.writers = Crew("write", _NUM_WRITERS)
         self.callers = Crew("call", 64)
         self.callbacks = Crew("callback", 64)
         self._lock = threading.Lock()
@@ -140,7 +142,11 @@ class Worker:
         for handle in lost:
             what = handle.path if handle.step is None else f"step {handle.step} ({handle.path})"
             error = handle.exception()
-            print(f"async_ckpt: {what} was not saved: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"async_ckpt: {what} was not saved: {type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
         if lost:
             _exit_with(status, at_once=self._oldest() is not None)
         self.stop()
@@ -164,7 +170,9 @@ class Worker:
 def abandon(pending: list[Pending], why: str) -> None:
     """Give saves up: nothing of them becomes visible. Returns when they have ended, or soon."""
     for save in pending:
-        save.give_up(SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact"))
+        save.give_up(
+            SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact")
+        )
     for save in pending:
         wait_for(save.finished, _ABANDON_SECONDS)
 
@@ -212,13 +220,13 @@ def _note_exit_status() -> None:
         return
     really_exit = sys.exit
 
-    def exit(status: Any = None, /) -> None:
+    def noting_exit(status: Any = None, /) -> NoReturn:
         global _exit_code
         _exit_code = status
         really_exit(status)
 
-    exit._notes_status = True  # type: ignore[attr-defined]
-    sys.exit = exit  # type: ignore[assignment]
+    noting_exit._notes_status = True  # type: ignore[attr-defined]
+    sys.exit = noting_exit
 
 
 def _exit_with(status: int, *, at_once: bool) -> None:

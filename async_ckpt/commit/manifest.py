@@ -39,7 +39,9 @@ class Manifest:
         return sum(archive.num_bytes for archive in self.archives)
 
     def dump(self) -> bytes:
-        return (json.dumps({"format": "async_ckpt", "version": VERSION, **asdict(self)}, indent=1) + "\n").encode()
+        return (
+            json.dumps({"format": "async_ckpt", "version": VERSION, **asdict(self)}, indent=1) + "\n"
+        ).encode()
 
 
 def parse(data: bytes, *, path: str) -> Manifest:

@@ -59,7 +59,9 @@ class Run:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return [step for step in self._folders() if self.storage.exists(f"{self.folder(step)}/{manifest.NAME}")]
+        return [
+            step for step in self._folders() if self.storage.exists(f"{self.folder(step)}/{manifest.NAME}")
+        ]
 
     def latest(self) -> int | None:
         """The newest committed step."""
@@ -81,7 +83,9 @@ class Run:
         """Refuse a step that could not be committed: StepExistsError, StepBehindError."""
         exists = self.storage.exists(f"{self.folder(step)}/{manifest.NAME}")
         if exists and not overwrite:
-            raise StepExistsError(f"step {step} is committed already; pass overwrite=True to replace it", step=step)
+            raise StepExistsError(
+                f"step {step} is committed already; pass overwrite=True to replace it", step=step
+            )
         newest = self.latest()
         if newest is not None and newest > step and not retire and (rolled_back or not exists):
             raise StepBehindError(
@@ -150,7 +154,7 @@ class Run:
         swept = []
         for step in [None, *self._folders()]:
             folder = "" if step is None else self.folder(step)
-            leftovers = [n for n in self.storage.list(folder) if _TEMP.fullmatch(n) or _ARCHIVE.fullmatch(n)]
+            leftovers = [n for n in self.storage.names(folder) if _TEMP.fullmatch(n) or _ARCHIVE.fullmatch(n)]
             if not leftovers or (step is not None and leftovers == self._named(step)):
                 continue
             dead = self.storage.sweep(folder, leftovers)
@@ -172,7 +176,7 @@ class Run:
     # --- parts ------------------------------------------------------------------------------------------------
 
     def _folders(self) -> list[int]:
-        found = (self._step_pattern.fullmatch(name) for name in self.storage.list(""))
+        found = (self._step_pattern.fullmatch(name) for name in self.storage.names(""))
         return sorted(int(match[1]) for match in found if match and self.folder(int(match[1])) == match[0])
 
     def _read(self, step: int) -> tuple[Manifest, str]:
@@ -182,19 +186,21 @@ class Run:
         except FileNotFoundError as error:
             steps = self.steps()
             have = f"committed: {', '.join(map(str, steps[-5:]))}" if steps else "nothing is committed yet"
-            raise NotCommittedError(f"{self.storage!r}: no step {step}; {have}", path=path, step=step) from error
+            raise NotCommittedError(
+                f"{self.storage!r}: no step {step}; {have}", path=path, step=step
+            ) from error
         return manifest.parse(data, path=path), version
 
     def _named(self, step: int) -> list[str]:
         """Archives that the step's manifest names, or one that was retired."""
         folder = self.folder(step)
         names: list[str] = []
-        for name in self.storage.list(folder):
+        for name in self.storage.names(folder):
             if name == manifest.NAME or _RETIRED.fullmatch(name):
                 try:
                     parsed = manifest.parse(self.storage.read(f"{folder}/{name}")[0], path=f"{folder}/{name}")
                 except CheckpointError:  # damaged: it might name any of them
-                    return self.storage.list(folder)
+                    return self.storage.names(folder)
                 except FileNotFoundError:  # deleted or replaced this moment: look again
                     return self._named(step)
                 names += [archive.name for archive in parsed.archives]
@@ -231,7 +237,9 @@ class Run:
         if self._tracker is None:
             return []
         try:
-            match = self._step_pattern.fullmatch(self.storage.read(self._tracker)[0].decode(errors="replace").strip())
+            match = self._step_pattern.fullmatch(
+                self.storage.read(self._tracker)[0].decode(errors="replace").strip()
+            )
         except FileNotFoundError:
             return []
         return [int(match[1])] if match else []
@@ -241,7 +249,7 @@ class Run:
         folder = self.folder(step)
         self.storage.delete(f"{folder}/{manifest.NAME}")
         self._known.pop(step, None)
-        for name in self.storage.list(folder):
+        for name in self.storage.names(folder):
             if name in named or _RETIRED.fullmatch(name):
                 self.storage.delete(f"{folder}/{name}")
 

@@ -171,7 +171,9 @@ def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
         extent = Extent(members[member].data.offset + begin, length)
         tensors.append(IndexedTensor(path, member, name, dtype, shape, extent, None))
     position = 0
-    for extent in sorted((t.extent for t in tensors if t.alias_of is None and t.extent.length), key=lambda e: e.offset):
+    for extent in sorted(
+        (t.extent for t in tensors if t.alias_of is None and t.extent.length), key=lambda e: e.offset
+    ):
         if extent.offset < position:
             raise _Lie(f"two tensors share the bytes at {extent.offset}")
         position = extent.end

@@ -71,7 +71,9 @@ class TensorPlan:
         self._last_cut: tuple[int, int, dict[int, list[Piece]]] | None = None
 
     def _add_member(self, name: str, chosen: list[int], position: int) -> int:
-        names = _unique_names((_name_inside(self.specs[i]) for i in chosen), taken={safetensors.RESERVED_NAME})
+        names = _unique_names(
+            (_name_inside(self.specs[i]) for i in chosen), taken={safetensors.RESERVED_NAME}
+        )
         named = dict(zip(chosen, names, strict=True))
         stored = [i for i in chosen if self.specs[i].alias_of is None]
         # Descending item size keeps every tensor aligned without holes, which the format forbids; within one
@@ -173,7 +175,9 @@ class Layout:
         ]
 
 
-def lay_out(plan: TensorPlan, *, skeleton: str, objects: bytes | None, step: int | None, mtime: int) -> Layout:
+def lay_out(
+    plan: TensorPlan, *, skeleton: str, objects: bytes | None, step: int | None, mtime: int
+) -> Layout:
     """Place one save: index first, then the planned members, then the objects, then the digests."""
     sizes = [(m.name, m.num_bytes) for m in plan.members]
     if objects is not None:
@@ -182,7 +186,9 @@ def lay_out(plan: TensorPlan, *, skeleton: str, objects: bytes | None, step: int
     base = tar.BLOCK + len(text)
     literals = [(0, tar.header(index.MEMBER, len(text), mtime=mtime) + text)]
     for member in plan.members:
-        literals.append((base + member.offset, tar.header(member.name, member.num_bytes, mtime=mtime) + member.head))
+        literals.append(
+            (base + member.offset, tar.header(member.name, member.num_bytes, mtime=mtime) + member.head)
+        )
         end = base + member.offset + tar.BLOCK + member.num_bytes
         literals.append((end, bytes(tar.padding_after(member.num_bytes))))
     end = base + plan.num_bytes
@@ -190,11 +196,13 @@ def lay_out(plan: TensorPlan, *, skeleton: str, objects: bytes | None, step: int
         padded = objects + bytes(tar.padding_after(len(objects)))
         literals.append((end, tar.header(index.OBJECTS, len(objects), mtime=mtime) + padded))
         end += tar.BLOCK + len(padded)
-    member, file_bytes = index.digests_member(end)
+    digest, file_bytes = index.digests_member(end)
     # The digests themselves are zeros until all the rest has been filled.
-    tail = tar.header(digests.MEMBER, member.data.length, mtime=mtime) + bytes(file_bytes - member.data.offset)
+    tail = tar.header(digests.MEMBER, digest.data.length, mtime=mtime) + bytes(
+        file_bytes - digest.data.offset
+    )
     literals.append((end, tail))
-    return Layout(plan, base, tuple(literals), member, file_bytes)
+    return Layout(plan, base, tuple(literals), digest, file_bytes)
 
 
 def _grouped(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, list[int]]]:

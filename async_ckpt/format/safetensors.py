@@ -32,7 +32,9 @@ def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
     return (code, list(shape)) if code else ("U8", [*shape, item_bytes])
 
 
-def header(entries: Iterable[Entry], metadata: Mapping[str, str], *, header_bytes_modulo: int, at: int) -> bytes:
+def header(
+    entries: Iterable[Entry], metadata: Mapping[str, str], *, header_bytes_modulo: int, at: int
+) -> bytes:
     """Length prefix and JSON, padded with spaces so that data begins on a multiple of `header_bytes_modulo`.
 
     `at` is the file offset of the first byte returned.
@@ -54,9 +56,10 @@ def parse_header(data: bytes) -> dict[str, tuple[str, list[int], int, int]]:
     try:
         table = json.loads(data[8 : 8 + length])
         del table[RESERVED_NAME]
-        return {
-            name: (str(row["dtype"]), [int(n) for n in row["shape"]], *map(int, row["data_offsets"]))
-            for name, row in table.items()
-        }
+        parsed = {}
+        for name, row in table.items():
+            begin, end = map(int, row["data_offsets"])
+            parsed[name] = (str(row["dtype"]), [int(n) for n in row["shape"]], begin, end)
+        return parsed
     except (KeyError, TypeError, RecursionError, AttributeError) as error:
         raise ValueError(f"safetensors header is malformed: {error!r}") from error

@@ -128,7 +128,9 @@ def memmove(target: int, source: int, num_bytes: int) -> None:
 
 def host_pointer(tensor: torch.Tensor) -> int:
     """The address of a dense CPU tensor; 0 for any other, and for one without bytes."""
-    dense = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    dense = (
+        tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    )
     return tensor.data_ptr() if dense else 0
 
 

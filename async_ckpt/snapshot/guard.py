@@ -73,7 +73,9 @@ def unwrapped(guard: Any) -> tuple[torch.optim.Optimizer, ...]:
     if guard is None:
         return ()
     found: list[torch.optim.Optimizer] = []
-    for given in guard if isinstance(guard, Iterable) and not isinstance(guard, torch.optim.Optimizer) else (guard,):
+    for given in (
+        guard if isinstance(guard, Iterable) and not isinstance(guard, torch.optim.Optimizer) else (guard,)
+    ):
         optimizer = given
         while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer

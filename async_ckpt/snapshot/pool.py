@@ -41,7 +41,9 @@ class Segment:
         self.num_bytes = num_bytes
         # The slack is never touched, so it takes no memory; it lets the segment begin on a huge page.
         if hasattr(mmap, "MAP_ANONYMOUS"):
-            self._map = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = mmap.mmap(
+                -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
         else:
             self._map = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
@@ -142,7 +144,9 @@ class SegmentPool:
         needed = align_up(file_bytes, self.segment_bytes) // self.segment_bytes * num_saves
         if needed > self._max_segments:
             spare = int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size()) + self.num_bytes
-            self._max_segments = max(self._max_segments, MIN_SEGMENTS, min(needed, spare // self.segment_bytes))
+            self._max_segments = max(
+                self._max_segments, MIN_SEGMENTS, min(needed, spare // self.segment_bytes)
+            )
 
     def lease(self, order: tuple[int, int], *, pin: bool, check: Callable[[], None]) -> Lease:
         """Wait for a segment. The lowest `order` (save, segment) is served first.
@@ -152,7 +156,9 @@ class SegmentPool:
         with self._changed:
             heapq.heappush(self._waiting, order)
             try:
-                while self._waiting[0] != order or not (self._free or self._num_segments < self._max_segments):
+                while self._waiting[0] != order or not (
+                    self._free or self._num_segments < self._max_segments
+                ):
                     self._changed.wait(LIVENESS_SECONDS)
                     self._changed.release()
                     try:

@@ -195,7 +195,9 @@ class Snapshot(Held):
 
     def _fill_segment(self, job: _Job) -> None:
         if job.lease is None:
-            job.lease = self._pool.lease((self._order, job.number), pin=bool(self._devices), check=self._check_alive)
+            job.lease = self._pool.lease(
+                (self._order, job.number), pin=bool(self._devices), check=self._check_alive
+            )
         segment = job.lease.segment
         for at, data in job.literals:
             segment.view[at : at + len(data)] = data
@@ -291,7 +293,9 @@ class Snapshot(Held):
             self._ended = True
             self._error = self._error or error
         if error is not None:
-            synchronize(self._devices.values())  # no copy may still be writing into a segment that is given back
+            synchronize(
+                self._devices.values()
+            )  # no copy may still be writing into a segment that is given back
             for job in (*self._now, *self._later):
                 if job.lease is not None:
                     job.lease.release()

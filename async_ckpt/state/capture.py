@@ -91,12 +91,18 @@ class _Walk:
     def _bytes(self, data: Any, path: Path, dtype: str, shape: tuple[int, ...]) -> int:
         raw = bytearray(data) if isinstance(data, bytes) else data
         self.specs.append(TensorSpec(path, dtype, shape))
-        self.tensors.append(torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8))
+        self.tensors.append(
+            torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
+        )
         return len(self.specs) - 1
 
     def _array(self, numpy: Any, array: Any, path: Path) -> Json:
         shape = array.shape
-        raw = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8) if array.size else numpy.empty(0, "u1")
+        raw = (
+            numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+            if array.size
+            else numpy.empty(0, "u1")
+        )
         if not raw.flags.writeable:  # torch would warn about aliasing it; we only read
             raw = raw.copy()
         name = array.dtype.name
@@ -132,7 +138,9 @@ def why_not(tensor: torch.Tensor, dtype: str) -> str | None:
     if tensor.is_nested:
         return "a nested tensor cannot be stored; save its parts"
     if tensor.layout is not torch.strided:
-        return f"a sparse tensor ({tensor.layout}) cannot be stored; save its indices and values, or to_dense()"
+        return (
+            f"a sparse tensor ({tensor.layout}) cannot be stored; save its indices and values, or to_dense()"
+        )
     if tensor.is_quantized:
         return "a quantised tensor cannot be stored; save int_repr() with its scale and zero point"
     if dtype not in DTYPES:
@@ -141,7 +149,7 @@ def why_not(tensor: torch.Tensor, dtype: str) -> str | None:
         if tensor.numel() and not tensor.data_ptr():
             return "its memory was freed (resized to zero); gather or unshard it first"
         return None
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(tensor):
         return "a lazy parameter has no values yet; run one forward pass first"
     try:
         has_bytes = not torch._is_functional_tensor(tensor) and tensor.data_ptr() != 0

@@ -154,7 +154,7 @@ class _Decoder:
                 raise ValueError("a bare list in the skeleton")
             return self._leaf(lambda: node, path)
         kind = next(iter(node), None)
-        value = node.get(kind)
+        value: Any = node.get(kind)
         if kind == "dict":
             return self._dict(value, path, {})
         if kind == "ordered":
@@ -271,7 +271,8 @@ def _key_node(key: Any, path: Path) -> Json:
     if node is None:
         where = ".".join(map(str, path))
         raise UnsupportedStateError(
-            f"{where}: a key of type {type(key).__qualname__} cannot be stored; use a string or a number", path=where
+            f"{where}: a key of type {type(key).__qualname__} cannot be stored; use a string or a number",
+            path=where,
         )
     return node
 
@@ -283,8 +284,8 @@ def _key_value(node: Json) -> Any:
     return key
 
 
-def _no_leaf(value: Any, path: Path) -> Json:
-    return None  # state_dict metadata is plain; anything else in it was never read back by torch either
+def _no_leaf(_value: Any, _path: Path) -> Json:
+    return None  # a state dict's metadata is plain: version numbers
 
 
 def _numpy_dtype(descr: Json) -> Any:
@@ -305,4 +306,3 @@ def _tuples(descr: Json) -> Any:
         (tuple(name) if isinstance(name, list) else name, _tuples(inner), *map(tuple, shape))
         for name, inner, *shape in descr
     ]
-

@@ -75,7 +75,7 @@ class Storage(Protocol):
     def delete(self, path: str) -> None:
         """Delete an object; no error if there is none. A folder that it leaves empty goes with it."""
 
-    def list(self, folder: str) -> list[str]:
+    def names(self, folder: str) -> list[str]:
         """Names directly in a folder, sorted; none when there is no such folder."""
 
     def exists(self, path: str) -> bool: ...

@@ -119,7 +119,7 @@ class LocalStorage:
                 with suppress(OSError):  # not empty, which is the usual case, or already gone
                     os.rmdir(target.parent)
 
-    def list(self, folder: str) -> list[str]:
+    def names(self, folder: str) -> list[str]:
         with _translated(self.root / folder):
             try:
                 return sorted(os.listdir(self.root / folder))

@@ -1,0 +1,52 @@
+# The words of CI: `.ci/run` is `make check test`.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check bench bench-gpu format clean
+
+demo: .venv/.demo          ## train, kill, resume, compare: the whole story in under three minutes
+	$(BIN)/python -m examples.demo
+
+test: .venv/.test          ## everything that the tests need, then the tests
+	$(BIN)/python -m pytest
+
+check: .venv/.check        ## lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.demo         ## the figures of the README, on this machine
+	$(BIN)/python -m benchmarks
+
+bench-gpu: .venv/.demo     ## the same where there is a CUDA device
+	$(BIN)/python -m benchmarks --gpu
+
+format: .venv/.check
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build *.egg-info demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+	$(INSTALL) setuptools wheel
+
+# torch first and by itself: with the pinned version there, nothing else pulls another one.
+.venv/.base: .venv/bin/python constraints.txt pyproject.toml
+	$(INSTALL) torch
+	$(INSTALL) --no-build-isolation -e .
+	touch $@
+
+.venv/.demo: .venv/.base
+	$(INSTALL) --no-build-isolation -e ".[demo]"
+	touch $@
+
+.venv/.test: .venv/.base
+	$(INSTALL) --no-build-isolation -e ".[demo,test]"
+	touch $@
+
+.venv/.check: .venv/.base
+	$(INSTALL) --no-build-isolation -e ".[demo,test,check]"
+	touch $@
