@@ -195,12 +195,7 @@ class _Match:
         return optimizer
 
     def _optimizer_state(
-        self,
-        optimizer: torch.optim.Optimizer,
-        param: torch.Tensor,
-        saved: Any,
-        step_on_device: bool,
-        path: Path,
+        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, saved: Any, step_on_device: bool
     ) -> None:
         live = optimizer.state.get(param, {})
         made: dict[Any, Any] = {}

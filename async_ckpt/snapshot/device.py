@@ -72,7 +72,7 @@ class Device:
 
     def stall_seconds(self) -> float:
         """How long streams of this device have waited for copies; a wait that is not over yet counts nothing."""
-        return sum(before.elapsed_time(after) for before, after in self._holds if after.query()) / 1e3
+        return float(sum(before.elapsed_time(after) for before, after in self._holds if after.query())) / 1e3
 
     def enqueue(
         self, segment: Segment, pieces: Iterable[Piece], tensors: list[torch.Tensor], dense: list[bool]

@@ -65,7 +65,7 @@ class Segment:
     def pin(self) -> int:
         """Page-lock the memory for the device's copy engine; CUDA's error code, 0 when it is locked."""
         if not self.pinned:
-            code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0))  # type: ignore[no-untyped-call]
+            code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0))
             self.pinned = code == 0
             return code
         return 0
@@ -76,7 +76,7 @@ class Segment:
 
     def free(self) -> None:
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+            torch.cuda.cudart().cudaHostUnregister(self.address)
             self.pinned = False
         self.__dict__.pop("tensor", None)
         try:
