@@ -6,7 +6,6 @@ In: states and steps. Out: handles, and states back. Knows nothing of: bytes, th
 from __future__ import annotations
 
 import os
-import secrets
 import warnings
 from collections.abc import Collection, Iterable
 from types import TracebackType
@@ -108,7 +107,7 @@ class AsyncCheckpointer:
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step must be a whole number from 0 on, got {step!r}")
-        token = secrets.token_hex(4)
+        token = os.urandom(4).hex()
 
         def make_target() -> _StepTarget:
             self._run.check(step, overwrite=overwrite, rolled_back=self._rolled_back, retire=self._retire)

@@ -292,7 +292,7 @@ def fill(archive: OpenArchive, wanted: Sequence[Wanted], *, copy: bool = True) -
         stream.wait_stream(torch.cuda.current_stream(device))
 
     def run(read: _Read) -> None:
-        lease = ring.lease((0, read.extent.offset), pin=bool(devices), check=lambda: None)
+        lease = ring.lease((0, read.extent.offset), pin=next(iter(devices), None), check=lambda: None)
         try:
             _run_read(archive, read, lease.segment, targets, streams)
         finally:

@@ -143,7 +143,7 @@ class _Match:
             return live
         told = self._archive.index.tensors[saved.number]
         dtype = dtype_name(live.dtype)
-        why = why_not(live, dtype)
+        why = why_not(live)
         if why:
             self.mismatched.append(f"{_dotted(path)} cannot be filled: {why}")
         elif (tuple(live.shape), dtype) != (told.shape, told.dtype):

@@ -132,7 +132,7 @@ class Drain:
         self._segment_bytes = segment_bytes
         self._submit = submit
         self._first_tail = layout.digests.data.offset // segment_bytes
-        self._num_segments = -(-layout.file_bytes // segment_bytes)
+        self.num_segments = -(-layout.file_bytes // segment_bytes)
         self._digests = bytearray(digests.num_blocks(layout.digests.data.offset) * digests.DIGEST_BYTES)
         self.digest = ""
         self.completed = running_future()
@@ -150,7 +150,7 @@ class Drain:
     @property
     def num_tail(self) -> int:
         """Segments that are kept until the end."""
-        return self._num_segments - self._first_tail
+        return self.num_segments - self._first_tail
 
     @property
     def progress(self) -> Progress:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
+
+import torch
 
 from .errors import ClosedError
 from .format.layout import Layout, TensorPlan, lay_out
@@ -57,7 +59,7 @@ class Saver:
         self._num_admitted = 0
         self._num_saves = 0
         self._num_skipped = 0
-        self._last: Pending | None = None
+        self._last: Future[None] | None = None  # resolved when the newest save is decided
         self._pending: list[Pending] = []
         self._warned: list[SaveHandle] = []
         self._reports: list[SaveReport] = []  # the last one only
@@ -87,58 +89,65 @@ class Saver:
         spans = Spans(self._clock)
         if not self._admit():
             return _skipped(step, skipped_path)
-        call_seconds: Future[float] = Future()
-        call_seconds.set_running_or_notify_cancel()
-        pending = None
+        call_seconds: Future[float] = running_future()
+        begun = False
         try:
             target = make_target()
-            captured = capture(state)
-            deferred = deferrable(optimizers, captured.specs, captured.tensors)
-            layout = self._lay_out(captured, step)
-            worker = get_worker()
-            drain = Drain(layout, self.pool.segment_bytes, worker.writers.submit)
-            self._admit_bytes(layout, drain.num_tail)
-            with self._changed:
-                self._num_saves += 1
-                order, turn = self._num_saves, self._last.settled if self._last else None
-            if not deferred and any(tensor.is_cuda for tensor in captured.tensors):
-                # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
-                self.pool.reserve(-(-layout.file_bytes // self.pool.segment_bytes), worker.copiers, pin=True)
-            snapshot = Snapshot(
-                captured.specs,
-                captured.tensors,
-                layout.segments(self.pool.segment_bytes),
-                order=order,
-                deferred=deferred,
-                gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
-                num_tail=drain.num_tail,
-                pool=self.pool,
-                crew=worker.copiers,
-                clock=self._clock,
-                put=drain.put,
-                check=drain.check,
-            )
-            num_tensors = len(captured.specs)
-            del (
-                captured
-            )  # from here on the snapshot alone keeps the tensors alive, and lets go of them when it is done
-            handle = SaveHandle(
-                step=step,
-                path=target.path,
-                staging=snapshot.completion,
-                progress=lambda: drain.progress,
-                submit_callbacks=worker.callbacks.submit,
-            )
-            pending = Pending(handle, drain.fail, self._exit_timeout)
-            job = SaveJob(step, layout, num_tensors, target, drain, spans, turn, call_seconds, snapshot)
-            self._follow(pending)
-            worker.start(pending, run_save(job, worker.off_loop), target.afterwards)
+            snapshot, handle = self._set_up(capture(state), target, step, optimizers, spans, call_seconds)
+            begun = True
             snapshot.begin()
             return handle
         finally:
-            if pending is None:
+            if not begun:
                 self._leave()
             call_seconds.set_result(spans.total())
+
+    def _set_up(
+        self,
+        captured: Capture,
+        target: Target,
+        step: int | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        spans: Spans,
+        call_seconds: Future[float],
+    ) -> tuple[Snapshot, SaveHandle]:
+        """Plan the archive, and start its story: it waits for the segments of the snapshot that is returned."""
+        device = _device_of(captured)
+        deferred = deferrable(optimizers, captured.specs, captured.tensors)
+        layout = self._lay_out(captured, step)
+        worker = get_worker()
+        drain = Drain(layout, self.pool.segment_bytes, worker.writers.submit)
+        self._admit_bytes(layout, drain.num_tail)
+        if device is not None and not deferred:
+            # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
+            self.pool.reserve(drain.num_segments, worker.copiers, pin=device)
+        # From here on the snapshot alone keeps the tensors alive, and lets go of them when it is done.
+        snapshot = Snapshot(
+            captured.specs,
+            captured.tensors,
+            layout.segments(self.pool.segment_bytes),
+            order=self._next_order(),
+            deferred=deferred,
+            gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
+            num_tail=drain.num_tail,
+            pool=self.pool,
+            crew=worker.copiers,
+            clock=self._clock,
+            put=drain.put,
+            check=drain.check,
+        )
+        handle = SaveHandle(
+            step=step,
+            path=target.path,
+            staging=snapshot.completion,
+            progress=lambda: drain.progress,
+            submit_callbacks=worker.callbacks.submit,
+        )
+        pending = Pending(handle, drain.fail, self._exit_timeout)
+        turn = self._follow(pending)
+        job = SaveJob(step, layout, len(captured.specs), target, drain, spans, turn, call_seconds, snapshot)
+        worker.start(pending, run_save(job, worker.off_loop), target.afterwards)
+        return snapshot, handle
 
     def prewarm(self, state: Any) -> None:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
@@ -146,8 +155,7 @@ class Saver:
         layout = self._lay_out(captured, step=0)
         self._admit_bytes(layout, 0)
         num_segments = -(-layout.file_bytes // self.pool.segment_bytes)
-        on_device = any(tensor.is_cuda for tensor in captured.tensors)
-        self.pool.reserve(num_segments, get_worker().copiers, pin=on_device)
+        self.pool.reserve(num_segments, get_worker().copiers, pin=_device_of(captured))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
@@ -222,11 +230,16 @@ class Saver:
             self._num_admitted -= 1
             self._changed.notify_all()
 
-    def _follow(self, pending: Pending) -> None:
-        """Keep account of a save: who waits for it, and how it ended."""
+    def _next_order(self) -> int:
+        with self._changed:
+            self._num_saves += 1
+            return self._num_saves
+
+    def _follow(self, pending: Pending) -> Future[None] | None:
+        """Keep account of a save: who waits for it, and how it ended. Returns what it has to wait for to commit."""
         with self._changed:
             self._pending.append(pending)
-            self._last = pending
+            turn, self._last = self._last, pending.settled
 
         def settled(_: object) -> None:
             self._leave()
@@ -255,6 +268,7 @@ class Saver:
         pending.settled.add_done_callback(settled)
         Future.add_done_callback(pending.handle, ended)
         pending.finished.add_done_callback(finished)
+        return turn
 
     def _unseen(self) -> list[SaveHandle]:
         return [p.handle for p in self.pending() if _failed(p.handle) and not p.handle.looked_at]
@@ -297,6 +311,16 @@ class Saver:
 
     def __repr__(self) -> str:
         return f"<Saver {self._num_admitted}/{self._max_in_flight} in flight, {self.pool!r}>"
+
+
+def _device_of(captured: Capture) -> torch.device | None:
+    """The first CUDA device with something to save. Raises RuntimeError while a graph is being captured on it."""
+    device = next((tensor.device for tensor in captured.tensors if tensor.is_cuda), None)
+    if device is not None and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "save was called while a CUDA graph is being captured; call it before or after the capture"
+        )
+    return device
 
 
 def _failed(handle: SaveHandle) -> bool:

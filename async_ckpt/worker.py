@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Final, NoReturn, TypeVar
 
-from .errors import SaveAbandonedError
+from .errors import ClosedError, SaveAbandonedError
 from .handle import SaveHandle
 from .report import SaveReport
 from .snapshot.crew import Crew, LibraryThread, running_future
@@ -55,6 +55,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self.stopped = False
         self.copiers = Crew("copy", 32)
         self.writers = Crew("write", _NUM_WRITERS)
         self.callers = Crew("call", 64)
@@ -161,6 +162,7 @@ class Worker:
         abandon(pending, why)
 
     def stop(self) -> None:
+        self.stopped = True
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def __repr__(self) -> str:
@@ -191,9 +193,14 @@ _worker_lock = threading.Lock()
 
 
 def get_worker() -> Worker:
-    """The worker of this process, made on first use; a forked child gets one of its own."""
+    """The worker of this process, made on first use; a forked child gets one of its own.
+
+    Raises ClosedError once the interpreter has begun to exit.
+    """
     global _worker
     with _worker_lock:
+        if _worker is not None and _worker.stopped:
+            raise ClosedError("the interpreter is exiting; a save must be begun before that")
         if _worker is None or _worker.pid != os.getpid():
             _note_exit_status()
             _worker = Worker()

@@ -12,8 +12,8 @@ Every decision is made from what is on storage at that moment, so several proces
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from collections.abc import Collection
 from typing import Final
 
@@ -210,7 +210,7 @@ class Run:
         for newer in reversed([s for s in self.steps() if s > step]):
             folder = self.folder(newer)
             self.storage.move(
-                f"{folder}/{manifest.NAME}", f"{folder}/manifest.retired-{secrets.token_hex(4)}.json"
+                f"{folder}/{manifest.NAME}", f"{folder}/manifest.retired-{os.urandom(4).hex()}.json"
             )
 
     def _announce(self) -> None:

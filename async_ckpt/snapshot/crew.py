@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from typing import Any
 
 Task = Callable[[], None]
 
@@ -109,9 +110,9 @@ class Crew:
         return f"<Crew {self.name}: {self._num_threads} threads, {self._num_waiting} tasks>"
 
 
-def running_future() -> Future[None]:
+def running_future() -> Future[Any]:
     """A future that nobody can cancel."""
-    future: Future[None] = Future()
+    future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 

@@ -28,6 +28,7 @@ from .crew import Crew, local_world_size
 # and up to two that wait for the end of the file.
 MIN_SEGMENTS: Final = 4
 _HUGE_PAGE_BYTES: Final = 2 * MIB
+_HOST_REGISTER_PORTABLE: Final = 1
 # How long a waiting thread sleeps before it looks whether what it waits for can still come.
 LIVENESS_SECONDS: Final = 0.2
 # Of the memory that is free, the share that the pool may take when the user sets no budget.
@@ -55,29 +56,38 @@ class Segment:
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.address = align_up(begin, _HUGE_PAGE_BYTES)
         self.view = memoryview(self._map)[self.address - begin :][:num_bytes]
-        self.pinned = False
+        self.pinned_for: torch.device | None = None
+
+    @property
+    def pinned(self) -> bool:
+        return self.pinned_for is not None
 
     @cached_property
     def tensor(self) -> torch.Tensor:
         """The memory as a 1-D uint8 tensor."""
         return torch.frombuffer(self.view, dtype=torch.uint8)
 
-    def pin(self) -> int:
-        """Page-lock the memory for the device's copy engine; CUDA's error code, 0 when it is locked."""
-        if not self.pinned:
-            code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0))
-            self.pinned = code == 0
-            return code
-        return 0
+    def pin(self, device: torch.device) -> int:
+        """Page-lock the memory for every device's copy engine; CUDA's error code, 0 when it is locked.
+
+        `device` is one that this process uses: on a thread without one, CUDA would take a context on the first GPU.
+        """
+        with torch.cuda.device(device):
+            code = int(
+                torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _HOST_REGISTER_PORTABLE)
+            )
+        self.pinned_for = device if code == 0 else None
+        return code
 
     def touch(self) -> None:
         """Make the kernel give the pages now rather than while training waits. Releases the GIL."""
         ctypes.memset(self.address, 0, self.num_bytes)
 
     def free(self) -> None:
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-            self.pinned = False
+        if self.pinned_for is not None:
+            with torch.cuda.device(self.pinned_for):
+                torch.cuda.cudart().cudaHostUnregister(self.address)
+            self.pinned_for = None
         self.__dict__.pop("tensor", None)
         try:
             self.view.release()
@@ -148,9 +158,10 @@ class SegmentPool:
                 self._max_segments, MIN_SEGMENTS, min(needed, spare // self.segment_bytes)
             )
 
-    def lease(self, order: tuple[int, int], *, pin: bool, check: Callable[[], None]) -> Lease:
+    def lease(self, order: tuple[int, int], *, pin: torch.device | None, check: Callable[[], None]) -> Lease:
         """Wait for a segment. The lowest `order` (save, segment) is served first.
 
+        With `pin` the segment is page-locked, by a thread that works for this device.
         `check` raises when waiting has become pointless; it is called again and again while waiting.
         """
         with self._changed:
@@ -179,10 +190,10 @@ class SegmentPool:
                 self._num_segments -= 1
             raise
         if pin:
-            self._pin(segment)
+            self._pin(segment, pin)
         return Lease(self, segment)
 
-    def reserve(self, num_segments: int, crew: Crew, *, pin: bool) -> None:
+    def reserve(self, num_segments: int, crew: Crew, *, pin: torch.device | None) -> None:
         """Hold this many free segments, touched (and page-locked) by several threads at once. Returns when done."""
         done = threading.Semaphore(0)
         errors: list[BaseException] = []
@@ -192,7 +203,7 @@ class SegmentPool:
                 segment = Segment(self.segment_bytes)
                 segment.touch()
                 if pin:
-                    self._pin(segment)
+                    self._pin(segment, pin)
                 self._take_back(segment)
             except BaseException as error:
                 errors.append(error)
@@ -210,16 +221,16 @@ class SegmentPool:
             with self._changed:
                 pageable = [segment for segment in self._free if not segment.pinned]
             for segment in pageable:
-                self._pin(segment)
+                self._pin(segment, pin)
         for _ in range(num_new):
             done.acquire()
         if errors:
             raise errors[0]
 
-    def _pin(self, segment: Segment) -> None:
+    def _pin(self, segment: Segment, device: torch.device) -> None:
         if self._pin_refused or segment.pinned:
             return
-        code = segment.pin()
+        code = segment.pin(device)
         if code:
             self._pin_refused = True
             warnings.warn(

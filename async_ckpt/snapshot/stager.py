@@ -149,11 +149,9 @@ class Snapshot(Held):
         return held + sum(device.stall_seconds() for device in self._devices.values())
 
     def _look_at_tensors(self) -> None:
-        for i, (spec, tensor) in enumerate(zip(self._specs, self._tensors, strict=True)):
-            if spec.alias_of is not None:
-                continue
+        for i, tensor in enumerate(self._tensors):
             self._dense[i] = dense = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-            if tensor.device.type == "cuda":
+            if tensor.is_cuda:
                 if tensor.device not in self._devices:
                     self._devices[tensor.device] = Device(tensor.device)
             elif dense:
@@ -196,7 +194,7 @@ class Snapshot(Held):
     def _fill_segment(self, job: _Job) -> None:
         if job.lease is None:
             job.lease = self._pool.lease(
-                (self._order, job.number), pin=bool(self._devices), check=self._check_alive
+                (self._order, job.number), pin=next(iter(self._devices), None), check=self._check_alive
             )
         segment = job.lease.segment
         for at, data in job.literals:

@@ -53,7 +53,7 @@ class _Walk:
         self.tensors: list[torch.Tensor] = []
         self._objects: list[Any] = []
         self._object_paths: list[str] = []
-        self._memory: dict[tuple[Any, ...], int] = {}
+        self._at: dict[int, int] = {}  # the first tensor at an address
 
     def leaf(self, value: Any, path: Path) -> Json:
         if isinstance(value, torch.Tensor):
@@ -68,23 +68,20 @@ class _Walk:
         return {"object": len(self._objects) - 1}
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> int:
-        dtype = _DTYPE_NAMES.get(tensor.dtype, "")
-        shape = tuple(tensor.shape)
-        why = why_not(tensor, dtype)
-        if why:
+        name = _DTYPE_NAMES.get(tensor.dtype, "")
+        pointer = _pointer(tensor) if name in DTYPES else None
+        if pointer is None and (why := why_not(tensor)):
             where = _dotted(path)
             raise UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
         if tensor.device.type not in ("cpu", "cuda"):
             tensor = tensor.detach().cpu()  # mps, xpu, …: no side stream here, one plain copy
         number = len(self.specs)
         alias = None
-        if tensor.numel():
-            memory = (
-                tensor.data_ptr(), tensor.stride(), shape, dtype, tensor.device, tensor.is_conj(), tensor.is_neg(),
-            )  # fmt: skip
-            alias = self._memory.setdefault(memory, number)
-            alias = None if alias == number else alias
-        self.specs.append(TensorSpec(path, dtype, shape, alias))
+        if pointer:
+            other = self._at.setdefault(pointer, number)
+            if other != number and _same_memory(tensor, self.tensors[other]):
+                alias = other
+        self.specs.append(TensorSpec(path, name, tuple(tensor.shape), alias))
         self.tensors.append(tensor)
         return number
 
@@ -130,8 +127,25 @@ class _Walk:
             raise
 
 
-def why_not(tensor: torch.Tensor, dtype: str) -> str | None:
-    """The reason why this tensor cannot be stored, or None."""
+def _pointer(tensor: torch.Tensor) -> int | None:
+    """The address of an ordinary tensor's bytes; None when it has none, or is not ordinary."""
+    if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    try:
+        return tensor.data_ptr() or None
+    except RuntimeError:  # wrapped by a functional transform
+        return None
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors at one address are the same one, tied; not merely views that begin alike."""
+    return (a.shape, a.dtype, a.stride(), a.device, a.is_conj(), a.is_neg()) == (
+        b.shape, b.dtype, b.stride(), b.device, b.is_conj(), b.is_neg()
+    )  # fmt: skip
+
+
+def why_not(tensor: torch.Tensor) -> str | None:
+    """The reason why this tensor cannot be stored or filled, or None."""
     kind = type(tensor).__qualname__
     if tensor.is_meta:
         return "a meta tensor has no values; materialise the module first"
@@ -143,21 +157,19 @@ def why_not(tensor: torch.Tensor, dtype: str) -> str | None:
         )
     if tensor.is_quantized:
         return "a quantised tensor cannot be stored; save int_repr() with its scale and zero point"
-    if dtype not in DTYPES:
+    if _DTYPE_NAMES.get(tensor.dtype) not in DTYPES:
         return f"dtype {tensor.dtype} is not known to this version"
-    if type(tensor) in _PLAIN_TYPES and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if tensor.numel() and not tensor.data_ptr():
-            return "its memory was freed (resized to zero); gather or unshard it first"
-        return None
     if torch.nn.parameter.is_lazy(tensor):
         return "a lazy parameter has no values yet; run one forward pass first"
     try:
         has_bytes = not torch._is_functional_tensor(tensor) and tensor.data_ptr() != 0
     except RuntimeError:
         has_bytes = False
-    if not has_bytes and (tensor.numel() or kind == "FakeTensor"):
-        return f"a {kind} has no memory of its own; save the plain tensors that it wraps"
-    return None
+    if has_bytes or (not tensor.numel() and type(tensor) in _PLAIN_TYPES):
+        return None
+    if type(tensor) in _PLAIN_TYPES and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "its memory was freed (resized to zero); gather or unshard it first"
+    return f"a {kind} has no memory of its own; save the plain tensors that it wraps"
 
 
 def _pickle(value: Any) -> bytes:

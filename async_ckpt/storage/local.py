@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import secrets
 import sys
 import threading
 from contextlib import contextmanager, suppress
@@ -318,7 +317,7 @@ def _make_folder(folder: Path) -> None:
 def _create_locked(target: Path) -> tuple[Path, int]:
     """A new temp file beside the target, locked before anybody could take it for a leftover."""
     while True:
-        temp = target.with_name(f".{target.name[:_STEM]}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
+        temp = target.with_name(f".{target.name[:_STEM]}.{os.urandom(4).hex()}{TEMP_SUFFIX}")
         try:
             fd = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | _O_CLOEXEC | _O_BINARY, 0o666)
         except FileNotFoundError:  # another process swept the empty folder away

@@ -1,0 +1,91 @@
+"""A small byte-level GPT, and the text that it learns: the source files of Python's standard library.
+
+In: sizes. Out: a model, and batches that the global torch generator alone decides. Knows nothing of: checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+BYTE_VALUES: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """About 4.8 million parameters: with AdamW's two moments, 55 MiB in every checkpoint."""
+
+    width: int = 256
+    heads: int = 4
+    blocks: int = 6
+    context: int = 64
+    batch: int = 4
+    dropout: float = 0.1
+
+
+class Block(nn.Module):
+    """Attention, then a perceptron, each beside a residual path."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        width = sizes.width
+        self.heads, self.dropout = sizes.heads, sizes.dropout
+        self.norm_in, self.norm_out = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(sizes.dropout)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm_in(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
+        x = x + self.project(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.perceptron(self.norm_out(x))
+
+
+class GPT(nn.Module):
+    """Bytes in, a score for every possible next byte out."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(BYTE_VALUES, sizes.width)
+        self.places = nn.Embedding(sizes.context, sizes.width)
+        self.dropout = nn.Dropout(sizes.dropout)
+        self.blocks = nn.Sequential(*(Block(sizes) for _ in range(sizes.blocks)))
+        self.norm = nn.LayerNorm(sizes.width)
+        self.scores = nn.Linear(sizes.width, BYTE_VALUES, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        places = torch.arange(text.shape[1], device=text.device)
+        scores: Tensor = self.scores(
+            self.norm(self.blocks(self.dropout(self.bytes(text) + self.places(places))))
+        )
+        return scores
+
+    def loss(self, text: Tensor) -> Tensor:
+        """Mean surprise, in nats per byte, at every next byte of `text`."""
+        return functional.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+def batches(sizes: Sizes, *, max_bytes: int = 4 << 20) -> Callable[[], Tensor]:
+    """Draws batches of the standard library's source: which ones, the global torch generator decides."""
+    text = bytearray()
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        text += path.read_bytes()
+    data = torch.frombuffer(text[:max_bytes], dtype=torch.uint8)
+
+    def draw() -> Tensor:
+        starts = torch.randint(len(data) - sizes.context, (sizes.batch, 1))
+        return data[starts + torch.arange(sizes.context + 1)].long()
+
+    return draw
