@@ -125,6 +125,10 @@ class AsyncCheckpointer:
         """Do ahead of the first save what only it would have to wait for: planning, taking and locking memory."""
         self._saver.prewarm(state)
 
+    def release(self) -> None:
+        """Give back the host memory that no save is using; the next one takes it again."""
+        self._saver.pool.release()
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included, and raise the first error nobody has looked at."""
         self._saver.wait(timeout)
@@ -255,6 +259,9 @@ class _StepTarget:
             self._step, self._token, (archive,), replaces=self._replaces, retire=self._owner._retire
         )
         self._owner._rolled_back = False
+
+    def discard(self) -> None:
+        self._run.discard(self._step, self._token)
 
     def afterwards(self) -> None:
         replaced = self._replaces[0] if self._replaces else None

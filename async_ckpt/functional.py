@@ -212,5 +212,8 @@ class _FileTarget:
     def commit(self, archive: Archive) -> None:
         """Nothing to agree on."""
 
+    def discard(self) -> None:
+        """It may have replaced an older file: this one is whole, so it stays."""
+
     def afterwards(self) -> None:
         """Nothing to delete."""

@@ -13,10 +13,12 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from .commit.manifest import Archive
+from .errors import CheckpointError
 from .format import digests
 from .format.layout import Layout
 from .report import Destination, Progress, SaveReport
@@ -45,6 +47,9 @@ class Target(Protocol):
 
     def commit(self, archive: Archive) -> None:
         """The object is durable: make it the checkpoint."""
+
+    def discard(self) -> None:
+        """The object is durable, but committing it failed: remove it, unless it is the checkpoint after all."""
 
     def afterwards(self) -> None:
         """Retention; the checkpoint is true whatever happens here."""
@@ -78,6 +83,7 @@ class SaveJob:
 async def run_save(job: SaveJob, off_loop: OffLoop) -> SaveReport:
     """Write, then commit. Raises what went wrong, after every trace of the attempt is gone."""
     sink: Sink | None = None
+    finished = False
     try:
         with job.spans.span("write"):
             sink = await off_loop(lambda: job.target.open(job.layout.file_bytes))
@@ -85,6 +91,7 @@ async def run_save(job: SaveJob, off_loop: OffLoop) -> SaveReport:
             await asyncio.wrap_future(job.staging.completion)
             await asyncio.wrap_future(job.drain.completed)
             await off_loop(sink.finish)
+            finished = True
         if job.turn is not None:
             await asyncio.wrap_future(job.turn)
         with job.spans.span("commit"):
@@ -95,6 +102,9 @@ async def run_save(job: SaveJob, off_loop: OffLoop) -> SaveReport:
         await asyncio.wrap_future(job.drain.idle)
         if sink is not None:
             await off_loop(sink.abort)
+        if finished:
+            with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
+                await off_loop(job.target.discard)
         raise
     await off_loop(sink.close)
     return _report(job, await asyncio.wrap_future(job.call_seconds))

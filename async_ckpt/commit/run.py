@@ -138,6 +138,12 @@ class Run:
         self._announce()
         return made
 
+    def discard(self, step: int, attempt: str) -> None:
+        """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
+        path = self.attempt_path(step, attempt)
+        if path.rpartition("/")[2] not in self._named(step):
+            self.storage.delete(path)
+
     def retain(self, step: int, *, replaced: Manifest | None, in_flight: Collection[int]) -> list[int]:
         """Delete what `overwrite` and retention leave behind; the manifest goes first. Returns the deleted steps."""
         for archive in replaced.archives if replaced else ():

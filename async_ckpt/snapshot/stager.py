@@ -22,7 +22,7 @@ import torch
 from ..errors import TornSnapshotError
 from ..format.layout import Piece, SegmentPlan
 from ..spans import Clock
-from ..spec import TensorSpec
+from ..spec import MIB, TensorSpec
 from .crew import Crew, num_cpus, running_future
 from .device import Device, dense_blocks, event_wait, flat_bytes, memmove, synchronize
 from .guard import Gate, Held
@@ -30,6 +30,7 @@ from .pool import LIVENESS_SECONDS, Lease, SegmentPool
 
 # A copy of hundreds of MB saturates a host's memory with few threads.
 _MAX_COPIERS: Final = 8
+_WORTH_A_HELPER_BYTES: Final = 64 * MIB
 # Bytes looked at in each deferred tensor by its tripwire.
 _SAMPLE_BYTES: Final = 64
 
@@ -113,7 +114,7 @@ class Snapshot(Held):
                 self._crew.submit(self._pass_on_enqueued)
             if self._deferred:
                 self._tripwires = _Tripwires(sorted(self._deferred), self._tensors, self._devices)
-            self._fill(self._now, num_helpers=min(_MAX_COPIERS, num_cpus()) - 1)
+            self._fill(self._now, num_helpers=self._num_helpers())
             for device in self._devices.values():
                 device.hold_training()
             if self._later:
@@ -159,6 +160,16 @@ class Snapshot(Held):
         if self._devices or self._deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
             self._alive = [tensor.untyped_storage() for tensor in self._tensors]
+
+    def _num_helpers(self) -> int:
+        """Threads worth having beside the caller's: none to enqueue device copies, which is one thread's work."""
+        if self._devices:
+            on_host = sum(
+                s.num_bytes for s, pointer in zip(self._specs, self._pointers, strict=True) if pointer
+            )
+            if on_host < _WORTH_A_HELPER_BYTES:
+                return 0
+        return min(_MAX_COPIERS, num_cpus()) - 1
 
     # --- filling, on several threads --------------------------------------------------------------------------
 
@@ -290,6 +301,8 @@ class Snapshot(Held):
                 return
             self._ended = True
             self._error = self._error or error
+            while self._num_filling:  # a copy under way must not go on into memory that is given back
+                self._changed.wait(LIVENESS_SECONDS)
         if error is not None:
             synchronize(
                 self._devices.values()

@@ -71,16 +71,19 @@ class LocalStorage:
             return LocalSink(target, num_bytes, remove_folder=not was_there)
 
     def open(self, path: str) -> LocalReader:
-        with _translated(self.root / path):
+        with _translated(self.root / path, passing=(FileNotFoundError,)):
             return LocalReader(self.root / path)
 
     def read(self, path: str) -> tuple[bytes, str]:
-        with _translated(self.root / path), open(self.root / path, "rb") as file:
+        with (
+            _translated(self.root / path, passing=(FileNotFoundError,)),
+            open(self.root / path, "rb") as file,
+        ):
             return file.read(), _version(os.fstat(file.fileno()))
 
     def put_new(self, path: str, data: bytes) -> None:
         target = self.root / path
-        with _translated(target), _written(target, data) as temp:
+        with _translated(target, passing=(FileExistsError,)), _written(target, data) as temp:
             try:
                 os.link(temp, target)
             except OSError as error:
@@ -91,7 +94,7 @@ class LocalStorage:
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
         target = self.root / path
-        with _translated(target), _written(target, data) as temp:
+        with _translated(target, passing=(FileExistsError,)), _written(target, data) as temp:
             if version is None:
                 os.replace(temp, target)
             else:
@@ -102,7 +105,7 @@ class LocalStorage:
             sync_folder(target.parent)
 
     def move(self, path: str, to: str) -> None:
-        with _translated(self.root / path):
+        with _translated(self.root / path, passing=(FileNotFoundError,)):
             os.replace(self.root / path, self.root / to)
             sync_folder((self.root / to).parent)
 
@@ -283,11 +286,13 @@ def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullEr
 
 
 @contextmanager
-def _translated(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
-    """Foreign errors become ours once, here; what a caller handles itself (missing, exists) passes."""
+def _translated(
+    path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError], ...] = ()
+) -> Iterator[None]:
+    """Foreign errors become ours once, here; only what the caller handles itself passes."""
     try:
         yield
-    except (FileNotFoundError, FileExistsError):
+    except passing:
         raise
     except OSError as error:
         if error.errno in _FULL:
