@@ -20,7 +20,7 @@ import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,7 +165,7 @@ class LocalSink:
             while data:
                 direct = self._direct
                 try:
-                    num_written = os.pwrite(self._fd, data, offset)
+                    num_written = _pwrite(self._fd, data, offset)
                 except OSError as error:
                     if not (direct and error.errno in _REFUSES_DIRECT):
                         raise
@@ -180,10 +180,12 @@ class LocalSink:
 
     def finish(self) -> None:
         with _translated(self._target, needed_bytes=self._num_bytes):
-            os.fsync(self._fd)
+            _sync(self._fd)
             size = os.fstat(self._fd).st_size
             if size != self._num_bytes:
                 raise OSError(errno.EIO, f"{size} bytes arrived of {self._num_bytes}")
+            if fcntl is None:  # Windows renames no open file, and there is no lock to keep
+                self.close()
             os.replace(self._temp, self._target)
             self._finished = True
             sync_folder(self._target.parent)
@@ -379,12 +381,15 @@ def _written(target: Path, data: bytes) -> Iterator[Path]:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(fd, rest) :]
-        os.fsync(fd)
+        _sync(fd)
+        if fcntl is None:
+            _forget(fd)
         yield temp
     finally:
         with suppress(OSError):
             os.unlink(temp)
-        _forget(fd)
+        if fcntl is not None:
+            _forget(fd)
 
 
 _replacing: Final = threading.Lock()
@@ -457,9 +462,31 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) and not view.readonly else 1
 
 
-def _pread_into(fd: int, target: Any, offset: int) -> int:
+def _sync(fd: int) -> None:
+    """Durable means durable: on macOS, fsync(2) leaves data in the drive's cache."""
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)
+    if full_sync is None:
+        os.fsync(fd)
+    else:
+        fcntl.fcntl(fd, full_sync)
+
+
+_seeking: Final = threading.Lock()  # where a descriptor's position is all there is (Windows)
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(fd, data, offset)
+    with _seeking:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.write(fd, data)
+
+
+def _pread_into(fd: int, target: memoryview, offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(fd, [target], offset)
-    data = os.pread(fd, len(target), offset)
+    with _seeking:
+        os.lseek(fd, offset, os.SEEK_SET)
+        data = os.read(fd, len(target))
     target[: len(data)] = data
     return len(data)
