@@ -26,7 +26,7 @@ from .errors import CorruptCheckpointError, UntrustedObjectError
 from .format import digests, index, tar
 from .format.index import Index
 from .snapshot.crew import Crew, num_cpus
-from .snapshot.device import flat_bytes, host_pointer, memmove
+from .snapshot.device import as_integers, flat_bytes, host_pointer, memmove
 from .snapshot.pool import Segment, SegmentPool, advise_huge_pages
 from .spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
 from .state.tree import Path, Stored, decode, dtype_named, replaced
@@ -199,6 +199,17 @@ class OpenArchive:
             raise self.corrupt(f"{index.OBJECTS} lacks an object")
         return loaded
 
+    def leaf(self, leaf: Stored, tensor: torch.Tensor, device: torch.device) -> Any:
+        """What a stored leaf is, given the tensor with its bytes, which may be filled later; for "bytes", not."""
+        if leaf.kind == "tensor":
+            return tensor if tensor.device == device or device.index is None else tensor.to(device)
+        if leaf.kind == "bytes":
+            return bytes(tensor.numpy())
+        try:
+            return leaf.as_array(tensor)
+        except (ValueError, TypeError) as error:
+            raise self.corrupt(f"a numpy array in it cannot be made ({error})") from error
+
     def empty(self, number: int, device: torch.device) -> torch.Tensor:
         """New memory for a tensor of the archive."""
         told = self.index.tensors[number]
@@ -237,18 +248,9 @@ def load_state(
     def give(leaf: Stored) -> Any:
         if leaf.kind == "object":
             return objects[leaf.number]
-        return leaf_value(leaf, tensors[archive.primary(leaf.number)], device)
+        return archive.leaf(leaf, tensors[archive.primary(leaf.number)], device)
 
     return replaced(value, give)
-
-
-def leaf_value(leaf: Stored, tensor: torch.Tensor, device: torch.device) -> Any:
-    """What a stored leaf is, given the tensor with its bytes."""
-    if leaf.kind == "tensor":
-        return tensor if tensor.device == device or device.index is None else tensor.to(device)
-    if leaf.kind == "bytes":
-        return bytes(tensor.numpy())
-    return leaf.as_array(tensor)
 
 
 class Wanted(NamedTuple):
@@ -348,10 +350,14 @@ class _Target:
         self.pointer = host_pointer(self.flat)
 
     def finish(self) -> None:
-        if self._final is not None:
-            item = self.flat.view(self._final.dtype) if self._final.dtype != torch.uint8 else self.flat
-            with torch.no_grad():
-                self._final.copy_(item.reshape(self._final.shape))
+        if self._final is None:
+            return
+        with torch.no_grad():
+            if self._final.is_conj() or self._final.is_neg():
+                self._final.copy_(self.flat.view(self._final.dtype).reshape(self._final.shape))
+            else:
+                items = as_integers(self._final)
+                items.copy_(self.flat.view(items.dtype).reshape(items.shape))
 
 
 def _plan_reads(extents: Sequence[Extent], archive: OpenArchive, *, keep_parts: bool) -> list[_Read]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .errors import CorruptCheckpointError, StateMismatchError
-from .load import OpenArchive, Select, Verify, Wanted, fill, leaf_value
+from .load import OpenArchive, Select, Verify, Wanted, fill
 from .state.capture import why_not
 from .state.tree import Path, Stored, dtype_name, replaced
 
@@ -272,7 +272,7 @@ class _Match:
             if number not in self._new:
                 self._new[number] = self._archive.empty(number, torch.device("cpu"))
                 self._want(number, self._new[number])
-            return leaf_value(leaf, self._new[number], torch.device("cpu"))
+            return self._archive.leaf(leaf, self._new[number], torch.device("cpu"))
 
         return replaced(saved, give)
 

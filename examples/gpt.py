@@ -74,7 +74,8 @@ class GPT(nn.Module):
 
     def loss(self, text: Tensor) -> Tensor:
         """Mean surprise, in nats per byte, at every next byte of `text`."""
-        return functional.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        scores: Tensor = self(text[:, :-1])
+        return functional.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
 
 
 def batches(sizes: Sizes, *, max_bytes: int = 4 << 20) -> Callable[[], Tensor]:

@@ -143,6 +143,12 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same items as integers of the same size: torch copies some of its dtypes only when they are dense."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    return tensor if integers is None else tensor.view(integers)
+
+
 def dense_blocks(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
     """(offset, bytes) blocks that cover bytes [begin, end) of the tensor as it would lie in memory if it were dense.
 
@@ -150,7 +156,7 @@ def dense_blocks(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[i
     """
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes <= _BLOCK_BYTES or tensor.dim() == 0:
-        flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        flat = flat_bytes(as_integers(tensor.resolve_conj().resolve_neg()).contiguous())
         first, last = max(0, begin), min(end, num_bytes)
         if first < last:
             yield first, flat[first:last]

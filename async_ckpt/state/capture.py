@@ -161,6 +161,8 @@ def why_not(tensor: torch.Tensor) -> str | None:
         return f"dtype {tensor.dtype} is not known to this version"
     if torch.nn.parameter.is_lazy(tensor):
         return "a lazy parameter has no values yet; run one forward pass first"
+    if kind == "FakeTensor":
+        return "a fake tensor has no values; save outside of the fake mode"
     try:
         has_bytes = not torch._is_functional_tensor(tensor) and tensor.data_ptr() != 0
     except RuntimeError:

@@ -26,7 +26,7 @@ from ..spec import Json
 
 Path = tuple[Any, ...]
 
-_SCALARS: Final = frozenset({str, int, bool, type(None)})
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 # Bytes from here on are stored like a tensor: base64 in the index would cost a third more, and every reader's time.
 INLINE_BYTES: Final = 4096
 _STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
@@ -44,9 +44,7 @@ class Encoder:
         """The node for `value`. Raises UnsupportedStateError for a cycle, or a key that cannot be stored."""
         kind = type(value)
         if kind in _SCALARS:
-            return value
-        if kind is float:
-            return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+            return _scalar_node(value)
         if isinstance(value, torch.Tensor):
             return self._leaf(value, path)
         if kind is not dict and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
@@ -72,7 +70,7 @@ class Encoder:
         items = []
         for key, item in value.items():
             inner = (*path, key)
-            items.append([key if type(key) is str else _key_node(key, inner), self.encode(item, inner)])
+            items.append([_key_node(key, inner), self.encode(item, inner)])
         if not isinstance(value, OrderedDict):
             return {"dict": items}
         # What `Module.state_dict` hangs on its result; modules read their version from it when they load.
@@ -109,7 +107,12 @@ class Stored:
     def as_array(self, tensor: torch.Tensor) -> Any:
         """The numpy array over the memory of `tensor`, which holds the bytes."""
         array = tensor.numpy()
-        return array if self.descr is None else array.view(_numpy_dtype(self.descr)).reshape(self.shape)
+        if self.descr is None:
+            return array
+        dtype = _numpy_dtype(self.descr)
+        if not dtype.itemsize:  # nothing to view
+            return type(array)(tuple(self.shape), dtype)
+        return array.view(dtype).reshape(self.shape)
 
 
 def decode(
@@ -172,9 +175,9 @@ class _Decoder:
             items = self._items(nodes, path)
             if items is _OMITTED:
                 return items
-            cls = self._types.get(name)
-            whole = len(items) == len(fields)
-            return cls._make(items) if cls is not None and hasattr(cls, "_make") and whole else tuple(items)
+            cls: Any = self._types.get(name)
+            same = getattr(cls, "_fields", None) == tuple(fields) and len(items) == len(fields)
+            return cls._make(items) if same else tuple(items)
         if kind in _STORED:
             number, *how = value if kind == "ndarray" else [value]
             return self._leaf(lambda: self._store(kind, number, *how), path)
@@ -219,11 +222,35 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+def _scalar_node(value: Any) -> Json:
+    """What JSON has too stands for itself, unless JSON would change it."""
+    if isinstance(value, str):
+        return (
+            value
+            if value.isascii() or _is_unicode(value)
+            else {"str": value.encode("utf-8", "surrogatepass").hex()}
+        )
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return {"int": hex(value)}
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    """False for text with lone surrogates, two of which JSON would join into one character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _plain_node(value: Any) -> Json | None:
     """The node of a value that needs no pickle, or None."""
     kind = type(value)
     if kind is bytes and len(value) < INLINE_BYTES:
-        return {"inline": base64.b64encode(value).decode("ascii")}
+        return {"inline": _base64(value)}
     if kind is complex:
         return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
     if kind is torch.dtype:
@@ -232,14 +259,21 @@ def _plain_node(value: Any) -> Json | None:
         return {"device": str(value)}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject:
-        descr = numpy.lib.format.dtype_to_descr(value.dtype)
-        return {"npscalar": [descr, base64.b64encode(value.tobytes()).decode("ascii")]}
+        if isinstance(value, numpy.str_):
+            return {"npstr": _scalar_node(value[:])}  # str(value) would drop trailing zeros
+        if isinstance(value, numpy.bytes_):
+            return {"npbytes": _base64(bytes(value))}
+        return {"npscalar": [numpy.lib.format.dtype_to_descr(value.dtype), _base64(value.tobytes())]}
     return None
 
 
 def _plain_value(kind: str | None, value: Json) -> Any:
     if kind == "float":
         return struct.unpack(">d", bytes.fromhex(value))[0]
+    if kind == "int":
+        return int(value, 16)
+    if kind == "str":
+        return bytes.fromhex(value).decode("utf-8", "surrogatepass")
     if kind == "inline":
         return base64.b64decode(value, validate=True)
     if kind == "complex":
@@ -250,23 +284,33 @@ def _plain_value(kind: str | None, value: Json) -> Any:
         return dtype_named(value)
     if kind == "device":
         return torch.device(value)
-    if kind == "npscalar":
-        import numpy
-
-        dtype = _numpy_dtype(value[0])
-        data = base64.b64decode(value[1], validate=True)
-        return (numpy.frombuffer(data, dtype)[0] if data else numpy.zeros((), dtype)[()]) if dtype else None
+    if kind in ("npstr", "npbytes", "npscalar"):
+        return _numpy_scalar(kind, value)
     raise ValueError(f"the skeleton has a node of the unknown kind {kind!r:.50}")
 
 
+def _numpy_scalar(kind: str, value: Json) -> Any:
+    import numpy
+
+    if kind == "npstr":
+        return numpy.str_(value if isinstance(value, str) else _key_value(value))
+    if kind == "npbytes":
+        return numpy.bytes_(base64.b64decode(value, validate=True))
+    dtype = _numpy_dtype(value[0])
+    data = base64.b64decode(value[1], validate=True)
+    return numpy.frombuffer(data, dtype)[0] if dtype.itemsize else numpy.zeros((), dtype)[()]
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
 def _key_node(key: Any, path: Path) -> Json:
-    """A dict key that is not a string, as a node; only what hashes and needs no pickle."""
+    """A dict key as a node; only what hashes and needs no pickle."""
+    if type(key) in _SCALARS:
+        return _scalar_node(key)
     if type(key) is tuple:
         return {"tuple": [_key_node(part, path) for part in key]}
-    if type(key) in _SCALARS:
-        return key
-    if type(key) is float:
-        return {"float": struct.pack(">d", key).hex()}
     node = _plain_node(key)
     if node is None:
         where = ".".join(map(str, path))

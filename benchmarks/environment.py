@@ -1,0 +1,49 @@
+"""What the figures were measured on: a number without its machine says nothing.
+
+In: the folder that is written to. Out: plain values for the result file. Knows nothing of: figures.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+
+def describe(folder: Path) -> dict[str, str | int | float]:
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": _after("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int((_after("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2**20, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "kernel": platform.release(),
+        "file_system": file_system(folder),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "xxhash": version("xxhash"),
+        "async_ckpt": version("async_ckpt"),
+    }
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that the folder lies on: the longest mount point that is a parent of it."""
+    best, kind = Path("/"), "unknown"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, found, *_ = line.split()
+        if folder.resolve().is_relative_to(mount) and len(mount) >= len(str(best)):
+            best, kind = Path(mount), found
+    return kind
+
+
+def _after(path: str, key: str) -> str | None:
+    """The value in the first `key : value` line of a file of /proc."""
+    for line in Path(path).read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None

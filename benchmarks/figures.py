@@ -1,0 +1,258 @@
+"""The figures of a machine without a GPU. Each compares the library with what the machine itself can do.
+
+In: a setting. Out: figures by name. Knows nothing of: how they are printed.
+
+Between samples `wait` lets retention end, for deleting a file of 2 GiB keeps a disk busy for a while.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from async_ckpt import AsyncCheckpointer, SaveHandle, SaveReport
+
+from . import probe
+from .limits import MIB, NUM_READERS, READ_BYTES, SEGMENT_BYTES, WarmMemory, drop_cache, torch_save_seconds
+from .setting import Setting, side_by_side
+from .table import Figure, Target
+from .workloads import Training, small_tensors, tensors
+
+# The index, padding and digests of an archive, generously.
+_OVERHEAD_BYTES: Final = 64 * MIB
+# On either side of each save of the training figure.
+_UNDISTURBED_STEPS: Final = 4
+
+
+class Saves:
+    """One save after the other of the same state, in a run that keeps the last one. Its pool is warm."""
+
+    def __init__(self, folder: Path, state: Any, *, guard: Any = None) -> None:
+        self.checkpointer = AsyncCheckpointer(folder, keep_last=1, guard=guard)
+        self.checkpointer.prewarm(state)
+        self._state = state
+        self._steps = itertools.count(1)
+        self.run()
+
+    def begin(self) -> SaveHandle:
+        return self.checkpointer.save(self._state, next(self._steps))
+
+    def end(self, handle: SaveHandle) -> SaveReport:
+        report = handle.result()
+        self.checkpointer.wait()
+        return report
+
+    def run(self, meanwhile: Callable[[], None] = lambda: None) -> SaveReport:
+        handle = self.begin()
+        meanwhile()
+        return self.end(handle)
+
+    def durable_seconds(self) -> float:
+        """From the call until the future resolves."""
+        begin = perf_counter()
+        handle = self.begin()
+        handle.result()
+        seconds = perf_counter() - begin
+        self.checkpointer.wait()
+        return seconds
+
+    def archive(self) -> Path:
+        return next(Path(self.checkpointer.root).glob("step_*/*.tar"))
+
+
+def stall(setting: Setting) -> dict[str, Figure]:
+    state = tensors(setting.state_bytes)
+    warm = WarmMemory(setting.state_bytes, SEGMENT_BYTES)
+    saves = Saves(setting.folder / "stall", {"model": state})
+    with saves.checkpointer:
+        pairs = side_by_side(
+            setting.rounds,
+            lambda: saves.run().stall_seconds * 1e3,
+            lambda: warm.copy_seconds(list(state.values())) * 1e3,
+        )
+    figure = Figure(
+        "stall of save, CPU tensors", "ms", "memmove, same threads, warm memory", Target("≤", 1.25), pairs
+    )
+    return {"stall": figure}
+
+
+def guarded_stall(setting: Setting) -> dict[str, Figure]:
+    training = Training(setting.state_bytes, batch=8)
+    saves = Saves(setting.folder / "guarded", training.state, guard=training.optimizer)
+    longer_than_the_copy = 2 * saves.run().stage_seconds
+
+    def overlapped() -> None:
+        training.forward_backward_for(longer_than_the_copy)
+        training.optimizer.step()
+
+    with saves.checkpointer:
+        pairs = [(saves.run(overlapped).stall_seconds * 1e3, 10.0) for _ in range(setting.rounds)]
+    title = "stall of save(guard=optimizer), its step included, after a longer forward and backward"
+    return {"guarded_stall": Figure(title, "ms", "fixed", Target("≤", 1.0), pairs)}
+
+
+def durable_bandwidth(setting: Setting) -> dict[str, Figure]:
+    state = tensors(setting.state_bytes)
+    saves = Saves(setting.folder / "durable", {"model": state})
+    num_bytes = saves.run().num_bytes
+    warm = WarmMemory(num_bytes, SEGMENT_BYTES)
+
+    with saves.checkpointer:
+        pairs = side_by_side(
+            setting.rounds,
+            lambda: num_bytes / saves.durable_seconds() / 1e9,
+            lambda: num_bytes / warm.write_seconds(setting.folder / "raw", num_bytes) / 1e9,
+        )
+    limit = "O_DIRECT pwrite + fsync, same threads"
+    return {
+        "durable_bandwidth": Figure("durable bandwidth, digests on", "GB/s", limit, Target("≥", 0.9), pairs)
+    }
+
+
+def small(setting: Setting) -> dict[str, Figure]:
+    state = small_tensors(setting.num_small)
+    saves = Saves(setting.folder / "small", {"model": state})
+    stalls: list[float] = []
+
+    def save_seconds() -> float:
+        begin = perf_counter()
+        handle = saves.begin()
+        stalls.append(perf_counter() - begin)
+        handle.result()
+        seconds = perf_counter() - begin
+        saves.checkpointer.wait()
+        return seconds
+
+    with saves.checkpointer:
+        pairs = side_by_side(
+            setting.rounds,
+            save_seconds,
+            lambda: torch_save_seconds({"model": state}, setting.folder / "small.pt"),
+        )
+    count = f"{setting.num_small:,} tensors of 1 KiB"
+    per_tensor = [(seconds / setting.num_small * 1e6, 10.0) for seconds in stalls]
+    return {
+        "small_stall": Figure(
+            f"stall of save per tensor, {count}, plan known", "µs", "fixed", Target("≤", 1.0), per_tensor
+        ),
+        "small_save": Figure(f"whole save, {count}", "s", "torch.save + fsync", Target("≤", 1.0), pairs),
+    }
+
+
+def restore(setting: Setting) -> dict[str, Figure]:
+    state = {"model": tensors(setting.state_bytes)}
+    ring = WarmMemory(NUM_READERS * READ_BYTES, READ_BYTES)
+    saves = Saves(setting.folder / "restore", state)
+    archive = saves.archive()
+
+    def bandwidth(read_seconds: Callable[[], float]) -> float:
+        drop_cache(archive)
+        return archive.stat().st_size / read_seconds() / 1e9
+
+    def restore_seconds() -> float:
+        begin = perf_counter()
+        saves.checkpointer.restore(state)
+        return perf_counter() - begin
+
+    with saves.checkpointer:
+        pairs = side_by_side(
+            setting.rounds,
+            lambda: bandwidth(restore_seconds),
+            lambda: bandwidth(lambda: ring.read_seconds(archive)),
+        )
+    title = "restore in place, verified, cold cache"
+    return {"restore": Figure(title, "GB/s", "O_DIRECT read, same threads", Target("≥", 0.9), pairs)}
+
+
+def memory(setting: Setting) -> dict[str, Figure]:
+    folder, budget = setting.folder / "memory", setting.budget_bytes
+
+    def figure(title: str, state_bytes: int, host_bytes: int | None) -> Figure:
+        allowed = host_bytes or state_bytes
+        peaks = [probe.peak_bytes(folder, state_bytes, host_bytes) for _ in range(setting.few_rounds)]
+        limit = f"{allowed // MIB} + {_OVERHEAD_BYTES // MIB} MiB"
+        pairs = [(peak / MIB, (allowed + _OVERHEAD_BYTES) / MIB) for peak in peaks]
+        return Figure(title, "MiB", limit, Target("≤", 1.0), pairs)
+
+    tight = f"the same under host_bytes={budget // MIB} MiB, of a state ten times that"
+    return {
+        "memory": figure("host memory of the first save, beyond the state", setting.state_bytes, None),
+        "memory_budget": figure(tight, 10 * budget, budget),
+    }
+
+
+def import_time(setting: Setting) -> dict[str, Figure]:
+    samples = [probe.import_seconds() for _ in range(setting.rounds)]
+    times = [(seconds * 1e3, 60.0) for seconds, _ in samples]
+    added = samples[0][1]
+    return {
+        "import_time": Figure("import async_ckpt after import torch", "ms", "fixed", Target("≤", 1.0), times),
+        "import_added": Figure(
+            "optional packages that it imports",
+            "",
+            "one",
+            Target("≤", 0.0),
+            [(len(added), 1)],
+            ", ".join(added),
+        ),
+    }
+
+
+def training(setting: Setting) -> dict[str, Figure]:
+    """One thread trains and one core is free. A step that a save overlaps is compared with those without."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        subject = Training(setting.training_bytes, batch=32)
+        saves = Saves(setting.folder / "training", subject.state, guard=subject.optimizer)
+        with saves.checkpointer:
+            windows = [_slowed(subject, saves) for _ in range(setting.rounds)]
+    finally:
+        torch.set_num_threads(threads)
+    lost, noise = (median(values) * 1e3 for values in ([w.lost for w in windows], [w.noise for w in windows]))
+    note = f"{lost:+.0f} ms; as many steps without a save are off by {noise:.0f} ms"
+    pairs = [(window.lost, window.save) for window in windows]
+    title = "training seconds lost to one guarded save"
+    return {"training": Figure(title, "s", "seconds of the save", Target("≤", 0.05), pairs, note)}
+
+
+class _Window(NamedTuple):
+    """Seconds: lost in the steps that one save overlaps; of that save; and what as many other steps seem to lose."""
+
+    lost: float
+    save: float
+    noise: float
+
+
+def _slowed(subject: Training, saves: Saves) -> _Window:
+    undisturbed = [_seconds_of(subject.step) for _ in range(_UNDISTURBED_STEPS)]
+    handles: list[SaveHandle] = []
+
+    def saving_step() -> None:
+        handles.append(saves.begin())
+        subject.step()
+
+    during = [_seconds_of(saving_step)]
+    while not handles[0].done():
+        during.append(_seconds_of(subject.step))
+    report = saves.end(handles[0])
+    undisturbed += [_seconds_of(subject.step) for _ in range(_UNDISTURBED_STEPS)]
+    usual = median(undisturbed)
+    others = undisturbed[-len(during) :]
+    return _Window(
+        lost=sum(during) - usual * len(during),
+        save=report.total_seconds,
+        noise=abs(sum(others) - usual * len(others)),
+    )
+
+
+def _seconds_of(action: Callable[[], None]) -> float:
+    begin = perf_counter()
+    action()
+    return perf_counter() - begin

@@ -1,0 +1,148 @@
+"""What the machine itself can do: the same bytes moved with the same threads, and nothing else.
+
+In: tensors, sizes, paths. Out: seconds. Knows nothing of: async_ckpt, whose constants are repeated here on purpose,
+so that a slower choice there does not lower the limit with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Final
+
+import torch
+
+MIB: Final = 1024 * 1024
+SEGMENT_BYTES: Final = 32 * MIB
+READ_BYTES: Final = 16 * MIB
+NUM_COPIERS: Final = min(8, len(os.sched_getaffinity(0)))
+NUM_WRITERS: Final = 8
+NUM_READERS: Final = min(8, max(4, len(os.sched_getaffinity(0))))
+_PAGE_BYTES: Final = 4096
+
+
+class WarmMemory:
+    """Private memory on huge pages, in pieces, every page of it touched."""
+
+    def __init__(self, num_bytes: int, piece_bytes: int) -> None:
+        self.piece_bytes = piece_bytes
+        self.pieces: list[mmap.mmap] = []
+        for _ in range(-(-num_bytes // piece_bytes)):
+            piece = mmap.mmap(-1, piece_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            piece.madvise(mmap.MADV_HUGEPAGE)
+            ctypes.memset(_address(piece), 1, piece_bytes)
+            self.pieces.append(piece)
+
+    def copy_seconds(self, tensors: Sequence[torch.Tensor]) -> float:
+        """Copy the bytes of all tensors, one after the other, into the pieces."""
+
+        def copy(moves: list[tuple[int, int, int]]) -> None:
+            for target, source, length in moves:
+                ctypes.memmove(target, source, length)
+
+        return seconds_of([partial(copy, moves) for moves in self._moves(tensors)], NUM_COPIERS)
+
+    def _moves(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[int, int, int]]]:
+        """(target, source, bytes) by piece."""
+        moves: list[list[tuple[int, int, int]]] = [[] for _ in self.pieces]
+        position = 0
+        for tensor in tensors:
+            source, end = tensor.data_ptr(), position + tensor.numel() * tensor.element_size()
+            while position < end:
+                number, at = divmod(position, self.piece_bytes)
+                length = min(end - position, self.piece_bytes - at)
+                moves[number].append((_address(self.pieces[number]) + at, source, length))
+                source, position = source + length, position + length
+        return moves
+
+    def write_seconds(self, path: Path, num_bytes: int) -> float:
+        """A new file of this size, past the page cache, until it is durable. It is deleted again, untimed."""
+        begin = perf_counter()
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o644)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+
+            def write(number: int) -> None:
+                at = number * self.piece_bytes
+                piece = memoryview(self.pieces[number])
+                os.pwrite(fd, piece[: min(self.piece_bytes, num_bytes - at)], at)
+
+            count = -(-num_bytes // self.piece_bytes)
+            seconds_of([partial(write, number) for number in range(count)], NUM_WRITERS)
+            os.fsync(fd)
+            return perf_counter() - begin
+        finally:
+            os.close(fd)
+            os.unlink(path)
+
+    def read_seconds(self, path: Path) -> float:
+        """The whole file, past the page cache, each piece of memory used again and again."""
+        num_bytes = path.stat().st_size
+        free = deque(self.pieces)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+        def read(at: int) -> None:
+            piece = free.popleft()
+            length = -(-min(self.piece_bytes, num_bytes - at) // _PAGE_BYTES) * _PAGE_BYTES
+            os.preadv(fd, [memoryview(piece)[:length]], at)
+            free.append(piece)
+
+        try:
+            offsets = range(0, num_bytes, self.piece_bytes)
+            return seconds_of([partial(read, at) for at in offsets], NUM_READERS)
+        finally:
+            os.close(fd)
+
+
+def drop_cache(path: Path) -> None:
+    """Have the next read come from the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def torch_save_seconds(state: object, path: Path) -> float:
+    """`torch.save` until it is durable. The file is deleted again, untimed."""
+    begin = perf_counter()
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = perf_counter() - begin
+    path.unlink()
+    return seconds
+
+
+def seconds_of(tasks: Iterable[Callable[[], object]], num_threads: int) -> float:
+    """Run all tasks on this many threads, each taking the next one."""
+    todo = deque(tasks)
+
+    def work() -> None:
+        while todo:
+            try:
+                task = todo.popleft()
+            except IndexError:  # another thread was faster
+                return
+            task()
+
+    threads = [threading.Thread(target=work) for _ in range(num_threads)]
+    begin = perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return perf_counter() - begin
+
+
+def _address(piece: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(piece))

@@ -1,0 +1,43 @@
+"""How large and how often: the real sizes, and toy ones that only show that everything runs.
+
+In: the command line. Out: one frozen value that every figure gets. Knows nothing of: figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .limits import MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    folder: Path
+    """A folder on a real disk, empty, removed afterwards."""
+    state_bytes: int = 2048 * MIB
+    training_bytes: int = 1024 * MIB
+    num_small: int = 100_000
+    budget_bytes: int = 128 * MIB
+    rounds: int = 9
+    few_rounds: int = 3
+    """Of what hardly varies, such as bytes."""
+
+    @classmethod
+    def toy(cls, folder: Path) -> Setting:
+        return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1)
+
+
+def side_by_side(
+    rounds: int, measured: Callable[[], float], limit: Callable[[], float]
+) -> list[tuple[float, float]]:
+    """(measured, limit) pairs. Who goes first changes from round to round: the second finds warmer caches."""
+    pairs = []
+    for number in range(rounds):
+        if number % 2:
+            second = limit()
+            pairs.append((measured(), second))
+        else:
+            pairs.append((measured(), limit()))
+    return pairs

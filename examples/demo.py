@@ -1,0 +1,183 @@
+"""The whole story in under three minutes: train, kill in the middle of a save, resume, compare every bit.
+
+In: a folder for checkpoints. Out: lines to read, a table, a picture; exit code 1 if one bit differs.
+Knows nothing of: the network.
+
+    python -m examples.demo [--root FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import async_ckpt
+from examples.picture import draw
+from examples.screen import Screen
+from examples.trace import Event, Trace
+
+STEPS: Final = 100
+EVERY: Final = (
+    16  # no divisor of STEPS: the last save, too, has steps to hide behind, as in a longer training
+)
+KILL_FROM: Final = 48  # the first save that may be killed: two are committed by then
+PICTURE: Final = Path("demo_out/timeline.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train, kill, resume, compare.")
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=Path(os.environ.get("ROOT") or "demo_out/run"),
+        help="where checkpoints go; default $ROOT, or demo_out/run",
+    )
+    began = time.perf_counter()
+    demo = Demo(parser.parse_args().root)
+    say, chapter = demo.screen.say, demo.screen.chapter
+
+    chapter(f"1. {STEPS} steps without interruption and without a save, to compare with")
+    whole = demo.train("nothing")
+    say(f"loss {_loss(whole, 1):.3f} at step 1, {_loss(whole, STEPS):.3f} at step {STEPS}")
+
+    chapter(f"2. The same, saved every {EVERY} steps through async_ckpt, and killed in the middle of a save")
+    killed = demo.train_until_killed_in_a_save()
+
+    chapter("3. Started again")
+    resumed = demo.resume(killed[-1])
+    demo.compare(whole, *killed, resumed)
+    say(
+        f"steps {resumed.first_step + 1} to {STEPS}: every loss equals that of the uninterrupted run, bit for bit,"
+    )
+    say(
+        f"up to the last one, {resumed.losses[STEPS]} ({_loss(resumed, STEPS):.6f}); so does every weight after it"
+    )
+
+    chapter("4. What saving costs: the same training, uninterrupted, saved in three ways")
+    ways = [demo.train(way) for way in ("async_ckpt", "tar", "tar.gz")]
+    demo.compare(whole, *ways)
+    demo.screen.table(ways)
+
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    draw(PICTURE, ways, whole=whole, killed=killed[-1], resumed=resumed)
+    say("")
+    say(f"checkpoints: {demo.root}")
+    say(f"picture:     {PICTURE.resolve()}")
+    say(f"time:        {time.perf_counter() - began:.0f} s")
+
+
+class Demo:
+    """Runs every training as a process of its own, so that a kill is a kill."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self.screen = Screen()
+        for old in self.root.glob("demo-*"):  # our own of last time; whatever else is there stays
+            shutil.rmtree(old)
+
+    def train(self, way: str, *, folder: str = "", kill_from: int = STEPS + 1) -> Trace:
+        """One process from start to end, or until killed in the first save from step `kill_from` on."""
+        trace = Trace(way)
+        command = [sys.executable, "-m", "examples.train", way, str(self.root / f"demo-{folder or way}")]
+        command += ["--steps", str(STEPS), "--every", str(EVERY)]
+        with self.screen.following(trace, steps=STEPS) as show, _running(command) as process:
+            for event in _events(process):
+                trace.add(event)
+                show(event)
+                if trace.killed_in is None and _in_mid_save(event) and event["step"] >= kill_from:
+                    process.kill()  # SIGKILL: no handler, no exit hook, no last write
+                    trace.killed_in = event["step"]
+        if process.returncode and trace.killed_in is None:
+            sys.exit(f"the training with {way} failed with exit code {process.returncode}; see above")
+        return trace
+
+    def train_until_killed_in_a_save(self) -> list[Trace]:
+        """Usually one process; each one whose commit was faster than the kill is followed by another."""
+        tries: list[Trace] = []
+        kill_from = KILL_FROM
+        while True:
+            tries.append(self.train("async_ckpt", folder="killed", kill_from=kill_from))
+            step = tries[-1].killed_in
+            if step is None:
+                sys.exit("each save was durable before a kill could hit it; try a slower disk with --root")
+            committed = async_ckpt.AsyncCheckpointer(self.root / "demo-killed").steps()
+            if step not in committed:
+                break
+            self.screen.say(f"the save of step {step} was faster than the kill; again, at the next one")
+            kill_from = step + EVERY
+        torn = self._uncommitted_files(step)
+        if not torn:
+            sys.exit(
+                f"step {step} is neither committed nor did the kill leave a file of it: that is no kill in mid-save"
+            )
+        self.screen.say(
+            f"SIGKILL in the middle of saving step {step}. Committed: {committed}, without step {step}."
+        )
+        for path in torn:
+            self.screen.say(
+                f"left behind: {path.name}, {path.stat().st_size / 1e6:.1f} MB that no manifest names"
+            )
+        return tries
+
+    def resume(self, killed: Trace) -> Trace:
+        """The same command again; what the kill left behind must be gone afterwards."""
+        assert killed.killed_in is not None
+        torn = self._uncommitted_files(killed.killed_in)
+        newest = async_ckpt.AsyncCheckpointer(self.root / "demo-killed").latest()
+        resumed = self.train("async_ckpt", folder="killed")
+        if resumed.first_step != newest:
+            sys.exit(f"resumed from step {resumed.first_step}, and the last commit was {newest}")
+        if any(path.exists() for path in torn):
+            sys.exit(f"the first save after the kill did not sweep {torn[0]}")
+        self.screen.say(
+            f"resumed from step {resumed.first_step}, the last commit; what the kill left behind was swept"
+        )
+        return resumed
+
+    def compare(self, whole: Trace, *others: Trace) -> None:
+        """Ends the demo with exit code 1 at the first bit that differs."""
+        for trace in others:
+            difference = trace.difference_from(whole)
+            if difference:
+                sys.exit(f"NOT the same training as without saving ({trace.way}): {difference}")
+
+    def _uncommitted_files(self, step: int) -> list[Path]:
+        return list((self.root / "demo-killed" / f"step_{step:08d}").iterdir())
+
+
+@contextmanager
+def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:  # a Ctrl-C here must not leave a training behind
+            if sys.exc_info()[0] is not None:
+                process.kill()
+
+
+def _events(process: subprocess.Popen[str]) -> Iterator[Event]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.endswith("\n"):  # a kill may cut the last one
+            yield json.loads(line)
+
+
+def _in_mid_save(event: Event) -> bool:
+    return bool(event["event"] == "writing" and 0 < event["written"] < event["total"])
+
+
+def _loss(trace: Trace, step: int) -> float:
+    return float.fromhex(trace.losses[step])
+
+
+if __name__ == "__main__":
+    main()

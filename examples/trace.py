@@ -1,0 +1,85 @@
+"""What a training process told about itself, gathered.
+
+In: events. Out: steps, saves, losses. Knows nothing of: processes, screens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+Event = dict[str, Any]  # a line of JSON of examples.train
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One durable save; seconds are on the clock of its process."""
+
+    step: int
+    num_bytes: int
+    begin: float
+    stall_seconds: float
+    total_seconds: float
+
+    @property
+    def bandwidth(self) -> float:
+        return self.num_bytes / self.total_seconds
+
+
+@dataclass(slots=True)
+class Trace:
+    """One process: where it started, each step, each save, how it ended."""
+
+    way: str
+    first_step: int = 0  # committed before it began
+    losses: dict[int, str] = field(default_factory=dict)  # float.hex: every bit
+    steps: list[tuple[float, float]] = field(default_factory=list)  # begin and end
+    saves: list[Save] = field(default_factory=list)
+    end: float = 0.0  # after the last step and the last save
+    digest: str = ""  # of all weights at the end; empty if it never got there
+    killed_in: int | None = None  # the step whose save was in flight
+
+    def add(self, event: Event) -> None:
+        match event["event"]:
+            case "start":
+                self.first_step = event["step"]
+            case "step":
+                self.losses[event["step"]] = event["loss"]
+                self.steps.append((event["begin"], event["end"]))
+            case "durable":
+                fields = ("step", "bytes", "begin", "stall_seconds", "total_seconds")
+                self.saves.append(Save(*(event[name] for name in fields)))
+            case "end":
+                self.end, self.digest = event["end"], event["digest"]
+
+    @property
+    def stall_seconds(self) -> float:
+        return sum(save.stall_seconds for save in self.saves)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step during which nothing was written."""
+        return median(end - begin for begin, end in self.steps if not self._beside_a_write(begin, end))
+
+    @property
+    def slowed_seconds(self) -> float:
+        """What steps beside a write took longer than the median of the others, and the wait for it at the end."""
+        beside = [end - begin for begin, end in self.steps if self._beside_a_write(begin, end)]
+        return sum(beside) - len(beside) * self.step_seconds + (self.end - self.steps[-1][1])
+
+    @property
+    def lost_seconds(self) -> float:
+        return self.stall_seconds + self.slowed_seconds
+
+    def _beside_a_write(self, begin: float, end: float) -> bool:
+        return any(save.begin < end and begin < save.begin + save.total_seconds for save in self.saves)
+
+    def difference_from(self, other: Trace) -> str | None:
+        """The first bit in which two runs differ, in words; None when there is none."""
+        for step, loss in self.losses.items():
+            if loss != other.losses.get(step):
+                return f"step {step}: loss {loss} here, {other.losses.get(step)} there"
+        if self.digest and self.digest != other.digest:
+            return f"the weights at the end: sha256 {self.digest[:12]} here, {other.digest[:12]} there"
+        return None
