@@ -230,7 +230,8 @@ class AsyncCheckpointer:
         return found
 
     def _steps_in_flight(self) -> Collection[int]:
-        return {p.handle.step for p in self._saver.pending() if p.handle.step is not None}
+        undecided = [p.handle.step for p in self._saver.pending() if not p.settled.done()]
+        return {step for step in undecided if step is not None}
 
     def __repr__(self) -> str:
         return f"<AsyncCheckpointer {self.root} {self._saver!r}>"

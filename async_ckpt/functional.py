@@ -19,7 +19,7 @@ import torch
 from .commit.manifest import NAME as MANIFEST
 from .commit.manifest import Archive, parse
 from .commit.run import Run
-from .errors import CorruptCheckpointError, NotCommittedError
+from .errors import CorruptCheckpointError, NotCommittedError, StorageUnavailableError
 from .handle import SaveHandle
 from .load import OpenArchive, Select, load_state
 from .saver import Saver
@@ -181,7 +181,12 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         text = unquote(url.path)
     if not text:
         raise ValueError("the path of a checkpoint is empty")
-    return Path(text).expanduser().absolute()
+    where = Path(text).expanduser().absolute()
+    try:
+        where.is_dir()
+    except OSError as error:  # a name that is too long, or a file system that does not answer
+        raise StorageUnavailableError(f"{text:.300}: {error.strerror}", path=text) from error
+    return where
 
 
 def _default_saver() -> Saver:

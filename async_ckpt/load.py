@@ -37,7 +37,9 @@ Verify = bool | Literal["first"]
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
 _READ_BYTES: Final = 16 * MIB
-_MAX_READERS: Final = 8
+# Some read while others verify and copy.
+_MIN_READERS: Final = 6
+_MAX_READERS: Final = 16
 
 
 class OpenArchive:
@@ -147,10 +149,8 @@ class OpenArchive:
         """The saved structure with a `Stored` for each leaf that is not in the index itself, and a list of these."""
         try:
             value, stored = decode(self.index.skeleton, types=types, keep=_selector(select))
-            num_tensors = len(self.index.tensors)
-            if any(s.kind != "object" and s.number >= num_tensors for s in stored):
-                raise ValueError("it numbers a tensor that is not there")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
+            self._check_stored(stored)
+        except ValueError as error:
             raise self.corrupt(f"its skeleton cannot be read ({error})") from error
         if select is not None and value is None:
             groups = ", ".join(sorted({str(t.path[0]) for t in self.index.tensors if t.path}))
@@ -159,6 +159,20 @@ class OpenArchive:
             )
         self._check_members(stored)
         return value, stored
+
+    def _check_stored(self, stored: Iterable[Stored]) -> None:
+        """Every leaf has its entry, and one of raw bytes is nothing else. Raises ValueError."""
+        for leaf in stored:
+            if leaf.kind == "object":
+                continue
+            if leaf.number >= len(self.index.tensors):
+                raise ValueError("it numbers a tensor that is not there")
+            told = self.index.tensors[leaf.number]
+            if (leaf.kind == "bytes" or leaf.descr is not None) and (told.dtype, len(told.shape)) != (
+                "uint8",
+                1,
+            ):
+                raise ValueError(f"{told.dotted!r:.200} is a tensor, not the bytes of something else")
 
     def _check_members(self, stored: Iterable[Stored]) -> None:
         """Each member's own header must tell the same story as the index, before anything is read by either."""
@@ -207,7 +221,7 @@ class OpenArchive:
             return bytes(tensor.numpy())
         try:
             return leaf.as_array(tensor)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # the dtype's description may be anybody's
             raise self.corrupt(f"a numpy array in it cannot be made ({error})") from error
 
     def empty(self, number: int, device: torch.device) -> torch.Tensor:
@@ -286,7 +300,7 @@ def fill(archive: OpenArchive, wanted: Sequence[Wanted], *, copy: bool = True) -
     reads = _plan_reads(extents, archive, keep_parts=copy)
     if not reads:
         return
-    crew = Crew("read", min(_MAX_READERS, max(4, num_cpus()), len(reads)))
+    crew = Crew("read", min(max(_MIN_READERS, num_cpus()), _MAX_READERS, len(reads)))
     ring = SegmentPool(_READ_BYTES, max_bytes=crew.max_threads * _READ_BYTES)
     devices = {target.device for target in targets if target.device.type == "cuda"}
     streams = {device: torch.cuda.Stream(device) for device in devices}

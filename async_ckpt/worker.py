@@ -2,8 +2,8 @@
 
 In: stories (coroutines) that belong to handles. Out: resolved handles. Knows nothing of: what a save is made of.
 
-One worker serves the process. Its helpers: `copiers` fill segments, `writers` drain them, `callers` run blocking
-calls for the loop, `callbacks` run the users' callbacks. At interpreter exit pending saves are drained by a hook that
+One worker serves the process. Its helpers: `copiers` fill segments while the caller waits and `stagers` while it does
+not, `writers` drain them, `callers` run blocking calls for the loop, `callbacks` run the users' callbacks. At interpreter exit pending saves are drained by a hook that
 runs before the interpreter joins its threads.
 """
 
@@ -31,8 +31,9 @@ _log = logging.getLogger("async_ckpt")
 # sysexits.h EX_TEMPFAIL: what could not be done now may succeed when the job is started again.
 EXIT_STATUS_SAVE_FAILED: Final = 75
 EXIT_STATUS_INTERRUPTED: Final = 130
-# Enough that a local disk has writes in flight while other segments are digested: with four it ran dry at times.
-_NUM_WRITERS: Final = 8
+# Enough that a local disk has writes in flight while other segments are digested: with four it ran dry at times,
+# and with eight where the training left them little processor time.
+_NUM_WRITERS: Final = 16
 # How long an abandoned save may take to end its last write.
 _ABANDON_SECONDS: Final = 10.0
 
@@ -57,7 +58,8 @@ class Worker:
         self.pid = os.getpid()
         self.stopped = False
         self.copiers = Crew("copy", 32)
-        self.writers = Crew("write", _NUM_WRITERS)
+        self.stagers = Crew("stage", 32, background=True)
+        self.writers = Crew("write", _NUM_WRITERS, background=True)
         self.callers = Crew("call", 64)
         self.callbacks = Crew("callback", 64)
         self._lock = threading.Lock()

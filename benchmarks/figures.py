@@ -188,9 +188,8 @@ def memory(setting: Setting) -> dict[str, Figure]:
 
 
 def import_time(setting: Setting) -> dict[str, Figure]:
-    samples = [probe.import_seconds() for _ in range(setting.rounds)]
-    times = [(seconds * 1e3, 60.0) for seconds, _ in samples]
-    added = samples[0][1]
+    seconds, added = probe.imports(setting.rounds)
+    times = [(sample * 1e3, 60.0) for sample in seconds]
     return {
         "import_time": Figure("import async_ckpt after import torch", "ms", "fixed", Target("≤", 1.0), times),
         "import_added": Figure(

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -40,14 +41,20 @@ def peak_bytes(folder: Path, state_bytes: int, budget: int | None) -> int:
     return int(_output(*command))
 
 
-def import_seconds() -> tuple[float, list[str]]:
-    """Of `import async_ckpt` after `import torch`; and the optional packages that came with it."""
-    seconds, modules = json.loads(_output("-c", _IMPORT))
-    return float(seconds), [name for name in OPTIONAL_PACKAGES if name in modules]
+def imports(rounds: int) -> tuple[list[float], list[str]]:
+    """Seconds of `import async_ckpt` after `import torch`; and the optional packages that come with it."""
+    # Compiled code is kept, as it is wherever a package is installed; the first run of all compiles it, untimed.
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        environment["PYTHONPYCACHEPREFIX"] = cache
+        samples = [json.loads(_output("-c", _IMPORT, environment=environment)) for _ in range(rounds + 1)]
+    seconds = [float(sample) for sample, _ in samples[1:]]
+    return seconds, [name for name in OPTIONAL_PACKAGES if name in samples[0][1]]
 
 
-def _output(*arguments: str) -> str:
-    return subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
+def _output(*arguments: str, environment: dict[str, str] | None = None) -> str:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
 
 
 def _status_bytes(key: str) -> int:

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from examples.picture import draw
 from examples.screen import Screen
 from examples.trace import Event, Trace
 
-STEPS: Final = 100
+STEPS: Final = 84
 EVERY: Final = (
     16  # no divisor of STEPS: the last save, too, has steps to hide behind, as in a longer training
 )
@@ -96,8 +97,8 @@ class Demo:
                 if trace.killed_in is None and _in_mid_save(event) and event["step"] >= kill_from:
                     process.kill()  # SIGKILL: no handler, no exit hook, no last write
                     trace.killed_in = event["step"]
-        if process.returncode and trace.killed_in is None:
-            sys.exit(f"the training with {way} failed with exit code {process.returncode}; see above")
+        if process.returncode != (0 if trace.killed_in is None else -signal.SIGKILL):
+            sys.exit(f"the training with {way} ended with exit code {process.returncode}; see above")
         return trace
 
     def train_until_killed_in_a_save(self) -> list[Trace]:
@@ -138,9 +139,7 @@ class Demo:
             sys.exit(f"resumed from step {resumed.first_step}, and the last commit was {newest}")
         if any(path.exists() for path in torn):
             sys.exit(f"the first save after the kill did not sweep {torn[0]}")
-        self.screen.say(
-            f"resumed from step {resumed.first_step}, the last commit; what the kill left behind was swept"
-        )
+        self.screen.say("what the kill had left behind was swept away by the first save")
         return resumed
 
     def compare(self, whole: Trace, *others: Trace) -> None:
@@ -151,7 +150,8 @@ class Demo:
                 sys.exit(f"NOT the same training as without saving ({trace.way}): {difference}")
 
     def _uncommitted_files(self, step: int) -> list[Path]:
-        return list((self.root / "demo-killed" / f"step_{step:08d}").iterdir())
+        """Of a step without a manifest, that is: every file."""
+        return list((self.root / "demo-killed" / f"step_{step:08d}").glob("*"))
 
 
 @contextmanager
@@ -159,9 +159,9 @@ def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
-        finally:  # a Ctrl-C here must not leave a training behind
-            if sys.exc_info()[0] is not None:
-                process.kill()
+        except BaseException:  # a Ctrl-C here must not leave a training behind
+            process.kill()
+            raise
 
 
 def _events(process: subprocess.Popen[str]) -> Iterator[Event]:

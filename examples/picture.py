@@ -78,28 +78,28 @@ def _one_save(axes: Axes, ways: Sequence[Trace]) -> None:
 
 def _losses(axes: Axes, whole: Trace, killed: Trace, resumed: Trace) -> None:
     _dress(axes, "Killed, resumed, and the same to the last bit")
-    for trace, look in (
-        (whole, {"color": FAINT, "lw": 5, "alpha": 0.45}),
-        (killed, {"color": INK, "lw": 1.2}),
-    ):
-        axes.add_line(Line2D(list(trace.losses), _floats(trace), **look))  # type: ignore[arg-type]
+    axes.plot(list(whole.losses), _floats(whole), color=FAINT, lw=5, alpha=0.45)
+    axes.plot(list(killed.losses), _floats(killed), color=INK, lw=1.2)
     axes.plot(list(resumed.losses), _floats(resumed), "o", color=STALL, ms=2.6)
-    top = max(_floats(whole))
+    low, top = min(_floats(whole)), max(_floats(whole))
     if killed.killed_in is not None:
         axes.axvline(killed.killed_in, color=STALL, lw=1, ls=":")
-        axes.text(killed.killed_in, top, f"  SIGKILL while step {killed.killed_in} was being saved", va="top")
+        axes.text(
+            killed.killed_in, top, f"  SIGKILL while\n  step {killed.killed_in} was being saved", va="top"
+        )
     axes.axvline(resumed.first_step, color=FAINT, lw=1, ls=":")
-    axes.text(
-        resumed.first_step, 0.93 * top, f"resumed from step {resumed.first_step}  ", va="top", ha="right"
-    )
+    axes.text(resumed.first_step, low, f"resumed from step {resumed.first_step}  ", va="bottom", ha="right")
     axes.legend(
         handles=[
             Line2D([], [], color=FAINT, lw=5, alpha=0.45, label="never interrupted, never saved"),
             Line2D([], [], color=INK, lw=1.2, label="until the kill"),
             Line2D([], [], color=STALL, marker="o", ms=3, lw=0, label="after resuming"),
         ],
-        loc="center right",
+        loc="upper right",
+        bbox_to_anchor=(1.02, 0.84),
+        handlelength=1.2,
         frameon=False,
+        fontsize=9,
     )
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per byte")

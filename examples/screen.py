@@ -40,6 +40,8 @@ class Screen:
 
             def show(event: Event) -> None:
                 match event["event"]:
+                    case "start" if trace.first_step:
+                        self.say(f"resumed from the last commit, step {trace.first_step}")
                     case "step":
                         loss = float.fromhex(event["loss"])
                         bars.update(
@@ -84,10 +86,11 @@ class Screen:
             )
         self._console.print()
         self._console.print(table)
+        every = ways[0].saves[1].begin - ways[0].saves[0].begin
         self.say(
-            f"{len(ways[0].steps)} steps, {len(ways[0].saves)} saves each. lost = stalls + slower steps."
+            f"{len(ways[0].steps)} steps, a save every {every:.1f} s: real training saves far less often."
         )
-        self.say("stalls: time in which the training stood still, measured at each save.")
-        self.say("slower steps: what the steps beside a write took longer than the median step of the")
-        self.say("same run, and the wait at the end. On a machine with other work this is the noisy part;")
-        self.say("the times of whole runs are noisier still, so they are in the picture and not in here.")
+        self.say("lost: stalls + slower steps. stalls: the training stands still, measured at each save.")
+        self.say("slower steps: how much longer than the median step of the same run those took that had")
+        self.say("a write beside them, and the wait at the end. Other work on the machine is noise in this;")
+        self.say("whole runs have more of it, so their times are in the picture and not in the table.")

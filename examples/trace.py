@@ -64,7 +64,10 @@ class Trace:
 
     @property
     def slowed_seconds(self) -> float:
-        """What steps beside a write took longer than the median of the others, and the wait for it at the end."""
+        """What steps beside a write took longer than the median of the others, and the wait for it at the end.
+
+        Time that the guard holds a step is in here and in the stalls: rather too much than too little.
+        """
         beside = [end - begin for begin, end in self.steps if self._beside_a_write(begin, end)]
         return sum(beside) - len(beside) * self.step_seconds + (self.end - self.steps[-1][1])
 

@@ -29,7 +29,7 @@ WAYS: Final = ("async_ckpt", "tar", "tar.gz", "nothing")
 
 
 def train_with_async_ckpt(training: Training, root: Path, *, steps: int, every: int) -> None:
-    """The example: four lines more than the bare loop."""
+    """The example: all that `async_ckpt` adds to a loop."""
     with (
         async_ckpt.AsyncCheckpointer(root, keep_last=2, guard=training.optimizer) as ckpt,
         Watch(training.log) as watch,
@@ -58,7 +58,7 @@ def train_with_tar(training: Training, saver: TarSaver, *, steps: int, every: in
 
 
 def train_without_saving(training: Training, *, steps: int) -> None:
-    """The same loop, for its time and its losses."""
+    """The same loop, for its losses."""
     for _ in training.run(steps):
         pass
 
@@ -96,7 +96,7 @@ class Training:
             loss = self.model.loss(text)
             loss.backward()
             self.optimizer.step()
-            value = loss.item()
+            value = float(loss.item())
             step += 1
             self.counters.update(step=step, bytes_read=self.counters["bytes_read"] + text.numel(), loss=value)
             self.log.tell("step", step=step, loss=value.hex(), begin=begin, end=self.log.now())

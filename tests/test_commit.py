@@ -19,6 +19,7 @@ from helpers_b import (
     open_run,
     scripted,
     state_at,
+    until,
 )
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -36,6 +37,8 @@ from async_ckpt import (
 )
 from async_ckpt.commit import journal
 from async_ckpt.commit.retention import Retention
+from async_ckpt.commit.run import Run
+from async_ckpt.storage.local import LocalStorage
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 
@@ -479,18 +482,26 @@ def test_retention_never_deletes_what_the_tracker_names(tmp_path):
 
 
 def test_retention_never_deletes_a_step_in_flight(tmp_path):
-    with open_run(tmp_path, keep_last=1, max_in_flight=2) as ckpt, scripted(ckpt) as disk:
-        for step in (1, 2):
+    with open_run(tmp_path) as ckpt:
+        for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
-        ckpt.wait()
-        stop = disk.stop("write", "step_00000002")
-        again = ckpt.save({"again": True}, step=2, overwrite=True)
+    run = Run(LocalStorage(tmp_path), clock=lambda: 0.0, retention=Retention(1))
+
+    assert run.retain(3, replaced=None, in_flight={2}) == [1]
+    assert run.steps() == [2, 3]
+
+
+def test_a_step_whose_retention_is_still_running_is_not_in_flight_any_more(tmp_path):
+    with open_run(tmp_path, keep_last=1) as ckpt, scripted(ckpt) as disk:
+        ckpt.save(state_at(1), step=1).result()
+        stop = disk.stop("delete", "step_00000001/manifest.json", times=1)
+        ckpt.save(state_at(2), step=2).result()
         stop.wait_reached()
-        newer = Call(lambda: ckpt.save(state_at(3), step=3).result())
+        ckpt.save(state_at(3), step=3).result()
+        until(lambda: len([c for c in disk.calls if c == ("delete", "step_00000001/manifest.json")]) == 2)
         stop.release()
-        again.result()
-        newer.outcome()
         ckpt.wait()
+
         assert ckpt.steps() == [3]
 
 
@@ -932,6 +943,6 @@ def test_a_run_behaves_like_a_dictionary_of_its_commits(tmp_path):
     run_state_machine_as_test(
         RunMachine,
         settings=settings(
-            max_examples=15, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -18,7 +18,9 @@ from async_ckpt.spec import BLOCK_BYTES, DTYPES, GIB, MIB, PAGE_BYTES, Extent, T
 
 # --- the plan ----------------------------------------------------------------------------------------------------
 
-path_keys = st.one_of(st.text(st.characters(codec=None), max_size=6), st.integers(-3, 3), st.sampled_from(["a", "b", "a.b"]))
+path_keys = st.one_of(
+    st.text(st.characters(codec=None), max_size=6), st.integers(-3, 3), st.sampled_from(["a", "b", "a.b"])
+)
 # Up to 100 MiB each: nothing is allocated for them.
 shapes = st.one_of(
     st.lists(st.integers(0, 9), max_size=4).map(tuple),
@@ -29,7 +31,11 @@ shapes = st.one_of(
 @st.composite
 def specs(draw: Any) -> list[TensorSpec]:
     """Tensors of a state; some are tied to an earlier one."""
-    paths = draw(st.lists(st.lists(path_keys, max_size=3).map(tuple), max_size=12, unique_by=lambda p: tuple(map(repr, p))))
+    paths = draw(
+        st.lists(
+            st.lists(path_keys, max_size=3).map(tuple), max_size=12, unique_by=lambda p: tuple(map(repr, p))
+        )
+    )
     made: list[TensorSpec] = []
     for path in paths:
         firsts = [i for i, spec in enumerate(made) if spec.alias_of is None and spec.num_bytes]
@@ -42,7 +48,7 @@ def specs(draw: Any) -> list[TensorSpec]:
 
 
 segment_sizes = st.integers(1, 10).map(lambda n: n * BLOCK_BYTES)
-skeletons = st.text("abc {}\"", max_size=10).map(json.dumps)
+skeletons = st.text('abc {}"', max_size=10).map(json.dumps)
 objects = st.one_of(st.none(), st.binary(max_size=2000), st.just(bytes(5 * MIB)))
 
 
@@ -70,7 +76,9 @@ def test_pieces_and_literals_cover_every_byte_exactly_once(
     for number, segment in enumerate(segments):
         assert (segment.number, segment.offset) == (number, end)
         at = 0
-        owners = [(p.target, p.length) for p in segment.pieces] + [(b, len(view)) for b, view in segment.literals]
+        owners = [(p.target, p.length) for p in segment.pieces] + [
+            (b, len(view)) for b, view in segment.literals
+        ]
         for begin, length in sorted(owners):
             assert begin == at or length == 0
             at += length
@@ -198,7 +206,7 @@ def test_hostile_group_names_become_safe_unique_member_names() -> None:
         assert len(name) <= 100
         assert name.isascii()
         assert name.isprintable()
-        assert not set(name) & set("/\\:*?\"<>|$ ")
+        assert not set(name) & set('/\\:*?"<>|$ ')
         assert name[0] not in ".-~"
         assert name.split(".")[0].lower() not in _RESERVED
 
@@ -236,7 +244,11 @@ def test_names_too_long_for_one_header_go_into_a_second_member() -> None:
 names = st.text("abcXYZ019._-~", min_size=1, max_size=100)
 
 
-@given(names, st.one_of(st.integers(0, 2**63), st.sampled_from([8 * GIB - 1, 8 * GIB, 8 * GIB + 1])), st.integers(0, 8**11 - 1))
+@given(
+    names,
+    st.one_of(st.integers(0, 2**63), st.sampled_from([8 * GIB - 1, 8 * GIB, 8 * GIB + 1])),
+    st.integers(0, 8**11 - 1),
+)
 @example("x", 8**11 - 1, 0)
 @example("x", 8**11, 0)
 @example("x" * 100, 2**63, 8**11 - 1)
@@ -268,7 +280,9 @@ def test_a_damaged_tar_header_is_never_read_as_another(offset: int, mask: int) -
     assert parsed == ("model.safetensors", 123456)
 
 
-@pytest.mark.parametrize("block", [b"", bytes(512), b"x" * 511, b"\xff" * 512, b"x" * 513], ids=lambda b: f"{b[:4]}{len(b)}")
+@pytest.mark.parametrize(
+    "block", [b"", bytes(512), b"x" * 511, b"\xff" * 512, b"x" * 513], ids=lambda b: f"{b[:4]}{len(b)}"
+)
 def test_what_is_no_tar_header_is_refused(block: bytes) -> None:
     with pytest.raises(ValueError, match="tar header"):
         tar.parse_header(block)
@@ -360,7 +374,11 @@ def test_no_flipped_bit_of_the_digests_survives() -> None:
                 digests.parse(bytes(damaged), covered_bytes=BLOCK_BYTES + 1)
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"1", b'{"blocks":1}', b'{"blocks":"zz"}', b"[" * 100_000, b"\xff"], ids=lambda d: repr(d[:16]))
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{}", b"[]", b"1", b'{"blocks":1}', b'{"blocks":"zz"}', b"[" * 100_000, b"\xff"],
+    ids=lambda d: repr(d[:16]),
+)
 def test_digests_that_are_no_digests_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - any reason will do
         digests.parse(data, covered_bytes=1)
@@ -410,12 +428,21 @@ def test_aligning_up_reaches_the_next_multiple(value: int, to: int) -> None:
 
 def test_the_image_of_a_layout_is_a_tar_that_python_lists() -> None:
     """Literals alone, with zeros for the tensors, make a whole archive."""
-    layout = laid_out([TensorSpec(("a", "w"), "int8", (700,)), TensorSpec(("b", "w"), "float64", (9, 9))], objects=b"x" * 513)
+    layout = laid_out(
+        [TensorSpec(("a", "w"), "int8", (700,)), TensorSpec(("b", "w"), "float64", (9, 9))],
+        objects=b"x" * 513,
+    )
     image = bytearray(layout.file_bytes)
     for begin, data in layout.literals:
         image[begin : begin + len(data)] = data
     with tarfile.open(fileobj=io.BytesIO(image)) as archive:
-        assert archive.getnames() == ["index.json", "a.safetensors", "b.safetensors", "objects.pt", "digests.json"]
+        assert archive.getnames() == [
+            "index.json",
+            "a.safetensors",
+            "b.safetensors",
+            "objects.pt",
+            "digests.json",
+        ]
         sizes = {m.name: (m.offset_data, m.size) for m in archive.getmembers()}
     for member in (*index_of(layout).members, layout.digests):
         assert sizes[member.name] == (member.data.offset, member.data.length)

@@ -93,7 +93,7 @@ def test_a_namedtuple_is_rebuilt_only_when_its_class_is_given(archive: Path) -> 
 
 
 def test_a_namedtuple_with_other_fields_than_the_given_class_stays_a_tuple(archive: Path) -> None:
-    shaped = namedtuple("Pair", ["a", "b", "c"])  # noqa: PYI024
+    shaped = namedtuple("Pair", ["a", "b", "c"])
     shaped.__module__, shaped.__qualname__ = Pair.__module__, Pair.__qualname__
     assert round_trip({"p": shaped(1, 2, 3)}, archive, types=[Pair]) == {"p": (1, 2, 3)}
 
@@ -329,7 +329,11 @@ def test_an_odd_array_comes_back_or_needs_trust(array: Any, archive: Path) -> No
 
 def test_tied_tensors_come_back_tied_and_are_stored_once(archive: Path) -> None:
     weight = nn.Parameter(torch.randn(1000, 100))
-    state = {"a": {"w": weight, "again": weight.data}, "b": [weight.detach()], "other": weight.detach().clone()}
+    state = {
+        "a": {"w": weight, "again": weight.data},
+        "b": [weight.detach()],
+        "other": weight.detach().clone(),
+    }
     loaded = round_trip(state, archive)
     assert loaded["a"]["w"].data_ptr() == loaded["a"]["again"].data_ptr() == loaded["b"][0].data_ptr()
     assert loaded["other"].data_ptr() != loaded["a"]["w"].data_ptr()
@@ -426,7 +430,12 @@ def test_a_tensor_larger_than_several_segments_comes_back(archive: Path) -> None
 
 
 def test_thousands_of_small_tensors_come_back(archive: Path) -> None:
-    state = {"m": {f"t{i}": torch.full((i % 7,), i % 128, dtype=[torch.float32, torch.int8][i % 2]) for i in range(3000)}}
+    state = {
+        "m": {
+            f"t{i}": torch.full((i % 7,), i % 128, dtype=[torch.float32, torch.int8][i % 2])
+            for i in range(3000)
+        }
+    }
     assert difference(round_trip(state, archive), state) is None
 
 
@@ -504,7 +513,9 @@ def member_names(path: Path) -> list[str]:
 
 
 def test_a_state_of_plain_data_has_no_pickle_in_it(archive: Path) -> None:
-    async_ckpt.save({"w": torch.ones(1), "values": list(VALUES), "arrays": list(ARRAYS.values())}, archive).result()
+    async_ckpt.save(
+        {"w": torch.ones(1), "values": list(VALUES), "arrays": list(ARRAYS.values())}, archive
+    ).result()
     assert "objects.pt" not in member_names(archive)
 
 
@@ -744,8 +755,17 @@ small_tensors = st.builds(
     st.lists(st.integers(0, 3), max_size=3),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
 )
-small_arrays = st.builds(np.zeros, st.lists(st.integers(0, 3), max_size=3), st.sampled_from(["f4", ">i2", "M8[s]", "U2"]))
-keys = st.one_of(any_text, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), st.tuples(st.integers(), any_text))
+small_arrays = st.builds(
+    np.zeros, st.lists(st.integers(0, 3), max_size=3), st.sampled_from(["f4", ">i2", "M8[s]", "U2"])
+)
+keys = st.one_of(
+    any_text,
+    st.integers(),
+    st.booleans(),
+    st.none(),
+    st.floats(allow_nan=False),
+    st.tuples(st.integers(), any_text),
+)
 trees = st.recursive(
     st.one_of(plain_leaves, small_tensors, small_arrays),
     lambda inner: st.one_of(
@@ -773,7 +793,9 @@ def test_any_tree_comes_back(state: Any, one_path: Path) -> None:
 @st.composite
 def any_tensors(draw: Any) -> torch.Tensor:
     """A view into random bytes of any dtype, with any strides that stay inside of them."""
-    name = draw(st.sampled_from(["float64", "float32", "bfloat16", "float8_e5m2", "int16", "complex64", "complex128"]))
+    name = draw(
+        st.sampled_from(["float64", "float32", "bfloat16", "float8_e5m2", "int16", "complex64", "complex128"])
+    )
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     strides = [draw(st.integers(0, 7)) for _ in shape]
     offset = draw(st.integers(0, 3))

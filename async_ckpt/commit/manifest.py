@@ -6,6 +6,7 @@ In: what was written. Out: the manifest's text, and back. Knows nothing of: stor
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -63,12 +64,12 @@ def parse(data: bytes, *, path: str) -> Manifest:
         return Manifest(
             int(raw["step"]), str(raw["attempt"]), int(raw["world_size"]), float(raw["created"]), archives
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path}: not a manifest ({error!r})", path=path) from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: not a manifest ({error!r:.300})", path=path) from error
 
 
 def _file_name(name: object) -> str:
     """A manifest may name only what lies beside it."""
-    if not isinstance(name, str) or "/" in name or "\\" in name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is not a file name")
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._~-]{0,254}", name):
+        raise ValueError(f"{name!r:.300} is not a file name")
     return name

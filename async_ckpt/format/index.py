@@ -189,7 +189,12 @@ def check_member_header(index: Index, member: int, data: bytes, *, path: str) ->
         table = safetensors.parse_header(data)
     except ValueError as error:
         raise CorruptCheckpointError(f"{path}: {index.members[member].name}: {error}", path=path) from error
-    base = index.members[member].data.offset + 8 + int.from_bytes(data[:8], "little")
+    extent = index.members[member].data
+    base = extent.offset + 8 + int.from_bytes(data[:8], "little")
+    if base + max((end for _, _, _, end in table.values()), default=0) != extent.end:
+        raise CorruptCheckpointError(
+            f"{path}: {index.members[member].name} is not as long as the index says", path=path
+        )
     told = {
         t.name: (*safetensors.stored_as(t.dtype, t.shape), t.extent.offset - base, t.extent.end - base)
         for t in index.tensors

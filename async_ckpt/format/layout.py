@@ -23,6 +23,8 @@ from . import digests, index, safetensors, tar
 MAX_TENSORS_PER_MEMBER: Final = 500_000
 _MAX_NAMES_BYTES: Final = 40 * MIB
 MAX_NAME_BYTES: Final = 1024
+# Names that Windows keeps for devices, whatever their ending.
+_DEVICE: Final = re.compile(r"(?i)con|prn|aux|nul|com[0-9]|lpt[0-9]")
 
 
 class Piece(NamedTuple):
@@ -244,7 +246,8 @@ def _split(chosen: list[int], specs: Sequence[TensorSpec]) -> Iterator[list[int]
 
 def _safe(key: str) -> str:
     """A file name, up to 80 characters, that no shell, archiver or file system objects to."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", key)[:80].lstrip(".-") or "_"
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", key)[:80].lstrip(".-") or "_"
+    return f"_{name}" if _DEVICE.fullmatch(name.partition(".")[0]) else name
 
 
 def _name_inside(spec: TensorSpec) -> str:

@@ -58,8 +58,11 @@ def parse_header(data: bytes) -> dict[str, tuple[str, list[int], int, int]]:
         del table[RESERVED_NAME]
         parsed = {}
         for name, row in table.items():
-            begin, end = map(int, row["data_offsets"])
-            parsed[name] = (str(row["dtype"]), [int(n) for n in row["shape"]], begin, end)
+            begin, end = row["data_offsets"]
+            shape = list(row["shape"])
+            if not all(type(n) is int for n in (begin, end, *shape)):
+                raise ValueError(f"safetensors header: {name!r:.200} has a number that is not whole")
+            parsed[name] = (str(row["dtype"]), shape, begin, end)
         return parsed
     except (KeyError, TypeError, RecursionError, AttributeError) as error:
         raise ValueError(f"safetensors header is malformed: {error!r}") from error

@@ -16,9 +16,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 Task = Callable[[], None]
+
+_BACKGROUND_NICENESS: Final = 10
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 
@@ -30,12 +33,14 @@ class LibraryThread(threading.Thread):
 class Crew:
     """Up to `max_threads` threads that take tasks in order; each is started when a task finds no idle one.
 
+    With `background` they give way to the training where processors are short.
     A crew belongs to the process that made it and is inert in a forked child.
     """
 
-    def __init__(self, name: str, max_threads: int) -> None:
+    def __init__(self, name: str, max_threads: int, *, background: bool = False) -> None:
         self.name = name
         self.max_threads = max_threads
+        self._background = background
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_threads = 0  # under _lock
@@ -56,6 +61,8 @@ class Crew:
             LibraryThread(target=self._run, name=f"async_ckpt-{self.name}-{number}", daemon=False).start()
 
     def _run(self) -> None:
+        if self._background:
+            _give_way()
         while (task := self._tasks.get()) is not None:
             try:
                 task()
@@ -108,6 +115,13 @@ class Crew:
 
     def __repr__(self) -> str:
         return f"<Crew {self.name}: {self._num_threads} threads, {self._num_waiting} tasks>"
+
+
+def _give_way() -> None:
+    """Lower this thread's priority; on Linux alone it is a thread that has one (sched(7))."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
 
 
 def running_future() -> Future[Any]:

@@ -105,14 +105,20 @@ class Stored:
     shape: Json = None
 
     def as_array(self, tensor: torch.Tensor) -> Any:
-        """The numpy array over the memory of `tensor`, which holds the bytes."""
+        """The numpy array over the memory of `tensor`, which holds the bytes. Raises ValueError where they do not fit."""
         array = tensor.numpy()
         if self.descr is None:
             return array
         dtype = _numpy_dtype(self.descr)
-        if not dtype.itemsize:  # nothing to view
-            return type(array)(tuple(self.shape), dtype)
-        return array.view(dtype).reshape(self.shape)
+        if (
+            not all(type(n) is int and n >= 0 for n in self.shape)
+            or math.prod(self.shape) * dtype.itemsize != array.size
+        ):
+            raise ValueError(
+                f"shape {self.shape!r:.100} and dtype {self.descr!r:.100} do not fit {array.size} bytes"
+            )
+        # Without bytes there is nothing to view; numpy counts such an array's items without allocating any.
+        return array.view(dtype).reshape(self.shape) if array.size else type(array)(tuple(self.shape), dtype)
 
 
 def decode(
@@ -122,10 +128,14 @@ def decode(
 
     A namedtuple becomes its class if that is among `types`, else a plain tuple. Leaves whose path `keep` turns down
     are left out, and so are containers that end up without any; the whole is None when nothing is left.
-    Raises ValueError for a node that `encode` would not have made.
+    Raises ValueError for a node that `encode` would not have made: nothing in a skeleton can make it raise another
+    error, or allocate more than the skeleton's own size.
     """
     decoder = _Decoder({class_name(t): t for t in types}, keep)
-    value = decoder.decode(node)
+    try:
+        value = decoder.decode(node)
+    except Exception as error:  # the text may be anybody's; whatever it makes Python raise means the same
+        raise ValueError(f"{type(error).__name__}: {error!s:.200}") from error
     return (None if value is _OMITTED else value), decoder.stored
 
 
@@ -198,12 +208,16 @@ class _Decoder:
             value = self.decode(node, (*path, key))
             if value is not _OMITTED:
                 into[key] = value
-        return _OMITTED if self._keep and items and not into else into
+        return into if into or self._wanted_empty(items, path) else _OMITTED
 
     def _items(self, nodes: Json, path: Path) -> Any:
         values = [self.decode(node, (*path, i)) for i, node in enumerate(nodes)]
         kept = [v for v in values if v is not _OMITTED]
-        return _OMITTED if self._keep and nodes and not kept else kept
+        return kept if kept or self._wanted_empty(nodes, path) else _OMITTED
+
+    def _wanted_empty(self, nodes: Json, path: Path) -> bool:
+        """Whether a container without entries stays: it had none, and is itself wanted."""
+        return self._keep is None or (not nodes and self._keep(path))
 
 
 def class_name(cls: type) -> str:
@@ -298,7 +312,9 @@ def _numpy_scalar(kind: str, value: Json) -> Any:
         return numpy.bytes_(base64.b64decode(value, validate=True))
     dtype = _numpy_dtype(value[0])
     data = base64.b64decode(value[1], validate=True)
-    return numpy.frombuffer(data, dtype)[0] if dtype.itemsize else numpy.zeros((), dtype)[()]
+    if len(data) != dtype.itemsize:
+        raise ValueError("a numpy scalar with another number of bytes than its dtype has")
+    return numpy.frombuffer(data, dtype)[0] if data else numpy.zeros((), dtype)[()]
 
 
 def _base64(data: bytes) -> str:

@@ -1,0 +1,328 @@
+"""A kill at any instruction, and every way in which the kernel may refuse: what was committed loads, bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers_b import (
+    Child,
+    Nursery,
+    assert_is_state,
+    injected,
+    leftovers,
+    names_below,
+    open_run,
+    state_at,
+    why_no_strace,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, signals and tracing as Linux has them")
+
+_WHY_NOT = why_no_strace() if sys.platform == "linux" else "strace is of Linux"
+needs_strace = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")
+
+STATE_MIB = 5  # two segments
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory):
+    with Nursery(tmp_path_factory.mktemp("children")) as started:
+        yield started
+
+
+# --- killed ----------------------------------------------------------------------------------------------------
+
+# Steps 1 and 2 are there; the scenario runs with the kill armed. Prints how many calls it made.
+DYING = """
+import sys
+from helpers_b import die_at, open_run, state_at
+root, scenario, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+count = die_at(number)
+with open_run(root, keep_last=2, on_rollback="retire" if scenario == "retire" else None) as ckpt:
+    if scenario == "next":
+        ckpt.save(state_at(3, 5), step=3).result()
+    elif scenario == "overwrite":
+        ckpt.save(state_at(2, 5) | {"note": "new"}, step=2, overwrite=True).result()
+    elif scenario == "retire":
+        ckpt.save(state_at(1, 5) | {"note": "new"}, step=1, overwrite=True).result()
+print(count())
+"""
+FIRST = """
+import sys
+from helpers_b import die_at, open_run, state_at
+count = die_at(int(sys.argv[2]))
+with open_run(sys.argv[1]) as ckpt:
+    ckpt.save(state_at(1, 5), step=1).result()
+print(count())
+"""
+
+
+def assert_every_commit_loads(root: Path) -> list[int]:
+    """The steps that are committed; each loads exactly, and nothing else is taken for a checkpoint."""
+    with open_run(root) as ckpt:
+        steps = ckpt.steps()
+        assert ckpt.latest() == (steps[-1] if steps else None)
+        for step in steps:
+            state = ckpt.load(step)
+            assert state["note"] in (f"step {step}", "new")
+            assert_is_state(state | {"note": f"step {step}"}, step, STATE_MIB)
+        assert ckpt._run.journal() is not None
+    return steps
+
+
+def assert_work_goes_on(root: Path, step: int) -> None:
+    """A new process saves the step that died; the leftovers are gone."""
+    with open_run(root, on_rollback="retire") as ckpt:
+        ckpt.save(state_at(step, STATE_MIB), step=step, overwrite=True).result()
+        ckpt.wait()
+        assert ckpt.latest() == step
+        assert_is_state(ckpt.load(), step, STATE_MIB)
+    assert (root / "latest").read_text() == f"step_{step:08d}\n"
+    assert [name for name in names_below(root) if name.endswith("tmp")] == []
+
+
+def each_death(nursery: Nursery, code: str, roots: Iterator[Path], *arguments: str) -> Iterator[Path]:
+    """Run the script once for every call that it makes, killed at that call; yields what is left of each run."""
+    whole = nursery.run(code, next(roots), *arguments, 0)
+    assert (whole.status, whole.err) == (0, "")
+    running: list[tuple[Path, Child]] = []
+    for number in range(1, int(whole.out) + 2):
+        if number <= int(whole.out):  # the next one dies while this one is looked at
+            running.append((root := next(roots), nursery.start(code, root, *arguments, number)))
+        if len(running) > 1 or number > int(whole.out):
+            root, child = running.pop(0)
+            assert child.ended().status == -9
+            yield root
+
+
+def test_killed_at_any_call_of_the_first_save_nothing_or_all_of_it_is_there(tmp_path, nursery):
+    outcomes = set()
+    for root in each_death(nursery, FIRST, (tmp_path / str(number) for number in itertools.count())):
+        outcomes.add(tuple(assert_every_commit_loads(root)))
+        assert_work_goes_on(root, 1)
+        assert leftovers(root) == []
+
+    assert outcomes == {(), (1,)}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "step", "possible"),
+    [
+        ("next", 3, {(1, 2), (1, 2, 3), (2, 3)}),
+        ("overwrite", 2, {(1, 2)}),
+        ("retire", 1, {(1, 2), (1,)}),
+    ],
+)
+def test_killed_at_any_call_of_a_later_save_the_run_is_as_before_or_after_it(
+    tmp_path, nursery, scenario, step, possible
+):
+    with open_run(tmp_path / "before") as ckpt:
+        for saved in (1, 2):
+            ckpt.save(state_at(saved, STATE_MIB), step=saved).result()
+    roots = (shutil.copytree(tmp_path / "before", tmp_path / str(number)) for number in itertools.count())
+    outcomes = set()
+    for root in each_death(nursery, DYING, roots, scenario):
+        outcomes.add(tuple(assert_every_commit_loads(root)))
+        assert_work_goes_on(root, step)
+        if scenario != "retire":
+            assert leftovers(root) == []
+        shutil.rmtree(root)
+
+    assert outcomes == possible
+
+
+TRAINING = """
+import sys
+from helpers_b import open_run, state_at
+with open_run(sys.argv[1], keep_last=3) as ckpt:
+    for step in range((ckpt.latest() or 0) + 1, 10_000):
+        ckpt.save(state_at(step, 5), step=step)
+        print(f"step {step}", flush=True)
+"""
+
+
+def test_a_training_that_is_killed_again_and_again_goes_on_from_its_last_commit(tmp_path, nursery):
+    root = tmp_path / "run"
+    latest = 0
+    for life in range(5):
+        child = nursery.start(TRAINING, root)
+        child.wait_for_line(f"step {latest + 2 + life}\n")
+        child.send(9)
+        assert child.ended().status == -9
+        steps = assert_every_commit_loads(root)
+        # A save is begun when the one before it is committed.
+        assert steps[-1] >= latest + life + 1
+        latest = steps[-1]
+    assert_work_goes_on(root, latest + 1)
+    assert leftovers(root) == []
+
+
+# --- refused by the kernel -------------------------------------------------------------------------------------
+
+# Commits step 1, waits for the test, saves step 2 under the fault; waits again, and saves step 3.
+REFUSED = """
+import sys
+from helpers_b import allow_tracing, open_run, state_at
+allow_tracing()
+with open_run(sys.argv[1]) as ckpt:
+    ckpt.save(state_at(1, 5), step=1).result()
+    ckpt.wait()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    error = ckpt.save(state_at(2, 5), step=2).exception()
+    print(type(error).__name__, getattr(error.__cause__, "errno", None) if error else "", flush=True)
+    print("steps", *ckpt.steps(), flush=True)
+    sys.stdin.readline()
+    ckpt.save(state_at(3, 5), step=3).result()
+print("end", flush=True)
+"""
+
+
+class Refused:
+    """How step 2 went under a fault."""
+
+    def __init__(self, nursery: Nursery, tmp_path: Path, *faults: str, paths: tuple[str, ...] = ()) -> None:
+        self.root = tmp_path / "run"
+        pipe = tmp_path / "stdin"
+        os.mkfifo(pipe)
+        child: Child = nursery.start(REFUSED, self.root, stdin=str(pipe))
+        with open(pipe, "w") as stdin:
+            child.wait_for_line("ready\n")
+            with injected(child, *faults, paths=tuple(str(self.root / path) for path in paths)):
+                stdin.write("\n")
+                stdin.flush()
+                child.wait_for_line("steps ")
+                child.wait_for_line("\nsteps")
+            self.after = names_below(self.root)
+            self.left = leftovers(self.root)
+            with open_run(self.root) as ckpt:
+                assert_is_state(ckpt.load(1), 1, STATE_MIB)
+            stdin.write("\n")
+            stdin.flush()
+            ended = child.ended()
+        assert (ended.status, ended.err) == (0, "")
+        lines = ended.out.splitlines()
+        self.error, _, self.errno = lines[1].partition(" ")
+        self.steps = [int(step) for step in lines[2].split()[1:]]
+        assert lines[-1] == "end"
+        with open_run(self.root) as ckpt:
+            assert ckpt.latest() == 3
+            for step in ckpt.steps():
+                assert_is_state(ckpt.load(step), step, STATE_MIB)
+
+
+@needs_strace
+@pytest.mark.parametrize(
+    ("fault", "error", "code"),
+    [
+        ("fsync:error=EIO:when=1+", "StorageUnavailableError", errno.EIO),
+        ("pwrite64:error=EIO:when=1+", "StorageUnavailableError", errno.EIO),
+        ("pwrite64:error=ENOSPC:when=1+", "StorageFullError", errno.ENOSPC),
+        ("pwrite64:error=EDQUOT:when=2+", "StorageFullError", errno.EDQUOT),
+        ("fallocate:error=ENOSPC", "StorageFullError", None),
+        ("fallocate:error=EIO", "StorageUnavailableError", errno.EIO),
+        ("mkdir:error=EACCES", "StorageUnavailableError", errno.EACCES),
+        ("rename:error=EIO", "StorageUnavailableError", errno.EIO),
+        ("link:error=EIO", "StorageUnavailableError", errno.EIO),
+    ],
+)
+def test_a_refused_call_fails_the_save_under_the_right_name_and_leaves_nothing(tmp_path, nursery, fault, error, code):
+    refused = Refused(nursery, tmp_path, fault)
+
+    assert (refused.error, refused.errno) == (error, str(code))
+    assert refused.steps == [1]
+    assert refused.left == []
+    assert refused.after == [name for name in refused.after if "step_00000002" not in name]
+
+
+@needs_strace
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "pwrite64:error=EINVAL:when=1",  # O_DIRECT is taken at open, and refused at the first write
+        "pwrite64:error=EOPNOTSUPP:when=1",
+        "fallocate:error=EOPNOTSUPP",
+        "fallocate:error=ENOSYS",
+        "link:error=EPERM",  # no hard links here: an exclusive rename does as well
+        "link:error=EOPNOTSUPP",
+        "fcntl:error=ENOLCK:when=2+",  # no record locks
+    ],
+)
+def test_what_a_file_system_cannot_do_is_done_another_way(tmp_path, nursery, fault):
+    refused = Refused(nursery, tmp_path, fault)
+
+    assert refused.error == "NoneType"
+    assert refused.steps == [1, 2]
+    assert refused.left == []
+
+
+@needs_strace
+@pytest.mark.parametrize("call", ["pwrite64", "fsync", "rename", "link", "mkdir", "unlink", "fallocate"])
+def test_killed_inside_of_a_call_what_was_committed_loads(tmp_path, nursery, call):
+    root = tmp_path / "run"
+    pipe = tmp_path / "stdin"
+    os.mkfifo(pipe)
+    child = nursery.start(REFUSED, root, stdin=str(pipe))
+    with open(pipe, "w") as stdin:
+        child.wait_for_line("ready\n")
+        with injected(child, f"{call}:signal=KILL:when=1"):
+            stdin.write("\n")
+            stdin.flush()
+            assert child.ended().status == -9
+
+    assert assert_every_commit_loads(root) in ([1], [1, 2])
+    assert_work_goes_on(root, 2)
+    assert leftovers(root) == []
+
+
+# --- durable ---------------------------------------------------------------------------------------------------
+
+RECORDING = """
+import os, sys
+from helpers_b import open_run, state_at, watch_disk
+
+def path_of(argument):
+    return os.readlink(f"/proc/self/fd/{argument}") if isinstance(argument, int) else str(argument)
+
+log = []
+with open_run(sys.argv[1]) as ckpt:
+    watch_disk(lambda name, arguments: log.append((name, path_of(arguments[-1 if name in ("replace", "link") else 0]))))
+    ckpt.save(state_at(1, 5), step=1).result()
+    num_calls = len(log)
+    ckpt.wait()
+for name, path in log[:num_calls]:
+    print(name, os.path.relpath(path, sys.argv[1]))
+"""
+
+
+def test_nothing_is_named_before_it_is_synced_and_every_name_is_synced_before_the_next(tmp_path, nursery):
+    """The order that survives a power cut: bytes, name of the archive, name of the commit, and only then the future."""
+    root = tmp_path / "run"
+    ended = nursery.run(RECORDING, root)
+    assert (ended.status, ended.err) == (0, "")
+    log = [tuple(line.split(" ", 1)) for line in ended.out.splitlines()]
+
+    def first(call: str, ending: str, after: int = -1) -> int:
+        return next(i for i, (c, p) in enumerate(log) if i > after and c == call and p.endswith(ending))
+
+    temp = next(path for call, path in log if call == "pwrite")
+    last_write = max(i for i, (call, path) in enumerate(log) if call == "pwrite")
+    archive_synced = first("fsync", temp, last_write)
+    archive_named = first("replace", ".tar", archive_synced)
+    archive_name_synced = first("fsync", "step_00000001", archive_named)
+    commit_synced = first("fsync", "tmp", archive_name_synced)
+    committed = first("link", "manifest.json", commit_synced)
+    commit_name_synced = first("fsync", "step_00000001", committed)
+    assert first("replace", "latest", commit_name_synced) < len(log)
+    assert first("replace", "checkpoints.jsonl", commit_name_synced) < len(log)
+    # And every folder that was made is synced in its parent before the commit.
+    for made in [(i, path) for i, (call, path) in enumerate(log) if call == "mkdir"]:
+        parent = os.path.normpath(os.path.join(made[1], ".."))
+        assert first("fsync", parent, made[0]) < committed

@@ -1,0 +1,420 @@
+"""The end of the process: whatever ends it, the saves that were begun are decided first, and nothing is half there."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from helpers_b import Nursery, assert_is_state, leftovers, open_run
+
+import async_ckpt
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory):
+    with Nursery(tmp_path_factory.mktemp("children")) as started:
+        yield started
+
+
+# What each script begins with. `fail_writes` and `slow_disk` stand for a disk; "waiting" is printed when somebody
+# begins to wait for the saves, "other hook" by an exit hook of the user's.
+HEAD = """
+import atexit, errno, os, signal, sys, threading
+import torch
+import async_ckpt
+import async_ckpt.saver, async_ckpt.worker
+from async_ckpt import AsyncCheckpointer
+from async_ckpt.storage.local import LocalSink
+from helpers_b import hold_writes, open_run, state_at
+
+root = sys.argv[1]
+atexit.register(lambda: print("other hook", flush=True))
+
+def fail_writes():
+    def write(self, offset, data):
+        raise async_ckpt.StorageUnavailableError("the disk is gone", path=root)
+    LocalSink.write = write
+
+def slow_disk():
+    # Writes end once the saves have been given up, as those of a real disk would some time.
+    go = hold_writes()
+    real_wait, real_abandon = async_ckpt.worker.wait_for, async_ckpt.worker.abandon
+
+    def wait_for(future, timeout=None):
+        if told:
+            go.set()
+        else:
+            print("waiting", flush=True)
+        return real_wait(future, timeout)
+
+    def abandon(pending, why):
+        told.append(why)
+        return real_abandon(pending, why)
+
+    told = []
+    async_ckpt.worker.wait_for = async_ckpt.saver.wait_for = wait_for
+    async_ckpt.worker.abandon = async_ckpt.saver.abandon = abandon
+    return go
+"""
+
+
+def script(body: str) -> str:
+    return HEAD + textwrap.dedent(body)
+
+
+def committed(root: Path) -> list[int]:
+    with open_run(root) as ckpt:
+        for step in ckpt.steps():
+            assert_is_state(ckpt.load(step), step, 5)
+        return ckpt.steps()
+
+
+SAVE = "ckpt = open_run(root); ckpt.save(state_at(1, 5), step=1)\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("pass", 0),
+        ("sys.exit()", 0),
+        ("sys.exit(0)", 0),
+        ("sys.exit(3)", 3),
+        ("sys.exit('no more data')", 1),
+        ("raise SystemExit(4)", 4),
+        ("raise RuntimeError('loss is nan')", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("del ckpt", 0),
+    ],
+)
+def test_however_a_script_ends_its_last_save_is_committed_and_the_status_is_its_own(tmp_path, nursery, end, status):
+    ended = nursery.run(script(SAVE + end), tmp_path / "run")
+
+    assert ended.status == status, ended.err
+    assert ended.out == "other hook\n"
+    assert "async_ckpt:" not in ended.err
+    assert committed(tmp_path / "run") == [1]
+    assert leftovers(tmp_path / "run") == []
+
+
+def test_a_one_off_save_right_before_the_end_is_there(tmp_path, nursery):
+    ended = nursery.run(script("async_ckpt.save(state_at(1, 5), root)"), tmp_path / "x.tar")
+
+    assert (ended.status, ended.err) == (0, "")
+    assert_is_state(async_ckpt.load(tmp_path / "x.tar"), 1, 5)
+
+
+def test_a_guarded_save_whose_copy_is_under_way_at_the_end_is_committed(tmp_path, nursery):
+    body = """
+    p = torch.nn.Parameter(torch.ones(10 << 20))
+    optimizer = torch.optim.SGD([p])
+    ckpt = open_run(root, host_bytes=16 << 20, guard=optimizer)
+    ckpt.save({"p": p}, step=1)
+    """
+    ended = nursery.run(script(body), tmp_path / "run")
+
+    assert (ended.status, ended.err) == (0, "")
+    assert bool((async_ckpt.load(tmp_path / "run")["p"] == 1).all())
+
+
+def test_several_saves_are_drained_at_the_end(tmp_path, nursery):
+    body = """
+    ckpt = open_run(root, max_in_flight=4)
+    for step in range(4):
+        ckpt.save(state_at(step, 5), step=step)
+    """
+    ended = nursery.run(script(body), tmp_path / "run")
+
+    assert (ended.status, ended.err) == (0, "")
+    assert committed(tmp_path / "run") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("pass", 75),
+        ("sys.exit(0)", 75),
+        ("sys.exit(3)", 3),
+        ("sys.exit('no more data')", 1),
+        ("raise SystemExit(4)", 4),
+        ("raise RuntimeError('loss is nan')", 1),
+    ],
+)
+def test_a_save_that_fails_at_the_end_is_told_on_stderr_and_is_the_status_unless_there_is_another(
+    tmp_path, nursery, end, status
+):
+    body = "ckpt = open_run(root); ckpt.save(state_at(1, 5), step=1).result(); fail_writes()\n"
+    ended = nursery.run(script(body + "ckpt.save(state_at(2, 5), step=2)\n" + end), tmp_path / "run")
+
+    assert ended.status == status, ended.err
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("async_ckpt:")]
+    assert "step 2" in line
+    assert "StorageUnavailableError: the disk is gone" in line
+    assert ended.out == "other hook\n"
+    assert committed(tmp_path / "run") == [1]
+    assert leftovers(tmp_path / "run") == []
+
+
+def test_a_failure_that_was_looked_at_is_not_told_again(tmp_path, nursery):
+    body = "fail_writes(); assert open_run(root).save(state_at(1), step=1).exception() is not None"
+    ended = nursery.run(script(body), tmp_path / "run")
+
+    assert (ended.status, ended.err) == (0, "")
+
+
+def test_a_failure_long_before_the_end_that_nobody_looked_at_is_told_at_the_end(tmp_path, nursery):
+    body = """
+    fail_writes()
+    ckpt = open_run(root)
+    handle = ckpt.save(state_at(1), step=1)
+    ended = threading.Event()
+    handle.add_done_callback(lambda _: ended.set())
+    ended.wait()
+    """
+    ended = nursery.run(script(body), tmp_path / "run")
+
+    assert ended.status == 75
+    assert "step 1" in ended.err
+
+
+def test_a_failed_save_of_a_closed_checkpointer_is_told_once_by_its_exception(tmp_path, nursery):
+    body = "fail_writes()\nwith open_run(root) as ckpt:\n    ckpt.save(state_at(1), step=1)"
+    ended = nursery.run(script(body), tmp_path / "run")
+
+    assert ended.status == 1
+    assert "StorageUnavailableError: the disk is gone" in ended.err
+    assert not [line for line in ended.err.splitlines() if line.startswith("async_ckpt:")]
+
+
+def test_a_failing_status_survives_closed_streams(tmp_path, nursery):
+    body = "fail_writes(); ckpt = open_run(root); ckpt.save(state_at(1), step=1); sys.stdout.close()"
+    ended = nursery.run(script(body), tmp_path / "run")
+
+    assert ended.status == 75
+
+
+def test_the_library_without_a_save_ends_at_once(tmp_path, nursery):
+    ended = nursery.run(script("ckpt = open_run(root); ckpt.prewarm(state_at(1)); print(ckpt.steps())"), tmp_path)
+
+    assert (ended.status, ended.out, ended.err) == (0, "[]\nother hook\n", "")
+
+
+# --- Ctrl-C ----------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_in_the_training_drains_and_a_second_one_gives_the_save_up(tmp_path, nursery):
+    root = tmp_path / "run"
+    body = """
+    ckpt = open_run(root, host_bytes=16 << 20)
+    ckpt.save(state_at(1, 5), step=1).result()
+    go = slow_disk()
+    ckpt.save(state_at(2, 5), step=2)
+    print("training", flush=True)
+    signal.pause()
+    """
+    child = nursery.start(script(body), root)
+    child.wait_for_line("training\n")
+    child.send(signal.SIGINT)
+    child.wait_for_line("waiting\n")
+    child.send(signal.SIGINT)
+    ended = child.ended()
+
+    assert ended.status in (1, 130, -signal.SIGINT), ended.err
+    assert "KeyboardInterrupt" in ended.err
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("async_ckpt:")]
+    assert "step 2" in line
+    assert "SaveAbandonedError" in line
+    assert ended.out.endswith("other hook\n")
+    assert committed(root) == [1]
+    assert leftovers(root) == []
+
+
+def test_a_single_ctrl_c_loses_nothing(tmp_path, nursery):
+    root = tmp_path / "run"
+    body = """
+    ckpt = open_run(root)
+    go = slow_disk()
+    ckpt.save(state_at(1, 5), step=1)
+    print("training", flush=True)
+    try:
+        signal.pause()
+    finally:
+        go.set()
+    """
+    child = nursery.start(script(body), root)
+    child.wait_for_line("training\n")
+    child.send(signal.SIGINT)
+    ended = child.ended()
+
+    assert ended.status == -signal.SIGINT
+    assert "async_ckpt:" not in ended.err
+    assert committed(root) == [1]
+
+
+def test_ctrl_c_while_a_block_is_left_gives_the_save_up(tmp_path, nursery):
+    root = tmp_path / "run"
+    body = """
+    with open_run(root) as ckpt:
+        ckpt.save(state_at(1, 5), step=1).result()
+        slow_disk()
+        ckpt.save(state_at(2, 5), step=2)
+    """
+    child = nursery.start(script(body), root)
+    child.wait_for_line("waiting\n")
+    child.send(signal.SIGINT)
+    ended = child.ended()
+
+    assert ended.status in (1, 130, -signal.SIGINT), ended.err
+    assert "KeyboardInterrupt" in ended.err
+    assert committed(root) == [1]
+    assert leftovers(root) == []
+
+
+def test_ctrl_c_during_a_save_call_leaves_a_checkpointer_that_can_be_left(tmp_path, nursery):
+    root = tmp_path / "run"
+    body = """
+    ckpt = open_run(root, host_bytes=16 << 20)
+    ckpt.save(state_at(1, 5), step=1).result()
+    go = hold_writes()
+    print("training", flush=True)
+    try:
+        ckpt.save(state_at(2, 40), step=2)  # larger than the budget: waits for the disk
+    except KeyboardInterrupt:
+        go.set()
+        print("interrupted", flush=True)
+    ckpt.save(state_at(3, 5), step=3).result()
+    """
+    child = nursery.start(script(body), root)
+    child.wait_for_line("training\n")
+    child.send(signal.SIGINT)
+    ended = child.ended()
+
+    assert "interrupted" in ended.out, ended.err
+    steps = committed(root)
+    assert 1 in steps
+    assert 2 not in steps
+    assert 3 in steps
+    assert leftovers(root) == []
+
+
+def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_ctrl_c(tmp_path, nursery):
+    root = tmp_path / "run"
+    body = """
+    async_ckpt.worker._ABANDON_SECONDS = 0.1
+    ckpt = open_run(root)
+    ckpt.save(state_at(1, 5), step=1).result()
+    slow_disk()
+    hold_writes()
+    ckpt.save(state_at(2, 5), step=2)
+    """
+    child = nursery.start(script(body), root)
+    child.wait_for_line("waiting\n")
+    child.send(signal.SIGINT)
+
+    assert child.ended().status in (1, 75, 130)
+    assert committed(root) == [1]
+
+
+def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery):
+    root = tmp_path / "run"
+    body = """
+    ckpt = open_run(root, exit_timeout=0.0)
+    ckpt.save(state_at(1, 5), step=1).result()
+    slow_disk()
+    ckpt.save(state_at(2, 5), step=2)
+    """
+    ended = nursery.run(script(body), root)
+
+    assert ended.status == 75
+    assert "step 2" in ended.err
+    assert "exit_timeout=0.0" in ended.err
+    assert ended.out.endswith("other hook\n")
+    assert committed(root) == [1]
+    assert leftovers(root) == []
+
+
+# --- forks -----------------------------------------------------------------------------------------------------
+
+
+def test_forked_children_end_cleanly_and_the_saves_of_the_parent_arrive(tmp_path, nursery):
+    body = """
+    import multiprocessing
+    import warnings
+    warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+
+    def work(number):
+        assert number >= 0
+        try:
+            ckpt.save(state_at(9), step=9)
+        except async_ckpt.ClosedError:
+            return
+        raise AssertionError("the parent's checkpointer saved in a child")
+
+    ckpt = open_run(root, max_in_flight=2)
+    context = multiprocessing.get_context("fork")
+    for step in range(3):
+        handle = ckpt.save(state_at(step, 5), step=step)
+        children = [context.Process(target=work, args=(number,)) for number in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(60)
+            assert child.exitcode == 0, child.exitcode
+        handle.result()
+    """
+    ended = nursery.run(script(body), tmp_path / "run")
+
+    assert (ended.status, ended.err) == (0, "")
+    assert committed(tmp_path / "run") == [0, 1, 2]
+
+
+def test_a_forked_child_saves_with_a_checkpointer_of_its_own(tmp_path, nursery):
+    body = """
+    import warnings
+    warnings.simplefilter("ignore", DeprecationWarning)
+    ckpt = open_run(root + "/parent")
+    ckpt.save(state_at(1, 5), step=1)
+    async_ckpt.save(state_at(1, 5), root + "/parent.tar")
+    child = os.fork()
+    if child == 0:
+        open_run(root + "/child").save(state_at(1, 5), step=1)
+        async_ckpt.save(state_at(2, 5), root + "/child.tar")
+    else:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """
+    ended = nursery.run(script(body), tmp_path)
+
+    assert (ended.status, ended.err) == (0, "")
+    assert committed(tmp_path / "parent") == committed(tmp_path / "child") == [1]
+    assert_is_state(async_ckpt.load(tmp_path / "parent.tar"), 1, 5)
+    assert_is_state(async_ckpt.load(tmp_path / "child.tar"), 2, 5)
+
+
+def test_a_forked_child_cannot_wait_for_the_parents_save_nor_harm_it(tmp_path, nursery):
+    body = """
+    import warnings
+    warnings.simplefilter("ignore", DeprecationWarning)
+    ckpt = open_run(root)
+    go = hold_writes()
+    handle = ckpt.save(state_at(1, 5), step=1)
+    child = os.fork()
+    if child == 0:
+        for wait in (handle.result, handle.exception):
+            try:
+                wait()
+            except async_ckpt.ClosedError:
+                continue
+            os._exit(9)
+        ckpt.close()
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    go.set()
+    """
+    ended = nursery.run(script(body), tmp_path)
+
+    assert (ended.status, ended.err) == (0, "")
+    assert committed(tmp_path) == [1]

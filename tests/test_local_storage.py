@@ -1,0 +1,593 @@
+"""The local disk: whole files or none, found full before a byte is written, and only the dead swept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_b import MIB, Call, Nursery, assert_is_state, leftovers, names_below, open_run, state_at
+
+import async_ckpt
+from async_ckpt import StorageFullError, StorageUnavailableError
+from async_ckpt.snapshot.pool import Segment
+from async_ckpt.storage.local import TEMP_SUFFIX, LocalStorage
+
+needs_fcntl = pytest.mark.skipif(sys.platform == "win32", reason="no record locks here")
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return LocalStorage(tmp_path / "root")
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, options: str):
+    """A file system of one's own."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def can_mount() -> bool:
+    return sys.platform == "linux" and os.geteuid() == 0
+
+
+needs_mount = pytest.mark.skipif(not can_mount(), reason="mounting a file system needs root")
+
+
+def write_whole(disk: LocalStorage, path: str, data: bytes) -> None:
+    sink = disk.create(path, num_bytes=len(data))
+    sink.write(0, memoryview(data))
+    sink.finish()
+    sink.close()
+
+
+# --- one object ------------------------------------------------------------------------------------------------
+
+
+def test_an_object_appears_whole_when_it_is_finished_and_not_before(disk):
+    sink = disk.create("a/b/x.tar", num_bytes=8192)
+    sink.write(4096, memoryview(b"b" * 4096))
+    sink.write(0, memoryview(b"a" * 4096))
+    assert not disk.exists("a/b/x.tar")
+    sink.finish()
+    sink.close()
+
+    assert disk.read("a/b/x.tar")[0] == b"a" * 4096 + b"b" * 4096
+    assert disk.names("a/b") == ["x.tar"]
+
+
+def test_segments_written_by_many_threads_in_any_order_are_all_there(disk):
+    segments = [Segment(4 * MIB) for _ in range(8)]
+    for number, segment in enumerate(segments):
+        segment.tensor.fill_(number)
+    sink = disk.create("x.tar", num_bytes=32 * MIB)
+    calls = [Call(lambda n=n: sink.write(n * 4 * MIB, segments[n].view)) for n in (3, 1, 7, 0, 5, 2, 6, 4)]
+    for call in calls:
+        call.outcome()
+    sink.finish()
+    sink.close()
+
+    written = (disk.root / "x.tar").read_bytes()
+    assert len(written) == 32 * MIB
+    assert all(written[n * 4 * MIB :][: 4 * MIB] == bytes([n]) * 4 * MIB for n in range(8))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 511, 4095, 4097, 3 * 4096 + 17])
+def test_sizes_and_addresses_that_no_direct_write_takes_are_written_all_the_same(disk, num_bytes):
+    data = bytes(range(256)) * (num_bytes // 256 + 1)
+    write_whole(disk, "odd", data[:num_bytes])
+
+    assert disk.read("odd")[0] == data[:num_bytes]
+
+
+def test_a_write_that_takes_less_than_it_is_given_is_continued(disk, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:4096], offset))
+    data = os.urandom(10 * 4096)
+    write_whole(disk, "x", data)
+
+    assert disk.read("x")[0] == data
+
+
+def test_an_aborted_object_leaves_no_trace(disk):
+    sink = disk.create("new/folder/x.tar", num_bytes=4096)
+    sink.write(0, memoryview(b"a" * 4096))
+    sink.abort()
+    sink.abort()
+    sink.close()
+
+    assert names_below(disk.root) == []
+    assert not (disk.root / "new/folder").exists()
+
+
+def test_an_abort_leaves_what_was_there_before(disk):
+    write_whole(disk, "folder/x", b"old")
+    sink = disk.create("folder/x", num_bytes=3)
+    sink.write(0, memoryview(b"new"))
+    sink.abort()
+
+    assert disk.read("folder/x")[0] == b"old"
+    assert disk.names("folder") == ["x"]
+
+
+def test_a_finished_object_replaces_what_was_there(disk):
+    write_whole(disk, "x", b"old")
+    write_whole(disk, "x", b"new!")
+
+    assert disk.read("x")[0] == b"new!"
+
+
+def test_an_object_that_lacks_bytes_cannot_be_finished(disk, monkeypatch):
+    sink = disk.create("x", num_bytes=8192)
+    sink.write(0, memoryview(b"a" * 4096))
+    os.truncate(next(disk.root.iterdir()), 4096)
+    with pytest.raises(StorageUnavailableError):
+        sink.finish()
+    sink.abort()
+
+    assert names_below(disk.root) == []
+
+
+def test_every_descriptor_is_closed_again(disk):
+    write_whole(disk, "warm", b"a")
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else None
+    for number in range(20):
+        write_whole(disk, f"x{number}", b"a" * 4096)
+        disk.create("y", num_bytes=4096).abort()
+        disk.put_new(f"z{number}", b"a")
+        disk.replace("w", b"a")
+        disk.read("w")
+        disk.sweep("", disk.names(""))
+        with disk.open("w") as reader:
+            assert reader.num_bytes == 1
+        with pytest.raises(FileExistsError):
+            disk.put_new("w", b"a")
+
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- reading ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 4096), (4096, 8192), (1, 5), (4095, 2), (0, 0), (12287, 1)])
+def test_a_range_is_read_exactly_whatever_its_alignment(disk, offset, length):
+    data = os.urandom(12288)
+    write_whole(disk, "x", data)
+    for target in (bytearray(length), Segment(16384).view[:length]):
+        with disk.open("x") as reader:
+            reader.read_into(offset, memoryview(target))
+        assert bytes(target) == data[offset : offset + length]
+
+
+def test_reading_past_the_end_says_where_it_ends(disk):
+    write_whole(disk, "x", b"a" * 5000)
+    with disk.open("x") as reader:
+        for target in (memoryview(bytearray(8192)), Segment(8192).view):
+            with pytest.raises(EOFError, match="5000"):
+                reader.read_into(0, target)
+
+
+def test_a_missing_object_is_a_file_not_found_and_its_deletion_no_error(disk):
+    for read in (disk.read, disk.open):
+        with pytest.raises(FileNotFoundError):
+            read("missing")
+    disk.delete("missing")
+    disk.delete("missing/too")
+    assert disk.names("missing") == []
+    assert not disk.exists("missing")
+    assert not disk.root.exists()
+
+
+def test_a_folder_is_no_object(disk):
+    (disk.root / "folder").mkdir(parents=True)
+    with pytest.raises(StorageUnavailableError):
+        disk.open("folder")
+    with pytest.raises(StorageUnavailableError):
+        disk.read("folder")
+
+
+# --- small objects ---------------------------------------------------------------------------------------------
+
+
+def test_a_new_object_is_refused_when_there_is_one(disk):
+    disk.put_new("a/manifest", b"first")
+    with pytest.raises(FileExistsError):
+        disk.put_new("a/manifest", b"second")
+
+    assert disk.read("a/manifest")[0] == b"first"
+    assert disk.names("a") == ["manifest"]
+
+
+def test_of_many_threads_that_put_a_new_object_exactly_one_wins(disk):
+    together = threading.Barrier(8)
+
+    def put(number: int) -> bool:
+        together.wait(60)
+        try:
+            disk.put_new("manifest", str(number).encode())
+        except FileExistsError:
+            return False
+        return True
+
+    calls = [Call(lambda number=number: put(number)) for number in range(8)]
+    won = [number for number, call in enumerate(calls) if call.outcome()]
+
+    assert len(won) == 1
+    assert disk.read("manifest")[0] == str(won[0]).encode()
+    assert disk.names("") == ["manifest"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the exclusive rename is of Linux")
+@pytest.mark.parametrize("code", ["EPERM", "EOPNOTSUPP", "ENOSYS", "EMLINK"])
+def test_without_hard_links_a_new_object_is_still_created_only_once(disk, monkeypatch, code):
+    import errno
+
+    def link(*_):
+        raise OSError(getattr(errno, code), code)
+
+    monkeypatch.setattr(os, "link", link)
+    disk.put_new("manifest", b"first")
+    with pytest.raises(FileExistsError):
+        disk.put_new("manifest", b"second")
+
+    assert disk.read("manifest")[0] == b"first"
+    assert disk.names("") == ["manifest"]
+
+
+def test_the_version_changes_whenever_an_object_is_replaced(disk):
+    versions = set()
+    for _ in range(20):
+        disk.replace("x", b"same")
+        versions.add(disk.read("x")[1])
+
+    assert len(versions) == 20
+    assert disk.read("x") == disk.read("x")
+
+
+def test_replacing_needs_the_version_that_was_read(disk):
+    disk.replace("x", b"one")
+    first = disk.read("x")[1]
+    disk.replace("x", b"two", version=first)
+    with pytest.raises(FileExistsError):
+        disk.replace("x", b"three", version=first)
+    with pytest.raises(FileExistsError):
+        disk.replace("missing", b"one", version=first)
+
+    assert disk.read("x")[0] == b"two"
+    assert disk.names("") == ["x"]
+
+
+def test_of_many_threads_that_replace_one_version_exactly_one_wins(disk):
+    disk.replace("x", b"old")
+    version = disk.read("x")[1]
+    together = threading.Barrier(8)
+
+    def replace(number: int) -> bool:
+        together.wait(60)
+        try:
+            disk.replace("x", str(number).encode(), version=version)
+        except FileExistsError:
+            return False
+        return True
+
+    calls = [Call(lambda number=number: replace(number)) for number in range(8)]
+    assert sum(call.outcome() for call in calls) == 1
+
+
+def test_a_reader_sees_the_old_or_the_new_object_never_a_mixture(disk):
+    disk.replace("x", b"0" * 5000)
+    stop = threading.Event()
+
+    def read() -> int:
+        count = 0
+        while not stop.is_set() or not count:
+            data = disk.read("x")[0]
+            assert len(data) == 5000
+            assert len(set(data)) == 1
+            count += 1
+        return count
+
+    reading = Call(read)
+    for number in range(100):
+        disk.replace("x", str(number % 10).encode() * 5000)
+    stop.set()
+    assert reading.outcome() > 0
+
+
+def test_moving_keeps_the_content(disk):
+    disk.replace("a/x", b"data")
+    disk.move("a/x", "a/y")
+
+    assert disk.names("a") == ["y"]
+    assert disk.read("a/y")[0] == b"data"
+
+
+def test_a_folder_that_a_deletion_leaves_empty_goes_too_but_never_the_root(disk):
+    disk.replace("a/x", b"1")
+    disk.replace("a/y", b"2")
+    disk.replace("z", b"3")
+    disk.delete("a/x")
+    assert disk.exists("a")
+    disk.delete("a/y")
+    assert not disk.exists("a")
+    disk.delete("z")
+    assert disk.root.is_dir()
+
+
+# --- names -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a" * 255, "ü" * 127, "Пример.tar", "检查点.tar", "x y\t.tar", "-rf", "new\nline", "{}", "%s", "#?&"],
+    ids=lambda name: ascii(name)[:20],
+)
+def test_any_name_that_the_file_system_takes_is_taken(tmp_path, name):
+    async_ckpt.save(state_at(1), tmp_path / name).result()
+
+    assert_is_state(async_ckpt.load(tmp_path / name), 1)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_name_that_is_too_long_is_said_to_be(tmp_path):
+    with pytest.raises(StorageUnavailableError, match="too long"):
+        async_ckpt.save(state_at(1), tmp_path / ("a" * 256)).result()
+
+    assert names_below(tmp_path) == []
+
+
+def test_a_run_below_a_deep_new_folder_is_made(tmp_path):
+    root = tmp_path / "über" / "ein" / "neuer" / "Ordner"
+    with open_run(root) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+
+    assert_is_state(async_ckpt.load(root), 1)
+
+
+def test_a_symbolic_link_to_a_folder_is_a_folder(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with open_run(tmp_path / "link") as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+
+    assert_is_state(async_ckpt.load(tmp_path / "real"), 1)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------
+
+
+def test_more_than_the_disk_has_is_refused_with_numbers_before_a_byte_is_written(disk):
+    with pytest.raises(StorageFullError, match="needed") as caught:
+        disk.create("a/x.tar", num_bytes=1 << 60)
+
+    assert caught.value.needed_bytes == 1 << 60
+    assert 0 < caught.value.free_bytes < 1 << 60
+    assert caught.value.path.endswith("a/x.tar")
+    assert not disk.root.exists()
+
+
+@needs_mount
+def test_a_save_that_does_not_fit_is_refused_and_the_earlier_one_stays(tmp_path):
+    with mounted(tmp_path / "small", "size=64m") as small, open_run(small / "run") as ckpt:
+        ckpt.save(state_at(1, 24), step=1).result()
+        error = ckpt.save(state_at(2, 48), step=2).exception()
+
+        assert isinstance(error, StorageFullError)
+        assert error.needed_bytes > 48 * MIB > error.free_bytes
+        assert leftovers(small / "run") == []
+        assert_is_state(ckpt.load(), 1, 24)
+        assert ckpt.save(state_at(2, 24), step=2).result().status == "committed"
+
+
+@needs_mount
+def test_a_disk_that_others_fill_meanwhile_is_full_and_nothing_is_left(tmp_path):
+    with mounted(tmp_path / "small", "size=64m") as small, open_run(small / "run") as ckpt:
+        ckpt.save(state_at(1, 8), step=1).result()
+        with open(small / "other", "wb") as other, contextlib.suppress(OSError):
+            for _ in range(64):
+                other.write(bytes(MIB))
+                other.flush()
+        error = ckpt.save(state_at(2, 8), step=2).exception()
+        assert isinstance(error, StorageFullError)
+        assert leftovers(small / "run") == []
+        (small / "other").unlink()
+        assert ckpt.save(state_at(2, 8), step=2).result().status == "committed"
+        assert_is_state(ckpt.load(), 2, 8)
+
+
+@needs_mount
+def test_a_place_that_may_only_be_read_is_unavailable(tmp_path):
+    with mounted(tmp_path / "frozen", "size=8m") as frozen:
+        subprocess.run(["mount", "-o", "remount,ro", str(frozen)], check=True)
+        error = async_ckpt.save(state_at(1), frozen / "new/x.tar").exception()
+        assert isinstance(error, StorageUnavailableError)
+        assert not isinstance(error, StorageFullError)
+        with open_run(frozen / "run") as ckpt:
+            assert isinstance(ckpt.save(state_at(1), step=1).exception(), StorageUnavailableError)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
+def test_a_place_where_nothing_can_be_made_is_unavailable():
+    error = async_ckpt.save(state_at(1), "/proc/new/x.tar").exception()
+
+    assert isinstance(error, StorageUnavailableError)
+    assert error.path == "/proc/new/x.tar" or error.path.startswith("/proc")
+    assert error.__cause__ is not None
+
+
+def test_a_file_where_a_folder_should_be_is_said_to_be_one(tmp_path):
+    (tmp_path / "file").write_text("x")
+    error = async_ckpt.save(state_at(1), tmp_path / "file" / "x.tar").exception()
+
+    assert isinstance(error, StorageUnavailableError)
+    assert "file where a folder should be" in str(error) or "Not a directory" in str(error)
+
+
+def test_a_step_folder_that_is_a_file_fails_the_save(tmp_path):
+    (tmp_path / "step_00000001").write_text("x")
+    with open_run(tmp_path) as ckpt:
+        assert isinstance(ckpt.save(state_at(1), step=1).exception(), StorageUnavailableError)
+        assert ckpt.steps() == []
+        assert ckpt.save(state_at(2), step=2).result().status == "committed"
+
+
+def test_a_folder_where_the_file_should_be_is_refused(tmp_path):
+    (tmp_path / "x.tar").mkdir()
+    with pytest.raises(IsADirectoryError):
+        async_ckpt.save(state_at(1), tmp_path / "x.tar")
+
+
+def test_a_folder_that_takes_the_place_of_the_file_meanwhile_fails_the_save_and_leaves_nothing(disk):
+    sink = disk.create("x.tar", num_bytes=4096)
+    sink.write(0, memoryview(b"a" * 4096))
+    (disk.root / "x.tar").mkdir()
+    with pytest.raises(StorageUnavailableError):
+        sink.finish()
+    sink.abort()
+
+    assert os.listdir(disk.root) == ["x.tar"]
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="no /dev/shm here")
+def test_a_file_system_in_memory_is_a_place_like_any_other(tmp_path_factory):
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir=SHM) as folder:
+        with open_run(folder, keep_last=1) as ckpt:
+            for step in (1, 2):
+                ckpt.save(state_at(step, 9), step=step).result()
+            ckpt.wait()
+            assert ckpt.steps() == [2]
+            assert_is_state(ckpt.load(), 2, 9)
+        assert leftovers(folder) == []
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_system_that_takes_direct_writes_only_at_open_is_written_buffered(disk, monkeypatch, direct):
+    import errno
+    import fcntl
+
+    pwrite = os.pwrite
+
+    def refusing(fd: int, data: memoryview, offset: int) -> int:
+        if direct and fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, "direct writing is refused")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    segment = Segment(4 * MIB)
+    segment.tensor.copy_(torch.arange(4 * MIB, dtype=torch.int64).to(torch.uint8))
+    sink = disk.create("x", num_bytes=8 * MIB)
+    for number in (1, 0):
+        sink.write(number * 4 * MIB, segment.view)
+    sink.finish()
+    sink.close()
+
+    assert disk.read("x")[0] == bytes(segment.view) * 2
+
+
+# --- sweeping --------------------------------------------------------------------------------------------------
+
+WRITER = """
+import sys, time
+from async_ckpt.storage.local import LocalStorage
+sink = LocalStorage(sys.argv[1]).create("x.tar", num_bytes=4096)
+print("writing", flush=True)
+sys.stdin.readline()
+"""
+
+
+@needs_fcntl
+def test_the_temp_file_of_a_living_writer_in_this_process_is_not_dead(disk):
+    sink = disk.create("x.tar", num_bytes=4096)
+    (temp,) = disk.names("")
+    assert temp.endswith(TEMP_SUFFIX)
+    assert disk.sweep("", [temp]) == []
+    sink.write(0, memoryview(b"a" * 4096))
+    sink.finish()
+    assert disk.sweep("", ["x.tar"]) == []  # finished, but its fate is not decided yet
+    sink.close()
+    assert disk.sweep("", ["x.tar"]) == ["x.tar"]
+
+
+@needs_fcntl
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+def test_the_temp_file_of_a_living_writer_elsewhere_is_not_dead_and_that_of_a_killed_one_is(tmp_path):
+    disk = LocalStorage(tmp_path / "root")
+    os.mkfifo(tmp_path / "stdin")
+    with Nursery(tmp_path) as nursery:
+        child = nursery.start(WRITER, disk.root, stdin=str(tmp_path / "stdin"))
+        with open(tmp_path / "stdin", "w"):
+            child.wait_for_line("writing\n")
+            (temp,) = disk.names("")
+            assert disk.sweep("", [temp]) == []
+            child.send(9)
+            assert child.ended().status == -9
+    assert disk.sweep("", [temp]) == [temp]
+
+
+@needs_fcntl
+def test_a_sweep_deletes_nothing_by_itself_and_follows_no_links(disk, tmp_path):
+    disk.root.mkdir()
+    (disk.root / "dead").write_bytes(b"x")
+    (tmp_path / "elsewhere").write_bytes(b"x")
+    (disk.root / "link").symlink_to(tmp_path / "elsewhere")
+    (disk.root / "folder").mkdir()
+
+    assert disk.sweep("", ["dead", "link", "folder", "missing"]) == ["dead"]
+    assert disk.exists("dead")
+
+
+def test_a_one_off_save_sweeps_the_leftovers_of_its_own_file_and_no_other(tmp_path):
+    for name in (".x.tar.01234567", ".y.tar.01234567"):
+        (tmp_path / (name + TEMP_SUFFIX)).write_bytes(b"half")
+    async_ckpt.save(state_at(1), tmp_path / "x.tar").result()
+
+    assert sorted(os.listdir(tmp_path)) == [".y.tar.01234567" + TEMP_SUFFIX, "x.tar"]
+
+
+TWO = """
+import sys
+from helpers_b import open_run, state_at
+import async_ckpt
+first, root = int(sys.argv[2]), sys.argv[1]
+with open_run(root) as ckpt:
+    for step in range(first, 12, 2):
+        try:
+            ckpt.save(state_at(step, 5), step=step).result()
+            print(step)
+        except async_ckpt.StepBehindError:
+            pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+def test_two_processes_that_save_into_one_root_lose_nothing_that_either_committed(tmp_path):
+    root = tmp_path / "run"
+    with Nursery(tmp_path) as nursery:
+        children = [nursery.start(TWO, root, first) for first in (0, 1)]
+        ended = [child.ended() for child in children]
+    assert [(e.status, e.err) for e in ended] == [(0, ""), (0, "")]
+    committed = sorted(int(line) for e in ended for line in e.out.split())
+
+    with open_run(root) as ckpt:
+        assert ckpt.steps() == committed
+        for step in committed:
+            assert_is_state(ckpt.load(step), step, 5)
+        assert [record["step"] for record in ckpt._run.journal()] == committed
+        assert (root / "latest").read_text() == f"step_{committed[-1]:08d}\n"
+    assert leftovers(root) == []

@@ -1,0 +1,273 @@
+"""The segment pool and the crews: bounded, in order, and never in anybody's way."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+from helpers_b import MIB, SEGMENT, Call, Nursery, Thrown, until
+
+from async_ckpt.snapshot.crew import Crew
+from async_ckpt.snapshot.pool import MIN_SEGMENTS, Segment, SegmentPool, free_memory_bytes
+
+
+def nothing() -> None:
+    """A check that finds nothing wrong."""
+
+
+@pytest.fixture
+def pool():
+    made = SegmentPool(SEGMENT, max_bytes=MIN_SEGMENTS * SEGMENT)
+    yield made
+    made.close()
+
+
+def lease(pool: SegmentPool, order: int = 0, segment: int = 0):
+    return pool.lease((order, segment), pin=False, check=nothing)
+
+
+def test_a_segment_is_page_aligned_writable_and_of_its_exact_size():
+    segment = Segment(SEGMENT)
+
+    assert segment.address % (2 * MIB) == 0
+    assert len(segment.view) == SEGMENT == segment.tensor.numel()
+    assert segment.tensor.data_ptr() == segment.address
+    segment.tensor.fill_(7)
+    assert segment.view[0] == segment.view[-1] == 7
+    assert not segment.pinned
+    segment.free()
+    segment.free()
+
+
+def test_a_segment_that_somebody_still_looks_at_is_freed_when_they_do_not():
+    segment = Segment(SEGMENT)
+    held = segment.tensor
+    segment.free()
+    held.fill_(1)
+
+    assert int(held.sum()) == SEGMENT % 256 + SEGMENT // 256 * 256
+
+
+def test_no_more_segments_are_lent_than_the_budget_holds(pool):
+    leases = [lease(pool) for _ in range(MIN_SEGMENTS)]
+    assert len({held.segment.address for held in leases}) == MIN_SEGMENTS
+    assert pool.num_bytes == MIN_SEGMENTS * SEGMENT
+
+    waiting = Call(lambda: lease(pool))
+    until(lambda: "1 waiting" in repr(pool))
+    leases[0].release()
+    assert waiting.outcome().segment is leases[0].segment
+    assert pool.num_bytes == MIN_SEGMENTS * SEGMENT
+
+
+def test_a_drained_segment_is_lent_again_before_new_memory_is_taken(pool):
+    first = lease(pool)
+    first.release()
+    assert lease(pool).segment is first.segment
+    assert pool.num_bytes == SEGMENT
+
+
+def test_the_oldest_save_is_served_first_and_in_the_order_of_its_file(pool):
+    held = [lease(pool) for _ in range(MIN_SEGMENTS)]
+    served = []
+    calls = []
+    for number, order in enumerate([(2, 0), (1, 5), (3, 1), (1, 3), (2, 9)], start=1):
+        calls.append(Call(lambda order=order: served.append((order, pool.lease(order, pin=False, check=nothing)))))
+        until(lambda number=number: f"{number} waiting" in repr(pool))
+    for number in range(5):
+        (held[number] if number < MIN_SEGMENTS else served[0][1]).release()
+        until(lambda number=number: len(served) == number + 1)
+    for call in calls:
+        call.outcome()
+
+    assert [order for order, _ in served] == [(1, 3), (1, 5), (2, 0), (2, 9), (3, 1)]
+
+
+def test_a_segment_comes_back_when_the_last_who_retained_it_has_released_it(pool):
+    held = lease(pool)
+    held.retain()
+    held.release()
+    assert "1 of 1 segments lent" in repr(pool)
+    held.release()
+    assert "0 of 1 segments lent" in repr(pool)
+
+
+def test_waiting_ends_with_what_check_raises_and_nobody_behind_is_held_up(pool):
+    held = [lease(pool) for _ in range(MIN_SEGMENTS)]
+    pointless = threading.Event()
+
+    def check() -> None:
+        if pointless.is_set():
+            raise Thrown
+
+    first = Call(lambda: pool.lease((0, 0), pin=False, check=check))
+    until(lambda: "1 waiting" in repr(pool))
+    second = Call(lambda: lease(pool, 1))
+    until(lambda: "2 waiting" in repr(pool))
+    pointless.set()
+    with pytest.raises(Thrown):
+        first.outcome()
+    held[0].release()
+    assert second.outcome().segment is held[0].segment
+
+
+def test_released_memory_goes_back_to_the_system_and_lent_memory_when_it_comes_back(pool):
+    held, free = lease(pool), lease(pool)
+    free.release()
+    pool.release()
+    assert pool.num_bytes == SEGMENT
+    pool.close()
+    assert pool.num_bytes == SEGMENT
+    held.release()
+    assert pool.num_bytes == 0
+
+
+def test_a_pool_without_a_budget_grows_to_what_the_saves_need_and_no_further():
+    pool = SegmentPool(SEGMENT)
+    assert pool.max_segments == MIN_SEGMENTS
+    pool.admit(10 * SEGMENT - 1)
+    assert pool.max_segments == 10
+    pool.admit(3 * SEGMENT)
+    assert pool.max_segments == 10
+    pool.admit(6 * SEGMENT, num_saves=2)
+    assert pool.max_segments == 12
+
+
+def test_a_pool_without_a_budget_never_plans_with_more_than_half_of_the_free_memory():
+    pool = SegmentPool(SEGMENT)
+    pool.admit(1 << 50)
+
+    assert MIN_SEGMENTS * SEGMENT <= pool.max_segments * SEGMENT <= free_memory_bytes()
+    assert pool.num_bytes == 0
+
+
+def test_a_budget_is_not_changed_by_what_is_saved(pool):
+    pool.admit(1 << 40, 5)
+    assert pool.max_segments == MIN_SEGMENTS
+
+
+def test_reserving_takes_what_is_missing_up_to_the_budget(pool):
+    crew = Crew("test", 2)
+    try:
+        pool.reserve(2, crew, pin=False)
+        assert pool.num_bytes == 2 * SEGMENT
+        pool.reserve(2, crew, pin=False)
+        assert pool.num_bytes == 2 * SEGMENT
+        pool.reserve(99, crew, pin=False)
+        assert pool.num_bytes == MIN_SEGMENTS * SEGMENT
+        assert "0 of 4 segments lent" in repr(pool)
+    finally:
+        crew.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+def test_a_forked_child_neither_inherits_the_memory_nor_gives_it_back(tmp_path):
+    script = """
+    import os, signal
+    from async_ckpt.snapshot.pool import SegmentPool
+    pool = SegmentPool(4 << 20, max_bytes=16 << 20)
+    lease = pool.lease((0, 0), pin=False, check=lambda: None)
+    lease.segment.tensor.fill_(5)
+    free = pool.lease((0, 1), pin=False, check=lambda: None)
+    free.release()
+    child = os.fork()
+    if child == 0:
+        pool.release()
+        pool.close()
+        assert pool.num_bytes == 8 << 20
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        print(lease.segment.view[0], flush=True)  # not mapped here
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == -signal.SIGSEGV, status
+    assert int(lease.segment.tensor.sum()) == 5 * (4 << 20)
+    """
+    with Nursery(tmp_path) as nursery:
+        ended = nursery.run(script)
+    assert ended.status == 0, ended.err
+
+
+# --- crews -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crew():
+    made = Crew("test", 3)
+    yield made
+    made.stop()
+
+
+def test_a_crew_starts_a_thread_only_when_none_is_idle_and_never_more_than_it_may(crew):
+    go = threading.Event()
+    running = threading.Semaphore(0)
+
+    def task() -> None:
+        running.release()
+        go.wait(60)
+
+    for number in range(1, 6):
+        crew.submit(task)
+        assert repr(crew) == f"<Crew test: {min(number, 3)} threads, {number} tasks>"
+    go.set()
+    for _ in range(5):
+        assert running.acquire(timeout=60)
+
+
+def test_a_task_that_raises_does_not_end_its_thread(crew):
+    told = []
+    hook, threading.excepthook = threading.excepthook, told.append
+    try:
+        ended = threading.Event()
+
+        def throw() -> None:
+            raise Thrown
+
+        for _ in range(6):
+            crew.submit(throw)
+        crew.submit(ended.set)
+        assert ended.wait(60)
+        until(lambda: len(told) == 6)
+    finally:
+        threading.excepthook = hook
+    assert all(args.exc_type is Thrown for args in told)
+
+
+def test_running_all_returns_when_every_task_has_ended(crew):
+    done = []
+    crew.run_all(lambda n=n: done.append(n) for n in range(50))
+    assert sorted(done) == list(range(50))
+
+
+def test_running_all_raises_the_first_error_and_begins_no_more(crew):
+    begun = []
+
+    def task(number: int) -> None:
+        begun.append(number)
+        raise Thrown(number)
+
+    with pytest.raises(Thrown):
+        crew.run_all(lambda n=n: task(n) for n in range(1000))
+    assert len(begun) <= 3
+
+
+def test_a_crew_that_was_stopped_works_again_when_asked(crew):
+    crew.run_all([nothing] * 5)
+    crew.stop()
+    crew.stop()
+    ended = threading.Event()
+    crew.submit(ended.set)
+    assert ended.wait(60)
+
+
+def test_a_crew_keeps_nothing_of_a_task_that_has_ended(crew):
+    import weakref
+
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    crew.submit(lambda held=held: None)
+    del held
+    until(lambda: gone() is None)
