@@ -24,7 +24,7 @@ import torch
 
 from .errors import CorruptCheckpointError, UntrustedObjectError
 from .format import digests, index, tar
-from .format.index import Index
+from .format.index import Index, Member
 from .snapshot.crew import Crew, num_cpus
 from .snapshot.device import as_integers, flat_bytes, host_pointer, memmove
 from .snapshot.pool import Segment, SegmentPool, advise_huge_pages
@@ -175,15 +175,25 @@ class OpenArchive:
                 raise ValueError(f"{told.dotted!r:.200} is a tensor, not the bytes of something else")
 
     def _check_members(self, stored: Iterable[Stored]) -> None:
-        """Each member's own header must tell the same story as the index, before anything is read by either."""
+        """Each member's own headers must tell the same story as the index, before anything is read by either."""
         for number in {self.index.tensors[s.number].member for s in stored if s.kind != "object"}:
             if number in self._checked_members:
                 continue
-            data = self.index.members[number].data
+            data = self._check_tar_header(self.index.members[number])
             length = int.from_bytes(self.read(Extent(data.offset, min(8, data.length))), "little")
             header = self.read(Extent(data.offset, min(data.length, 8 + length)))
             index.check_member_header(self.index, number, header, path=self.path)
             self._checked_members.add(number)
+
+    def _check_tar_header(self, member: Member) -> Extent:
+        """Where the member's data lies, as its tar header says too."""
+        try:
+            told = tar.parse_header(self.read(Extent(member.data.offset - tar.BLOCK, tar.BLOCK)))
+        except ValueError as error:
+            raise self.corrupt(f"{member.name} is not where the index says ({error})") from error
+        if told != (member.name, member.data.length):
+            raise self.corrupt(f"index and tar disagree about {member.name}")
+        return member.data
 
     def primary(self, number: int) -> int:
         """The tensor whose bytes these are: itself, or the one that it is tied to."""
@@ -197,7 +207,7 @@ class OpenArchive:
         member = self.index.member(index.OBJECTS)
         if member is None:
             raise self.corrupt(f"{index.OBJECTS} is missing")
-        data = self.read(member.data)
+        data = self.read(self._check_tar_header(member))
         try:
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
         except pickle.UnpicklingError as error:

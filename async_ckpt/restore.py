@@ -150,6 +150,10 @@ class _Match:
             self.mismatched.append(
                 f"{_dotted(path)} is {dtype}{list(live.shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
             )
+        elif any(stride == 0 and size > 1 for stride, size in zip(live.stride(), live.shape, strict=True)):
+            self.mismatched.append(
+                f"{_dotted(path)} cannot be filled: it is expanded, several items share one place"
+            )
         else:
             self._want(saved.number, live)
         return live
@@ -161,9 +165,11 @@ class _Match:
         live = module.state_dict()
         self._compare_names(live, saved, path)
         extra: dict[str, Any] = {}
-        for name in live.keys() & saved.keys():
-            if isinstance(live[name], torch.Tensor):
-                self._tensor(live[name], saved[name], (*path, name))
+        for name, value in live.items():
+            if name not in saved:
+                continue
+            if isinstance(value, torch.Tensor):
+                self._tensor(value, saved[name], (*path, name))
             else:
                 extra[name] = self._materialized(saved[name])
         if extra:  # what set_extra_state takes
@@ -240,6 +246,10 @@ class _Match:
     def _sequence(self, live: Any, saved: Any, path: Path) -> Any:
         if not live:
             return self._materialized(saved)
+        if len(live) != len(saved) and isinstance(live, list) and not any(map(_is_filled_in_place, live)):
+            values = self._materialized(list(saved))  # a history that has grown, say
+            self.actions.append(lambda: live.__setitem__(slice(None), values))
+            return live
         if len(live) != len(saved):
             self.mismatched.append(
                 f"{_dotted(path)} has {len(live)} entries here and {len(saved)} in the checkpoint"
@@ -278,7 +288,9 @@ class _Match:
 
     def _array(self, live: Any, saved: Stored, path: Path) -> Any:
         value = self._materialized(saved)
-        if not _is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
+        if not live.flags.writeable:
+            self.mismatched.append(f"{_dotted(path)} cannot be filled: it is a read-only numpy array")
+        elif not _is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
             self._differs(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
         else:
             self.actions.append(lambda: live.__setitem__(..., value))
@@ -300,8 +312,11 @@ def _is_plain_module(live: Any) -> bool:
         or type(live).load_state_dict is not torch.nn.Module.load_state_dict
     ):
         return False
-    if any(m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks for m in live.modules()):
-        return False
+    for module in live.modules():
+        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+            return False
+        if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
+            return False
     own = {tensor.data_ptr() for tensor in (*live.parameters(), *live.buffers())}
     return all(t.data_ptr() in own for t in live.state_dict().values() if isinstance(t, torch.Tensor))
 
@@ -321,6 +336,10 @@ def _is_plain_optimizer(live: Any) -> bool:
 
 def _on_device(group: dict[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
+
+
+def _is_filled_in_place(live: Any) -> bool:
+    return isinstance(live, torch.Tensor | MutableMapping | list | tuple) or hasattr(live, "load_state_dict")
 
 
 def _is_array(value: Any) -> bool:

@@ -91,6 +91,8 @@ class Screen:
             f"{len(ways[0].steps)} steps, a save every {every:.1f} s: real training saves far less often."
         )
         self.say("lost: stalls + slower steps. stalls: the training stands still, measured at each save.")
-        self.say("slower steps: how much longer than the median step of the same run those took that had")
-        self.say("a write beside them, and the wait at the end. Other work on the machine is noise in this;")
+        self.say("slower steps: how much longer than their quiet neighbours (median of ten) those took that")
+        self.say(
+            "had a write beside them, and the wait at the end. Other work on the machine is noise in it;"
+        )
         self.say("whole runs have more of it, so their times are in the picture and not in the table.")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
+NEIGHBOURS: Final = 10  # about a second of steps
 Event = dict[str, Any]  # a line of JSON of examples.train
 
 
@@ -64,12 +65,21 @@ class Trace:
 
     @property
     def slowed_seconds(self) -> float:
-        """What steps beside a write took longer than the median of the others, and the wait for it at the end.
+        """What steps beside a write took longer than their quiet neighbours, and the wait at the end.
 
+        Neighbours, because the load of a machine changes within seconds. It may come out negative: that is noise.
         Time that the guard holds a step is in here and in the stalls: rather too much than too little.
         """
-        beside = [end - begin for begin, end in self.steps if self._beside_a_write(begin, end)]
-        return sum(beside) - len(beside) * self.step_seconds + (self.end - self.steps[-1][1])
+        took = [end - begin for begin, end in self.steps]
+        beside = [i for i, step in enumerate(self.steps) if self._beside_a_write(*step)]
+        quiet = [i for i in range(len(took)) if i not in beside]
+        slowed = self.end - self.steps[-1][1]
+        for i in beside:
+            _, nearest = zip(
+                *sorted((abs(i - other), took[other]) for other in quiet)[:NEIGHBOURS], strict=True
+            )
+            slowed += took[i] - median(nearest)
+        return slowed
 
     @property
     def lost_seconds(self) -> float:

@@ -38,7 +38,6 @@ TEMP_SUFFIX: Final = ".async_ckpt-tmp"
 # Reads of one file in flight on a small host. More would all end at the same moment, since disks share themselves out evenly, and the
 # disk would stand idle while all their readers work on what they got.
 _MIN_READS: Final = 3
-_STEM: Final = 150  # of a file's name, what its temp name keeps: file systems take 255 bytes
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _O_CLOEXEC: Final = getattr(os, "O_CLOEXEC", 0)
 _O_BINARY: Final = getattr(os, "O_BINARY", 0)
@@ -264,7 +263,12 @@ class LocalReader:
 
 def temps_of(name: str, names: list[str]) -> list[str]:
     """Of these names, the temp files of writers of `name`."""
-    return [n for n in names if n.startswith(f".{name[:_STEM]}.") and n.endswith(TEMP_SUFFIX)]
+    return [n for n in names if n.startswith(_temp_stem(name)) and n.endswith(TEMP_SUFFIX)]
+
+
+def _temp_stem(name: str) -> str:
+    """What the temp names of `name` begin with; cut short, since file systems take 255 bytes."""
+    return f".{os.fsencode(name)[:150].decode(errors='ignore')}."
 
 
 def sync_folder(folder: Path) -> None:
@@ -329,7 +333,7 @@ def _make_folder(folder: Path) -> None:
 def _create_locked(target: Path) -> tuple[Path, int]:
     """A new temp file beside the target, locked before anybody could take it for a leftover."""
     while True:
-        temp = target.with_name(f".{target.name[:_STEM]}.{os.urandom(4).hex()}{TEMP_SUFFIX}")
+        temp = target.with_name(f"{_temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}")
         try:
             fd = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | _O_CLOEXEC | _O_BINARY, 0o666)
         except FileNotFoundError:  # another process swept the empty folder away
