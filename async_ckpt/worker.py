@@ -128,8 +128,24 @@ class Worker:
 
     def drain_at_exit(self) -> None:
         """Wait for every pending save, give up those that may not take longer, and say what was lost."""
+        status = self._wait_for_all()
+        with self._lock:
+            stuck = [pending.handle for pending in self._pending]
+            lost = [handle for handle in self._unseen if not handle.looked_at]
+        for handle in lost:
+            error = handle.exception()
+            _tell_loss(handle, f"{type(error).__name__}: {error}")
+        for handle in stuck:
+            if not handle.done():
+                _tell_loss(handle, "it was given up, but a write of it has not returned")
+                status = status or EXIT_STATUS_SAVE_FAILED
+        if status or lost or stuck:
+            _exit_with(status or (EXIT_STATUS_SAVE_FAILED if lost else 0), at_once=bool(stuck))
+        self.stop()
+
+    def _wait_for_all(self) -> int:
+        """The exit status that the wait itself gives reason for; 0 for none."""
         begin = self._loop.time()
-        status = EXIT_STATUS_SAVE_FAILED
         try:
             while (pending := self._oldest()) is not None and self._thread.is_alive():
                 limit = pending.exit_timeout
@@ -138,21 +154,9 @@ class Worker:
                     break
                 wait_for(pending.finished, LIVENESS_SECONDS)
         except KeyboardInterrupt:
-            status = EXIT_STATUS_INTERRUPTED
             self._abandon("interrupted while the interpreter waited for it")
-        with self._lock:
-            lost = [handle for handle in self._unseen if not handle.looked_at]
-        for handle in lost:
-            what = handle.path if handle.step is None else f"step {handle.step} ({handle.path})"
-            error = handle.exception()
-            print(
-                f"async_ckpt: {what} was not saved: {type(error).__name__}: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
-        if lost:
-            _exit_with(status, at_once=self._oldest() is not None)
-        self.stop()
+            return EXIT_STATUS_INTERRUPTED
+        return 0
 
     def _oldest(self) -> Pending | None:
         with self._lock:
@@ -169,6 +173,11 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"<Worker {len(self._pending)} saves pending>"
+
+
+def _tell_loss(handle: SaveHandle, why: str) -> None:
+    what = handle.path if handle.step is None else f"step {handle.step} ({handle.path})"
+    print(f"async_ckpt: {what} was not saved: {why}", file=sys.stderr, flush=True)
 
 
 def abandon(pending: list[Pending], why: str) -> None:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -195,7 +195,7 @@ def import_time(setting: Setting) -> dict[str, Figure]:
         "import_added": Figure(
             "optional packages that it imports",
             "",
-            "one",
+            "fixed",
             Target("≤", 0.0),
             [(len(added), 1)],
             ", ".join(added),
@@ -214,44 +214,53 @@ def training(setting: Setting) -> dict[str, Figure]:
             windows = [_slowed(subject, saves) for _ in range(setting.rounds)]
     finally:
         torch.set_num_threads(threads)
-    lost, noise = (median(values) * 1e3 for values in ([w.lost for w in windows], [w.noise for w in windows]))
-    note = f"{lost:+.0f} ms; as many steps without a save are off by {noise:.0f} ms"
+    lost, own, noise = (median(values) * 1e3 for values in zip(*(w[:3] for w in windows), strict=True))
+    note = (
+        f"{lost:+.0f} ms, of which the training thread itself is busy {own:+.0f} ms; "
+        f"as many steps without a save are off by {noise:.0f} ms"
+    )
     pairs = [(window.lost, window.save) for window in windows]
     title = "training seconds lost to one guarded save"
     return {"training": Figure(title, "s", "seconds of the save", Target("≤", 0.05), pairs, note)}
 
 
 class _Window(NamedTuple):
-    """Seconds: lost in the steps that one save overlaps; of that save; and what as many other steps seem to lose."""
+    """One save and the steps that it overlaps, in seconds."""
 
     lost: float
-    save: float
+    """What these steps took longer than as many others."""
+    own: float
+    """The same by the processor clock of the training thread: what is lost even where a core is free."""
     noise: float
+    """What as many steps seem to lose without any save."""
+    save: float
 
 
 def _slowed(subject: Training, saves: Saves) -> _Window:
-    undisturbed = [_seconds_of(subject.step) for _ in range(_UNDISTURBED_STEPS)]
+    undisturbed = [_clocked(subject.step) for _ in range(_UNDISTURBED_STEPS)]
     handles: list[SaveHandle] = []
 
     def saving_step() -> None:
         handles.append(saves.begin())
         subject.step()
 
-    during = [_seconds_of(saving_step)]
+    during = [_clocked(saving_step)]
     while not handles[0].done():
-        during.append(_seconds_of(subject.step))
+        during.append(_clocked(subject.step))
     report = saves.end(handles[0])
-    undisturbed += [_seconds_of(subject.step) for _ in range(_UNDISTURBED_STEPS)]
-    usual = median(undisturbed)
+    undisturbed += [_clocked(subject.step) for _ in range(_UNDISTURBED_STEPS)]
+    usual_wall, usual_own = (median(values) for values in zip(*undisturbed, strict=True))
     others = undisturbed[-len(during) :]
     return _Window(
-        lost=sum(during) - usual * len(during),
+        lost=sum(wall - usual_wall for wall, _ in during),
+        own=sum(own - usual_own for _, own in during),
+        noise=abs(sum(wall - usual_wall for wall, _ in others)),
         save=report.total_seconds,
-        noise=abs(sum(others) - usual * len(others)),
     )
 
 
-def _seconds_of(action: Callable[[], None]) -> float:
-    begin = perf_counter()
+def _clocked(action: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, and seconds that this thread was on a processor."""
+    wall, own = perf_counter(), thread_time()
     action()
-    return perf_counter() - begin
+    return perf_counter() - wall, thread_time() - own

@@ -69,8 +69,8 @@ class Figure:
         limit = median(limit for _, limit in self.pairs)
         return [
             self.title + (f" ({self.note})" if self.note else ""),
-            f"{measured:.3g} {self.unit}",
-            f"{self.limit}: {limit:.3g} {self.unit}",
+            f"{_shown(measured)} {self.unit}".strip(),
+            f"{self.limit}: {_shown(limit)} {self.unit}".strip(),
             f"{median(self.ratios):.3g} ({low:.3g} - {high:.3g})",
             str(self.target),
             "yes" if self.met else "**no**",
@@ -92,6 +92,10 @@ def write(stem: Path, figures: dict[str, Figure], environment: dict[str, str | i
     text = json.dumps({"environment": environment, "figures": rows}, indent=1, ensure_ascii=False)
     stem.with_suffix(".json").write_text(text + "\n")
     stem.with_suffix(".md").write_text(markdown(list(figures.values()), environment))
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _spread(ratios: Sequence[float]) -> tuple[float, float]:

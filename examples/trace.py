@@ -61,7 +61,7 @@ class Trace:
     @property
     def step_seconds(self) -> float:
         """The median step during which nothing was written."""
-        return median(end - begin for begin, end in self.steps if not self._beside_a_write(begin, end))
+        return median(self._took(i) for i in self._quiet())
 
     @property
     def slowed_seconds(self) -> float:
@@ -70,23 +70,17 @@ class Trace:
         Neighbours, because the load of a machine changes within seconds. It may come out negative: that is noise.
         Time that the guard holds a step is in here and in the stalls: rather too much than too little.
         """
-        took = [end - begin for begin, end in self.steps]
-        beside = [i for i, step in enumerate(self.steps) if self._beside_a_write(*step)]
-        quiet = [i for i in range(len(took)) if i not in beside]
+        quiet = self._quiet()
         slowed = self.end - self.steps[-1][1]
-        for i in beside:
-            _, nearest = zip(
-                *sorted((abs(i - other), took[other]) for other in quiet)[:NEIGHBOURS], strict=True
-            )
-            slowed += took[i] - median(nearest)
+        for i in range(len(self.steps)):
+            if self._beside_a_write(i):
+                by_distance = sorted((abs(i - other), other) for other in quiet)
+                slowed += self._took(i) - median(self._took(other) for _, other in by_distance[:NEIGHBOURS])
         return slowed
 
     @property
     def lost_seconds(self) -> float:
         return self.stall_seconds + self.slowed_seconds
-
-    def _beside_a_write(self, begin: float, end: float) -> bool:
-        return any(save.begin < end and begin < save.begin + save.total_seconds for save in self.saves)
 
     def difference_from(self, other: Trace) -> str | None:
         """The first bit in which two runs differ, in words; None when there is none."""
@@ -96,3 +90,16 @@ class Trace:
         if self.digest and self.digest != other.digest:
             return f"the weights at the end: sha256 {self.digest[:12]} here, {other.digest[:12]} there"
         return None
+
+    def _took(self, i: int) -> float:
+        begin, end = self.steps[i]
+        return end - begin
+
+    def _quiet(self) -> list[int]:
+        """The steps beside no write; on a disk so slow that there are none, all of them."""
+        everyone = range(len(self.steps))
+        return [i for i in everyone if not self._beside_a_write(i)] or list(everyone)
+
+    def _beside_a_write(self, i: int) -> bool:
+        begin, end = self.steps[i]
+        return any(save.begin < end and begin < save.begin + save.total_seconds for save in self.saves)

@@ -295,8 +295,9 @@ def footprint(root: str | os.PathLike[str]) -> dict[str, tuple[int, int, int, in
 # Imports once, then forks a child for each job. The child leaves the loop and runs the job as its main program, so
 # that it ends like any other: exit hooks, tracebacks and status are the interpreter's own.
 _NURSERY = """
-import json, os, select, signal, sys
+import gc, json, os, select, signal, sys
 import torch, async_ckpt, helpers_b
+gc.freeze()  # what is here already need not be looked through by every child
 while True:
     line = sys.stdin.readline()
     if not line:

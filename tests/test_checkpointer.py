@@ -25,7 +25,13 @@ from helpers_b import (
 )
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CheckpointError, ClosedError, StorageFullError, StorageUnavailableError
+from async_ckpt import (
+    AsyncCheckpointer,
+    CheckpointError,
+    ClosedError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 
 FULL = StorageFullError("the disk is full", path="/ckpt", needed_bytes=2, free_bytes=1)
 
@@ -52,7 +58,11 @@ def test_a_report_says_what_was_written_where_and_how_fast(tmp_path):
     assert 0 < report.stage_seconds <= report.total_seconds
     assert report.bandwidth == report.num_bytes / report.total_seconds
     (destination,) = report.destinations
-    assert (destination.path, destination.num_bytes, destination.error) == (report.path, report.num_bytes, None)
+    assert (destination.path, destination.num_bytes, destination.error) == (
+        report.path,
+        report.num_bytes,
+        None,
+    )
 
 
 def test_a_report_cannot_be_changed(tmp_path):
@@ -334,19 +344,24 @@ def test_closing_gives_the_host_memory_back(tmp_path):
     assert ckpt.metrics()["pool_bytes"] == 0
 
 
-def test_an_exception_in_the_body_passes_and_the_save_is_committed(tmp_path):
-    with pytest.raises(Thrown), open_run(tmp_path) as ckpt:
+def train_and_throw(ckpt: AsyncCheckpointer) -> None:
+    with ckpt:
         ckpt.save(state_at(1), step=1)
         raise Thrown
+
+
+def test_an_exception_in_the_body_passes_and_the_save_is_committed(tmp_path):
+    with pytest.raises(Thrown):
+        train_and_throw(open_run(tmp_path))
 
     assert_is_state(async_ckpt.load(tmp_path), 1)
 
 
 def test_an_exception_in_the_body_is_not_masked_by_a_failed_save(tmp_path):
-    with pytest.raises(Thrown) as caught, open_run(tmp_path) as ckpt, scripted(ckpt) as disk:
-        disk.fail("write", error=FULL)
-        ckpt.save(state_at(1), step=1)
-        raise Thrown
+    ckpt = open_run(tmp_path)
+    scripted(ckpt).fail("write", error=FULL)
+    with pytest.raises(Thrown) as caught:
+        train_and_throw(ckpt)
 
     assert any("the disk is full" in note for note in caught.value.__notes__)
 
@@ -682,7 +697,11 @@ def test_a_restore_waits_until_what_is_being_copied_may_be_overwritten(tmp_path)
 
 
 def test_the_errors_of_the_library_have_one_root():
-    leaves = [value for value in vars(async_ckpt).values() if isinstance(value, type) and issubclass(value, Exception)]
+    leaves = [
+        value
+        for value in vars(async_ckpt).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ]
 
     assert all(issubclass(leaf, CheckpointError) for leaf in leaves)
 

@@ -81,7 +81,12 @@ def test_a_manifest_names_the_attempt_the_size_and_the_digest_of_the_archive(tmp
 
     manifest = json.loads((tmp_path / "step_00000005/manifest.json").read_text())
     (archive,) = manifest["archives"]
-    assert (manifest["format"], manifest["version"], manifest["step"], manifest["world_size"]) == ("async_ckpt", 1, 5, 1)
+    assert (manifest["format"], manifest["version"], manifest["step"], manifest["world_size"]) == (
+        "async_ckpt",
+        1,
+        5,
+        1,
+    )
     assert archive["name"] == f"rank_00000.{manifest['attempt']}.tar"
     assert archive["num_bytes"] == report.num_bytes == Path(report.path).stat().st_size
     assert manifest["created"] > 1_700_000_000
@@ -389,7 +394,9 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path, options, kept):
         assert ckpt.steps() == kept
         for step in kept:
             assert_is_state(ckpt.load(step), step)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [f"step_{s:08d}" for s in kept]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        f"step_{s:08d}" for s in kept
+    ]
 
 
 @pytest.mark.parametrize(
@@ -618,9 +625,8 @@ def test_without_retire_the_tracker_never_moves_back(tmp_path):
 
 @pytest.mark.parametrize("step", [-1, True, False, 1.0, "1", None, torch.tensor(1)], ids=repr)
 def test_a_step_is_a_whole_number_from_zero_on(tmp_path, step):
-    with open_run(tmp_path) as ckpt:
-        with pytest.raises(ValueError, match="step must be a whole number"):
-            ckpt.save(state_at(1), step=step)
+    with open_run(tmp_path) as ckpt, pytest.raises(ValueError, match="step must be a whole number"):
+        ckpt.save(state_at(1), step=step)
     assert names_below(tmp_path) == []
 
 

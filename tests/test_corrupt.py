@@ -9,9 +9,10 @@ import os
 import shutil
 import tarfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -39,7 +40,18 @@ from async_ckpt import (
     UntrustedObjectError,
 )
 from async_ckpt.format import digests, index, tar
+from async_ckpt.functional import _open_any
+from async_ckpt.restore import restore_state
 from async_ckpt.spec import MIB
+
+
+class Triple(NamedTuple):
+    """A class that the caller knows."""
+
+    a: Any
+    b: Any
+    c: Any
+
 
 STATE: dict[str, Any] = {
     "m": {
@@ -273,7 +285,7 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "extent null": row(0, extent=None),
     "extent moved": row(2, extent=[4048, 6]),
     "extent in the header": row(0, extent=[0, 40]),
-    "extents overlap": lambda raw: raw["tensors"][2].update(extent=raw["tensors"][0]["extent"][:1] + [6]),
+    "extents overlap": lambda raw: raw["tensors"][2].update(extent=[raw["tensors"][0]["extent"][0], 6]),
     "shape other size": row(0, shape=[11]),
     "shape other": row(0, shape=[5, 2]),
     "shape negative": row(0, shape=[-10]),
@@ -557,15 +569,111 @@ def test_a_skeleton_of_any_depth_loads_or_is_refused(kind: str, depth: int, arch
         for _ in range(depth):
             found = found["k" if kind in ("dict", "ordered") else 0]
         assert found.item() == 1
-    from async_ckpt.functional import _open_any
-    from async_ckpt.restore import restore_state
-
     if kind != "tuple":
         try:
             with _open_any(archive, verify=True) as opened:
                 restore_state(opened, live)
         except CorruptCheckpointError:
             assert depth >= 150
+
+
+ODD_VALUES = [
+    None, True, False, 0, 1, -1, 2, 3, 7, 10, 512, 4096, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64, -(2**63), 10**30, 1.5, float("inf"),
+    float("nan"), "", "w", "a", "float32", "int8", "bool", "dict", "tensor", "x" * 2000, "\x00", "\ud800", "../x", [], [[]], {}, [0], [1, 2], [0, 40],
+    {"tensor": 0}, {"tensor": 4}, {"object": 0}, {"ndarray": [4]}, {"ndarray": [0, "<f4", [10]]}, {"bytes": 4}, {"list": []}, {"dict": []},
+    {"dict": [["a", 1]]}, {"tuple": [1]}, {"size": [1]}, {"float": "0" * 16}, {"npscalar": ["<f8", "AAAAAAAAAAA="]}, {"path": ["x"], "alias": 0},
+]  # fmt: skip
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place of a JSON text that holds a value: what it is in, and its key there."""
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in list(keys):
+        yield value, key
+        yield from places(value[key])
+
+
+def mutate(raw: dict[str, Any], random: Random) -> None:
+    """Change one to three values of an index: to something odd, to nothing, or to what stands elsewhere in it."""
+    for _ in range(random.randint(1, 3)):
+        everywhere = list(places(raw))
+        if not everywhere:
+            return
+        where, key = random.choice(everywhere)
+        act = random.randint(0, 3)
+        if act == 0:
+            del where[key]
+        elif act == 1:
+            other, name = random.choice(everywhere)
+            where[key] = json.loads(json.dumps(other[name]))
+        elif act == 2 and type(where[key]) is int:
+            where[key] += random.choice([-512, -8, -1, 1, 2, 8, 512, 2**40])
+        else:
+            where[key] = random.choice(ODD_VALUES)
+
+
+def test_an_index_changed_at_random_loads_or_is_refused(saved: Path, tmp_path: Path) -> None:
+    """Thousands of lies that nobody thought of: no other error, no memory, no code."""
+    whole, told = saved.read_bytes(), json.dumps(read_index(saved))
+    random = Random(20240229)
+    refused = 0
+    honest = parsed_index(saved)
+    between = whole[honest.members[0].data.offset - tar.BLOCK : honest.digests.data.offset - tar.BLOCK]
+    with little_memory():
+        for number in range(2000):
+            raw = json.loads(told)
+            mutate(raw, random)
+            saved.write_bytes(assemble(json.dumps(raw).encode(), between))
+            live = {
+                "m": {
+                    "w": torch.zeros(10),
+                    "tied": None,
+                    "b": torch.zeros(3).bfloat16(),
+                    "z": {},
+                    "a": np.zeros(3, ">i2"),
+                },
+                "n": 0,
+            }
+            try:
+                if number % 3 == 2:
+                    with _open_any(saved, verify=True) as archive:
+                        restore_state(archive, live, strict=False, types=[Triple])
+                else:
+                    async_ckpt.load(saved, mmap=number % 3 == 1, verify=number % 2 == 0, types=[Triple])
+            except CheckpointError:
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"{error!r} from {json.dumps(raw)}") from error
+    assert refused > 1000
+
+
+def test_a_model_and_its_optimizer_restored_from_an_index_changed_at_random(archive: Path) -> None:
+    """Restored, or refused; the structure that an optimizer relies on may be a lie as well."""
+
+    def make() -> dict[str, Any]:
+        model = nn.Linear(2, 2, bias=False)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+
+    trained = make()
+    trained["model"](torch.ones(1, 2)).sum().backward()
+    trained["optimizer"].step()
+    async_ckpt.save(trained, archive).result()
+    whole, told = archive.read_bytes(), json.dumps(read_index(archive))
+    honest = parsed_index(archive)
+    between = whole[honest.members[0].data.offset - tar.BLOCK : honest.digests.data.offset - tar.BLOCK]
+    random = Random(1)
+    with little_memory():
+        for _ in range(700):
+            raw = json.loads(told)
+            mutate(raw["skeleton"], random)
+            archive.write_bytes(assemble(json.dumps(raw).encode(), between))
+            try:
+                with _open_any(archive, verify=True) as opened:
+                    restore_state(opened, make(), strict=False)
+            except CheckpointError:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{error!r} from {json.dumps(raw['skeleton'])}") from error
 
 
 def test_a_newer_format_is_told_apart_from_damage(saved: Path) -> None:
@@ -763,9 +871,11 @@ def damage_last_block_of_data(root: Path, step: int) -> None:
 def test_the_newest_step_that_is_not_damaged_is_restored(run: Path) -> None:
     damage_last_block_of_data(run, 3)
     live = big_state(0)
-    with AsyncCheckpointer(run) as ckpt:
-        with pytest.warns(RuntimeWarning, match="step 3 is passed over.*block"):
-            assert ckpt.restore(live) == 2
+    with (
+        AsyncCheckpointer(run) as ckpt,
+        pytest.warns(RuntimeWarning, match="step 3 is passed over.*block"),
+    ):
+        assert ckpt.restore(live) == 2
     assert difference(live, big_state(2)) is None
 
 
@@ -860,9 +970,8 @@ def test_an_archive_that_its_manifest_names_and_that_is_gone_is_corrupt(small_ru
 def test_an_archive_of_another_size_than_its_manifest_says_is_corrupt(verify: bool, small_run: Path) -> None:
     (path,) = (small_run / "step_00000002").glob("*.tar")
     path.write_bytes(path.read_bytes() + bytes(4096))
-    with AsyncCheckpointer(small_run) as ckpt:
-        with pytest.raises(CorruptCheckpointError, match="manifest says"):
-            ckpt.load(2, verify=verify)
+    with AsyncCheckpointer(small_run) as ckpt, pytest.raises(CorruptCheckpointError, match="manifest says"):
+        ckpt.load(2, verify=verify)
     assert_step_2_is_passed_over(small_run)
 
 

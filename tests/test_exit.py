@@ -91,7 +91,9 @@ SAVE = "ckpt = open_run(root); ckpt.save(state_at(1, 5), step=1)\n"
         ("del ckpt", 0),
     ],
 )
-def test_however_a_script_ends_its_last_save_is_committed_and_the_status_is_its_own(tmp_path, nursery, end, status):
+def test_however_a_script_ends_its_last_save_is_committed_and_the_status_is_its_own(
+    tmp_path, nursery, end, status
+):
     ended = nursery.run(script(SAVE + end), tmp_path / "run")
 
     assert ended.status == status, ended.err
@@ -198,7 +200,9 @@ def test_a_failing_status_survives_closed_streams(tmp_path, nursery):
 
 
 def test_the_library_without_a_save_ends_at_once(tmp_path, nursery):
-    ended = nursery.run(script("ckpt = open_run(root); ckpt.prewarm(state_at(1)); print(ckpt.steps())"), tmp_path)
+    ended = nursery.run(
+        script("ckpt = open_run(root); ckpt.prewarm(state_at(1)); print(ckpt.steps())"), tmp_path
+    )
 
     assert (ended.status, ended.out, ended.err) == (0, "[]\nother hook\n", "")
 

@@ -130,16 +130,19 @@ def test_a_one_off_save_takes_a_guard_too(tmp_path):
 
 
 def test_many_guarded_steps_save_the_state_before_each(tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.LayerNorm(1024), torch.nn.Linear(1024, 512))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(512, 1024), torch.nn.LayerNorm(1024), torch.nn.Linear(1024, 512)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     wanted = {}
     with open_run(tmp_path, host_bytes=BUDGET, guard=optimizer) as ckpt:
         for step in range(6):
             optimizer.zero_grad()
             model(torch.randn(4, 512)).square().sum().backward()
-            wanted[step] = {k: v.clone() for k, v in model.state_dict().items()}, [
-                {k: v.clone() for k, v in s.items()} for s in optimizer.state.values()
-            ]
+            wanted[step] = (
+                {k: v.clone() for k, v in model.state_dict().items()},
+                [{k: v.clone() for k, v in s.items()} for s in optimizer.state.values()],
+            )
             ckpt.save({"model": model, "optimizer": optimizer}, step=step)
             optimizer.step()
         ckpt.wait()
@@ -227,7 +230,9 @@ def test_the_optimizer_inside_of_a_wrapper_is_found(training):
     assert bool((training.ckpt.load(1)["p"] == 1).all())
 
 
-@pytest.mark.parametrize("guard", ["adam", 1, torch.nn.Linear(2, 2), [torch.nn.Linear(2, 2)], torch.optim.SGD], ids=repr)
+@pytest.mark.parametrize(
+    "guard", ["adam", 1, torch.nn.Linear(2, 2), [torch.nn.Linear(2, 2)], torch.optim.SGD], ids=repr
+)
 def test_a_guard_that_is_no_optimizer_is_refused(tmp_path, guard):
     with open_run(tmp_path) as ckpt:
         with pytest.raises(TypeError, match="guard must be a torch optimizer"):
@@ -245,7 +250,9 @@ def test_none_is_no_guard():
 def test_small_tensors_and_hyperparameters_may_change_right_after_save(training):
     large, small = parameter(), torch.nn.Parameter(torch.full((1000,), 3.0))
     optimizer = sgd(large, small)
-    handle = training.ckpt.save({"large": large, "small": small, "optimizer": optimizer}, step=1, guard=optimizer)
+    handle = training.ckpt.save(
+        {"large": large, "small": small, "optimizer": optimizer}, step=1, guard=optimizer
+    )
     assert not handle.staging_completion.done()
     with torch.no_grad():
         small.zero_()
@@ -414,7 +421,9 @@ def test_a_write_before_the_guarded_step_is_found_although_the_step_waits(traini
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_a_change_of_any_one_bit_of_every_item_is_seen(training, dtype):
-    p = torch.nn.Parameter(torch.zeros(PARAMETER_MIB * MIB // dtype.itemsize, dtype=dtype), requires_grad=False)
+    p = torch.nn.Parameter(
+        torch.zeros(PARAMETER_MIB * MIB // dtype.itemsize, dtype=dtype), requires_grad=False
+    )
     optimizer = torch.optim.SGD([p])
     handle = training.ckpt.save({"p": p}, step=1, guard=optimizer)
     p.data.view(torch.uint8)[:: dtype.itemsize] ^= 1
@@ -479,7 +488,10 @@ def test_a_place_that_cannot_be_opened_lets_the_step_go(tmp_path):
 def test_two_guarded_saves_in_flight_are_both_of_their_instant(tmp_path):
     p = parameter(mib=24)
     optimizer = sgd(p)
-    with open_run(tmp_path, host_bytes=BUDGET, guard=optimizer, max_in_flight=2) as ckpt, scripted(ckpt) as disk:
+    with (
+        open_run(tmp_path, host_bytes=BUDGET, guard=optimizer, max_in_flight=2) as ckpt,
+        scripted(ckpt) as disk,
+    ):
         stop = disk.stop("write")
 
         def train() -> None:

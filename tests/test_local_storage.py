@@ -31,7 +31,9 @@ def disk(tmp_path):
 def mounted(folder: Path, options: str):
     """A file system of one's own."""
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True, check=False
+    )
     if done.returncode:
         pytest.skip("mounting a file system needs root")
     try:
@@ -163,7 +165,9 @@ def test_every_descriptor_is_closed_again(disk):
 # --- reading ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("offset", "length"), [(0, 4096), (4096, 8192), (1, 5), (4095, 2), (0, 0), (12287, 1)])
+@pytest.mark.parametrize(
+    ("offset", "length"), [(0, 4096), (4096, 8192), (1, 5), (4095, 2), (0, 0), (12287, 1)]
+)
 def test_a_range_is_read_exactly_whatever_its_alignment(disk, offset, length):
     data = os.urandom(12288)
     write_whole(disk, "x", data)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import difference
 from torch import nn
 
@@ -438,6 +441,63 @@ def test_what_cannot_be_filled_in_place_is_a_type_error(live: Any, ckpt: AsyncCh
     ckpt.save([torch.ones(1)], step=1).result()
     with pytest.raises(TypeError, match="in place"):
         ckpt.restore(live)
+
+
+names = st.text(max_size=4)
+leaves = st.one_of(
+    st.integers(), st.floats(allow_nan=False), st.none(), st.booleans(), st.text(max_size=4), st.binary(max_size=4),
+    st.builds(torch.full, st.lists(st.integers(0, 3), max_size=3), st.integers(1, 9)),
+    st.builds(np.full, st.lists(st.integers(0, 3), max_size=2), st.integers(1, 9)),
+)  # fmt: skip
+trees = st.dictionaries(
+    names,
+    st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple), st.dictionaries(names, inner, max_size=3),
+        ),
+        max_leaves=12,
+    ),
+    max_size=4,
+)  # fmt: skip
+
+
+def emptied(value: Any, kept: list[Any]) -> Any:
+    """The same structure with zeros; its tensors are noted in `kept`."""
+    if isinstance(value, dict):
+        return {k: emptied(v, kept) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(emptied(v, kept) for v in value)
+    if isinstance(value, torch.Tensor):
+        kept.append(torch.zeros_like(value))
+        return kept[-1]
+    return np.zeros_like(value) if isinstance(value, np.ndarray) else 0
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """The tensors of a structure, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from flat(item)
+
+
+@settings(max_examples=80, deadline=None)
+@given(saved=trees)
+def test_any_tree_is_restored_into_one_like_it(saved: Any, one_root: Path) -> None:
+    kept: list[Any] = []
+    live = emptied(saved, kept)
+    with AsyncCheckpointer(one_root) as ckpt:
+        ckpt.save(saved, step=1, overwrite=True).result()
+        assert ckpt.restore(live) == 1
+    assert difference(live, saved) is None
+    assert all(a is b for a, b in zip(flat(live), kept, strict=True))
+
+
+@pytest.fixture(scope="module")
+def one_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("restore")
 
 
 # --- part of it --------------------------------------------------------------------------------------------------

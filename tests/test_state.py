@@ -439,6 +439,34 @@ def test_thousands_of_small_tensors_come_back(archive: Path) -> None:
     assert difference(round_trip(state, archive), state) is None
 
 
+def test_what_the_caller_has_set_as_default_changes_nothing(archive: Path) -> None:
+    """Default device and dtype, inference mode, no_grad: they are the caller's, and hold in the background too."""
+    state = {
+        "w": torch.ones(3),
+        "a": np.zeros((0, 2)),
+        "big": bytes(9000),
+        "t": torch.ones(4, 4).t(),
+        "n": 1,
+        "s": {1},
+        "z": torch.tensor([1j]).conj(),
+    }
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            loaded = round_trip(state, archive)
+            mapped = async_ckpt.load(archive, mmap=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert difference(loaded, state) is None
+    assert difference(mapped, state) is None
+
+
+def test_tensors_of_inference_mode_are_stored(archive: Path) -> None:
+    with torch.inference_mode():
+        state = {"a": torch.arange(5.0), "b": torch.arange(6.0).reshape(2, 3).t(), "c": torch.ones(MIB)}
+    assert difference(round_trip(state, archive), state) is None
+
+
 # --- tensors: dtypes ---------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,231 @@
+"""The walls of the house: who may import whom, and who may start threads or look at the clock."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import async_ckpt
+
+HOUSE = Path(async_ckpt.__file__).parent
+
+# From top to bottom; a module imports only from its own floor and from those below it.
+FLOORS: list[tuple[str, ...]] = [
+    ("__init__", "__main__", "checkpointer", "functional", "cli", "integrations"),  # face
+    ("handle", "worker", "saver"),  # time
+    ("save", "load", "restore"),  # the story
+    ("commit",),  # agreement
+    ("storage",),  # places
+    ("snapshot",),  # host memory
+    ("format",),  # bytes
+    ("state",),  # meaning
+    ("spec", "options", "report", "errors", "spans"),  # words
+]
+WORDS = FLOORS[-1]
+FACE = FLOORS[0]
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its dotted name within it; the package itself is `__init__`."""
+    found = {}
+    for path in sorted(HOUSE.rglob("*.py")):
+        name = ".".join(path.relative_to(HOUSE).with_suffix("").parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str, *, at_load_only: bool = False) -> set[str]:
+    """What a module imports: `async_ckpt.x.y` for its own house, the dotted name for others."""
+    package = ["async_ckpt", *name.split(".")[:-1]]
+    nodes = ast.walk(MODULES[name]) if not at_load_only else _at_load(MODULES[name])
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            target = ".".join(filter(None, [base, node.module]))
+            # `from . import x` and `from ..format import x` may name modules.
+            for alias in node.names:
+                inner = f"{target}.{alias.name}"
+                is_module = inner.removeprefix("async_ckpt.") in MODULES
+                found.add(inner if is_module else target)
+    return found
+
+
+def _at_load(tree: ast.AST) -> list[ast.AST]:
+    nodes: list[ast.AST] = []
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            nodes += [node, *_at_load(node)]
+    return nodes
+
+
+def own(name: str) -> set[str]:
+    """The modules of the house that a module imports, by their names within it."""
+    return {
+        target.removeprefix("async_ckpt").lstrip(".") or "__init__"
+        for target in imports(name)
+        if target.split(".")[0] == "async_ckpt"
+    }
+
+
+def foreign(name: str) -> set[str]:
+    return {target.split(".")[0] for target in imports(name)} - {"async_ckpt"}
+
+
+def floor_of(name: str) -> int:
+    top = name.split(".")[0]
+    floors = [number for number, floor in enumerate(FLOORS) if top in floor]
+    assert floors, f"{name} stands on no floor: name its floor in DESIGN §7, and here"
+    return floors[0]
+
+
+def starts_threads(name: str) -> bool:
+    """Whether a module makes threads, directly or by way of a pool."""
+    makers = {
+        "Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread", "LibraryThread",
+        "to_thread", "run_in_executor",
+    }  # fmt: skip
+    for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.Call):
+            called = node.func
+            word = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if word in makers:
+                return True
+    return False
+
+
+def named(*tops: str) -> list[str]:
+    return [name for name in MODULES if name.split(".")[0] in tops]
+
+
+def test_there_is_a_house():
+    assert {"save", "load", "commit.run", "format.layout", "snapshot.pool", "storage.local"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[0] != "testing"])
+def test_a_module_imports_only_from_its_own_floor_and_those_below(name):
+    above = {target for target in own(name) if floor_of(target) < floor_of(name)}
+
+    assert not above
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_nothing_imports_testing(name):
+    if name.split(".")[0] != "testing":
+        assert not [target for target in own(name) if target.split(".")[0] == "testing"]
+
+
+@pytest.mark.parametrize("name", named("format"))
+def test_the_bytes_know_only_the_words(name):
+    assert all(target.split(".")[0] in (*WORDS, "format") for target in own(name))
+    assert foreign(name) <= set(sys.stdlib_module_names) | {"xxhash", "zstandard"}
+    assert not foreign(name) & {"os", "time", "pathlib", "threading", "asyncio", "socket", "mmap", "tempfile"}
+
+
+@pytest.mark.parametrize("name", named(*WORDS))
+def test_the_words_know_nothing_but_each_other(name):
+    assert foreign(name) <= set(sys.stdlib_module_names)
+    assert all(target in WORDS for target in own(name))
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_torch_is_only_where_tensors_are(name):
+    if name.split(".")[0] not in (*FACE, "state", "snapshot", "load", "restore", "testing"):
+        assert "torch" not in foreign(name)
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_the_clock_is_only_in_spans_and_retry(name):
+    if name not in ("spans", "storage.retry"):
+        assert not foreign(name) & {"time", "datetime"}
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_threads_are_started_only_by_the_worker_the_snapshot_and_the_storage(name):
+    if name.split(".")[0] not in ("worker", "snapshot", "storage", "testing"):
+        assert not starts_threads(name)
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_the_clients_of_stores_are_only_in_their_modules(name):
+    if name != "storage.object_store":
+        assert "obstore" not in foreign(name)
+    if name != "storage.fsspec_store":
+        assert not foreign(name) & {"fsspec", "s3fs"}
+    if name != "storage.retry":
+        assert "tenacity" not in foreign(name)
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_optional_packages_are_imported_on_use(name):
+    if name.split(".")[0] in ("integrations", "cli", "testing"):
+        return
+    at_load = {target.split(".")[0] for target in imports(name, at_load_only=True)} - {"async_ckpt"}
+
+    assert at_load <= set(sys.stdlib_module_names) | {"torch", "xxhash"}
+
+
+@pytest.mark.parametrize("name", ["save", "load", "restore"])
+def test_the_story_neither_logs_nor_starts_threads(name):
+    assert "logging" not in foreign(name)
+    assert not starts_threads(name)
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_every_module_opens_with_its_contract(name):
+    text = ast.get_docstring(MODULES[name])
+
+    assert text, f"{name} has no docstring"
+    if not name.endswith("__init__"):
+        assert "In: " in text
+        assert "Out: " in text
+        assert "Knows nothing of: " in text or "Nothing to agree" in text
+
+
+def test_there_is_no_circle_of_imports():
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path, name])
+        if name in done:
+            return
+        tree = MODULES[name]
+        wanted = {
+            target.removeprefix("async_ckpt").lstrip(".") or "__init__"
+            for target in imports(name, at_load_only=True)
+            if target.split(".")[0] == "async_ckpt"
+        }
+        assert tree is not None
+        for target in wanted:
+            inner = target if target in MODULES else f"{target}.__init__"
+            if inner in MODULES and inner != name and not inner.endswith("__init__"):
+                visit(inner, (*path, name))
+        done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+def test_importing_the_library_brings_no_optional_package_along():
+    script = """
+import sys
+import torch
+before = set(sys.modules)
+import async_ckpt
+heavy = {"obstore", "s3fs", "fsspec", "zstandard", "tenacity", "rich", "matplotlib", "numpy.testing", "tarfile"}
+print(*sorted((set(sys.modules) - before) & heavy))
+print(*[t.name for t in __import__("threading").enumerate()])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "\nMainThread\n"
+    assert done.stderr == ""

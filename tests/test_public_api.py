@@ -1,0 +1,180 @@
+"""The contract with users: names, signatures, and a docstring for each."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import async_ckpt
+from async_ckpt import AsyncCheckpointer, CheckpointError, Progress, RngState, SaveHandle, SaveReport
+
+NAMES = [
+    "AsyncCheckpointer",
+    "CheckpointError",
+    "ClosedError",
+    "CorruptCheckpointError",
+    "Destination",
+    "FormatVersionError",
+    "NotCommittedError",
+    "PeerFailedError",
+    "Progress",
+    "RngState",
+    "SaveAbandonedError",
+    "SaveHandle",
+    "SaveReport",
+    "StateMismatchError",
+    "StepBehindError",
+    "StepExistsError",
+    "StorageFullError",
+    "StorageUnavailableError",
+    "TornSnapshotError",
+    "UnsupportedStateError",
+    "UntrustedObjectError",
+    "load",
+    "release",
+    "save",
+]
+
+# name -> its parameters: `*` divides off what must be given by name, `=` shows a default.
+SIGNATURES = {
+    async_ckpt.save: "(obj, path, *, guard=None)",
+    async_ckpt.load: (
+        "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())"
+    ),
+    async_ckpt.release: "()",
+    AsyncCheckpointer: (
+        "(root, *, keep_last=None, keep_every=None, guard=None, host_bytes=None, segment_bytes=None, "
+        "on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "
+        "strict=False, exit_timeout=None)"
+    ),
+    AsyncCheckpointer.save: "(self, state, step, *, overwrite=False, guard=_UNSET)",
+    AsyncCheckpointer.load: (
+        "(self, step=None, *, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())"
+    ),
+    AsyncCheckpointer.restore: (
+        "(self, state, step=None, *, select=None, strict=True, trust=False, verify=True, types=())"
+    ),
+    AsyncCheckpointer.steps: "(self)",
+    AsyncCheckpointer.latest: "(self)",
+    AsyncCheckpointer.wait: "(self, timeout=None)",
+    AsyncCheckpointer.metrics: "(self)",
+    AsyncCheckpointer.prewarm: "(self, state)",
+    AsyncCheckpointer.close: "(self)",
+    SaveHandle.result: "(self, timeout=None)",
+    SaveHandle.exception: "(self, timeout=None)",
+    SaveHandle.wait_staged: "(self, timeout=None)",
+    SaveHandle.add_done_callback: "(self, fn)",
+    SaveReport.as_dict: "(self, prefix='')",
+    RngState: "()",
+    RngState.state_dict: "(self)",
+    RngState.load_state_dict: "(self, state_dict)",
+}
+
+
+def shown(function: object) -> str:
+    """A signature without its annotations; a default that is not plain data by the name it has in its module."""
+    parts = []
+    star = False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            parts.append("*")
+            star = True
+        if parameter.default is parameter.empty:
+            parts.append(parameter.name)
+        elif type(parameter.default) is object:
+            parts.append(f"{parameter.name}=_UNSET")
+        else:
+            parts.append(f"{parameter.name}={parameter.default!r}")
+    return f"({', '.join(parts)})"
+
+
+def members(owner: type) -> list[tuple[str, object]]:
+    return [
+        (name, value)
+        for name, value in vars(owner).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, property))
+    ]
+
+
+def test_the_public_names_are_these_and_no_others():
+    assert async_ckpt.__all__ == NAMES
+    assert all(hasattr(async_ckpt, name) for name in NAMES)
+
+
+def test_the_public_names_are_sorted_and_each_stands_once():
+    assert sorted(set(async_ckpt.__all__)) == async_ckpt.__all__
+
+
+@pytest.mark.parametrize("function", list(SIGNATURES), ids=lambda function: function.__qualname__)
+def test_the_signature_is_the_contract(function):
+    assert shown(function) == SIGNATURES[function]
+
+
+@pytest.mark.parametrize("function", list(SIGNATURES), ids=lambda function: function.__qualname__)
+def test_every_parameter_and_result_has_its_type(function):
+    signature = inspect.signature(function)
+    for name, parameter in signature.parameters.items():
+        assert name == "self" or parameter.annotation is not parameter.empty, name
+    if not inspect.isclass(function):
+        assert signature.return_annotation is not signature.empty
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_says_what_it_is(name):
+    value = getattr(async_ckpt, name)
+    assert value.__doc__, name
+    assert value.__doc__ != Exception.__doc__
+    if inspect.isclass(value) and not issubclass(value, Exception):
+        inherited = {member for base in value.__mro__[1:] for member in vars(base)}
+        for member, found in members(value):
+            assert inspect.getdoc(found) or member in inherited or member == "bandwidth", f"{name}.{member}"
+
+
+def test_every_option_is_explained():
+    text = AsyncCheckpointer.__doc__
+    for option in inspect.signature(AsyncCheckpointer).parameters:
+        assert f"{option}:" in text, option
+    for option in inspect.signature(async_ckpt.load).parameters:
+        assert f"{option}:" in async_ckpt.load.__doc__, option
+
+
+def test_the_library_says_its_version():
+    assert async_ckpt.__version__.count(".") == 2
+
+
+def test_the_errors_are_what_callers_already_catch():
+    assert issubclass(async_ckpt.NotCommittedError, FileNotFoundError)
+    assert issubclass(async_ckpt.UnsupportedStateError, TypeError)
+    assert issubclass(async_ckpt.ClosedError, RuntimeError)
+    assert issubclass(async_ckpt.StorageFullError, async_ckpt.StorageUnavailableError)
+    errors = [v for n, v in vars(async_ckpt).items() if n.endswith("Error")]
+    assert len(errors) == 15
+    assert all(issubclass(error, CheckpointError) for error in errors)
+
+
+def test_errors_survive_being_sent_to_another_process():
+    import pickle
+
+    error = async_ckpt.StorageFullError("full", path="/x", needed_bytes=2, free_bytes=1)
+    again = pickle.loads(pickle.dumps(error))
+
+    assert type(again) is type(error)
+    assert (str(again), again.path, again.needed_bytes, again.free_bytes) == ("full", "/x", 2, 1)
+
+
+def test_reports_and_progress_are_frozen_values():
+    report = SaveReport("committed", 1, "x")
+
+    assert report == SaveReport("committed", 1, "x")
+    assert hash(report) == hash(SaveReport("committed", 1, "x"))
+    assert report.bandwidth == 0.0
+    assert Progress(0, 0, 0).fraction == 0.0
+    with pytest.raises(AttributeError):
+        Progress(1, 1, 1).total_bytes = 2
+
+
+def test_the_package_is_typed():
+    from pathlib import Path
+
+    assert Path(async_ckpt.__file__).with_name("py.typed").exists()
