@@ -36,10 +36,13 @@ Select = str | Sequence[str] | None
 Verify = bool | Literal["first"]
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
-_READ_BYTES: Final = 16 * MIB
+_READ_BYTES: Final = 8 * MIB
 # Some read while others verify and copy.
-_MIN_READERS: Final = 6
+_MIN_READERS: Final = 12
 _MAX_READERS: Final = 16
+
+
+_CPU: Final = torch.device("cpu")  # said everywhere, because a caller may have set another default
 
 
 class OpenArchive:
@@ -257,7 +260,7 @@ def load_state(
     With `mmap`, tensors are views of the mapped archive, and only their pages are read, when they are first touched
     (or, verified, now).
     """
-    device = torch.device("cpu") if map_location is None else torch.device(map_location)
+    device = _CPU if map_location is None else torch.device(map_location)
     value, stored = archive.tree(select=select, types=types)
     objects = archive.objects(stored, trust=trust)
     on_host = {archive.primary(s.number) for s in stored if s.kind in ("ndarray", "bytes")}
@@ -266,7 +269,7 @@ def load_state(
         tensors = {n: _mapped(archive, n, mmap) for n in numbers}
         _verify_mapped(archive, numbers, mmap)
     else:
-        tensors = {n: archive.empty(n, torch.device("cpu") if n in on_host else device) for n in numbers}
+        tensors = {n: archive.empty(n, _CPU if n in on_host else device) for n in numbers}
         fill(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])
 
     def give(leaf: Stored) -> Any:
@@ -368,7 +371,7 @@ class _Target:
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         if not plain or tensor.device.type not in ("cpu", "cuda"):
             self._final = tensor
-            tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
         self.device = tensor.device
         self.flat = flat_bytes(tensor)
         self.pointer = host_pointer(self.flat)
@@ -435,7 +438,7 @@ def _mapped(archive: OpenArchive, number: int, mapped: mmap_module.mmap) -> torc
     told = archive.index.tensors[number]
     dtype = dtype_named(told.dtype)
     if not told.extent.length:
-        return torch.empty(told.shape, dtype=dtype)
+        return torch.empty(told.shape, dtype=dtype, device=_CPU)
     flat = torch.frombuffer(mapped, dtype=torch.uint8, count=told.extent.length, offset=told.extent.offset)
     return (flat if dtype == torch.uint8 else flat.view(dtype)).view(told.shape)
 

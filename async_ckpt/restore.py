@@ -178,13 +178,10 @@ class _Match:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
         """What Optimizer.load_state_dict does, but in place and in the saved dtype: it would cast to the parameter's."""
-        if not (isinstance(saved, dict) and {"state", "param_groups"} <= saved.keys()):
+        if not _is_optimizer_state(saved):
             self._differs(path, "is an optimizer here", saved)
             return optimizer
         groups = saved["param_groups"]
-        if not all(isinstance(group, dict) and "params" in group for group in groups):
-            self._differs(path, "is an optimizer here", saved)
-            return optimizer
         sizes = [len(group["params"]) for group in groups]
         live_sizes = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != live_sizes:
@@ -332,6 +329,19 @@ def _is_plain_optimizer(live: Any) -> bool:
         "_optimizer_state_dict_post_hooks",
     )
     return type(live).state_dict is base.state_dict and not any(getattr(live, name, None) for name in hooks)
+
+
+def _is_optimizer_state(saved: Any) -> bool:
+    """What Optimizer.state_dict makes: numbered parameters in groups, and a dict for each that has state."""
+    if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
+        return False
+    groups = saved.get("param_groups")
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(type(number) is int for group in groups for number in group["params"])
+        and all(isinstance(state, dict) for state in saved["state"].values())
+    )
 
 
 def _on_device(group: dict[str, Any]) -> bool:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
-
-import torch
 
 from .errors import ClosedError
 from .format.layout import Layout, TensorPlan, lay_out
@@ -20,7 +18,8 @@ from .handle import SaveHandle
 from .report import Progress, SaveReport
 from .save import Drain, SaveJob, Target, run_save
 from .snapshot.crew import running_future
-from .snapshot.guard import deferrable, gate_of, unwrapped
+from .snapshot.device import first_device
+from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
 from .snapshot.pool import LIVENESS_SECONDS, MIN_SEGMENTS, SegmentPool
 from .snapshot.stager import Snapshot
 from .spans import Clock, Spans, monotonic, wall_time
@@ -107,12 +106,12 @@ class Saver:
         captured: Capture,
         target: Target,
         step: int | None,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Optimizers,
         spans: Spans,
         call_seconds: Future[float],
     ) -> tuple[Snapshot, SaveHandle]:
         """Plan the archive, and start its story: it waits for the segments of the snapshot that is returned."""
-        device = _device_of(captured)
+        device = first_device(captured.tensors)
         deferred = deferrable(optimizers, captured.specs, captured.tensors)
         layout = self._lay_out(captured, step)
         worker = get_worker()
@@ -156,7 +155,7 @@ class Saver:
         layout = self._lay_out(captured, step=0)
         self._admit_bytes(layout, 0)
         num_segments = -(-layout.file_bytes // self.pool.segment_bytes)
-        self.pool.reserve(num_segments, get_worker().copiers, pin=_device_of(captured))
+        self.pool.reserve(num_segments, get_worker().copiers, pin=first_device(captured.tensors))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
@@ -312,16 +311,6 @@ class Saver:
 
     def __repr__(self) -> str:
         return f"<Saver {self._num_admitted}/{self._max_in_flight} in flight, {self.pool!r}>"
-
-
-def _device_of(captured: Capture) -> torch.device | None:
-    """The first CUDA device with something to save. Raises RuntimeError while a graph is being captured on it."""
-    device = next((tensor.device for tensor in captured.tensors if tensor.is_cuda), None)
-    if device is not None and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "save was called while a CUDA graph is being captured; call it before or after the capture"
-        )
-    return device
 
 
 def _failed(handle: SaveHandle) -> bool:

@@ -118,8 +118,8 @@ class Worker:
             try:
                 await self.off_loop(afterwards)
             except BaseException as error:
-                pending.finished.set_exception(error)
                 _log.warning("%r is committed, but cleaning up after it failed: %s", handle, error)
+                pending.finished.set_exception(error)
         finally:
             with self._lock:
                 self._pending.remove(pending)

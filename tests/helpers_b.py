@@ -184,13 +184,6 @@ class ScriptedStorage(LocalStorage):
     def __exit__(self, *_: object) -> None:
         self.release_all()
 
-    def order_of(self, *wanted: tuple[str, str]) -> list[int]:
-        """Where in the log each (call, end of path) first stands."""
-        return [
-            next(i for i, (call, path) in enumerate(self.calls) if call == c and path.endswith(p))
-            for c, p in wanted
-        ]
-
     def pass_by(self, call: str, path: str) -> None:
         with self._lock:
             self.calls.append((call, path))
@@ -344,7 +337,6 @@ class Child:
 
     def __init__(self, nursery: Nursery, folder: Path, pid: int) -> None:
         self._nursery, self._folder, self.pid = nursery, folder, pid
-        self._hear: Any = None
 
     def send(self, signum: int) -> None:
         os.kill(self.pid, signum)

@@ -10,6 +10,7 @@ import shutil
 import tarfile
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -605,11 +606,11 @@ def mutate(raw: dict[str, Any], random: Random) -> None:
             del where[key]
         elif act == 1:
             other, name = random.choice(everywhere)
-            where[key] = json.loads(json.dumps(other[name]))
+            where[key] = deepcopy(other[name])
         elif act == 2 and type(where[key]) is int:
             where[key] += random.choice([-512, -8, -1, 1, 2, 8, 512, 2**40])
         else:
-            where[key] = random.choice(ODD_VALUES)
+            where[key] = deepcopy(random.choice(ODD_VALUES))
 
 
 def test_an_index_changed_at_random_loads_or_is_refused(saved: Path, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_an_object_that_lacks_bytes_cannot_be_finished(disk, monkeypatch):
 def test_every_descriptor_is_closed_again(disk):
     write_whole(disk, "warm", b"a")
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else None
-    for number in range(20):
+    for number in range(8):
         write_whole(disk, f"x{number}", b"a" * 4096)
         disk.create("y", num_bytes=4096).abort()
         disk.put_new(f"z{number}", b"a")
@@ -306,7 +306,7 @@ def test_a_reader_sees_the_old_or_the_new_object_never_a_mixture(disk):
         return count
 
     reading = Call(read)
-    for number in range(100):
+    for number in range(30):
         disk.replace("x", str(number % 10).encode() * 5000)
     stop.set()
     assert reading.outcome() > 0

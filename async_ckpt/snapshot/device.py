@@ -37,7 +37,7 @@ class _Lane:
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
         self.side = torch.cuda.Stream(device)
-        with torch.cuda.stream(self.side):
+        with torch.inference_mode(False), torch.cuda.stream(self.side):
             self.scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
@@ -168,6 +168,16 @@ def dense_blocks(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[i
         part = tensor[row] if row_bytes > _BLOCK_BYTES else tensor[row : row + num_rows]
         for inner, block in dense_blocks(part, begin - offset, end - offset):
             yield offset + inner, block
+
+
+def first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The first CUDA device with something to save. Raises RuntimeError while a graph is being captured on it."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is not None and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "save was called while a CUDA graph is being captured; call it before or after the capture"
+        )
+    return device
 
 
 def synchronize(devices: Iterable[Device]) -> None:

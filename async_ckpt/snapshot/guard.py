@@ -21,7 +21,7 @@ from ..spec import MIB, TensorSpec
 # Below this a copy costs less than keeping account of it.
 DEFERRED_BYTES: Final = MIB
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Optimizers = Sequence[torch.optim.Optimizer]
 
 
 class Held(Protocol):
@@ -65,7 +65,7 @@ def gate_of(optimizer: torch.optim.Optimizer) -> Gate:
     return gate
 
 
-def unwrapped(guard: Any) -> tuple[torch.optim.Optimizer, ...]:
+def unwrapped(guard: Any) -> Optimizers:
     """The torch optimizers behind what the user passed as `guard`: one, several, or wrappers such as accelerate's.
 
     Raises TypeError for anything else.
@@ -89,7 +89,7 @@ def unwrapped(guard: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def deferrable(
-    optimizers: Sequence[torch.optim.Optimizer], specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
+    optimizers: Optimizers, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
 ) -> frozenset[int]:
     """Which tensors may be copied after `save` has returned: large, dense ones in an optimizer's params and state.
 

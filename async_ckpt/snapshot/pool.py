@@ -55,7 +55,8 @@ class Segment:
                     pass  # a kernel without it works, only slower
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.address = align_up(begin, _HUGE_PAGE_BYTES)
-        self.view = memoryview(self._map)[self.address - begin :][:num_bytes]
+        self._begin = self.address - begin
+        self.view = memoryview(self._map)[self._begin :][:num_bytes]
         self.pinned_for: torch.device | None = None
 
     @property
@@ -65,7 +66,11 @@ class Segment:
     @cached_property
     def tensor(self) -> torch.Tensor:
         """The memory as a 1-D uint8 tensor."""
-        return torch.frombuffer(self.view, dtype=torch.uint8)
+        # From the map itself, which then cannot be unmapped under the tensor; and an ordinary tensor, even when the
+        # first save is made inside of inference mode.
+        items = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
+        with torch.inference_mode(False):
+            return torch.frombuffer(items, dtype=torch.uint8)
 
     def pin(self, device: torch.device) -> int:
         """Page-lock the memory for every device's copy engine; CUDA's error code, 0 when it is locked.
