@@ -48,10 +48,8 @@ class Saves:
         self.checkpointer.wait()
         return report
 
-    def run(self, meanwhile: Callable[[], None] = lambda: None) -> SaveReport:
-        handle = self.begin()
-        meanwhile()
-        return self.end(handle)
+    def run(self) -> SaveReport:
+        return self.end(self.begin())
 
     def durable_seconds(self) -> float:
         """From the call until the future resolves."""
@@ -83,18 +81,24 @@ def stall(setting: Setting) -> dict[str, Figure]:
 
 
 def guarded_stall(setting: Setting) -> dict[str, Figure]:
-    training = Training(setting.state_bytes, batch=8)
-    saves = Saves(setting.folder / "guarded", training.state, guard=training.optimizer)
-    longer_than_the_copy = 2 * saves.run().stage_seconds
+    subject = Training(setting.state_bytes, batch=8)
+    saves = Saves(setting.folder / "guarded", subject.state, guard=subject.optimizer)
+    staging: list[float] = []
 
-    def overlapped() -> None:
-        training.forward_backward_for(longer_than_the_copy)
-        training.optimizer.step()
+    def stall_milliseconds() -> float:
+        handle = saves.begin()
+        while not handle.staging_completion.done():  # gradients accumulated over micro-batches
+            subject.forward_backward()
+        subject.optimizer.step()
+        report = saves.end(handle)
+        staging.append(report.stage_seconds * 1e3)
+        return report.stall_seconds * 1e3
 
     with saves.checkpointer:
-        pairs = [(saves.run(overlapped).stall_seconds * 1e3, 10.0) for _ in range(setting.rounds)]
-    title = "stall of save(guard=optimizer), its step included, after a longer forward and backward"
-    return {"guarded_stall": Figure(title, "ms", "fixed", Target("≤", 1.0), pairs)}
+        pairs = [(stall_milliseconds(), 10.0) for _ in range(setting.rounds)]
+    title = "stall of save(guard=optimizer), its step included, when forward and backward outlast the copy"
+    note = f"which takes {median(staging):.0f} ms meanwhile"
+    return {"guarded_stall": Figure(title, "ms", "fixed", Target("≤", 1.0), pairs, note)}
 
 
 def durable_bandwidth(setting: Setting) -> dict[str, Figure]:

@@ -1,11 +1,10 @@
 """What is saved, and the training that goes on meanwhile.
 
-In: sizes. Out: states, and steps of a real training. Knows nothing of: checkpoints, clocks other than to pass time.
+In: sizes. Out: states, and steps of a real training. Knows nothing of: checkpoints, clocks.
 """
 
 from __future__ import annotations
 
-from time import perf_counter
 from typing import Any, Final
 
 import torch
@@ -50,9 +49,3 @@ class Training:
             set_to_none=False
         )  # gradients keep their memory, as step times should not vary
         self.model(self._inputs).square().mean().backward()
-
-    def forward_backward_for(self, seconds: float) -> None:
-        """As many as it takes: gradients accumulated over micro-batches."""
-        end = perf_counter() + seconds
-        while perf_counter() < end:
-            self.forward_backward()

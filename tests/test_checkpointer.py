@@ -613,13 +613,15 @@ def test_after_prewarming_a_save_takes_no_more_memory(tmp_path):
         assert ckpt.metrics()["pool_bytes"] == warm
 
 
-def test_memory_is_kept_from_save_to_save(tmp_path):
+def test_memory_is_kept_from_save_to_save_and_never_more_than_one_state_needs(tmp_path):
+    held = []
     with open_run(tmp_path) as ckpt:
-        ckpt.save(state_at(1, 21), step=1).result()
-        first = ckpt.metrics()["pool_bytes"]
-        for step in range(2, 6):
+        for step in range(1, 6):
             ckpt.save(state_at(step, 21), step=step).result()
-        assert ckpt.metrics()["pool_bytes"] == first
+            held.append(ckpt.metrics()["pool_bytes"])
+
+    assert held == sorted(held)  # a cold pool lends drained memory again before it takes more
+    assert 0 < held[0] <= held[-1] <= 6 * SEGMENT
 
 
 def test_a_state_that_changes_its_shape_from_save_to_save_is_saved_exactly(tmp_path):

@@ -105,7 +105,7 @@ def test_an_unverified_load_of_a_damaged_archive_loads_or_is_refused(
 ) -> None:
     """Not looking at digests may give wrong values; it must not give another kind of error."""
     size = saved.stat().st_size
-    for offset in range(0, size, 5):
+    for offset in range(0, size, 11):
         flip(saved, offset, 1 << offset % 8)
         try:
             async_ckpt.load(saved, **how)
@@ -621,7 +621,7 @@ def test_an_index_changed_at_random_loads_or_is_refused(saved: Path, tmp_path: P
     honest = parsed_index(saved)
     between = whole[honest.members[0].data.offset - tar.BLOCK : honest.digests.data.offset - tar.BLOCK]
     with little_memory():
-        for number in range(2000):
+        for number in range(1200):
             raw = json.loads(told)
             mutate(raw, random)
             saved.write_bytes(assemble(json.dumps(raw).encode(), between))
@@ -645,7 +645,7 @@ def test_an_index_changed_at_random_loads_or_is_refused(saved: Path, tmp_path: P
                 refused += 1
             except Exception as error:
                 raise AssertionError(f"{error!r} from {json.dumps(raw)}") from error
-    assert refused > 1000
+    assert refused > 600
 
 
 def test_a_model_and_its_optimizer_restored_from_an_index_changed_at_random(archive: Path) -> None:

@@ -615,19 +615,28 @@ def test_an_optimizer_with_other_groups_does_not_fit(ckpt: AsyncCheckpointer) ->
         assert other.param_groups[0]["lr"] != 3 or other.param_groups[0]["params"][1:] == []
 
 
-def test_lists_of_other_lengths_and_containers_of_other_kinds_do_not_fit(ckpt: AsyncCheckpointer) -> None:
-    ckpt.save({"l": [1, 2, 3], "d": {"a": 1}, "m": [1], "o": 5, "t": torch.ones(1)}, step=1).result()
+def test_lists_of_tensors_of_other_lengths_and_containers_of_other_kinds_do_not_fit(
+    ckpt: AsyncCheckpointer,
+) -> None:
+    ckpt.save(
+        {"l": [torch.ones(1)], "d": {"a": 1}, "m": [1], "o": 5, "t": torch.ones(1), "u": (1, 2)}, step=1
+    ).result()
     live = {
-        "l": [0, 0],
-        "d": [1],
-        "m": nn.Linear(1, 1),
-        "o": torch.optim.SGD([torch.ones(1)]),
-        "t": np.zeros(1),
-    }
+        "l": [torch.zeros(1), torch.zeros(1)], "d": [1], "m": nn.Linear(1, 1), "o": torch.optim.SGD([torch.ones(1)]),
+        "t": np.zeros(1), "u": (0,),
+    }  # fmt: skip
     with pytest.raises(StateMismatchError) as caught:
         ckpt.restore(live)
-    assert sorted(m.split()[0] for m in caught.value.mismatched) == ["d", "l", "m", "o", "t"]
-    assert live["l"] == [0, 0]
+    assert sorted(m.split()[0] for m in caught.value.mismatched) == ["d", "l", "m", "o", "t", "u"]
+    assert not live["l"][0].any()
+
+
+def test_a_list_of_plain_values_takes_the_length_that_it_was_saved_with(ckpt: AsyncCheckpointer) -> None:
+    live = {"longer": [0], "shorter": [0, 0, 0, 0], "none": [0]}
+    kept = dict(live)
+    restored(ckpt, {"longer": [1, [2], {"t": torch.ones(1)}], "shorter": [1, 2], "none": []}, live)
+    assert difference(live, {"longer": [1, [2], {"t": torch.ones(1)}], "shorter": [1, 2], "none": []}) is None
+    assert all(live[name] is kept[name] for name in live)
 
 
 def freed() -> torch.Tensor:
@@ -777,7 +786,6 @@ def test_training_goes_on_bit_for_bit_after_a_restore(tmp_path: Path) -> None:
                 ckpt.save(first.state, step=step)
     second = Training(2)
     second.step()
-    second.progress["losses"].clear()
     with AsyncCheckpointer(tmp_path) as ckpt:
         assert ckpt.restore(second.state, step=10) == 10
     assert second.progress["step"] == 10
