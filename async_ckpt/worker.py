@@ -2,8 +2,8 @@
 
 In: stories (coroutines) that belong to handles. Out: resolved handles. Knows nothing of: what a save is made of.
 
-One worker serves the process. Its helpers: `copiers` fill segments while the caller waits and `stagers` while it does
-not, `writers` drain them, `callers` run blocking calls for the loop, `callbacks` run the users' callbacks. At interpreter exit pending saves are drained by a hook that
+One worker serves the process. Its helpers: `copiers` fill segments, `writers` drain them and give way to the training,
+`callers` run blocking calls for the loop, `callbacks` run the users' callbacks. At interpreter exit pending saves are drained by a hook that
 runs before the interpreter joins its threads.
 """
 
@@ -58,7 +58,6 @@ class Worker:
         self.pid = os.getpid()
         self.stopped = False
         self.copiers = Crew("copy", 32)
-        self.stagers = Crew("stage", 32, background=True)
         self.writers = Crew("write", _NUM_WRITERS, background=True)
         self.callers = Crew("call", 64)
         self.callbacks = Crew("callback", 64)

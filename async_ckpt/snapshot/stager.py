@@ -69,16 +69,14 @@ class Snapshot(Held):
         gates: Sequence[Gate],
         num_tail: int,
         pool: SegmentPool,
-        copiers: Crew,
-        stagers: Crew,
+        crew: Crew,
         clock: Clock,
         put: Put,
         check: Callable[[], None],
     ) -> None:
         self._specs, self._tensors = specs, tensors
         self._order, self._deferred, self._gates = order, deferred, gates
-        self._pool, self._clock = pool, clock
-        self._copiers, self._stagers = copiers, stagers  # for the caller's thread to wait for, and not to
+        self._pool, self._crew, self._clock = pool, crew, clock
         self._put, self._check = put, check
         self.completion = running_future()
         self.stage_seconds = 0.0
@@ -113,16 +111,16 @@ class Snapshot(Held):
             for device in self._devices.values():
                 device.follow_training()
             if self._devices:
-                self._stagers.submit(self._pass_on_enqueued)
+                self._crew.submit(self._pass_on_enqueued)
             if self._deferred:
                 self._tripwires = _Tripwires(sorted(self._deferred), self._tensors, self._devices)
-            self._fill(self._now, self._copiers, self._num_helpers())
+            self._fill(self._now, self._num_helpers())
             for device in self._devices.values():
                 device.hold_training()
             if self._later:
                 for gate in self._gates:
                     gate.close(self)
-                self._stagers.submit(self._fill_later)
+                self._crew.submit(self._fill_later)
             else:
                 self._all_enqueued()
         except BaseException as error:
@@ -175,11 +173,11 @@ class Snapshot(Held):
 
     # --- filling, on several threads --------------------------------------------------------------------------
 
-    def _fill(self, jobs: Sequence[_Job], crew: Crew, num_helpers: int) -> None:
+    def _fill(self, jobs: Sequence[_Job], num_helpers: int) -> None:
         """Fill all jobs, with this thread and helpers from the crew; returns when the last one is filled."""
         todo = deque(jobs)
         for _ in range(min(num_helpers, len(jobs) - 1)):
-            crew.submit(lambda: self._copy(todo))
+            self._crew.submit(lambda: self._copy(todo))
         self._copy(todo)
         with self._changed:
             while self._num_filling:
@@ -249,7 +247,7 @@ class Snapshot(Held):
     def _fill_later(self) -> None:
         try:
             # One processor stays with the training.
-            self._fill(self._later, self._stagers, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1)
+            self._fill(self._later, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1)
             self._all_enqueued()
         except BaseException as error:
             self._end(error)
