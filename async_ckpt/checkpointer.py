@@ -92,6 +92,7 @@ class AsyncCheckpointer:
             max_in_flight=max_in_flight,
             strict=strict,
             exit_timeout=exit_timeout,
+            keep_warm=True,
         )
         self._rolled_back = False  # restored from below the newest commit, and not committed since
         self._swept = False

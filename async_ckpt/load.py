@@ -56,6 +56,8 @@ class OpenArchive:
         self.path = path
         self._reader = reader
         self._digests: bytes | None = None
+        self._begin = b""  # the first block: the index is in it, often the first headers too
+        self._begin = self._read_plain(Extent(0, min(reader.num_bytes, BLOCK_BYTES)))
         head = self._read_head()
         self.index: Index = index.parse(head, path=path)
         if self.index.file_bytes != reader.num_bytes:
@@ -100,6 +102,8 @@ class OpenArchive:
                 )
 
     def _read_plain(self, extent: Extent) -> bytes:
+        if extent.end <= len(self._begin):
+            return self._begin[extent.offset : extent.end]
         data = bytearray(extent.length)
         try:
             self._reader.read_into(extent.offset, memoryview(data))
@@ -110,7 +114,7 @@ class OpenArchive:
     def _read_head(self) -> bytes:
         """The text of the index, not yet believed."""
         num_bytes = self._reader.num_bytes
-        head = self._read_plain(Extent(0, min(num_bytes, BLOCK_BYTES)))
+        head = self._begin
         try:
             name, length = tar.parse_header(head[: tar.BLOCK])
         except ValueError as error:

@@ -42,6 +42,7 @@ class Saver:
         max_in_flight: int = 1,
         strict: bool = False,
         exit_timeout: float | None = None,
+        keep_warm: bool = False,
         clock: Clock = monotonic,
     ) -> None:
         if on_overlap not in ("wait", "skip"):
@@ -51,6 +52,7 @@ class Saver:
         self.pool = SegmentPool(_segment_bytes(segment_bytes, host_bytes), max_bytes=host_bytes)
         self._on_overlap, self._max_in_flight = on_overlap, max_in_flight
         self._strict, self._exit_timeout, self._clock = strict, exit_timeout, clock
+        self._keep_warm = keep_warm
         self._pid = os.getpid()
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
         self._changed = threading.Condition()
@@ -145,7 +147,14 @@ class Saver:
         pending = Pending(handle, drain.fail, self._exit_timeout)
         turn = self._follow(pending)
         job = SaveJob(step, layout, len(captured.specs), target, drain, spans, turn, call_seconds, snapshot)
-        worker.start(pending, run_save(job, worker.off_loop), target.afterwards)
+
+        def afterwards() -> None:
+            target.afterwards()
+            if self._keep_warm:
+                # A cold pool makes do with few segments. Now that nobody waits, take what the next save would miss.
+                self.pool.reserve(drain.num_segments, worker.writers, pin=device)
+
+        worker.start(pending, run_save(job, worker.off_loop), afterwards)
         return snapshot, handle
 
     def prewarm(self, state: Any) -> None:

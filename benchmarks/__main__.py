@@ -21,6 +21,7 @@ from .gpu import gpu
 from .setting import Setting
 
 RESULTS: Final = Path(__file__).parent / "results"
+README: Final = Path(__file__).parent.parent / "README.md"
 MEASURES: Final[dict[str, Callable[[Setting], dict[str, table.Figure]]]] = {
     "stall": figures.stall,
     "guarded_stall": figures.guarded_stall,
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     stem = _kept_at(options, toy=quick)
     if stem:
         table.write(stem, rows, environment)
+    if stem == RESULTS / "figures":
+        table.show_in(README, stem)
 
 
 def _kept_at(options: argparse.Namespace, *, toy: bool) -> Path | None:

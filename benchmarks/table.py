@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+MARK: Final = "<!-- figures -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,12 @@ def write(stem: Path, figures: dict[str, Figure], environment: dict[str, str | i
     text = json.dumps({"environment": environment, "figures": rows}, indent=1, ensure_ascii=False)
     stem.with_suffix(".json").write_text(text + "\n")
     stem.with_suffix(".md").write_text(markdown(list(figures.values()), environment))
+
+
+def show_in(readme: Path, stem: Path) -> None:
+    """Put the kept table where the README shows it, so that its figures are never others."""
+    before, mark, _ = readme.read_text().partition(MARK)
+    readme.write_text(before + mark + "\n\n" + stem.with_suffix(".md").read_text())
 
 
 def _shown(value: float) -> str:

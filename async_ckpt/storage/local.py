@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 from ..errors import StorageFullError, StorageUnavailableError
-from ..snapshot.crew import num_cpus
 from ..spec import PAGE_BYTES
 
 try:
@@ -35,9 +34,6 @@ except ImportError:  # Windows: no record locks, so nothing is ever swept
     fcntl = None  # type: ignore[assignment]
 
 TEMP_SUFFIX: Final = ".async_ckpt-tmp"
-# Reads of one file in flight on a small host. More would all end at the same moment, since disks share themselves out evenly, and the
-# disk would stand idle while all their readers work on what they got.
-_MIN_READS: Final = 3
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _O_CLOEXEC: Final = getattr(os, "O_CLOEXEC", 0)
 _O_BINARY: Final = getattr(os, "O_BINARY", 0)
@@ -117,9 +113,9 @@ class LocalStorage:
         with _translated(target):
             try:
                 os.unlink(target)
+                sync_folder(target.parent)
             except FileNotFoundError:
-                return
-            sync_folder(target.parent)
+                return  # somebody else has deleted it, or the folder that it left empty
             if target.parent != self.root:
                 with suppress(OSError):  # not empty, which is the usual case, or already gone
                     os.rmdir(target.parent)
@@ -227,12 +223,11 @@ class LocalReader:
             with suppress(OSError):
                 self._direct_fd = os.open(path, os.O_RDONLY | _O_CLOEXEC | _O_DIRECT)
         self.num_bytes = os.fstat(self._fd).st_size
-        self._reading = threading.Semaphore(max(_MIN_READS, num_cpus() // 2))
 
     def read_into(self, offset: int, target: memoryview) -> None:
         aligned = not (offset % PAGE_BYTES or len(target) % PAGE_BYTES or _address(target) % PAGE_BYTES)
         direct = aligned and self._direct_fd >= 0
-        with self._reading, _translated(self._path):
+        with _translated(self._path):
             while target:
                 try:
                     num_read = _pread_into(self._direct_fd if direct else self._fd, target, offset)
