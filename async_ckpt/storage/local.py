@@ -330,13 +330,13 @@ def _create_locked(target: Path) -> tuple[Path, int]:
     while True:
         temp = target.with_name(f"{_temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}")
         try:
-            fd = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | _O_CLOEXEC | _O_BINARY, 0o666)
+            with _ours_lock:  # in one go, or our own sweep could come between
+                fd = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | _O_CLOEXEC | _O_BINARY, 0o666)
+                key = _identity(os.fstat(fd))
+                _ours.add(key)
         except FileNotFoundError:  # another process swept the empty folder away
             _make_folder(target.parent)
             continue
-        key = _identity(os.fstat(fd))
-        with _ours_lock:
-            _ours.add(key)
         if fcntl is not None:
             with suppress(OSError):  # a file system without locks: then nobody can sweep there either
                 fcntl.lockf(fd, fcntl.LOCK_EX)
@@ -350,10 +350,9 @@ def _create_locked(target: Path) -> tuple[Path, int]:
 
 def _forget(fd: int) -> None:
     """Close a file of ours, and with it its lock."""
-    key = _identity(os.fstat(fd))
+    with _ours_lock:  # first: once it is closed, its identity may belong to a new file
+        _ours.discard(_identity(os.fstat(fd)))
     os.close(fd)
-    with _ours_lock:
-        _ours.discard(key)
 
 
 def _is_dead(path: Path) -> bool:
