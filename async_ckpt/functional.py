@@ -37,7 +37,8 @@ def save(obj: Any, path: str | os.PathLike[str], *, guard: Any = None) -> SaveHa
     The file appears whole, or replaces what was there, when it is durable; until then nothing is visible. One such
     save is under way at a time: the next call waits for it, and the wait is in its report. Host memory is kept for
     the next save; `release()` gives it back.
-    Raises UnsupportedStateError for a state that cannot be stored; all else ends in the handle.
+    Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
+    a URL, a name that is too long); all else ends in the handle.
     """
     target = _FileTarget(local_path(path))
     return _default_saver().save(obj, lambda: target, step=None, guard=guard)
