@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -245,6 +246,7 @@ class _StepTarget:
         self._owner, self._step, self._token, self._overwrite = checkpointer, step, token, overwrite
         self._run = checkpointer._run
         self._replaces: tuple[Manifest, str] | None = None
+        self._announced = False
         self._name = self._run.attempt_path(step, token)
         self.path = self._run.storage.locate(self._name)
 
@@ -261,10 +263,15 @@ class _StepTarget:
             self._step, self._token, (archive,), replaces=self._replaces, retire=self._owner._retire
         )
         self._owner._rolled_back = False
+        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
+            self._run.announce()
+            self._announced = True
 
     def discard(self) -> None:
         self._run.discard(self._step, self._token)
 
     def afterwards(self) -> None:
+        if not self._announced:
+            self._run.announce()
         replaced = self._replaces[0] if self._replaces else None
         self._run.retain(self._step, replaced=replaced, in_flight=self._owner._steps_in_flight())

@@ -233,7 +233,8 @@ class OpenArchive:
     def leaf(self, leaf: Stored, tensor: torch.Tensor, device: torch.device) -> Any:
         """What a stored leaf is, given the tensor with its bytes, which may be filled later; for "bytes", not."""
         if leaf.kind == "tensor":
-            return tensor if tensor.device == device or device.index is None else tensor.to(device)
+            there = tensor.device.type == device.type and device.index in (None, tensor.device.index)
+            return tensor if there else tensor.to(device)
         if leaf.kind == "bytes":
             return bytes(tensor.numpy())
         try:
@@ -358,12 +359,13 @@ def _run_read(
             memmove(target.pointer + begin, segment.address + source, length)
         else:
             used.add(target.device)
-            with torch.cuda.stream(streams[target.device]):
+            with torch.cuda.device(target.device), torch.cuda.stream(streams[target.device]):
                 target.flat[begin : begin + length].copy_(
                     segment.tensor[source : source + length], non_blocking=True
                 )
     for device in used:
-        streams[device].synchronize()  # the buffer is read from until then
+        with torch.cuda.device(device):
+            streams[device].synchronize()  # the buffer is read from until then
 
 
 class _Target:

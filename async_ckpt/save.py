@@ -90,8 +90,8 @@ async def run_save(job: SaveJob, off_loop: OffLoop) -> SaveReport:
             job.drain.open([sink])
             await asyncio.wrap_future(job.staging.completion)
             await asyncio.wrap_future(job.drain.completed)
+            finished = True  # or halfway: visible, and not known to be durable
             await off_loop(sink.finish)
-            finished = True
         if job.turn is not None:
             await asyncio.wrap_future(job.turn)
         with job.spans.span("commit"):
@@ -153,6 +153,7 @@ class Drain:
         self._tail: dict[int, Lease] = {}
         self._num_body_left = self._first_tail
         self._num_active = 0
+        self._tail_written = False
         self._error: BaseException | None = None
         self._staged_bytes = 0
         self._written_bytes = 0
@@ -229,9 +230,7 @@ class Drain:
         except BaseException as caught:
             error = caught
         lease.release()
-        with self._lock:
-            self._num_body_left -= 1
-        self._leave(error)
+        self._leave(error, body=1)
 
     def _write_tail(self, leases: dict[int, Lease]) -> None:
         error: BaseException | None = None
@@ -254,7 +253,7 @@ class Drain:
             error = caught
         for lease in leases.values():
             lease.release()
-        self._leave(error, last=True)
+        self._leave(error, tail=True)
 
     def _digest(self, number: int, lease: Lease, num_bytes: int) -> None:
         first = number * self._segment_bytes // BLOCK_BYTES
@@ -273,12 +272,15 @@ class Drain:
     def _bytes_of(self, number: int) -> int:
         return min(self._segment_bytes, self._layout.file_bytes - number * self._segment_bytes)
 
-    def _leave(self, error: BaseException | None, *, last: bool = False) -> None:
+    def _leave(self, error: BaseException | None, *, body: int = 0, tail: bool = False) -> None:
         if error is not None:
             self.fail(error)
+        # All in one go: the tail may be begun, and done, as soon as the last body segment is counted.
         with self._lock:
             self._num_active -= 1
-            settled = self._num_active == 0 and (self._error is not None or last)
+            self._num_body_left -= body
+            self._tail_written |= tail
+            settled = self._num_active == 0 and (self._error is not None or self._tail_written)
         if settled:
             self._settle()
         else:

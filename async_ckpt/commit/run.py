@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Collection
 from typing import Final
 
@@ -50,7 +51,9 @@ class Run:
         self._step_pattern = _pattern_of(step_format)
         self._tracker = tracker
         self._retention = retention or Retention()
-        self._known: dict[int, Manifest] = {}  # what the journal was last made from
+        # The commit of one save runs beside the retention of the one before: one announces at a time.
+        self._announcing = threading.Lock()
+        self._known: dict[int, Manifest] = {}  # what the journal was last made from; under _announcing
 
     # --- reading: changes nothing on storage ------------------------------------------------------------------
 
@@ -117,7 +120,7 @@ class Run:
         replaces: tuple[Manifest, str] | None,
         retire: bool,
     ) -> Manifest:
-        """Make the durable archives of an attempt the step's checkpoint. From here on it is true.
+        """Make the durable archives of an attempt the step's checkpoint. From here on it is true; then `announce` it.
 
         Raises StepExistsError when another writer was faster; its commit stands.
         """
@@ -134,8 +137,8 @@ class Run:
             raise StepExistsError(
                 f"step {step} was committed by another writer in the meantime; theirs stands", step=step
             ) from error
-        self._known[step] = made
-        self._announce()
+        with self._announcing:
+            self._known.pop(step, None)
         return made
 
     def discard(self, step: int, attempt: str) -> None:
@@ -152,7 +155,7 @@ class Run:
         for old in doomed:
             self._delete(old)
         if doomed:
-            self._announce()
+            self.announce()
         return doomed
 
     def sweep(self) -> list[str]:
@@ -219,11 +222,16 @@ class Run:
                 f"{folder}/{manifest.NAME}", f"{folder}/manifest.retired-{os.urandom(4).hex()}.json"
             )
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
         """Bring tracker and journal up to date with what is committed, whoever committed it."""
+        with self._announcing:
+            self._announce()
+
+    def _announce(self) -> None:
         while True:
             steps = self.steps()
-            known = ((step, self._known.get(step) or self._try(step)) for step in steps)
+            newest = steps[-1:]  # its manifest may be new, or replaced; those of the others are known
+            known = ((s, (self._known.get(s) if s not in newest else None) or self._try(s)) for s in steps)
             self._known = {step: made for step, made in known if made is not None}
             if self._tracker is not None and steps:
                 self.storage.replace(self._tracker, f"{self.folder(steps[-1])}\n".encode())
@@ -254,7 +262,6 @@ class Run:
         named = self._named(step)
         folder = self.folder(step)
         self.storage.delete(f"{folder}/{manifest.NAME}")
-        self._known.pop(step, None)
         for name in self.storage.names(folder):
             if name in named or _RETIRED.fullmatch(name):
                 self.storage.delete(f"{folder}/{name}")

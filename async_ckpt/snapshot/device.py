@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -37,7 +38,7 @@ class _Lane:
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
         self.side = torch.cuda.Stream(device)
-        with torch.inference_mode(False), torch.cuda.stream(self.side):
+        with torch.inference_mode(False), torch.cuda.device(device), torch.cuda.stream(self.side):
             self.scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
@@ -56,6 +57,14 @@ class Device:
     def side(self) -> torch.cuda.Stream:
         return self._lane.side
 
+    @contextmanager
+    def on_side(self) -> Iterator[None]:
+        """Enqueue on the side stream. The device is set around the stream, or leaving it on a thread that has none
+        yet would make a context on the first GPU.
+        """
+        with torch.cuda.device(self.device), torch.cuda.stream(self.side):
+            yield
+
     def follow_training(self) -> None:
         """Copies enqueued from now on see all that was enqueued on the current stream until now."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
@@ -72,13 +81,16 @@ class Device:
 
     def stall_seconds(self) -> float:
         """How long streams of this device have waited for copies; a wait that is not over yet counts nothing."""
-        return float(sum(before.elapsed_time(after) for before, after in self._holds if after.query())) / 1e3
+        with torch.cuda.device(self.device):
+            return (
+                float(sum(before.elapsed_time(after) for before, after in self._holds if after.query())) / 1e3
+            )
 
     def enqueue(
         self, segment: Segment, pieces: Iterable[Piece], tensors: list[torch.Tensor], dense: list[bool]
     ) -> torch.cuda.Event:
         """Enqueue the copies of `pieces` into `segment`; the event fires when they have ended. From any thread."""
-        with self._lane.lock, torch.cuda.stream(self.side):
+        with self._lane.lock, self.on_side():
             packed: list[torch.Tensor] = []
             packed_begin = packed_end = 0
             for target, number, source, length in pieces:
@@ -184,11 +196,13 @@ def synchronize(devices: Iterable[Device]) -> None:
     """Wait until no copy is under way any more; what a broken device says is not news to who calls this."""
     for device in devices:
         try:
-            device.side.synchronize()
+            with torch.cuda.device(device.device):
+                device.side.synchronize()
         except RuntimeError:
             pass
 
 
-def event_wait(event: Any) -> None:
-    """Block this thread, off the GIL, until the event has fired."""
-    event.synchronize()
+def event_wait(device: torch.device, event: Any) -> None:
+    """Block this thread, off the GIL, until the event of that device has fired."""
+    with torch.cuda.device(device):
+        event.synchronize()

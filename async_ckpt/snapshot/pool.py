@@ -16,6 +16,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Final
 
@@ -58,6 +59,7 @@ class Segment:
         self._begin = self.address - begin
         self.view = memoryview(self._map)[self._begin :][:num_bytes]
         self.pinned_for: torch.device | None = None
+        self._pid = os.getpid()
 
     @property
     def pinned(self) -> bool:
@@ -81,18 +83,32 @@ class Segment:
             code = int(
                 torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _HOST_REGISTER_PORTABLE)
             )
-        self.pinned_for = device if code == 0 else None
+            if code == 0:
+                self.pinned_for = device
+            else:
+                with suppress(
+                    RuntimeError
+                ):  # the refusal stays in CUDA's memory until a launch has reported it
+                    torch.zeros(1, device=device)
         return code
 
     def touch(self) -> None:
         """Make the kernel give the pages now rather than while training waits. Releases the GIL."""
         ctypes.memset(self.address, 0, self.num_bytes)
 
-    def free(self) -> None:
-        if self.pinned_for is not None:
+    def unpin(self) -> None:
+        if self.pinned_for is not None and os.getpid() == self._pid:
             with torch.cuda.device(self.pinned_for):
                 torch.cuda.cudart().cudaHostUnregister(self.address)
-            self.pinned_for = None
+        self.pinned_for = None
+
+    def __del__(self) -> None:
+        # A map that goes while CUDA still has it registered would leave its address pointing at other memory.
+        with suppress(Exception):  # at the interpreter's end CUDA may be gone before us
+            self.unpin()
+
+    def free(self) -> None:
+        self.unpin()
         self.__dict__.pop("tensor", None)
         try:
             self.view.release()
@@ -225,8 +241,10 @@ class SegmentPool:
         if pin:
             with self._changed:
                 pageable = [segment for segment in self._free if not segment.pinned]
+                self._free = [segment for segment in self._free if segment.pinned]
             for segment in pageable:
                 self._pin(segment, pin)
+                self._take_back(segment)
         for _ in range(num_new):
             done.acquire()
         if errors:

@@ -48,7 +48,7 @@ class _Job:
         self.pieces = pieces
         self.rest = rest
         self.lease: Lease | None = None
-        self.events: list[Any] = []
+        self.events: list[tuple[torch.device, Any]] = []
 
 
 class Snapshot(Held):
@@ -224,7 +224,8 @@ class Snapshot(Held):
                     at = target + offset - source
                     segment.tensor[at : at + block.numel()].copy_(block)
         for device, pieces in on_device.items():
-            job.events.append(self._devices[device].enqueue(segment, pieces, self._tensors, self._dense))
+            event = self._devices[device].enqueue(segment, pieces, self._tensors, self._dense)
+            job.events.append((device, event))
         if job.rest:
             job.pieces, job.literals, job.rest = job.rest, (), ()
         elif job.events:
@@ -233,9 +234,15 @@ class Snapshot(Held):
             self._hand_on(job)
 
     def _hand_on(self, job: _Job) -> None:
-        lease, job.lease = job.lease, None
+        lease = self._lease_of(job)
         if lease is not None:
             self._put(job.number, lease)
+
+    def _lease_of(self, job: _Job) -> Lease | None:
+        """Take the lease out of a job, which one thread alone can."""
+        with self._changed:
+            lease, job.lease = job.lease, None
+        return lease
 
     def _check_alive(self) -> None:
         if self._error:
@@ -265,8 +272,8 @@ class Snapshot(Held):
         """Hand segments on in the order in which their copies were enqueued, as each copy ends."""
         try:
             while (job := self._enqueued.get()) is not None:
-                for event in job.events:
-                    event_wait(event)
+                for device, event in job.events:
+                    event_wait(device, event)
                 self._hand_on(job)
             self._complete()
         except BaseException as error:
@@ -308,9 +315,8 @@ class Snapshot(Held):
                 self._devices.values()
             )  # no copy may still be writing into a segment that is given back
             for job in (*self._now, *self._later):
-                if job.lease is not None:
-                    job.lease.release()
-                    job.lease = None
+                if (lease := self._lease_of(job)) is not None:
+                    lease.release()
             self._enqueued.put(None)
         self._release_gates()
         for gate in self._gates:
@@ -397,7 +403,7 @@ class _Tripwires:
 
     def _stream_of(self, device: torch.device) -> AbstractContextManager[Any]:
         """The order of copies and samples: the device's side stream; on the CPU, program order."""
-        return torch.cuda.stream(self._devices[device].side) if device in self._devices else nullcontext()
+        return self._devices[device].on_side() if device in self._devices else nullcontext()
 
 
 def _version(tensor: torch.Tensor) -> int | None:
