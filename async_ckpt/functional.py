@@ -211,8 +211,7 @@ class _FileTarget:
         self._name = path.name
 
     def open(self, num_bytes: int) -> Sink:
-        for name in self._storage.sweep("", temps_of(self._name, self._storage.names(""))):
-            self._storage.delete(name)
+        self._storage.sweep("", temps_of(self._name, self._storage.names("")), delete=True)
         return self._storage.create(self._name, num_bytes=num_bytes)
 
     def commit(self, archive: Archive) -> None:

@@ -163,16 +163,22 @@ class Run:
         swept = []
         for step in [None, *self._folders()]:
             folder = "" if step is None else self.folder(step)
-            leftovers = [n for n in self.storage.names(folder) if _TEMP.fullmatch(n) or _ARCHIVE.fullmatch(n)]
-            if not leftovers or (step is not None and leftovers == self._named(step)):
-                continue
-            dead = self.storage.sweep(folder, leftovers)
-            # Looked at again after the locks: a writer gives its lock up only once its manifest is there.
-            named = [] if step is None else self._named(step)
+            names = self.storage.names(folder)
+            temps = self.storage.sweep(folder, [n for n in names if _TEMP.fullmatch(n)], delete=True)
+            archives = [n for n in names if _ARCHIVE.fullmatch(n)]
+            dead: list[str] = []
+            if step is not None and archives and archives != self._named(step):
+                dead = self.storage.sweep(folder, archives, delete=False)
+                # Looked at again after the locks: a writer gives its lock up only once its manifest is there.
+                named = self._named(step)
+                dead = [name for name in dead if name not in named]
             for name in dead:
-                if name not in named:
-                    swept.append(f"{folder}/{name}" if folder else name)
-                    self.storage.delete(swept[-1])
+                self.storage.delete(f"{folder}/{name}")
+            if temps and step is not None:
+                self.storage.delete(
+                    f"{folder}/{temps[0]}"
+                )  # gone already; the folder goes too if that was all
+            swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
         return swept
 
     def journal(self) -> list[dict[str, object]]:

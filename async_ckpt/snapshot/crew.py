@@ -95,11 +95,17 @@ class Crew:
 
         for _ in range(self.max_threads):
             self.submit(work)
+        num_left = self.max_threads
         try:
-            for _ in range(self.max_threads):
+            while num_left:
                 ended.acquire()
-        except BaseException as error:  # Ctrl-C: the tasks under way end, no other begins
+                num_left -= 1
+        except (
+            BaseException
+        ) as error:  # Ctrl-C: no other begins, and those under way end before anything is closed
             errors.append(error)
+            for _ in range(num_left):
+                ended.acquire()
             raise
         if errors:
             raise errors[0]

@@ -80,5 +80,5 @@ class Storage(Protocol):
 
     def exists(self, path: str) -> bool: ...
 
-    def sweep(self, folder: str, names: list[str]) -> list[str]:
-        """Of these names, those whose writer is provably gone, so that whoever calls may judge and delete them."""
+    def sweep(self, folder: str, names: list[str], *, delete: bool = False) -> list[str]:
+        """Of these names, those whose writer is provably gone; deleted, or left for the caller to judge."""

@@ -115,7 +115,7 @@ class LocalStorage:
                 os.unlink(target)
                 sync_folder(target.parent)
             except FileNotFoundError:
-                return  # somebody else has deleted it, or the folder that it left empty
+                pass  # somebody else has deleted it, or the folder that it left empty
             if target.parent != self.root:
                 with suppress(OSError):  # not empty, which is the usual case, or already gone
                     os.rmdir(target.parent)
@@ -135,8 +135,8 @@ class LocalStorage:
                 return False
             return True
 
-    def sweep(self, folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if _is_dead(self.root / folder / name)]
+    def sweep(self, folder: str, names: list[str], *, delete: bool = False) -> list[str]:
+        return [name for name in names if _is_dead(self.root / folder / name, delete=delete)]
 
 
 class LocalSink:
@@ -355,8 +355,11 @@ def _forget(fd: int) -> None:
     os.close(fd)
 
 
-def _is_dead(path: Path) -> bool:
-    """True when no living process is writing this file: its record lock can be had."""
+def _is_dead(path: Path, *, delete: bool) -> bool:
+    """True when no living process is writing this file: its record lock can be had.
+
+    It is deleted with the lock in hand, so that a writer that is just about to take it finds the file gone.
+    """
     if fcntl is None:
         return False
     try:
@@ -368,6 +371,8 @@ def _is_dead(path: Path) -> bool:
         return False
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if delete:
+            os.unlink(path)
     except OSError:
         return False  # alive, or the file system has no locks and nothing can be proved
     finally:
