@@ -190,10 +190,20 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return where
 
 
+def _forget_saver() -> None:
+    """In a forked child: a saver of its own, and who held the lock is not here to release it."""
+    global _saver, _saver_lock
+    _saver, _saver_lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_saver)
+
+
 def _default_saver() -> Saver:
     global _saver
     with _saver_lock:
-        if _saver is None or not _saver.belongs_here:
+        if _saver is None:
             _saver = Saver()
         return _saver
 

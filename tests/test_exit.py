@@ -32,6 +32,7 @@ from async_ckpt import AsyncCheckpointer
 from async_ckpt.storage.local import LocalSink
 from helpers_b import hold_writes, open_run, state_at
 
+torch.set_num_threads(1)  # a forked child whose parent has used OpenMP hangs in torch itself
 root = sys.argv[1]
 atexit.register(lambda: print("other hook", flush=True))
 
@@ -401,6 +402,40 @@ def test_a_forked_child_saves_with_a_checkpointer_of_its_own(tmp_path, nursery):
     assert (ended.status, ended.err) == (0, "")
     assert committed(tmp_path / "parent") == committed(tmp_path / "child") == [1]
     assert_is_state(async_ckpt.load(tmp_path / "parent.tar"), 1, 5)
+    assert_is_state(async_ckpt.load(tmp_path / "child.tar"), 2, 5)
+
+
+def test_a_child_forked_in_the_middle_of_another_threads_work_still_saves(tmp_path, nursery):
+    body = """
+    import warnings
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from async_ckpt import functional
+    from async_ckpt.storage import local
+    held, go = threading.Event(), threading.Event()
+
+    def hold_locks():
+        with local._ours_lock, local._replacing, functional._saver_lock:
+            held.set()
+            go.wait()
+
+    holder = threading.Thread(target=hold_locks)
+    holder.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        ckpt = open_run(root + "/run")
+        ckpt.save(state_at(1, 5), step=1)
+        ckpt.wait()
+        ckpt.save(state_at(2, 5), step=1, overwrite=True)
+        async_ckpt.save(state_at(2, 5), root + "/child.tar")
+    else:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        go.set()
+    """
+    ended = nursery.run(script(body), tmp_path)
+
+    assert (ended.status, ended.err) == (0, "")
+    assert_is_state(async_ckpt.load(tmp_path / "run"), 2, 5)
     assert_is_state(async_ckpt.load(tmp_path / "child.tar"), 2, 5)
 
 

@@ -44,7 +44,7 @@ _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errn
 # Files that this process is writing. A record lock does not stop the process that holds it, and is lost when any
 # descriptor of the file is closed, so our own sweep must not even open them.
 _ours: set[tuple[int, int]] = set()
-_ours_lock: Final = threading.Lock()
+_ours_lock = threading.Lock()
 
 
 class LocalStorage:
@@ -400,7 +400,7 @@ def _written(target: Path, data: bytes) -> Iterator[Path]:
             _forget(fd)
 
 
-_replacing: Final = threading.Lock()
+_replacing = threading.Lock()
 
 
 @contextmanager
@@ -480,6 +480,17 @@ def _sync(fd: int) -> None:
 
 
 _seeking: Final = threading.Lock()  # where a descriptor's position is all there is (Windows)
+
+
+def _forget_parent() -> None:
+    """In a forked child: its parent's files are not its own, and who held a lock is not here to release it."""
+    global _ours_lock, _replacing
+    _ours.clear()
+    _ours_lock, _replacing = threading.Lock(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> int:
