@@ -7,34 +7,39 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 
+from .catch_up import catch_up
 from .commit.manifest import Archive, Manifest
 from .commit.retention import Retention
+from .commit.roots import Roots
 from .commit.run import STEP_FORMAT, TRACKER, Run
-from .errors import CheckpointError, CorruptCheckpointError, NotCommittedError
-from .functional import local_path, open_run_archive, state_of
+from .errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StorageUnavailableError
+from .functional import from_step, state_of
 from .handle import SaveHandle
-from .load import Select, Verify
+from .load import OpenArchive, Select, Verify
 from .restore import restore_state
+from .save import CommitRule
 from .saver import OnOverlap, Saver
 from .spans import wall_time
-from .storage.base import Sink
+from .storage.base import Sink, Storage
 from .storage.local import LocalStorage
+from .storage.url import Engine, Where, storage_at
 
 _UNSET: Any = object()
 
 
 class AsyncCheckpointer:
-    """Saves of one training run below one folder, and what to do with the old ones.
+    """Saves of one training run below one folder or URL, or several of them, and what to do with the old ones.
 
     Args:
-        root: the run's folder; made by the first save.
+        root: the run's folder, made by the first save, or a URL such as "s3://bucket/run"; or a list of these: every
+            save then goes to all of them in one pass, and a step is there when any of them has it.
         keep_last: after each commit keep this many of the newest steps; None keeps all.
         keep_every: with `keep_last`, keep for good every step that this divides.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: the copy of these
@@ -50,13 +55,19 @@ class AsyncCheckpointer:
         step_format: the folder of a step, with the step in it.
         strict: raise at `save`, before anything is started, what an earlier save failed with and nobody looked at.
         exit_timeout: seconds that the interpreter's exit waits for saves; None: as long as they take.
+        commit: with several roots, "all" makes a save wait for all of them, and fail when one fails; with "any" it is
+            committed where it is durable first, and a root that lags or fails is caught up later.
+        storage_options: of the client of a URL (endpoint, region, credentials, timeouts); with several roots a list
+            gives each its own.
+        engine: the client for URLs: "obstore" (the default for s3, gs, az) or "fsspec" ("s3fs" for s3).
+        fs: an fsspec filesystem to use for the root as it is.
 
     Safe to call from any thread. Opening, listing and reading change nothing on storage.
     """
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: Where | Sequence[Where],
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -70,20 +81,32 @@ class AsyncCheckpointer:
         step_format: str = STEP_FORMAT,
         strict: bool = False,
         exit_timeout: float | None = None,
+        commit: CommitRule = "all",
+        storage_options: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        engine: Engine | None = None,
+        fs: Any = None,
     ) -> None:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
-        folder = local_path(root)
-        if folder.exists() and not folder.is_dir():
-            raise NotADirectoryError(f"{folder} is a file; a run needs a folder")
-        self.root = str(folder)
-        self._run = Run(
-            LocalStorage(folder),
-            clock=wall_time,
-            step_format=step_format,
-            tracker=tracker,
-            retention=Retention(keep_last, keep_every),
+        if commit not in ("all", "any"):
+            raise ValueError(f'commit must be "all" or "any", got {commit!r}')
+        roots = [root] if isinstance(root, str | os.PathLike) else list(root)
+        storages = _storages(roots, storage_options, engine, fs)
+        self.roots = tuple(storage.locate("").rstrip("/") or "/" for storage in storages)
+        self.root = self.roots[0]
+        self._roots = Roots(
+            [
+                Run(
+                    storage,
+                    clock=wall_time,
+                    step_format=step_format,
+                    tracker=tracker,
+                    retention=Retention(keep_last, keep_every),
+                )
+                for storage in storages
+            ]
         )
+        self._commit: CommitRule = commit
         self._guard = guard
         self._retire = on_rollback == "retire"
         self._saver = Saver(
@@ -96,7 +119,6 @@ class AsyncCheckpointer:
             keep_warm=True,
         )
         self._rolled_back = False  # restored from below the newest commit, and not committed since
-        self._swept = False
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -105,22 +127,24 @@ class AsyncCheckpointer:
 
         `guard` overrides the checkpointer's for this save. With `overwrite`, a committed step stays loadable until
         the new one is committed.
-        Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle.
+        Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle. (A
+        store is not asked on this thread: there a step that exists, or lies behind, ends in the handle as well.)
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step must be a whole number from 0 on, got {step!r}")
         token = os.urandom(4).hex()
 
-        def make_target() -> _StepTarget:
-            self._run.check(step, overwrite=overwrite, rolled_back=self._rolled_back, retire=self._retire)
-            return _StepTarget(self, step, token, overwrite)
+        def make_targets() -> list[_StepTarget]:
+            return [_StepTarget(self, run, step, token, overwrite) for run in self._roots.runs]
 
+        first = self._roots.runs[0]
         return self._saver.save(
             state,
-            make_target,
+            make_targets,
             step=step,
             guard=self._guard if guard is _UNSET else guard,
-            skipped_path=self._run.storage.locate(self._run.folder(step)),
+            rule=self._commit,
+            skipped_path=first.storage.locate(first.folder(step)),
         )
 
     def prewarm(self, state: Any) -> None:
@@ -134,6 +158,22 @@ class AsyncCheckpointer:
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included, and raise the first error nobody has looked at."""
         self._saver.wait(timeout)
+
+    def catch_up(self) -> dict[str, list[int]]:
+        """Copy to each root what others hold and it lacks, on this thread; the steps that each was given.
+
+        Raises StorageUnavailableError when a root is still away, after the others have been caught up.
+        """
+        copied: dict[str, list[int]] = {}
+        errors: list[CheckpointError] = []
+        for root, run in zip(self.roots, self._roots.runs, strict=True):
+            try:
+                copied[root] = catch_up(self._roots, run, skip=self._steps_on_the_way())
+            except CheckpointError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return copied
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger, under the same keys on every call, from the first on."""
@@ -160,11 +200,11 @@ class AsyncCheckpointer:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return self._run.steps()
+        return self._roots.steps()
 
     def latest(self) -> int | None:
         """The newest committed step, or None."""
-        return self._run.latest()
+        return self._roots.latest()
 
     def load(
         self,
@@ -178,10 +218,13 @@ class AsyncCheckpointer:
         types: Iterable[type] = (),
     ) -> Any:
         """Build the state of a step, by default the newest; see `async_ckpt.load`. Raises NotCommittedError."""
-        with open_run_archive(self._run, self._step_or_latest(step), verify=verify) as archive:
+
+        def build(archive: OpenArchive) -> Any:
             return state_of(
                 archive, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
             )
+
+        return from_step(self._roots, self._step_or_latest(step), build, verify=verify)
 
     def restore(
         self,
@@ -200,16 +243,19 @@ class AsyncCheckpointer:
         `verify="first"` checks every byte before any is written, at the price of reading twice.
         Raises StateMismatchError before anything is written, CorruptCheckpointError, NotCommittedError.
         """
+
+        def put_back(archive: OpenArchive) -> None:
+            restore_state(
+                archive, state, select=select, strict=strict, trust=trust, verify=verify, types=types
+            )
+
         newest = self.latest()
         for pending in self._saver.pending():
             pending.handle.staging_completion.exception()  # what is being copied must not be overwritten
         first_error: CorruptCheckpointError | None = None
         for candidate in reversed(self.steps()) if step is None else [step]:
             try:
-                with open_run_archive(self._run, candidate, verify=bool(verify)) as archive:
-                    restore_state(
-                        archive, state, select=select, strict=strict, trust=trust, verify=verify, types=types
-                    )
+                from_step(self._roots, candidate, put_back, verify=bool(verify))
             except CorruptCheckpointError as error:
                 if step is not None:
                     raise
@@ -231,6 +277,19 @@ class AsyncCheckpointer:
             raise NotCommittedError(f"{self.root}: nothing is committed yet", path=self.root, step=None)
         return found
 
+    def _catch_up_behind(self, run: Run) -> None:
+        """In the background, after a save that reached this root: give it what it has missed before."""
+        if len(self._roots.runs) > 1:
+            catch_up(self._roots, run, skip=self._steps_on_the_way(), check=self._saver.check_going_on)
+
+    def _steps_on_the_way(self) -> Collection[int]:
+        """Steps that may still arrive where they lag."""
+        return {
+            p.handle.step
+            for p in self._saver.pending()
+            if p.handle.step is not None and not p.finished.done()
+        }
+
     def _steps_in_flight(self) -> Collection[int]:
         undecided = [p.handle.step for p in self._saver.pending() if not p.settled.done()]
         return {step for step in undecided if step is not None}
@@ -240,28 +299,42 @@ class AsyncCheckpointer:
 
 
 class _StepTarget:
-    """One attempt at one step. Its methods run one after the other, on helper threads."""
+    """One attempt at one step, at one root. Raises at once when that is known to be in vain."""
 
-    def __init__(self, checkpointer: AsyncCheckpointer, step: int, token: str, overwrite: bool) -> None:
-        self._owner, self._step, self._token, self._overwrite = checkpointer, step, token, overwrite
-        self._run = checkpointer._run
+    def __init__(
+        self, checkpointer: AsyncCheckpointer, run: Run, step: int, token: str, overwrite: bool
+    ) -> None:
+        self._owner, self._run, self._step, self._token = checkpointer, run, step, token
+        self._overwrite = overwrite
+        self._rolled_back, self._retire = checkpointer._rolled_back, checkpointer._retire
         self._replaces: tuple[Manifest, str] | None = None
         self._announced = False
-        self._name = self._run.attempt_path(step, token)
-        self.path = self._run.storage.locate(self._name)
+        self._name = run.attempt_path(step, token)
+        self.storage = run.storage
+        self.path = run.storage.locate(self._name)
+        run.check_known(step, overwrite=overwrite)
+        if not run.storage.remote:
+            try:
+                self._check()
+            except StorageUnavailableError:
+                if checkpointer._commit == "all" or len(checkpointer.roots) == 1:
+                    raise  # otherwise its delivery fails, and the others go on
 
-    def open(self, num_bytes: int) -> Sink:
-        if not self._owner._swept:  # what an earlier process left behind; our own failures leave nothing
-            self._owner._swept = True
-            self._run.sweep()
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        if not self.storage.remote:
+            self._run.sweep_once()  # first, for it makes room
+        return self.storage.create(
+            self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
+        )
+
+    def check(self) -> None:
+        if self.storage.remote:
+            self._check()
         if self._overwrite:
             self._replaces = self._run.found(self._step)
-        return self._run.storage.create(self._name, num_bytes=num_bytes)
 
     def commit(self, archive: Archive) -> None:
-        self._run.commit(
-            self._step, self._token, (archive,), replaces=self._replaces, retire=self._owner._retire
-        )
+        self._run.commit(self._step, self._token, (archive,), replaces=self._replaces, retire=self._retire)
         self._owner._rolled_back = False
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
             self._run.announce()
@@ -275,3 +348,33 @@ class _StepTarget:
             self._run.announce()
         replaced = self._replaces[0] if self._replaces else None
         self._run.retain(self._step, replaced=replaced, in_flight=self._owner._steps_in_flight())
+        if self.storage.remote:
+            self._run.sweep_once()
+        self._owner._catch_up_behind(self._run)
+
+    def _check(self) -> None:
+        self._run.check(
+            self._step, overwrite=self._overwrite, rolled_back=self._rolled_back, retire=self._retire
+        )
+
+
+def _storages(roots: Sequence[Where], options: Any, engine: Engine | None, fs: Any) -> list[Storage]:
+    """The storage of each root. Raises ValueError for none, for two that are the same, and for options that do not fit."""
+    if not roots:
+        raise ValueError("a run needs at least one root")
+    each = [options] * len(roots) if options is None or isinstance(options, Mapping) else list(options)
+    if len(each) != len(roots):
+        raise ValueError(f"storage_options has {len(each)} entries for {len(roots)} roots")
+    if fs is not None and len(roots) > 1:
+        raise ValueError("fs= is for a single root; with several, give URLs and storage_options")
+    storages = [
+        storage_at(root, engine=engine, fs=fs, storage_options=given)
+        for root, given in zip(roots, each, strict=True)
+    ]
+    for storage in storages:
+        if isinstance(storage, LocalStorage) and storage.root.exists() and not storage.root.is_dir():
+            raise NotADirectoryError(f"{storage.root} is a file; a run needs a folder")
+    names = [storage.locate("") for storage in storages]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two roots are the same: {', '.join(names)}")
+    return storages

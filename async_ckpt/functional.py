@@ -9,15 +9,16 @@ import contextlib
 import mmap as mmap_module
 import os
 import threading
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit
+from typing import Any, TypeVar
 
 import torch
 
 from .commit.manifest import NAME as MANIFEST
 from .commit.manifest import Archive, parse
+from .commit.roots import Roots
 from .commit.run import Run
 from .errors import CorruptCheckpointError, NotCommittedError, StorageUnavailableError
 from .handle import SaveHandle
@@ -25,23 +26,35 @@ from .load import OpenArchive, Select, load_state
 from .saver import Saver
 from .spans import wall_time
 from .storage.base import Reader, Sink, Storage
-from .storage.local import LocalStorage, temps_of
+from .storage.local import temps_of
+from .storage.url import Engine, Where, parent_and_name, scheme_of, storage_at
+
+T = TypeVar("T")
 
 _saver: Saver | None = None
 _saver_lock = threading.Lock()
 
 
-def save(obj: Any, path: str | os.PathLike[str], *, guard: Any = None) -> SaveHandle:
+def save(
+    obj: Any,
+    path: Where,
+    *,
+    guard: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> SaveHandle:
     """Save `obj` as one tar at `path`, in the order of arguments of `torch.save`; returns a handle at once.
 
     The file appears whole, or replaces what was there, when it is durable; until then nothing is visible. One such
     save is under way at a time: the next call waits for it, and the wait is in its report. Host memory is kept for
     the next save; `release()` gives it back.
+    `path` may be a URL ("s3://bucket/x.tar"); `storage_options`, `engine` and `fs` are as for AsyncCheckpointer.
     Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
-    a URL, a name that is too long); all else ends in the handle.
+    an unknown scheme, a name that is too long); all else ends in the handle.
     """
-    target = _FileTarget(local_path(path))
-    return _default_saver().save(obj, lambda: target, step=None, guard=guard)
+    target = _FileTarget(path, {"storage_options": storage_options, "engine": engine, "fs": fs})
+    return _default_saver().save(obj, lambda: [target], step=None, guard=guard)
 
 
 def release() -> None:
@@ -51,13 +64,17 @@ def release() -> None:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: Where,
     map_location: str | torch.device | None = None,
     select: Select = None,
     trust: bool = False,
     verify: bool = True,
     mmap: bool = False,
     types: Iterable[type] = (),
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
 ) -> Any:
     """The state saved at `path`: an archive, the folder of a committed step, or the root of a run (its newest step).
 
@@ -69,11 +86,15 @@ def load(
         verify: compare the digest of every block that is touched.
         mmap: tensors are views of the mapped file, private to this process; with `verify=False` only what is used is read.
         types: namedtuple classes to rebuild; others come back as plain tuples.
+        storage_options: what the client of a URL needs; see AsyncCheckpointer, for the next two as well.
+        engine: which client that is.
+        fs: an fsspec filesystem to use instead.
 
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
     and KeyError when `select` matches nothing.
     """
-    with _open_any(local_path(path), verify) as archive:
+    place = {"storage_options": storage_options, "engine": engine, "fs": fs}
+    with _open_any(path, verify, place) as archive:
         return state_of(
             archive, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
         )
@@ -93,13 +114,31 @@ def state_of(
         return load_state(archive, map_location=map_location, select=select, trust=trust, types=types)
     if map_location is not None and torch.device(map_location).type != "cpu":
         raise ValueError("mmap=True makes views of the file, which lie on the CPU; leave map_location out")
+    if scheme_of(archive.path) is not None:
+        raise ValueError(f"mmap=True maps a local file, and {archive.path} is none; leave it out")
     with open(archive.path, "rb") as file:
         mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
     return load_state(archive, select=select, trust=trust, types=types, mmap=mapped)
 
 
+def from_step(roots: Roots, step: int, use: Callable[[OpenArchive], T], *, verify: bool) -> T:
+    """What `use` makes of the archive of a committed step. Where several roots hold it, the first that is sound counts.
+
+    Raises NotCommittedError, CorruptCheckpointError, StorageUnavailableError.
+    """
+    holders = roots.holding(step)
+    for run in holders[:-1]:
+        try:
+            with _open_committed(run, step, verify=verify) as archive:
+                return use(archive)
+        except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
+            warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
+    with _open_committed(holders[-1], step, verify=verify) as archive:
+        return use(archive)
+
+
 @contextlib.contextmanager
-def open_run_archive(run: Run, step: int, *, verify: bool) -> Iterator[OpenArchive]:
+def _open_committed(run: Run, step: int, *, verify: bool) -> Iterator[OpenArchive]:
     """The archive of a committed step, compared with its manifest. Raises NotCommittedError."""
     told = run.manifest(step).archives[0]
     try:
@@ -112,31 +151,40 @@ def open_run_archive(run: Run, step: int, *, verify: bool) -> Iterator[OpenArchi
 
 
 @contextlib.contextmanager
-def _open_any(path: Path, verify: bool) -> Iterator[OpenArchive]:
+def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[OpenArchive]:
     """A file, the folder of a step, or the root of a run."""
-    storage = LocalStorage(path if path.is_dir() else path.parent)
-    if not path.is_dir():
-        try:
-            reader = storage.open(path.name)
-        except FileNotFoundError as error:
-            raise NotCommittedError(
-                f"{path}: there is no such checkpoint", path=str(path), step=None
-            ) from error
+    file = _opened_as_file(path, place)
+    if file is not None:
+        reader, shown = file
         with reader:
-            yield OpenArchive(reader, path=str(path), verify=verify)
-    elif storage.exists(MANIFEST):
+            yield OpenArchive(reader, path=shown, verify=verify)
+        return
+    storage = storage_at(path, **place)
+    if storage.exists(MANIFEST):
         told = parse(storage.read(MANIFEST)[0], path=storage.locate(MANIFEST)).archives[0]
         with _checked(_open_named(storage, told.name), told, storage.locate(told.name), verify) as archive:
             yield archive
-    else:
-        run = Run(storage, clock=wall_time)
-        step = run.latest()
-        if step is None:
-            raise NotCommittedError(
-                f"{path}: no committed checkpoint in this folder", path=str(path), step=None
-            )
-        with open_run_archive(run, step, verify=verify) as archive:
-            yield archive
+        return
+    run = Run(storage, clock=wall_time)
+    step = run.latest()
+    if step is None:
+        where = storage.locate("")
+        raise NotCommittedError(f"{where}: no committed checkpoint there", path=where, step=None)
+    with _open_committed(run, step, verify=verify) as archive:
+        yield archive
+
+
+def _opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | None:
+    """The object at a path, if it is one and no folder."""
+    try:
+        parent, name = parent_and_name(path)
+    except ValueError:  # the root of a bucket
+        return None
+    storage = storage_at(parent, **place)
+    try:
+        return storage.open(name), storage.locate(name)
+    except (FileNotFoundError, IsADirectoryError):
+        return None
 
 
 def _open_named(storage: Storage, path: str) -> Reader:
@@ -164,32 +212,6 @@ def _checked(reader: Reader, told: Archive, shown: str, verify: bool) -> Iterato
         yield archive
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Where a path or a `file://` URL lies on this machine. Raises TypeError and ValueError for anything else."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"a checkpoint goes to a path, not to a {type(path).__qualname__}; pass a string or a Path"
-        )
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise TypeError("a checkpoint goes to a path of text, not of bytes")
-    if "://" in text:
-        url = urlsplit(text)
-        if url.scheme != "file":
-            raise ValueError(
-                f"{url.scheme}:// is not supported by this version, which writes to local disk only"
-            )
-        text = unquote(url.path)
-    if not text:
-        raise ValueError("the path of a checkpoint is empty")
-    where = Path(text).expanduser().absolute()
-    try:
-        where.is_dir()
-    except OSError as error:  # a name that is too long, or a file system that does not answer
-        raise StorageUnavailableError(f"{text:.300}: {error.strerror}", path=text) from error
-    return where
-
-
 def _forget_saver() -> None:
     """In a forked child: a saver of its own, and who held the lock is not here to release it."""
     global _saver, _saver_lock
@@ -209,20 +231,25 @@ def _default_saver() -> Saver:
 
 
 class _FileTarget:
-    """One file at a path of the user's choice: durable is committed."""
+    """One object at a path of the user's choice: durable is committed."""
 
-    def __init__(self, path: Path) -> None:
-        if path.is_dir():
-            raise IsADirectoryError(
-                f"{path} is a folder; give the path of a file, such as {path / 'checkpoint.tar'}"
-            )
-        self.path = str(path)
-        self._storage = LocalStorage(path.parent)
-        self._name = path.name
+    def __init__(self, path: Where, place: dict[str, Any]) -> None:
+        parent, self._name = parent_and_name(path)
+        self.storage = storage_at(parent, **place)
+        self.path = self.storage.locate(self._name)
+        if not self.storage.remote and Path(self.path).is_dir():
+            example = os.path.join(self.path, "checkpoint.tar")
+            raise IsADirectoryError(f"{self.path} is a folder; give the path of a file, such as {example}")
 
-    def open(self, num_bytes: int) -> Sink:
-        self._storage.sweep("", temps_of(self._name, self._storage.names("")), delete=True)
-        return self._storage.create(self._name, num_bytes=num_bytes)
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        if not self.storage.remote:
+            self.storage.sweep("", temps_of(self._name, self.storage.names("")), delete=True)
+        return self.storage.create(
+            self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
+        )
+
+    def check(self) -> None:
+        """Nothing to ask."""
 
     def commit(self, archive: Archive) -> None:
         """Nothing to agree on."""

@@ -27,11 +27,18 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """What happened at one place that a save wrote to."""
+    """What happened at one place that a save wrote to.
+
+    `write_seconds` run from the call until the archive was durable there. `retryable`: until then all of it was in
+    memory, so that a failed upload could have been sent again as a whole. `error`: why the step is not, or was not
+    yet, committed at this place when it was at another.
+    """
 
     path: str
     num_bytes: int
     write_seconds: float
+    retries: int = 0
+    retryable: bool = False
     error: str | None = None
 
     @property

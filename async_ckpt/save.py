@@ -1,24 +1,26 @@
 """A save, told once from top to bottom. No threads are started here, and nothing is logged.
 
-In: a layout, segments as they are filled, a target. Out: a committed checkpoint and its report.
+In: a layout, segments as they are filled, one or several targets. Out: a committed checkpoint and its report.
 Knows nothing of: where segments come from, what is in them.
 
 Filled segments do not pass through the story: `Drain` takes them from the copying threads straight to the writing
-ones. The story waits for the last, and decides what becomes of the archive.
+ones. The story waits for the last, and decides what becomes of the archives.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Literal, Protocol, TypeVar
 
 from .commit.manifest import Archive
-from .errors import CheckpointError
+from .errors import CheckpointError, StorageUnavailableError
 from .format import digests
 from .format.layout import Layout
 from .report import Destination, Progress, SaveReport
@@ -26,9 +28,17 @@ from .snapshot.crew import running_future
 from .snapshot.pool import Lease
 from .spans import Spans
 from .spec import BLOCK_BYTES
-from .storage.base import Sink
+from .storage.base import Sink, Storage
 
 T = TypeVar("T")
+CommitRule = Literal["all", "any"]
+
+# With `commit="any"`: how long a place that does not even open is waited for once another one is open,
+_OPEN_SECONDS: Final = 10.0
+# and how long one that lags behind a committed one goes on before it is left to be caught up.
+_LAG_SECONDS: Final = 900.0
+
+Submit = Callable[[Callable[[], None]], None]
 
 
 class OffLoop(Protocol):
@@ -38,12 +48,16 @@ class OffLoop(Protocol):
 
 
 class Target(Protocol):
-    """Where one save goes, and what makes it true. Blocking calls."""
+    """One place that a save goes to, and what makes it true there. Blocking calls."""
 
     path: str
+    storage: Storage
 
-    def open(self, num_bytes: int) -> Sink:
-        """Check what can be checked, and begin the object."""
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        """Begin the object; asks nothing over a network."""
+
+    def check(self) -> None:
+        """Check, while the writing goes on, what had to be asked over a network. Raises what refuses the save."""
 
     def commit(self, archive: Archive) -> None:
         """The object is durable: make it the checkpoint."""
@@ -72,51 +86,223 @@ class SaveJob:
     step: int | None
     layout: Layout
     num_tensors: int
-    target: Target
+    targets: Sequence[Target]
+    rule: CommitRule
     drain: Drain
     spans: Spans
     turn: Future[None] | None  # resolved when the save before this one has been decided
     call_seconds: Future[float]  # resolved when the caller has its handle
     staging: Staging
+    deliveries: list[Delivery] = field(default_factory=list)
+    opened_late: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def archive(self) -> Archive:
+        """What a manifest says of it, at every target."""
+        return Archive(self.targets[0].path.rpartition("/")[2], self.layout.file_bytes, self.drain.digest)
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """The way of the archive to one target."""
+
+    target: Target
+    sink: Sink | None = None
+    lane: Lane | None = None
+    task: asyncio.Task[None] | None = None  # ends when the archive is durable there
+    finished: bool = False  # or halfway: visible, and not known to be durable
+    committed: bool = False
+    error: BaseException | None = None
+    write_seconds: float = 0.0
 
 
 async def run_save(job: SaveJob, off_loop: OffLoop) -> SaveReport:
     """Write, then commit. Raises what went wrong, after every trace of the attempt is gone."""
-    sink: Sink | None = None
-    finished = False
+    job.deliveries = [Delivery(target) for target in job.targets]
     try:
         with job.spans.span("write"):
-            sink = await off_loop(lambda: job.target.open(job.layout.file_bytes))
-            job.drain.open([sink])
+            opened = await _open(job, off_loop)
+            lanes = job.drain.open([delivery.sink for delivery in opened if delivery.sink])
+            for delivery, lane in zip(opened, lanes, strict=True):
+                delivery.lane = lane
+                delivery.task = asyncio.create_task(_deliver(job, delivery, off_loop))
             await asyncio.wrap_future(job.staging.completion)
-            await asyncio.wrap_future(job.drain.completed)
-            finished = True  # or halfway: visible, and not known to be durable
-            await off_loop(sink.finish)
-        if job.turn is not None:
-            await asyncio.wrap_future(job.turn)
-        with job.spans.span("commit"):
-            archive = Archive(job.target.path.rpartition("/")[2], job.layout.file_bytes, job.drain.digest)
-            await off_loop(lambda: job.target.commit(archive))
+        while not any(delivery.committed for delivery in job.deliveries):
+            with job.spans.span("write"):
+                durable = await _durable(job)
+            if job.turn is not None:
+                await asyncio.wrap_future(job.turn)
+            with job.spans.span("commit"):
+                await _commit(job, durable, off_loop)
     except BaseException as error:
         job.drain.fail(error)
         await asyncio.wrap_future(job.drain.idle)
-        if sink is not None:
-            await off_loop(sink.abort)
-        if finished:
-            with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
-                await off_loop(job.target.discard)
+        for delivery in job.deliveries:
+            await _take_back(delivery, off_loop)
         raise
-    await off_loop(sink.close)
+    for delivery in job.deliveries:
+        if delivery.committed and delivery.sink is not None:
+            await off_loop(delivery.sink.close)
     return _report(job, await asyncio.wrap_future(job.call_seconds))
+
+
+async def follow_up(job: SaveJob, off_loop: OffLoop) -> None:
+    """The save is true. Deliveries that lag may still arrive and be committed where they go; then retention everywhere.
+
+    Raises the first thing that went wrong; nothing of that makes the save less true.
+    """
+    errors: list[BaseException] = []
+    job.drain.decided()
+    for delivery in job.deliveries:
+        if delivery.task is not None and not delivery.committed:
+            await asyncio.wait([delivery.task], timeout=_LAG_SECONDS)
+            if delivery.lane is not None:
+                job.drain.drop(delivery.lane, _lagging(delivery, "did not arrive in time"))
+            try:
+                await delivery.task
+                await off_loop(partial(delivery.target.commit, job.archive))
+                delivery.committed = True
+            except Exception as error:
+                delivery.error = error
+            await _take_back(delivery, off_loop)
+    for delivery in job.deliveries:
+        if delivery.committed:
+            try:
+                await off_loop(delivery.target.afterwards)
+            except Exception as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+async def _open(job: SaveJob, off_loop: OffLoop) -> list[Delivery]:
+    """Begin the object everywhere, or under "any" wherever that is possible."""
+
+    async def begin(delivery: Delivery) -> None:
+        drain = job.drain
+        room = drain.max_segments - drain.num_tail  # the tail waits for all else
+        open_there = partial(delivery.target.open, job.layout.file_bytes, drain.segment_bytes, room)
+        delivery.sink = await off_loop(open_there)
+
+    tasks = {asyncio.create_task(begin(delivery)): delivery for delivery in job.deliveries}
+    while not all(task.done() for task in tasks):
+        enough = job.rule == "any" and any(delivery.sink is not None for delivery in job.deliveries)
+        done, _ = await asyncio.wait(
+            [task for task in tasks if not task.done()],
+            timeout=_OPEN_SECONDS if enough else None,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not done:
+            break
+    for task, delivery in tasks.items():
+        if not task.done():
+            delivery.error = _lagging(delivery, "does not answer")
+            job.opened_late.append(asyncio.create_task(_take_back_late(task, delivery, off_loop)))
+        elif (error := task.exception()) is not None:
+            delivery.error = error
+    errors = [delivery.error for delivery in job.deliveries if delivery.error is not None]
+    for error in errors:
+        if not _may_miss(job, error) or len(errors) == len(job.deliveries):
+            raise error
+    return [delivery for delivery in job.deliveries if delivery.error is None]
+
+
+async def _take_back_late(opening: asyncio.Task[None], delivery: Delivery, off_loop: OffLoop) -> None:
+    """A place that opens after all, when nobody waits for it any more."""
+    await asyncio.wait([opening])
+    await _take_back(delivery, off_loop)
+
+
+async def _deliver(job: SaveJob, delivery: Delivery, off_loop: OffLoop) -> None:
+    """Returns when the archive is durable at one target; raises when it will not be."""
+    assert delivery.sink is not None
+    assert delivery.lane is not None
+    checked = asyncio.ensure_future(off_loop(delivery.target.check))
+    written = asyncio.wrap_future(delivery.lane.written)
+    try:
+        await asyncio.wait([checked, written], return_when=asyncio.FIRST_EXCEPTION)
+        if checked.done():
+            checked.result()
+        await written
+        await checked
+        delivery.finished = True
+        await off_loop(delivery.sink.finish)
+    except BaseException as error:
+        delivery.error = error
+        checked.add_done_callback(lambda future: future.exception())  # nobody waits for it any more
+        if _may_miss(job, error):
+            job.drain.drop(delivery.lane, error)
+        else:
+            job.drain.fail(error)
+        raise
+    delivery.write_seconds = job.spans.total()
+
+
+async def _durable(job: SaveJob) -> list[Delivery]:
+    """Those that are durable: all, or under "any" the first. Raises as soon as that cannot be any more."""
+    running = {delivery.task: delivery for delivery in job.deliveries if delivery.task is not None}
+    pending = set(running)
+    while pending:
+        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        errors = [delivery.error for delivery in running.values() if delivery.error is not None]
+        for error in errors:
+            if not _may_miss(job, error) or len(errors) == len(running):
+                raise error
+        arrived = [d for task, d in running.items() if task.done() and d.error is None]
+        if arrived and (job.rule == "any" or not pending):
+            return arrived
+    raise AssertionError("every delivery ends in an error or durable")
+
+
+async def _commit(job: SaveJob, durable: list[Delivery], off_loop: OffLoop) -> None:
+    """Make it true wherever it is durable. Raises what the save cannot do without."""
+    for delivery in durable:
+        try:
+            await off_loop(partial(delivery.target.commit, job.archive))
+            delivery.committed = True
+        except BaseException as error:
+            delivery.error = error
+            done = [other.target.path for other in durable if other.committed]
+            if done:
+                error.add_note(
+                    f"async_ckpt: it is committed at {', '.join(done)}; the other places are caught up later"
+                )
+            if not _may_miss(job, error):
+                raise
+
+
+def _may_miss(job: SaveJob, error: BaseException) -> bool:
+    """Whether the save can do without a place that has this error: the place is away, and another may do."""
+    return job.rule == "any" and isinstance(error, StorageUnavailableError)
+
+
+def _lagging(delivery: Delivery, why: str) -> StorageUnavailableError:
+    path = delivery.target.path
+    return StorageUnavailableError(
+        f"{path}: {why}; it is caught up by a later save, or by catch_up()", path=path
+    )
+
+
+async def _take_back(delivery: Delivery, off_loop: OffLoop) -> None:
+    """End a delivery: what is not committed leaves no trace."""
+    if delivery.task is not None:
+        await asyncio.wait([delivery.task])
+    if delivery.sink is None:
+        return
+    if not delivery.committed:
+        await off_loop(delivery.sink.abort)
+        if delivery.finished:
+            with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
+                await off_loop(delivery.target.discard)
+    await off_loop(delivery.sink.close)
 
 
 def _report(job: SaveJob, call_seconds: float) -> SaveReport:
     seconds = job.spans.seconds
-    destination = Destination(job.target.path, job.layout.file_bytes, seconds["write"])
     return SaveReport(
         status="committed",
         step=job.step,
-        path=job.target.path,
+        path=next(delivery.target.path for delivery in job.deliveries if delivery.committed),
         num_bytes=job.layout.file_bytes,
         num_tensors=job.num_tensors,
         stall_seconds=call_seconds + job.staging.stall_seconds,
@@ -124,39 +310,111 @@ def _report(job: SaveJob, call_seconds: float) -> SaveReport:
         write_seconds=seconds["write"],
         commit_seconds=seconds["commit"],
         total_seconds=job.spans.total(),
-        destinations=(destination,),
+        retries=sum(delivery.sink.num_retries for delivery in job.deliveries if delivery.sink is not None),
+        destinations=tuple(_destination(job, delivery) for delivery in job.deliveries),
     )
+
+
+def _destination(job: SaveJob, delivery: Delivery) -> Destination:
+    error = delivery.error
+    if error is None and not delivery.committed:
+        error = _lagging(delivery, "not durable yet when the step was committed elsewhere")
+    return Destination(
+        path=delivery.target.path,
+        num_bytes=job.layout.file_bytes if error is None else 0,
+        write_seconds=delivery.write_seconds,
+        retries=0 if delivery.sink is None else delivery.sink.num_retries,
+        retryable=delivery.sink is not None and delivery.sink.retryable,
+        error=None if error is None else f"{type(error).__name__}: {error}",
+    )
+
+
+class _Piece:
+    """One filled segment on its way into every lane."""
+
+    __slots__ = ("lease", "number", "undigested")
+
+    def __init__(self, number: int, lease: Lease, *, undigested: bool) -> None:
+        self.number = number
+        self.lease = lease
+        self.undigested = undigested  # until a thread takes that upon itself
+
+
+class Lane:
+    """The way of one archive's segments to one sink. All its state belongs to the drain."""
+
+    def __init__(self, sink: Sink, submit: Submit, num_segments: int) -> None:
+        self.sink = sink
+        self.submit = submit
+        self.written = running_future()  # every segment is taken, or what ended it
+        self.queue: deque[_Piece] = deque()
+        self.num_writing = 0
+        self.num_left = num_segments
+        self.num_held = 0  # leases that the sink has retained
+        self.written_bytes = 0
+        self.ended = False
+
+
+class _LaneHeld:
+    """A lease as a lane's sink sees it: counted, so that a lane that lags is known by what it holds."""
+
+    __slots__ = ("_drain", "_lane", "_lease")
+
+    def __init__(self, drain: Drain, lane: Lane, lease: Lease) -> None:
+        self._drain, self._lane, self._lease = drain, lane, lease
+
+    def retain(self) -> None:
+        self._lease.retain()
+        self._drain.count_held(self._lane, 1)
+
+    def release(self) -> None:
+        self._drain.count_held(self._lane, -1)
+        self._lease.release()
 
 
 class Drain:
     """Takes filled segments to every sink: write, digest, give the memory back. From any thread, in any order.
 
+    Each sink has a lane with threads of its own, so that one that hangs holds up no other. Whoever has written a
+    segment first digests it: what the disk does meanwhile costs no processor, and staging is not over yet.
     The segments that hold the digests themselves come last; they are kept until all others are digested.
     After a failure memory is given back unread, so that whoever waits for it goes on.
+
+    `submit(i)` gives what runs the tasks of lane i; `may_drop` is whether the save can do without a lane.
     """
 
     def __init__(
-        self, layout: Layout, segment_bytes: int, submit: Callable[[Callable[[], None]], None]
+        self,
+        layout: Layout,
+        segment_bytes: int,
+        max_segments: int,
+        submit: Callable[[int], Submit],
+        *,
+        may_drop: bool = False,
     ) -> None:
         self._layout = layout
-        self._segment_bytes = segment_bytes
+        self.segment_bytes = segment_bytes
+        self.max_segments = max_segments
         self._submit = submit
-        self._first_tail = layout.digests.data.offset // segment_bytes
         self.num_segments = -(-layout.file_bytes // segment_bytes)
+        self._may_drop = may_drop
+        # The memory of a write that hangs comes back only with it: a lane may hold a part of the pool in that way.
+        self._max_writing = max(1, max_segments // 4) if may_drop else self.num_segments
+        self._first_tail = layout.digests.data.offset // segment_bytes
         self._digests = bytearray(digests.num_blocks(layout.digests.data.offset) * digests.DIGEST_BYTES)
         self.digest = ""
-        self.completed = running_future()
-        self.idle = running_future()
+        self.idle = running_future()  # all lanes have ended, and no task is under way
         self._lock = threading.Lock()
-        self._sinks: Sequence[Sink] | None = None  # under _lock, like all below
+        self._lanes: list[Lane] = []  # under _lock, like all below
+        self._opened = False
         self._early: list[tuple[int, Lease]] = []
         self._tail: dict[int, Lease] = {}
-        self._num_body_left = self._first_tail
+        self._num_undigested = self._first_tail
         self._num_active = 0
-        self._tail_written = False
+        self._sealed = False
+        self._decided = False
         self._error: BaseException | None = None
         self._staged_bytes = 0
-        self._written_bytes = 0
 
     @property
     def num_tail(self) -> int:
@@ -165,34 +423,54 @@ class Drain:
 
     @property
     def progress(self) -> Progress:
+        """What is written everywhere, or under "any" at the fastest place."""
         with self._lock:
-            return Progress(self._layout.file_bytes, self._staged_bytes, self._written_bytes)
+            written = [lane.written_bytes for lane in self._lanes]
+        least_or_most = max if self._may_drop else min
+        return Progress(self._layout.file_bytes, self._staged_bytes, least_or_most(written, default=0))
 
     def check(self) -> None:
         """Raise what made this save fail, if it did."""
         if self._error:
             raise self._error
 
+    # --- what comes in ----------------------------------------------------------------------------------------
+
     def put(self, number: int, lease: Lease) -> None:
         """Segment `number` is filled; the drain releases the lease."""
         with self._lock:
             self._staged_bytes += self._bytes_of(number)
             refused = self._error is not None
+            send = False
             if not refused:
                 if number >= self._first_tail:
                     self._tail[number] = lease
+                elif self._opened:
+                    send = True
                 else:
                     self._early.append((number, lease))
         if refused:
             lease.release()
+        elif send:
+            self._send(_Piece(number, lease, undigested=True))
         else:
-            self._advance()
+            self._seal_if_due()
 
-    def open(self, sinks: Sequence[Sink]) -> None:
-        """There is somewhere to write to."""
+    def open(self, sinks: Sequence[Sink]) -> list[Lane]:
+        """There is somewhere to write to: one lane for each sink."""
+        lanes = [Lane(sink, self._submit(i), self.num_segments) for i, sink in enumerate(sinks)]
         with self._lock:
-            self._sinks = sinks
-        self._advance()
+            failed = self._error
+            self._lanes, self._opened = lanes, True
+            early, self._early = self._early, []
+        if failed is not None:
+            self.fail(failed)
+        for number, lease in early:
+            self._send(_Piece(number, lease, undigested=True))
+        self._seal_if_due()
+        return lanes
+
+    # --- what ends it -----------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Give up: writes under way end, no other begins. The first error counts."""
@@ -200,100 +478,176 @@ class Drain:
             self._error = self._error or error
             leases = [lease for _, lease in self._early] + list(self._tail.values())
             self._early, self._tail = [], {}
-            idle = self._num_active == 0
+            lanes = list(self._lanes)
         for lease in leases:
             lease.release()
-        if idle:
-            self._settle()
+        for lane in lanes:
+            self.drop(lane, error)
+        self._settle()
 
-    def _advance(self) -> None:
+    def drop(self, lane: Lane, error: BaseException) -> None:
+        """End a lane, if it has not ended: the others go on without it; when none is left, the save fails."""
         with self._lock:
-            if self._sinks is None:
+            if lane.ended:
                 return
-            ready, self._early = self._early, []
-            tail: dict[int, Lease] = {}
-            if self._num_body_left == 0 and len(self._tail) == self.num_tail:
-                tail, self._tail = self._tail, {}
-            self._num_active += len(ready) + bool(tail)
-        for number, lease in ready:
-            self._submit(lambda number=number, lease=lease: self._write_body(number, lease))  # type: ignore[misc]
-        if tail:
-            self._submit(lambda: self._write_tail(tail))
+            lane.ended = True
+            dropped, lane.queue = lane.queue, deque()
+            self._num_active -= len(dropped)
+            none_left = all(other.ended and other.num_left for other in self._lanes)
+        for piece in dropped:
+            piece.lease.release()
+        lane.written.set_exception(error)
+        if none_left:
+            self.fail(error)
+        self._settle()
 
-    def _write_body(self, number: int, lease: Lease) -> None:
-        error: BaseException | None = None
+    def decided(self) -> None:
+        """The save is true without the lanes that have not ended: from now on memory goes before them."""
+        with self._lock:
+            self._decided = True
+
+    def relieve(self, starving: bool) -> bool:
+        """Memory is short. First goes what is only kept for trying again, then a lane that the save can do without."""
+        with self._lock:
+            lanes = list(self._lanes)
+        if any(lane.sink.relieve() for lane in lanes):
+            return True
+        if not (starving and self._may_drop):
+            return False
+        with self._lock:
+            backlog = {
+                lane: lane.num_held + lane.num_writing + len(lane.queue) for lane in lanes if not lane.ended
+            }
+            lagging = max(backlog, key=lambda lane: backlog[lane], default=None)
+            if lagging is None or not backlog[lagging]:
+                return False
+            alone = len([lane for lane in lanes if not (lane.ended and lane.num_left)]) < 2
+            if not self._decided and (alone or backlog[lagging] * 2 < self.max_segments):
+                return False
+        path = repr(lagging.sink)
+        self.drop(
+            lagging, StorageUnavailableError(f"{path} fell behind, and its memory was needed", path=path)
+        )
+        return True
+
+    def count_held(self, lane: Lane, change: int) -> None:
+        with self._lock:
+            lane.num_held += change
+
+    # --- the lanes --------------------------------------------------------------------------------------------
+
+    def _send(self, piece: _Piece) -> None:
+        for lane in self._lanes:
+            piece.lease.retain()
+            with self._lock:
+                taken = not lane.ended and self._error is None
+                if taken:
+                    lane.queue.append(piece)
+                    self._num_active += 1
+            if taken:
+                lane.submit(partial(self._write_next, lane))
+            else:
+                piece.lease.release()
+        piece.lease.release()
+
+    def _write_next(self, lane: Lane) -> None:
+        while (piece := self._take(lane)) is not None:
+            self._write(lane, piece)
+
+    def _take(self, lane: Lane) -> _Piece | None:
+        with self._lock:
+            if not lane.queue or lane.num_writing >= self._max_writing:
+                return None
+            lane.num_writing += 1
+            return lane.queue.popleft()
+
+    def _write(self, lane: Lane, piece: _Piece) -> None:
+        num_bytes = self._bytes_of(piece.number)
         try:
             self.check()
-            # Written first: what the disk does meanwhile costs no processor, and staging is not over yet.
-            self._write(number, lease)
-            self._digest(number, lease, self._segment_bytes)
-        except BaseException as caught:
-            error = caught
-        lease.release()
-        self._leave(error, body=1)
+            data = piece.lease.segment.view[:num_bytes]
+            lane.sink.write(piece.number * self.segment_bytes, data, _LaneHeld(self, lane, piece.lease))
+        except BaseException as error:
+            self._end(lane, error)
+        else:
+            self._count_written(lane, num_bytes)
+        self._digest_once(piece)
+        piece.lease.release()
+        with self._lock:
+            lane.num_writing -= 1
+        self._leave()
 
-    def _write_tail(self, leases: dict[int, Lease]) -> None:
-        error: BaseException | None = None
-        try:
-            self.check()
-            covered, size = self._layout.digests.data.offset, self._segment_bytes
-            for number, lease in leases.items():
-                self._digest(number, lease, covered - number * size)
-            data = memoryview(digests.dump(covered, bytes(self._digests)))
-            self.digest = digests.self_digest(bytes(data[-128:]))
-            at = covered
-            while data:
-                number, begin = divmod(at, size)
-                length = min(len(data), size - begin)
-                leases[number].segment.view[begin : begin + length] = data[:length]
-                at, data = at + length, data[length:]
-            for number, lease in sorted(leases.items()):
-                self._write(number, lease)
-        except BaseException as caught:
-            error = caught
-        for lease in leases.values():
-            lease.release()
-        self._leave(error, tail=True)
+    def _end(self, lane: Lane, error: BaseException) -> None:
+        if self._may_drop and isinstance(error, StorageUnavailableError):
+            self.drop(lane, error)
+        else:
+            self.fail(error)
+
+    def _count_written(self, lane: Lane, num_bytes: int) -> None:
+        with self._lock:
+            lane.num_left -= 1
+            lane.written_bytes += num_bytes
+            arrived = lane.num_left == 0 and not lane.ended
+            lane.ended |= arrived
+        if arrived:
+            lane.written.set_result(None)
+
+    def _digest_once(self, piece: _Piece) -> None:
+        with self._lock:
+            mine, piece.undigested = piece.undigested and self._error is None, False
+        if mine:
+            self._digest(piece.number, piece.lease, self.segment_bytes)
+            with self._lock:
+                self._num_undigested -= 1
+            self._seal_if_due()
+
+    def _seal_if_due(self) -> None:
+        """Once all else is digested, the tail can be."""
+        with self._lock:
+            complete = self._opened and len(self._tail) == self.num_tail and self._error is None
+            if not complete or self._num_undigested or self._sealed:
+                return
+            self._sealed = True
+            tail, self._tail = self._tail, {}
+            self._num_active += 1
+        self._lanes[0].submit(partial(self._seal, tail))
+
+    def _seal(self, leases: dict[int, Lease]) -> None:
+        covered, size = self._layout.digests.data.offset, self.segment_bytes
+        for number, lease in leases.items():
+            self._digest(number, lease, covered - number * size)
+        data = memoryview(digests.dump(covered, bytes(self._digests)))
+        self.digest = digests.self_digest(bytes(data[-128:]))
+        at = covered
+        while data:
+            number, begin = divmod(at, size)
+            length = min(len(data), size - begin)
+            leases[number].segment.view[begin : begin + length] = data[:length]
+            at, data = at + length, data[length:]
+        for number, lease in sorted(leases.items()):
+            self._send(_Piece(number, lease, undigested=False))
+        self._leave()
 
     def _digest(self, number: int, lease: Lease, num_bytes: int) -> None:
-        first = number * self._segment_bytes // BLOCK_BYTES
+        first = number * self.segment_bytes // BLOCK_BYTES
         for i, begin in enumerate(range(0, num_bytes, BLOCK_BYTES)):
             block = lease.segment.view[begin : min(begin + BLOCK_BYTES, num_bytes)]
             at = (first + i) * digests.DIGEST_BYTES
             self._digests[at : at + digests.DIGEST_BYTES] = digests.block_digest(block)
 
-    def _write(self, number: int, lease: Lease) -> None:
-        num_bytes = self._bytes_of(number)
-        for sink in self._sinks or ():
-            sink.write(number * self._segment_bytes, lease.segment.view[:num_bytes])
-        with self._lock:
-            self._written_bytes += num_bytes
-
     def _bytes_of(self, number: int) -> int:
-        return min(self._segment_bytes, self._layout.file_bytes - number * self._segment_bytes)
+        return min(self.segment_bytes, self._layout.file_bytes - number * self.segment_bytes)
 
-    def _leave(self, error: BaseException | None, *, body: int = 0, tail: bool = False) -> None:
-        if error is not None:
-            self.fail(error)
-        # All in one go: the tail may be begun, and done, as soon as the last body segment is counted.
+    def _leave(self) -> None:
         with self._lock:
             self._num_active -= 1
-            self._num_body_left -= body
-            self._tail_written |= tail
-            settled = self._num_active == 0 and (self._error is not None or self._tail_written)
-        if settled:
-            self._settle()
-        else:
-            self._advance()
+        self._settle()
 
     def _settle(self) -> None:
         with self._lock:
-            if self.completed.done():
+            over = self._error is not None or (bool(self._lanes) and all(lane.ended for lane in self._lanes))
+            if self._num_active or not over or self.idle.done():
                 return
-            if self._error is None:
-                self.completed.set_result(None)
-            else:
-                self.completed.set_exception(self._error)
             self.idle.set_result(None)
 
     def __repr__(self) -> str:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal
 
 from .errors import ClosedError
 from .format.layout import Layout, TensorPlan, lay_out
 from .handle import SaveHandle
 from .report import Progress, SaveReport
-from .save import Drain, SaveJob, Target, run_save
+from .save import CommitRule, Drain, SaveJob, Target, follow_up, run_save
 from .snapshot.crew import running_future
 from .snapshot.device import first_device
 from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
@@ -56,6 +57,7 @@ class Saver:
         self._pid = os.getpid()
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
         self._changed = threading.Condition()
+        self._given_up: BaseException | None = None  # the process, or the user, waits for nothing more
         self._closed = False  # under _changed, like all below
         self._num_admitted = 0
         self._num_saves = 0
@@ -65,7 +67,7 @@ class Saver:
         self._warned: list[SaveHandle] = []
         self._reports: list[SaveReport] = []  # the last one only
         self._stall_seconds = 0.0
-        self._num_committed = self._num_failed = self._num_cleanup_failures = 0
+        self._num_committed = self._num_failed = self._num_cleanup_failures = self._num_missed = 0
 
     @property
     def belongs_here(self) -> bool:
@@ -75,15 +77,16 @@ class Saver:
     def save(
         self,
         state: Any,
-        make_target: Callable[[], Target],
+        make_targets: Callable[[], Sequence[Target]],
         *,
         step: int | None,
         guard: Any,
+        rule: CommitRule = "all",
         skipped_path: str = "",
     ) -> SaveHandle:
-        """Begin a save. `make_target` is called once it is this save's turn, and may refuse it.
+        """Begin a save. `make_targets` is called once it is this save's turn, and may refuse it.
 
-        Raises UnsupportedStateError, ClosedError, what `make_target` raises, and under `strict` the last unseen error.
+        Raises UnsupportedStateError, ClosedError, what `make_targets` raises, and under `strict` the last unseen error.
         """
         optimizers = unwrapped(guard)
         self._report_unseen()
@@ -93,8 +96,9 @@ class Saver:
         call_seconds: Future[float] = running_future()
         begun = False
         try:
-            target = make_target()
-            snapshot, handle = self._set_up(capture(state), target, step, optimizers, spans, call_seconds)
+            targets = make_targets()
+            captured = capture(state)
+            snapshot, handle = self._set_up(captured, targets, rule, step, optimizers, spans, call_seconds)
             begun = True
             snapshot.begin()
             return handle
@@ -106,7 +110,8 @@ class Saver:
     def _set_up(
         self,
         captured: Capture,
-        target: Target,
+        targets: Sequence[Target],
+        rule: CommitRule,
         step: int | None,
         optimizers: Optimizers,
         spans: Spans,
@@ -114,11 +119,19 @@ class Saver:
     ) -> tuple[Snapshot, SaveHandle]:
         """Plan the archive, and start its story: it waits for the segments of the snapshot that is returned."""
         device = first_device(captured.tensors)
-        deferred = deferrable(optimizers, captured.specs, captured.tensors)
         layout = self._lay_out(captured, step)
         worker = get_worker()
-        drain = Drain(layout, self.pool.segment_bytes, worker.writers.submit)
-        self._admit_bytes(layout, drain.num_tail)
+        drain = Drain(
+            layout,
+            self.pool.segment_bytes,
+            self._admit_bytes(layout, targets),
+            lambda lane: worker.writers(lane).submit,
+            may_drop=rule == "any" and len(targets) > 1,
+        )
+        deferred = deferrable(optimizers, captured.specs, captured.tensors)
+        if any(target.storage.in_order for target in targets) and self._is_tight(drain.num_segments):
+            # What is copied up front could fill the pool while its sink waits for what is copied later.
+            deferred = frozenset()
         if device is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
             self.pool.reserve(drain.num_segments, worker.copiers, pin=device)
@@ -139,20 +152,33 @@ class Saver:
         )
         handle = SaveHandle(
             step=step,
-            path=target.path,
+            path=targets[0].path,
             staging=snapshot.completion,
             progress=lambda: drain.progress,
             submit_callbacks=worker.callbacks.submit,
         )
-        pending = Pending(handle, drain.fail, self._exit_timeout)
-        turn = self._follow(pending)
-        job = SaveJob(step, layout, len(captured.specs), target, drain, spans, turn, call_seconds, snapshot)
 
-        def afterwards() -> None:
-            target.afterwards()
+        def give_up(error: BaseException) -> None:
+            self._given_up = error
+            drain.fail(error)
+
+        pending = Pending(handle, give_up, self._exit_timeout)
+        turn = self._follow(pending)
+        job = SaveJob(
+            step, layout, len(captured.specs), targets, rule, drain, spans, turn, call_seconds, snapshot
+        )
+        self.pool.add_reliever(drain.relieve)
+        pending.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
+
+        async def afterwards() -> None:
+            try:
+                await follow_up(job, worker.off_loop)
+            finally:
+                self._num_missed += sum(not delivery.committed for delivery in job.deliveries)
             if self._keep_warm:
                 # A cold pool makes do with few segments. Now that nobody waits, take what the next save would miss.
-                self.pool.reserve(drain.num_segments, worker.writers, pin=device)
+                reserve = partial(self.pool.reserve, drain.num_segments, worker.writers(), pin=device)
+                await worker.off_loop(reserve)
 
         worker.start(pending, run_save(job, worker.off_loop), afterwards)
         return snapshot, handle
@@ -161,7 +187,7 @@ class Saver:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
         captured = capture(state)
         layout = self._lay_out(captured, step=0)
-        self._admit_bytes(layout, 0)
+        self._admit_bytes(layout, ())
         num_segments = -(-layout.file_bytes // self.pool.segment_bytes)
         self.pool.reserve(num_segments, get_worker().copiers, pin=first_device(captured.tensors))
 
@@ -190,6 +216,11 @@ class Saver:
             self.pool.close()
         self._raise_unseen()
 
+    def check_going_on(self) -> None:
+        """Raise what ended the work in the background, if anything did."""
+        if self._given_up is not None:
+            raise self._given_up
+
     def pending(self) -> list[Pending]:
         with self._changed:
             return list(self._pending)
@@ -204,6 +235,7 @@ class Saver:
                 "saves_skipped": self._num_skipped,
                 "saves_in_flight": self._num_admitted,
                 "cleanup_failures": self._num_cleanup_failures,
+                "destinations_missed": self._num_missed,
                 "stall_seconds_total": self._stall_seconds,
             }
         numbers["pool_bytes"] = self.pool.num_bytes
@@ -309,13 +341,22 @@ class Saver:
             plan, skeleton=captured.skeleton, objects=captured.objects, step=step, mtime=int(wall_time())
         )
 
-    def _admit_bytes(self, layout: Layout, num_tail: int) -> None:
+    def _admit_bytes(self, layout: Layout, targets: Sequence[Target]) -> int:
+        """Make sure that the pool can hold what has to be in it at one time; how many segments it may have."""
+        size = self.pool.segment_bytes
         self.pool.admit(layout.file_bytes, self._max_in_flight)
-        if num_tail + 2 > self.pool.max_segments:
+        num_tail = -(-layout.file_bytes // size) - layout.digests.data.offset // size
+        # The tail waits for all else, of which a part is sent while the next one is filled.
+        part = max((t.storage.part_segments(layout.file_bytes, size) for t in targets), default=1)
+        if num_tail + 2 * part > self.pool.max_segments:
             raise ValueError(
                 f"host_bytes is too small for an archive of {layout.file_bytes:,} bytes; "
-                f"give at least {(num_tail + 2) * self.pool.segment_bytes:,}"
+                f"give at least {(num_tail + 2 * part) * size:,}"
             )
+        return self.pool.max_segments
+
+    def _is_tight(self, num_segments: int) -> bool:
+        return num_segments * self._max_in_flight > self.pool.max_segments
 
     def __repr__(self) -> str:
         return f"<Saver {self._num_admitted}/{self._max_in_flight} in flight, {self.pool!r}>"

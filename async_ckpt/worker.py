@@ -2,7 +2,7 @@
 
 In: stories (coroutines) that belong to handles. Out: resolved handles. Knows nothing of: what a save is made of.
 
-One worker serves the process. Its helpers: `copiers` fill segments, `writers` drain them and give way to the training,
+One worker serves the process. Its helpers: `copiers` fill segments, `writers` drain them and give way to training,
 `callers` run blocking calls for the loop, `callbacks` run the users' callbacks. At interpreter exit pending saves are drained by a hook that
 runs before the interpreter joins its threads.
 """
@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -58,7 +58,7 @@ class Worker:
         self.pid = os.getpid()
         self.stopped = False
         self.copiers = Crew("copy", 32)
-        self.writers = Crew("write", _NUM_WRITERS, background=True)
+        self._writers: list[Crew] = []  # under _lock
         self.callers = Crew("call", 64)
         self.callbacks = Crew("callback", 64)
         self._lock = threading.Lock()
@@ -67,6 +67,13 @@ class Worker:
         self._loop = asyncio.new_event_loop()
         self._thread = LibraryThread(target=self._run_loop, name="async_ckpt-loop", daemon=False)
         self._thread.start()
+
+    def writers(self, lane: int = 0) -> Crew:
+        """The threads that write to the destinations of this number: one that hangs holds up no other's."""
+        with self._lock:
+            while lane >= len(self._writers):
+                self._writers.append(Crew(f"write-{len(self._writers)}", _NUM_WRITERS, background=True))
+            return self._writers[lane]
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -92,16 +99,22 @@ class Worker:
         return await ended
 
     def start(
-        self, pending: Pending, story: Coroutine[Any, Any, SaveReport], afterwards: Callable[[], None]
+        self,
+        pending: Pending,
+        story: Coroutine[Any, Any, SaveReport],
+        afterwards: Callable[[], Awaitable[None]],
     ) -> None:
-        """Run the story on the loop; resolve the handle with how it ends; then run `afterwards`, whose failure is logged."""
+        """Run the story on the loop; resolve the handle with how it ends; then `afterwards`, whose failure is logged."""
         with self._lock:
             self._pending.append(pending)
             self._unseen = [handle for handle in self._unseen if not handle.looked_at]
         asyncio.run_coroutine_threadsafe(self._tell(pending, story, afterwards), self._loop)
 
     async def _tell(
-        self, pending: Pending, story: Coroutine[Any, Any, SaveReport], afterwards: Callable[[], None]
+        self,
+        pending: Pending,
+        story: Coroutine[Any, Any, SaveReport],
+        afterwards: Callable[[], Awaitable[None]],
     ) -> None:
         handle = pending.handle
         try:
@@ -115,7 +128,7 @@ class Worker:
             pending.settled.set_result(None)
             handle.set_result(report)
             try:
-                await self.off_loop(afterwards)
+                await afterwards()
             except BaseException as error:
                 _log.warning("%r is committed, but cleaning up after it failed: %s", handle, error)
                 pending.finished.set_exception(error)

@@ -191,9 +191,9 @@ class ScriptedStorage(LocalStorage):
         for stop in stops:
             stop.meet()
 
-    def create(self, path: str, *, num_bytes: int) -> Any:
+    def create(self, path: str, *, num_bytes: int, **sizes: Any) -> Any:
         self.pass_by("create", path)
-        return ScriptedSink(self, path, super().create(path, num_bytes=num_bytes))
+        return ScriptedSink(self, path, super().create(path, num_bytes=num_bytes, **sizes))
 
     def read(self, path: str) -> tuple[bytes, str]:
         self.pass_by("read", path)
@@ -223,12 +223,15 @@ class ScriptedStorage(LocalStorage):
 class ScriptedSink:
     """One file of a scripted disk."""
 
+    num_retries = 0
+    retryable = False
+
     def __init__(self, storage: ScriptedStorage, path: str, sink: LocalSink) -> None:
         self._storage, self._path, self._sink = storage, path, sink
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def write(self, offset: int, data: memoryview, lease: Any = None) -> None:
         self._storage.pass_by("write", self._path)
-        self._sink.write(offset, data)
+        self._sink.write(offset, data, lease)
 
     def finish(self) -> None:
         self._storage.pass_by("finish", self._path)
@@ -242,11 +245,14 @@ class ScriptedSink:
         self._storage.pass_by("close", self._path)
         self._sink.close()
 
+    def relieve(self) -> bool:
+        return self._sink.relieve()
+
 
 def scripted(ckpt: AsyncCheckpointer) -> ScriptedStorage:
     """Put a checkpointer on a scripted disk. The one place in the tests that reaches into its parts."""
     disk = ScriptedStorage(ckpt.root)
-    ckpt._run.storage = disk
+    ckpt._roots.runs[0].storage = disk
     return disk
 
 
@@ -455,9 +461,9 @@ def hold_writes() -> threading.Event:
     go = threading.Event()
     write = LocalSink.write
 
-    def held(self: LocalSink, offset: int, data: memoryview) -> None:
+    def held(self: LocalSink, offset: int, data: memoryview, lease: Any) -> None:
         go.wait()
-        write(self, offset, data)
+        write(self, offset, data, lease)
 
     LocalSink.write = held  # type: ignore[method-assign]
     return go

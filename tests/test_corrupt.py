@@ -572,7 +572,7 @@ def test_a_skeleton_of_any_depth_loads_or_is_refused(kind: str, depth: int, arch
         assert found.item() == 1
     if kind != "tuple":
         try:
-            with _open_any(archive, verify=True) as opened:
+            with _open_any(archive, True, {}) as opened:
                 restore_state(opened, live)
         except CorruptCheckpointError:
             assert depth >= 150
@@ -637,7 +637,7 @@ def test_an_index_changed_at_random_loads_or_is_refused(saved: Path, tmp_path: P
             }
             try:
                 if number % 3 == 2:
-                    with _open_any(saved, verify=True) as archive:
+                    with _open_any(saved, True, {}) as archive:
                         restore_state(archive, live, strict=False, types=[Triple])
                 else:
                     async_ckpt.load(saved, mmap=number % 3 == 1, verify=number % 2 == 0, types=[Triple])
@@ -669,7 +669,7 @@ def test_a_model_and_its_optimizer_restored_from_an_index_changed_at_random(arch
             mutate(raw["skeleton"], random)
             archive.write_bytes(assemble(json.dumps(raw).encode(), between))
             try:
-                with _open_any(archive, verify=True) as opened:
+                with _open_any(archive, True, {}) as opened:
                     restore_state(opened, make(), strict=False)
             except CheckpointError:
                 pass

@@ -86,7 +86,7 @@ def assert_every_commit_loads(root: Path) -> list[int]:
             state = ckpt.load(step)
             assert state["note"] in (f"step {step}", "new")
             assert_is_state(state | {"note": f"step {step}"}, step, STATE_MIB)
-        assert ckpt._run.journal() is not None
+        assert ckpt._roots.runs[0].journal() is not None
     return steps
 
 

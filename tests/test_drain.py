@@ -11,7 +11,7 @@ SEGMENT_BYTES = 4 * MIB
 
 
 class Discarding:
-    def write(self, offset, data):
+    def write(self, offset, data, lease):
         pass
 
 
@@ -20,10 +20,9 @@ class LateToLeave(Drain):
 
     may_leave = threading.Event()
 
-    def _leave(self, error, **counts):
-        if counts.get("body"):
-            assert self.may_leave.wait(60)
-        super()._leave(error, **counts)
+    def _leave(self):
+        assert self.may_leave.wait(60)
+        super()._leave()
 
 
 def leases(count):
@@ -35,17 +34,21 @@ def in_a_thread(task):
     threading.Thread(target=task).start()
 
 
+def drain_of(layout, made=Drain):
+    return made(layout, SEGMENT_BYTES, 8, lambda lane: in_a_thread)
+
+
 def test_a_writer_that_is_held_up_behind_the_last_write_does_not_leave_the_save_hanging():
     plan = TensorPlan([TensorSpec(("model", "w"), "uint8", (5 * MIB,))])
     layout = lay_out(plan, skeleton="{}", objects=None, step=1, mtime=0)
-    drain = LateToLeave(layout, SEGMENT_BYTES, in_a_thread)
-    drain.open([Discarding()])
+    drain = drain_of(layout, LateToLeave)
+    (lane,) = drain.open([Discarding()])
     for number, lease in enumerate(leases(drain.num_segments)):
         assert isinstance(lease, Lease)
         drain.put(number, lease)
     drain.may_leave.set()
 
-    drain.completed.result(60)
+    lane.written.result(60)
     drain.idle.result(60)
     assert drain.progress.written_bytes == layout.file_bytes
 
@@ -53,13 +56,15 @@ def test_a_writer_that_is_held_up_behind_the_last_write_does_not_leave_the_save_
 def test_a_failed_drain_gives_back_what_it_is_given():
     plan = TensorPlan([TensorSpec(("model", "w"), "uint8", (5 * MIB,))])
     layout = lay_out(plan, skeleton="{}", objects=None, step=1, mtime=0)
-    drain = Drain(layout, SEGMENT_BYTES, in_a_thread)
+    drain = drain_of(layout)
     given = leases(drain.num_segments)
     drain.put(0, given[0])
     drain.fail(OSError("the disk is gone"))
     for number, lease in enumerate(given[1:], start=1):
         drain.put(number, lease)
 
-    assert isinstance(drain.completed.exception(60), OSError)
+    drain.idle.result(60)
+    (lane,) = drain.open([Discarding()])
+    assert isinstance(lane.written.exception(60), OSError)
     assert given[0]._pool.lease((1, 0), pin=None, check=lambda: None)
     assert "0 of" not in repr(given[0]._pool)

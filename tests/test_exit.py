@@ -37,7 +37,7 @@ root = sys.argv[1]
 atexit.register(lambda: print("other hook", flush=True))
 
 def fail_writes():
-    def write(self, offset, data):
+    def write(self, offset, data, lease):
         raise async_ckpt.StorageUnavailableError("the disk is gone", path=root)
     LocalSink.write = write
 
@@ -250,8 +250,8 @@ def test_a_single_ctrl_c_loses_nothing(tmp_path, nursery):
     ckpt = open_run(root)
     go = slow_disk()
     ckpt.save(state_at(1, 5), step=1)
-    print("training", flush=True)
     try:
+        print("training", flush=True)
         signal.pause()
     finally:
         go.set()

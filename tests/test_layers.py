@@ -17,7 +17,7 @@ HOUSE = Path(async_ckpt.__file__).parent
 FLOORS: list[tuple[str, ...]] = [
     ("__init__", "__main__", "checkpointer", "functional", "cli", "integrations"),  # face
     ("handle", "worker", "saver"),  # time
-    ("save", "load", "restore"),  # the story
+    ("save", "load", "restore", "catch_up"),  # the story
     ("commit",),  # agreement
     ("storage",),  # places
     ("snapshot",),  # host memory

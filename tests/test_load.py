@@ -295,8 +295,10 @@ def test_a_relative_path_starts_where_the_process_is(tmp_path: Path, monkeypatch
     assert (tmp_path / "sub" / "x.tar").exists()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/x.tar", "gs://bucket/x.tar", "https://example.org/x.tar"])
-def test_other_urls_are_not_supported_yet(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("url", ["nowhere://bucket/x.tar", "s4://bucket/x.tar"])
+def test_a_url_of_an_unknown_scheme_is_refused_by_name(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     scheme = url.split(":")[0]
     for act in (
@@ -304,7 +306,7 @@ def test_other_urls_are_not_supported_yet(url: str, tmp_path: Path, monkeypatch:
         lambda: async_ckpt.save({}, url),
         lambda: AsyncCheckpointer(url),
     ):
-        with pytest.raises(ValueError, match=rf"{scheme}:// is not supported"):
+        with pytest.raises(ValueError, match=scheme):
             act()
     assert list(tmp_path.iterdir()) == []
 

@@ -198,7 +198,7 @@ def test_a_missing_object_is_a_file_not_found_and_its_deletion_no_error(disk):
 
 def test_a_folder_is_no_object(disk):
     (disk.root / "folder").mkdir(parents=True)
-    with pytest.raises(StorageUnavailableError):
+    with pytest.raises(IsADirectoryError):
         disk.open("folder")
     with pytest.raises(StorageUnavailableError):
         disk.read("folder")
@@ -592,6 +592,6 @@ def test_two_processes_that_save_into_one_root_lose_nothing_that_either_committe
         assert ckpt.steps() == committed
         for step in committed:
             assert_is_state(ckpt.load(step), step, 5)
-        assert [record["step"] for record in ckpt._run.journal()] == committed
+        assert [record["step"] for record in ckpt._roots.runs[0].journal()] == committed
         assert (root / "latest").read_text() == f"step_{committed[-1]:08d}\n"
     assert leftovers(root) == []

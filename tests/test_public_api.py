@@ -38,15 +38,16 @@ NAMES = [
 
 # name -> its parameters: `*` divides off what must be given by name, `=` shows a default.
 SIGNATURES = {
-    async_ckpt.save: "(obj, path, *, guard=None)",
+    async_ckpt.save: "(obj, path, *, guard=None, storage_options=None, engine=None, fs=None)",
     async_ckpt.load: (
-        "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())"
+        "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=(), "
+        "*, storage_options=None, engine=None, fs=None)"
     ),
     async_ckpt.release: "()",
     AsyncCheckpointer: (
         "(root, *, keep_last=None, keep_every=None, guard=None, host_bytes=None, segment_bytes=None, "
         "on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "
-        "strict=False, exit_timeout=None)"
+        "strict=False, exit_timeout=None, commit='all', storage_options=None, engine=None, fs=None)"
     ),
     AsyncCheckpointer.save: "(self, state, step, *, overwrite=False, guard=_UNSET)",
     AsyncCheckpointer.load: (
@@ -56,6 +57,7 @@ SIGNATURES = {
         "(self, state, step=None, *, select=None, strict=True, trust=False, verify=True, types=())"
     ),
     AsyncCheckpointer.steps: "(self)",
+    AsyncCheckpointer.catch_up: "(self)",
     AsyncCheckpointer.latest: "(self)",
     AsyncCheckpointer.wait: "(self, timeout=None)",
     AsyncCheckpointer.metrics: "(self)",

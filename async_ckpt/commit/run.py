@@ -30,7 +30,7 @@ STEP_FORMAT: Final = "step_{:08d}"
 # A manifest that a rollback has retired: still there for whoever wants it back, no longer a commit.
 _RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
 _ARCHIVE: Final = re.compile(r"rank_\d{5,}\.[0-9a-f]{8}\.tar")
-_TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp")
+_TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp|\.async_ckpt-probe-[0-9a-f]+")
 
 
 class Run:
@@ -50,10 +50,12 @@ class Run:
         self._step_format = step_format
         self._step_pattern = _pattern_of(step_format)
         self._tracker = tracker
-        self._retention = retention or Retention()
+        self.retention = retention or Retention()
         # The commit of one save runs beside the retention of the one before: one announces at a time.
         self._announcing = threading.Lock()
         self._known: dict[int, Manifest] = {}  # what the journal was last made from; under _announcing
+        self._swept = False
+        self._made: set[int] = set()  # steps committed here by this object: known without asking
 
     # --- reading: changes nothing on storage ------------------------------------------------------------------
 
@@ -62,9 +64,8 @@ class Run:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return [
-            step for step in self._folders() if self.storage.exists(f"{self.folder(step)}/{manifest.NAME}")
-        ]
+        steps = {f"{self.folder(step)}/{manifest.NAME}": step for step in self._folders()}
+        return [steps[path] for path in self.storage.existing(list(steps))]
 
     def latest(self) -> int | None:
         """The newest committed step."""
@@ -86,9 +87,7 @@ class Run:
         """Refuse a step that could not be committed: StepExistsError, StepBehindError."""
         exists = self.storage.exists(f"{self.folder(step)}/{manifest.NAME}")
         if exists and not overwrite:
-            raise StepExistsError(
-                f"step {step} is committed already; pass overwrite=True to replace it", step=step
-            )
+            raise _exists(step)
         newest = self.latest()
         if newest is not None and newest > step and not retire and (rolled_back or not exists):
             raise StepBehindError(
@@ -97,6 +96,11 @@ class Run:
                 step=step,
                 newest=newest,
             )
+
+    def check_known(self, step: int, *, overwrite: bool) -> None:
+        """What `check` finds without asking the storage."""
+        if step in self._made and not overwrite:
+            raise _exists(step)
 
     def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str:
         return f"{self.folder(step)}/rank_{rank:05d}.{attempt}.tar"
@@ -137,9 +141,38 @@ class Run:
             raise StepExistsError(
                 f"step {step} was committed by another writer in the meantime; theirs stands", step=step
             ) from error
+        self._made.add(step)
         with self._announcing:
             self._known.pop(step, None)
         return made
+
+    def adopt(self, made: Manifest) -> None:
+        """Commit, under its own manifest, a step whose archives were copied here from another root.
+
+        Raises StepExistsError when the step has been committed here meanwhile.
+        """
+        try:
+            self.storage.put_new(f"{self.folder(made.step)}/{manifest.NAME}", made.dump())
+        except FileExistsError as error:
+            raise _exists(made.step) from error
+
+    def attempt(self, step: int) -> str | None:
+        """The attempt that is committed as this step, if one is."""
+        found = self._try(step)
+        return None if found is None else found.attempt
+
+    def retired(self, step: int) -> set[str]:
+        """Attempts at a step that a rollback has taken out of the run."""
+        folder = self.folder(step)
+        attempts = set()
+        for name in self.storage.names(folder):
+            if _RETIRED.fullmatch(name):
+                try:
+                    data = self.storage.read(f"{folder}/{name}")[0]
+                    attempts.add(manifest.parse(data, path=f"{folder}/{name}").attempt)
+                except (CheckpointError, FileNotFoundError):
+                    continue
+        return attempts
 
     def discard(self, step: int, attempt: str) -> None:
         """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
@@ -151,7 +184,7 @@ class Run:
         """Delete what `overwrite` and retention leave behind; the manifest goes first. Returns the deleted steps."""
         for archive in replaced.archives if replaced else ():
             self.storage.delete(self.archive_path(step, archive))
-        doomed = self._retention.doomed(self.steps(), protected={step, *in_flight, *self._tracked()})
+        doomed = self.retention.doomed(self.steps(), protected={step, *in_flight, *self._tracked()})
         for old in doomed:
             self._delete(old)
         if doomed:
@@ -159,16 +192,20 @@ class Run:
         return doomed
 
     def sweep(self) -> list[str]:
-        """Delete what dead writers left: temp files and archives that no manifest names, if their lock is free."""
-        swept = []
+        """Delete what dead writers left: temp files, unfinished uploads, and archives that no manifest names."""
+        swept = self.storage.sweep_uploads()
+        newest = self.latest()
         for step in [None, *self._folders()]:
             folder = "" if step is None else self.folder(step)
             names = self.storage.names(folder)
-            temps = self.storage.sweep(folder, [n for n in names if _TEMP.fullmatch(n)], delete=True)
+            decided = step is None or (newest is not None and step <= newest)
+            temps = self.storage.sweep(
+                folder, [n for n in names if _TEMP.fullmatch(n)], delete=True, decided=decided
+            )
             archives = [n for n in names if _ARCHIVE.fullmatch(n)]
             dead: list[str] = []
             if step is not None and archives and archives != self._named(step):
-                dead = self.storage.sweep(folder, archives, delete=False)
+                dead = self.storage.sweep(folder, archives, delete=False, decided=decided)
                 # Looked at again after the locks: a writer gives its lock up only once its manifest is there.
                 named = self._named(step)
                 dead = [name for name in dead if name not in named]
@@ -180,6 +217,12 @@ class Run:
                 )  # gone already; the folder goes too if that was all
             swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
         return swept
+
+    def sweep_once(self) -> None:
+        """What an earlier process left behind; our own failures leave nothing."""
+        if not self._swept:
+            self._swept = True
+            self.sweep()
 
     def journal(self) -> list[dict[str, object]]:
         """The records of `checkpoints.jsonl`, as far as they can be read."""
@@ -224,6 +267,7 @@ class Run:
     def _retire_above(self, step: int) -> None:
         for newer in reversed([s for s in self.steps() if s > step]):
             folder = self.folder(newer)
+            self._made.discard(newer)
             self.storage.move(
                 f"{folder}/{manifest.NAME}", f"{folder}/manifest.retired-{os.urandom(4).hex()}.json"
             )
@@ -267,10 +311,15 @@ class Run:
     def _delete(self, step: int) -> None:
         named = self._named(step)
         folder = self.folder(step)
+        self._made.discard(step)
         self.storage.delete(f"{folder}/{manifest.NAME}")
         for name in self.storage.names(folder):
             if name in named or _RETIRED.fullmatch(name):
                 self.storage.delete(f"{folder}/{name}")
+
+
+def _exists(step: int) -> StepExistsError:
+    return StepExistsError(f"step {step} is committed already; pass overwrite=True to replace it", step=step)
 
 
 def _pattern_of(step_format: str) -> re.Pattern[str]:

@@ -36,6 +36,9 @@ LIVENESS_SECONDS: Final = 0.2
 _SHARE_OF_FREE: Final = 0.5
 
 
+Reliever = Callable[[bool], bool]
+
+
 class Segment:
     """One piece of host memory. Owned by the pool, lent by a lease."""
 
@@ -155,6 +158,7 @@ class SegmentPool:
         self._free: list[Segment] = []  # under _changed, like all below
         self._num_segments = 0
         self._waiting: list[tuple[int, int]] = []
+        self._relievers: list[Reliever] = []
         self._closed = False
         self._pin_refused = False
         self._pid = os.getpid()
@@ -187,16 +191,20 @@ class SegmentPool:
         """
         with self._changed:
             heapq.heappush(self._waiting, order)
+            starving = False
             try:
                 while self._waiting[0] != order or not (
                     self._free or self._num_segments < self._max_segments
                 ):
-                    self._changed.wait(LIVENESS_SECONDS)
+                    relievers = self._relievers if self._waiting[0] == order else []
                     self._changed.release()
                     try:
                         check()
+                        relieved = any(relieve(starving) for relieve in relievers)
                     finally:
                         self._changed.acquire()
+                    if not relieved and not self._free:
+                        starving = not self._changed.wait(LIVENESS_SECONDS)
             finally:
                 self._waiting.remove(order)
                 heapq.heapify(self._waiting)
@@ -213,6 +221,18 @@ class SegmentPool:
         if pin:
             self._pin(segment, pin)
         return Lease(self, segment)
+
+    def add_reliever(self, relieve: Reliever) -> None:
+        """Ask `relieve` for memory, the oldest first, when a lease has to wait: it says whether it has let go of some.
+
+        Its argument says whether the wait has already been in vain for a while.
+        """
+        with self._changed:
+            self._relievers = [*self._relievers, relieve]
+
+    def remove_reliever(self, relieve: Reliever) -> None:
+        with self._changed:
+            self._relievers = [other for other in self._relievers if other != relieve]
 
     def reserve(self, num_segments: int, crew: Crew, *, pin: torch.device | None) -> None:
         """Hold this many free segments, touched (and page-locked) by several threads at once. Returns when done."""

@@ -6,17 +6,30 @@ All calls block, and may come from any thread; the worker keeps them off its loo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
+
+
+class Held(Protocol):
+    """Memory on loan: whoever reads it after the call that handed it over retains it, and releases it when done."""
+
+    def retain(self) -> None: ...
+
+    def release(self) -> None: ...
 
 
 class Sink(Protocol):
     """The write side of one object that is not there yet. Only `finish` makes it appear."""
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write at `offset`, from any thread; offsets and lengths are multiples of the page, in any order.
+    num_retries: int  # requests, or whole attempts, that had to be made again
+    retryable: bool  # what was written is all still in memory, to be sent again as a whole if need be
 
-        Raises StorageFullError or StorageUnavailableError.
+    def write(self, offset: int, data: memoryview, lease: Held) -> None:
+        """Take a whole segment, or the last one, at `offset`: from any thread, in any order, each once.
+
+        `data` is `lease`'s memory and stays as it is until that is released. A sink that sends it later retains
+        the lease; one that has failed has released everything. Raises StorageFullError, StorageUnavailableError.
         """
 
     def finish(self) -> None:
@@ -28,6 +41,12 @@ class Sink(Protocol):
     def close(self) -> None:
         """The object's fate is decided: it was committed, or it never will be. Idempotent."""
 
+    def relieve(self) -> bool:
+        """Memory is short: let go of a lease that is kept only so that a failed upload could be tried again.
+
+        From any thread. False when nothing could be let go of.
+        """
+
 
 class Reader(Protocol):
     """The read side of one object."""
@@ -35,7 +54,10 @@ class Reader(Protocol):
     num_bytes: int
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from `offset` on, from any thread. Raises EOFError where the object ends too early."""
+        """Fill `target` from `offset` on, from any thread. Raises EOFError where the object ends too early.
+
+        Raises StorageUnavailableError, also when the object was replaced after it was opened.
+        """
 
     def close(self) -> None: ...
 
@@ -49,13 +71,28 @@ class Reader(Protocol):
 class Storage(Protocol):
     """One root. A missing object is FileNotFoundError; any other refusal is a StorageUnavailableError."""
 
+    remote: (
+        bool  # every call is a round trip through a network: none is made on the caller's thread of a save
+    )
+    in_order: bool  # its sinks send in file order, and hold what comes early
+
     def locate(self, path: str) -> str:
-        """The full name of an object, for people."""
+        """The full name of an object, for people: without credentials."""
 
-    def create(self, path: str, *, num_bytes: int) -> Sink:
-        """Begin an object of exactly this size; parents are made. Raises StorageFullError before a byte is written."""
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        """How many segments in a row a sink for such an object must hold at once before it can send any of them."""
 
-    def open(self, path: str) -> Reader: ...
+    def create(
+        self, path: str, *, num_bytes: int, segment_bytes: int, max_segments: int | None = None
+    ) -> Sink:
+        """Begin an object of exactly this size; parents are made. Raises StorageFullError before a byte is written.
+
+        It comes in segments of `segment_bytes`, of which `max_segments` at most can be on loan at a time; the sink
+        holds no more than its share of these.
+        """
+
+    def open(self, path: str) -> Reader:
+        """Raises FileNotFoundError, and IsADirectoryError where folders are real."""
 
     def read(self, path: str) -> tuple[bytes, str]:
         """A small object, and its version: a text that changes whenever the object is replaced."""
@@ -76,9 +113,22 @@ class Storage(Protocol):
         """Delete an object; no error if there is none. A folder that it leaves empty goes with it."""
 
     def names(self, folder: str) -> list[str]:
-        """Names directly in a folder, sorted; none when there is no such folder."""
+        """Names directly in a folder, of objects and folders, sorted; none when there is no such folder."""
 
-    def exists(self, path: str) -> bool: ...
+    def exists(self, path: str) -> bool:
+        """Whether there is such an object (or, where folders are real, a folder)."""
 
-    def sweep(self, folder: str, names: list[str], *, delete: bool = False) -> list[str]:
-        """Of these names, those whose writer is provably gone; deleted, or left for the caller to judge."""
+    def existing(self, paths: Sequence[str]) -> list[str]:
+        """Those of these paths that exist, in the order given; asked in parallel where asking is slow."""
+
+    def sweep(
+        self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False
+    ) -> list[str]:
+        """Of these names, those whose writer is provably gone; deleted, or left for the caller to judge.
+
+        `decided`: a newer step is committed, so no writer could still commit them. Where the writer itself cannot
+        be asked, that and a day's age by the store's clock is the proof.
+        """
+
+    def sweep_uploads(self) -> list[str]:
+        """Abort unfinished uploads below this root that are older than a day by the store's clock; their names."""

@@ -23,10 +23,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from .base import Held
 
 from ..errors import StorageFullError, StorageUnavailableError
-from ..spec import PAGE_BYTES
+from ..spec import PAGE_BYTES, SEGMENT_BYTES
 
 try:
     import fcntl
@@ -50,6 +52,9 @@ _ours_lock = threading.Lock()
 class LocalStorage:
     """One folder and all below it. The folder need not exist until something is written."""
 
+    remote = False
+    in_order = False
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
 
@@ -59,7 +64,17 @@ class LocalStorage:
     def locate(self, path: str) -> str:
         return str(self.root / path)
 
-    def create(self, path: str, *, num_bytes: int) -> LocalSink:
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:  # noqa: ARG002
+        return 1
+
+    def create(
+        self,
+        path: str,
+        *,
+        num_bytes: int,
+        segment_bytes: int = SEGMENT_BYTES,  # noqa: ARG002
+        max_segments: int | None = None,  # noqa: ARG002
+    ) -> LocalSink:
         target = self.root / path
         with _translated(target):
             free = _free_bytes(target.parent)
@@ -70,7 +85,7 @@ class LocalStorage:
             return LocalSink(target, num_bytes, remove_folder=not was_there)
 
     def open(self, path: str) -> LocalReader:
-        with _translated(self.root / path, passing=(FileNotFoundError,)):
+        with _translated(self.root / path, passing=(FileNotFoundError, IsADirectoryError)):
             return LocalReader(self.root / path)
 
     def read(self, path: str) -> tuple[bytes, str]:
@@ -135,12 +150,28 @@ class LocalStorage:
                 return False
             return True
 
-    def sweep(self, folder: str, names: list[str], *, delete: bool = False) -> list[str]:
+    def existing(self, paths: Sequence[str]) -> list[str]:
+        return [path for path in paths if self.exists(path)]
+
+    def sweep(
+        self,
+        folder: str,
+        names: list[str],
+        *,
+        delete: bool = False,
+        decided: bool = False,  # noqa: ARG002
+    ) -> list[str]:
         return [name for name in names if _is_dead(self.root / folder / name, delete=delete)]
+
+    def sweep_uploads(self) -> list[str]:
+        return []  # what is unfinished here is a file, and `sweep` sees it
 
 
 class LocalSink:
     """One file under a temp name. Written by several threads at once; finished or aborted by one."""
+
+    num_retries = 0
+    retryable = False
 
     def __init__(self, target: Path, num_bytes: int, *, remove_folder: bool) -> None:
         self._target = target
@@ -159,7 +190,7 @@ class LocalSink:
             self.abort()
             raise
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def write(self, offset: int, data: memoryview, lease: Held | None = None) -> None:  # noqa: ARG002
         with _translated(self._target, needed_bytes=self._num_bytes):
             while data:
                 direct = self._direct
@@ -203,6 +234,9 @@ class LocalSink:
         if fd >= 0:
             with suppress(OSError):
                 _forget(fd)
+
+    def relieve(self) -> bool:
+        return False  # memory is done with when `write` returns
 
     def __repr__(self) -> str:
         how = "direct" if self._direct else "buffered"

@@ -1,0 +1,82 @@
+"""Bringing a root that was away up to date: steps are copied, whole and verified, from one that has them.
+
+In: runs. Out: the same commits at another root. Knows nothing of: tensors, saves under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Final
+
+from .commit.manifest import Archive
+from .commit.roots import Roots
+from .commit.run import Run
+from .errors import NotCommittedError, StepExistsError
+from .load import OpenArchive
+from .snapshot.pool import SegmentPool
+from .spec import MIB
+
+_SEGMENT_BYTES: Final = 16 * MIB
+_NUM_SEGMENTS: Final = 6
+
+
+def catch_up(
+    roots: Roots, run: Run, *, skip: Collection[int] = (), check: Callable[[], None] = lambda: None
+) -> list[int]:
+    """Copy to a run what other roots hold and it lacks, the newest first, but for `skip`; the steps that were copied.
+
+    `check` is called between segments, and ends it by raising.
+    Raises StorageUnavailableError, and CorruptCheckpointError for a source that is damaged; what was copied stays.
+    """
+    copied = []
+    for step, source in roots.missing(run):
+        if step in skip:
+            continue
+        try:
+            made = source.manifest(step)
+            for archive in made.archives:
+                _copy(source, run, step, archive, check)
+            run.adopt(made)
+        except (NotCommittedError, StepExistsError):
+            continue  # retention was faster, or somebody else has committed the step here
+        copied.append(step)
+    if copied:
+        run.announce()
+    return copied
+
+
+def _copy(source: Run, to: Run, step: int, archive: Archive, check: Callable[[], None]) -> None:
+    path = source.archive_path(step, archive)
+    part = to.storage.part_segments(archive.num_bytes, _SEGMENT_BYTES)
+    max_segments = max(_NUM_SEGMENTS, 3 * part)
+    try:
+        reader = source.storage.open(path)
+    except FileNotFoundError as error:
+        raise NotCommittedError(f"{source.storage.locate(path)} is gone", path=path, step=step) from error
+    pool = SegmentPool(_SEGMENT_BYTES, max_bytes=max_segments * _SEGMENT_BYTES)
+    with reader:
+        opened = OpenArchive(reader, path=source.storage.locate(path), verify=True)
+        if (reader.num_bytes, opened.digest) != (archive.num_bytes, archive.digest):
+            raise opened.corrupt("it is not the archive that its manifest names")
+        sink = to.storage.create(
+            path, num_bytes=archive.num_bytes, segment_bytes=_SEGMENT_BYTES, max_segments=max_segments
+        )
+        pool.add_reliever(lambda _: sink.relieve())
+        try:
+            for offset in range(0, archive.num_bytes, _SEGMENT_BYTES):
+                check()
+                lease = pool.lease((0, offset), pin=None, check=check)
+                try:
+                    data = lease.segment.view[: min(_SEGMENT_BYTES, archive.num_bytes - offset)]
+                    reader.read_into(offset, data)
+                    opened.verify(offset, data)
+                    sink.write(offset, data, lease)
+                finally:
+                    lease.release()
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+        finally:
+            sink.close()
+            pool.close()

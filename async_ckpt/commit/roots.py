@@ -1,0 +1,86 @@
+"""A managed run in several places, any of which may be away, or behind.
+
+In: one run for each root. Out: the steps that there are, and where. Knows nothing of: how a step is copied.
+
+`steps` is the union and `latest` its maximum; the order of the roots decides only between those that hold the step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ..errors import NotCommittedError, StorageUnavailableError
+from .run import Run
+
+T = TypeVar("T")
+
+
+class Roots:
+    """The runs of one checkpointer, in the user's order. With a single one, all errors are its own."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+
+    def steps(self) -> list[int]:
+        """The steps committed at any root that answers, ascending."""
+        return sorted(self._holders())
+
+    def latest(self) -> int | None:
+        """The newest committed step at any root that answers."""
+        if len(self.runs) == 1:
+            return self.runs[0].latest()
+        return max(self._holders(), default=None)
+
+    def holding(self, step: int) -> list[Run]:
+        """The runs in which a step is committed, in the user's order. Raises NotCommittedError when there is none."""
+        if len(self.runs) == 1:
+            return list(self.runs)  # its own error says more
+        holders = self._holders()
+        if step not in holders:
+            have = (
+                f"committed: {', '.join(map(str, sorted(holders)[-5:]))}"
+                if holders
+                else "nothing is committed yet"
+            )
+            raise NotCommittedError(f"{self!r}: no step {step}; {have}", path=repr(self), step=step)
+        return holders[step]
+
+    def missing(self, run: Run) -> list[tuple[int, Run]]:
+        """Steps that other roots hold, this one lacks and retention would keep here: newest first, with a holder."""
+        holders = self._holders()
+        steps = sorted(holders)
+        doomed = set(run.retention.doomed(steps, protected=steps[-1:]))
+        return [(s, holders[s][0]) for s in reversed(steps) if run not in holders[s] and s not in doomed]
+
+    def _holders(self) -> dict[int, list[Run]]:
+        found = self._ask(lambda run: run.steps())
+        holders: dict[int, list[Run]] = {}
+        for run, steps in found:
+            for step in steps:
+                holders.setdefault(step, []).append(run)
+        for step, those in list(holders.items()):
+            others = [run for run, _ in found if run not in those]
+            # A root that was away while a rollback took the step out of the run at another.
+            if others and any(those[0].attempt(step) in other.retired(step) for other in others):
+                del holders[step]
+        return holders
+
+    def _ask(self, question: Callable[[Run], T]) -> list[tuple[Run, T]]:
+        """The answers of the roots that give one; the first refusal is raised when none does."""
+        answers: list[tuple[Run, T]] = []
+        errors: list[StorageUnavailableError] = []
+        for run in self.runs:
+            try:
+                answers.append((run, question(run)))
+            except StorageUnavailableError as error:
+                errors.append(error)
+        if errors and not answers:
+            raise errors[0]
+        for refusal in errors:
+            warnings.warn(f"a root does not answer, and is left out: {refusal}", RuntimeWarning, stacklevel=2)
+        return answers
+
+    def __repr__(self) -> str:
+        return ", ".join(repr(run.storage) for run in self.runs)

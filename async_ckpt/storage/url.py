@@ -1,0 +1,111 @@
+"""Which storage a path or URL belongs to.
+
+In: what the user said. Out: a storage, or one and a name in it. Knows nothing of: what is stored. Asks no storage.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import unquote, urlsplit
+
+from ..errors import StorageUnavailableError
+from .base import Storage
+from .local import LocalStorage
+
+Engine = Literal["obstore", "fsspec", "s3fs"]
+Where = str | os.PathLike[str]
+
+_OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
+
+
+def storage_at(
+    root: Where,
+    *,
+    engine: Engine | None = None,
+    fs: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Storage:
+    """The storage whose root is this folder, bucket prefix or fsspec URL.
+
+    `engine` "obstore" or "fsspec" (for S3 also called "s3fs") overrides the choice that the scheme gives reason for;
+    `fs` is an fsspec filesystem to use as it is. `storage_options` are for whichever of them is used, not for a local
+    disk. Raises TypeError and ValueError for what is no place, ImportError when a package is missing.
+    """
+    if engine not in (None, "obstore", "fsspec", "s3fs"):
+        raise ValueError(f'engine must be "obstore", "fsspec" or "s3fs", got {engine!r}')
+    text = _text(root)
+    scheme = scheme_of(text)
+    if engine == "s3fs" and scheme not in ("s3", "s3a", None):
+        raise ValueError(f'engine="s3fs" is for s3:// URLs; {scheme}:// has its own')
+    if fs is None and scheme in (None, "file"):
+        return LocalStorage(_local(text))
+    if fs is None and (engine == "obstore" or (engine is None and scheme in _OBJECT_STORES)):
+        from .object_store import ObjectStorage
+
+        return ObjectStorage(text, storage_options)
+    from .fsspec_store import FsspecStorage
+
+    return FsspecStorage(text, storage_options, fs=fs)
+
+
+def parent_and_name(path: Where) -> tuple[str, str]:
+    """The place that an object lies in, and its name there. Raises ValueError where there is no name."""
+    text = _text(path)
+    if scheme_of(text) in (None, "file"):
+        where = _local(text)
+        return str(where.parent), where.name
+    parent, _, name = text.rpartition("/")
+    if not name or parent.endswith(("/", ":")):
+        raise ValueError(
+            f"{shown(text)} names no object; give a name in it, such as {shown(text).rstrip('/')}/x.tar"
+        )
+    return parent, name
+
+
+def scheme_of(text: str) -> str | None:
+    """The scheme of a URL in lower case; None for a path."""
+    match = _URL.match(text)
+    return match[1].lower() if match and match[2] else None
+
+
+def shown(text: str) -> str:
+    """A URL as it may be printed: without user, password and query."""
+    if scheme_of(text) is None:
+        return text
+    url = urlsplit(text)
+    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
+
+def _text(path: Where) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"a checkpoint goes to a path or URL, not to a {type(path).__qualname__}; pass a string or a Path"
+        )
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError("a checkpoint goes to a path of text, not of bytes")
+    if not text:
+        raise ValueError("the path of a checkpoint is empty")
+    match = _URL.match(text)
+    if match and not match[2] and not isinstance(path, str):
+        raise ValueError(f"{text} was a URL once: a Path makes one slash of two; pass it as a string")
+    return text
+
+
+def _local(text: str) -> Path:
+    """Where a path or a `file://` URL lies on this machine."""
+    if scheme_of(text) == "file":
+        text = unquote(urlsplit(text).path)
+    if not text:
+        raise ValueError("the path of a checkpoint is empty")
+    where = Path(text).expanduser().absolute()
+    try:
+        where.is_dir()
+    except OSError as error:  # a name that is too long, or a file system that does not answer
+        raise StorageUnavailableError(f"{text:.300}: {error.strerror}", path=text) from error
+    return where
