@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check bench bench-gpu format clean
+.PHONY: demo demo-s3 test check bench bench-gpu bench-s3 format clean
 
 demo: .venv/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
+
+demo-s3: .venv/.test       ## the same, to a bundled S3 server on loopback: no account, no network
+	$(BIN)/python -m async_ckpt.testing -- $(BIN)/python -m examples.demo --root s3://demo/runs
 
 test: .venv/.test          ## everything that the tests need, then the tests
 	$(BIN)/python -m pytest
@@ -21,6 +24,9 @@ bench: .venv/.demo         ## the figures of the README, on this machine
 
 bench-gpu: .venv/.demo     ## the same where there is a CUDA device
 	$(BIN)/python -m benchmarks --gpu
+
+bench-s3: .venv/.bench     ## the same of object stores, beside other clients
+	$(BIN)/python -m benchmarks --stores
 
 format: .venv/.check
 	$(BIN)/ruff check --fix .
@@ -45,6 +51,10 @@ clean:
 
 .venv/.test: .venv/.base
 	$(INSTALL) --no-build-isolation -e ".[demo,test]"
+	touch $@
+
+.venv/.bench: .venv/.base
+	$(INSTALL) --no-build-isolation -e ".[demo,test,bench]"
 	touch $@
 
 .venv/.check: .venv/.base

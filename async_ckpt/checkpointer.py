@@ -330,6 +330,7 @@ class _StepTarget:
     def check(self) -> None:
         if self.storage.remote:
             self._check()
+            self._run.learn()
         if self._overwrite:
             self._replaces = self._run.found(self._step)
 

@@ -57,6 +57,7 @@ class OpenArchive:
         self._reader = reader
         self._digests: bytes | None = None
         self._begin = b""  # the first block: the index is in it, often the first headers too
+        self._kept = Extent(0, 0), b""  # what was verified last: headers lie together, and a store is far
         self._begin = self._read_plain(Extent(0, min(reader.num_bytes, BLOCK_BYTES)))
         head = self._read_head()
         self.index: Index = index.parse(head, path=path)
@@ -83,9 +84,13 @@ class OpenArchive:
         """A small extent, verified where the archive is."""
         if self._digests is None:
             return self._read_plain(extent)
-        wide = _widened(extent, BLOCK_BYTES, self.index.digests.data.offset)
-        data = self._read_plain(wide)
-        self.verify(wide.offset, memoryview(data))
+        wide, data = self._kept
+        if not (wide.offset <= extent.offset and extent.end <= wide.end):
+            wide = _widened(extent, BLOCK_BYTES, self.index.digests.data.offset)
+            data = self._read_plain(wide)
+            self.verify(wide.offset, memoryview(data))
+            if wide.length == BLOCK_BYTES:
+                self._kept = wide, data
         return data[extent.offset - wide.offset :][: extent.length]
 
     def verify(self, offset: int, data: memoryview) -> None:

@@ -232,6 +232,7 @@ async def _deliver(job: SaveJob, delivery: Delivery, off_loop: OffLoop) -> None:
         checked.add_done_callback(lambda future: future.exception())  # nobody waits for it any more
         if _may_miss(job, error):
             job.drain.drop(delivery.lane, error)
+            await _abort(delivery, off_loop)  # at once, for its memory is needed
         else:
             job.drain.fail(error)
         raise
@@ -283,17 +284,28 @@ def _lagging(delivery: Delivery, why: str) -> StorageUnavailableError:
     )
 
 
+async def _abort(delivery: Delivery, off_loop: OffLoop) -> bool:
+    """Abort the sink, once nobody writes to it. False when its writes hang for ever: then it is left alone."""
+    if delivery.sink is None:
+        return False
+    if delivery.lane is not None:
+        quiet = asyncio.wrap_future(delivery.lane.quiet)
+        await asyncio.wait([quiet], timeout=_LAG_SECONDS)
+        if not quiet.done():
+            return False
+    await off_loop(delivery.sink.abort)
+    return True
+
+
 async def _take_back(delivery: Delivery, off_loop: OffLoop) -> None:
     """End a delivery: what is not committed leaves no trace."""
     if delivery.task is not None:
         await asyncio.wait([delivery.task])
-    if delivery.sink is None:
+    if delivery.sink is None or not (delivery.committed or await _abort(delivery, off_loop)):
         return
-    if not delivery.committed:
-        await off_loop(delivery.sink.abort)
-        if delivery.finished:
-            with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
-                await off_loop(delivery.target.discard)
+    if delivery.finished and not delivery.committed:
+        with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
+            await off_loop(delivery.target.discard)
     await off_loop(delivery.sink.close)
 
 
@@ -347,12 +359,14 @@ class Lane:
         self.sink = sink
         self.submit = submit
         self.written = running_future()  # every segment is taken, or what ended it
+        self.quiet = running_future()  # it has ended, and no write to its sink is under way
         self.queue: deque[_Piece] = deque()
         self.num_writing = 0
         self.num_left = num_segments
         self.num_held = 0  # leases that the sink has retained
         self.written_bytes = 0
         self.ended = False
+        self.is_quiet = False
 
 
 class _LaneHeld:
@@ -497,6 +511,7 @@ class Drain:
         for piece in dropped:
             piece.lease.release()
         lane.written.set_exception(error)
+        self._settle_lane(lane)
         if none_left:
             self.fail(error)
         self._settle()
@@ -571,10 +586,14 @@ class Drain:
             self._end(lane, error)
         else:
             self._count_written(lane, num_bytes)
-        self._digest_once(piece)
+        try:
+            self._digest_once(piece)
+        except BaseException as error:
+            self.fail(error)
         piece.lease.release()
         with self._lock:
             lane.num_writing -= 1
+        self._settle_lane(lane)
         self._leave()
 
     def _end(self, lane: Lane, error: BaseException) -> None:
@@ -613,6 +632,15 @@ class Drain:
         self._lanes[0].submit(partial(self._seal, tail))
 
     def _seal(self, leases: dict[int, Lease]) -> None:
+        try:
+            self._write_digests(leases)
+        except BaseException as error:
+            self.fail(error)
+        for number, lease in sorted(leases.items()):
+            self._send(_Piece(number, lease, undigested=False))
+        self._leave()
+
+    def _write_digests(self, leases: dict[int, Lease]) -> None:
         covered, size = self._layout.digests.data.offset, self.segment_bytes
         for number, lease in leases.items():
             self._digest(number, lease, covered - number * size)
@@ -624,9 +652,6 @@ class Drain:
             length = min(len(data), size - begin)
             leases[number].segment.view[begin : begin + length] = data[:length]
             at, data = at + length, data[length:]
-        for number, lease in sorted(leases.items()):
-            self._send(_Piece(number, lease, undigested=False))
-        self._leave()
 
     def _digest(self, number: int, lease: Lease, num_bytes: int) -> None:
         first = number * self.segment_bytes // BLOCK_BYTES
@@ -642,6 +667,13 @@ class Drain:
         with self._lock:
             self._num_active -= 1
         self._settle()
+
+    def _settle_lane(self, lane: Lane) -> None:
+        with self._lock:
+            due = lane.ended and not (lane.num_writing or lane.queue or lane.is_quiet)
+            lane.is_quiet |= due
+        if due:
+            lane.quiet.set_result(None)
 
     def _settle(self) -> None:
         with self._lock:

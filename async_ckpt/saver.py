@@ -344,14 +344,15 @@ class Saver:
     def _admit_bytes(self, layout: Layout, targets: Sequence[Target]) -> int:
         """Make sure that the pool can hold what has to be in it at one time; how many segments it may have."""
         size = self.pool.segment_bytes
-        self.pool.admit(layout.file_bytes, self._max_in_flight)
         num_tail = -(-layout.file_bytes // size) - layout.digests.data.offset // size
         # The tail waits for all else, of which a part is sent while the next one is filled.
         part = max((t.storage.part_segments(layout.file_bytes, size) for t in targets), default=1)
-        if num_tail + 2 * part > self.pool.max_segments:
+        least = num_tail + 2 * part
+        self.pool.admit(layout.file_bytes, self._max_in_flight, least=least)
+        if least > self.pool.max_segments:
             raise ValueError(
                 f"host_bytes is too small for an archive of {layout.file_bytes:,} bytes; "
-                f"give at least {(num_tail + 2 * part) * size:,}"
+                f"give at least {least * size:,}"
             )
         return self.pool.max_segments
 

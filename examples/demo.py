@@ -1,9 +1,9 @@
 """The whole story in under three minutes: train, kill in the middle of a save, resume, compare every bit.
 
-In: a folder for checkpoints. Out: lines to read, a table, a picture; exit code 1 if one bit differs.
-Knows nothing of: the network.
+In: a folder or URL for checkpoints. Out: lines to read, a table, a picture; exit code 1 if one bit differs.
+Knows nothing of: where that is.
 
-    python -m examples.demo [--root FOLDER]
+    python -m examples.demo [--root FOLDER_OR_URL]
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ EVERY: Final = (
     16  # no divisor of STEPS: the last save, too, has steps to hide behind, as in a longer training
 )
 KILL_FROM: Final = 48  # the first save that may be killed: two are committed by then
+LOCAL: Final = Path("demo_out/run")
 PICTURE: Final = Path("demo_out/timeline.png")
 
 
@@ -38,9 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train, kill, resume, compare.")
     parser.add_argument(
         "--root",
-        type=Path,
-        default=Path(os.environ.get("ROOT") or "demo_out/run"),
-        help="where checkpoints go; default $ROOT, or demo_out/run",
+        default=os.environ.get("ROOT") or str(LOCAL),
+        help=f"where checkpoints go, such as s3://bucket/prefix; default $ROOT, or {LOCAL}",
     )
     began = time.perf_counter()
     demo = Demo(parser.parse_args().root)
@@ -79,16 +79,29 @@ def main() -> None:
 class Demo:
     """Runs every training as a process of its own, so that a kill is a kill."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
+    def __init__(self, root: str) -> None:
+        self.in_store = "://" in root
+        # What synchronous saving is compared on is always a disk.
+        self.local = (LOCAL if self.in_store else Path(root)).resolve()
+        # Nothing in a store is deleted, not even what is ours: each demo has a prefix of its own there.
+        self.root = f"{root.rstrip('/')}/demo-{os.urandom(4).hex()}" if self.in_store else str(self.local)
         self.screen = Screen()
-        for old in self.root.glob("demo-*"):  # our own of last time; whatever else is there stays
+        for old in self.local.glob("demo-*"):  # our own of last time; whatever else is there stays
             shutil.rmtree(old)
+
+    def place(self, way: str, folder: str) -> str:
+        root = self.root if way == "async_ckpt" else str(self.local)
+        return f"{root}/demo-{folder or way}"
+
+    @property
+    def killed(self) -> async_ckpt.AsyncCheckpointer:
+        """The run that was killed, to be looked at."""
+        return async_ckpt.AsyncCheckpointer(self.place("async_ckpt", "killed"))
 
     def train(self, way: str, *, folder: str = "", kill_from: int = STEPS + 1) -> Trace:
         """One process from start to end, or until killed in the first save from step `kill_from` on."""
         trace = Trace(way)
-        command = [sys.executable, "-m", "examples.train", way, str(self.root / f"demo-{folder or way}")]
+        command = [sys.executable, "-m", "examples.train", way, self.place(way, folder)]
         command += ["--steps", str(STEPS), "--every", str(EVERY)]
         with self.screen.following(trace, steps=STEPS) as show, _running(command) as process:
             for event in _events(process):
@@ -110,19 +123,21 @@ class Demo:
             step = tries[-1].killed_in
             if step is None:
                 sys.exit("each save was durable before a kill could hit it; try a slower disk with --root")
-            committed = async_ckpt.AsyncCheckpointer(self.root / "demo-killed").steps()
+            committed = self.killed.steps()
             if step not in committed:
                 break
             self.screen.say(f"the save of step {step} was faster than the kill; again, at the next one")
             kill_from = step + EVERY
+        self.screen.say(
+            f"SIGKILL in the middle of saving step {step}. Committed: {committed}, without step {step}."
+        )
+        if self.in_store:  # there an object is not there at all before it is whole
+            return tries
         torn = self._uncommitted_files(step)
         if not torn:
             sys.exit(
                 f"step {step} is neither committed nor did the kill leave a file of it: that is no kill in mid-save"
             )
-        self.screen.say(
-            f"SIGKILL in the middle of saving step {step}. Committed: {committed}, without step {step}."
-        )
         for path in torn:
             self.screen.say(
                 f"left behind: {path.name}, {path.stat().st_size / 1e6:.1f} MB that no manifest names"
@@ -133,13 +148,14 @@ class Demo:
         """The same command again; what the kill left behind must be gone afterwards."""
         assert killed.killed_in is not None
         torn = self._uncommitted_files(killed.killed_in)
-        newest = async_ckpt.AsyncCheckpointer(self.root / "demo-killed").latest()
+        newest = self.killed.latest()
         resumed = self.train("async_ckpt", folder="killed")
         if resumed.first_step != newest:
             sys.exit(f"resumed from step {resumed.first_step}, and the last commit was {newest}")
         if any(path.exists() for path in torn):
             sys.exit(f"the first save after the kill did not sweep {torn[0]}")
-        self.screen.say("what the kill had left behind was swept away by the first save")
+        if torn:
+            self.screen.say("what the kill had left behind was swept away by the first save")
         return resumed
 
     def compare(self, whole: Trace, *others: Trace) -> None:
@@ -150,8 +166,8 @@ class Demo:
                 sys.exit(f"NOT the same training as without saving ({trace.way}): {difference}")
 
     def _uncommitted_files(self, step: int) -> list[Path]:
-        """Of a step without a manifest, that is: every file."""
-        return list((self.root / "demo-killed" / f"step_{step:08d}").glob("*"))
+        """Of a step without a manifest, that is: every file. None in a store."""
+        return [] if self.in_store else list(Path(self.root, "demo-killed", f"step_{step:08d}").glob("*"))
 
 
 @contextmanager

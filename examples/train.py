@@ -1,6 +1,6 @@
 """One training run, as a process of its own: how `async_ckpt` is used in a loop, and what it is compared with.
 
-In: a way of saving and a folder. Out: one line of JSON per event on stdout. Knows nothing of: who reads them.
+In: a way of saving and a folder, or a URL. Out: one line of JSON per event on stdout. Knows nothing of: who reads them.
 
     python -m examples.train async_ckpt demo_out/run/mine
 
@@ -28,7 +28,7 @@ from examples.gpt import GPT, Sizes, batches
 WAYS: Final = ("async_ckpt", "tar", "tar.gz", "nothing")
 
 
-def train_with_async_ckpt(training: Training, root: Path, *, steps: int, every: int) -> None:
+def train_with_async_ckpt(training: Training, root: str, *, steps: int, every: int) -> None:
     """The example: all that `async_ckpt` adds to a loop."""
     with (
         async_ckpt.AsyncCheckpointer(root, keep_last=2, guard=training.optimizer) as ckpt,
@@ -167,7 +167,7 @@ class Log:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT, saving as you go.")
     parser.add_argument("way", choices=WAYS)
-    parser.add_argument("root", type=Path)
+    parser.add_argument("root", help="a folder, or for async_ckpt a URL such as s3://bucket/run")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=16)
     args = parser.parse_args()
@@ -181,7 +181,7 @@ def main() -> None:
     elif args.way == "nothing":
         train_without_saving(training, steps=args.steps)
     else:
-        saver = TarSaver(args.root, compression="gz" if args.way == "tar.gz" else "")
+        saver = TarSaver(Path(args.root), compression="gz" if args.way == "tar.gz" else "")
         train_with_tar(training, saver, steps=args.steps, every=args.every)
     log.tell("end", end=log.now(), digest=training.digest())
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from async_ckpt.testing import moto_server, rclone_server
+from async_ckpt.testing.servers import Server
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +22,23 @@ def _seeded() -> None:
 def archive(tmp_path: Path) -> Path:
     """Where a test may save one archive."""
     return tmp_path / "x.tar"
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Server]:
+    """A faithful S3 server. Every test makes a bucket or a prefix of its own."""
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `rclone` serves; its folders are the buckets."""
+    return tmp_path_factory.mktemp("rclone")
+
+
+@pytest.fixture(scope="session")
+def rclone(rclone_folder: Path) -> Iterator[Server]:
+    """An S3 server that checks signatures and writes to the disk."""
+    with rclone_server(rclone_folder) as server:
+        yield server

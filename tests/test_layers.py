@@ -63,7 +63,8 @@ def imports(name: str, *, at_load_only: bool = False) -> set[str]:
 def _at_load(tree: ast.AST) -> list[ast.AST]:
     nodes: list[ast.AST] = []
     for node in ast.iter_child_nodes(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for_types_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not for_types_only:
             nodes += [node, *_at_load(node)]
     return nodes
 

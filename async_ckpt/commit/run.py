@@ -272,6 +272,14 @@ class Run:
                 f"{folder}/{manifest.NAME}", f"{folder}/manifest.retired-{os.urandom(4).hex()}.json"
             )
 
+    def learn(self) -> None:
+        """Read ahead, while an archive is on its way, the manifests that the journal is made from."""
+        with self._announcing:
+            for step in self.steps():
+                made = self._known.get(step) or self._try(step)
+                if made is not None:
+                    self._known[step] = made
+
     def announce(self) -> None:
         """Bring tracker and journal up to date with what is committed, whoever committed it."""
         with self._announcing:

@@ -172,16 +172,18 @@ class SegmentPool:
     def max_segments(self) -> int:
         return self._max_segments
 
-    def admit(self, file_bytes: int, num_saves: int = 1) -> None:
-        """Without a budget from the user, let the pool grow to what `num_saves` such archives need, memory permitting."""
+    def admit(self, file_bytes: int, num_saves: int = 1, *, least: int = MIN_SEGMENTS) -> None:
+        """Without a budget from the user, let the pool grow to what `num_saves` such archives need, memory permitting.
+
+        It may have `least` segments in any case.
+        """
         if self._hard:
             return
+        self._max_segments = max(self._max_segments, least)
         needed = align_up(file_bytes, self.segment_bytes) // self.segment_bytes * num_saves
         if needed > self._max_segments:
             spare = int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size()) + self.num_bytes
-            self._max_segments = max(
-                self._max_segments, MIN_SEGMENTS, min(needed, spare // self.segment_bytes)
-            )
+            self._max_segments = max(self._max_segments, min(needed, spare // self.segment_bytes))
 
     def lease(self, order: tuple[int, int], *, pin: torch.device | None, check: Callable[[], None]) -> Lease:
         """Wait for a segment. The lowest `order` (save, segment) is served first.

@@ -1,0 +1,96 @@
+"""What a store's refusal says, and what to do about it.
+
+In: an error of obstore's. Out: status, code, reason, advice. Knows nothing of: which request it was.
+
+obstore tells status and code in the text of its errors only, so that text is looked at here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+# By the store's error code, else by HTTP status: what to do.
+NO_BUCKET: Final = "the bucket does not exist; create it, or correct the URL"
+REGION: Final = "the bucket is in another region; set `region` in storage_options, or AWS_REGION"
+LOG_IN: Final = "the credentials have expired; log in again, or renew them where they are kept"
+KEYS: Final = "check the access key and its secret"
+ADVICE: Final = {
+    "NoSuchBucket": NO_BUCKET,
+    "ContainerNotFound": NO_BUCKET,
+    "PermanentRedirect": REGION,
+    "AuthorizationHeaderMalformed": REGION,
+    "IllegalLocationConstraintException": REGION,
+    "ExpiredToken": LOG_IN,
+    "ExpiredTokenException": LOG_IN,
+    "TokenRefreshRequired": LOG_IN,
+    "RequestTimeTooSkewed": "this host's clock is wrong; set it, by NTP for instance",
+    "RequestExpired": "this host's clock is wrong; set it, by NTP for instance",
+    "InvalidAccessKeyId": KEYS,
+    "SignatureDoesNotMatch": KEYS,
+    "301": REGION,
+    "400": "see what the store does not like about it",
+    "401": KEYS,
+    "403": "let these credentials get, put, delete and list there, or use others",
+    "507": "delete old steps or lower keep_last, then save again",
+}
+NO_KEYS: Final = "give keys in storage_options, set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in (aws configure, aws sso login)"
+AWAY: Final = "see that the store is up and can be reached from this host, then try again"
+EXPIRED: Final = frozenset({code for code, advice in ADVICE.items() if advice is LOG_IN})
+LACKS: Final = frozenset({400, 405, 501})  # how stores say that they do not know a condition
+AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+AGAIN_CODES: Final = frozenset(
+    {"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "ServerBusy"}
+)
+# Two writers at once, of which neither has won yet; or an upload that is gone: somebody aborted it, or obstore did
+# after the answer to its end was lost. All are made anew.
+CONFLICTS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "NoSuchUpload"})
+FULL: Final = 507
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What obstore's text says, which is the only place where it says it."""
+
+    status: int | None
+    code: str
+    reason: str
+    region: str
+    unheard: bool  # no answer came
+    keyless: bool  # no request went
+
+    @classmethod
+    def of(cls, error: Exception) -> Answer:
+        text = str(error)
+
+        def find(pattern: str) -> str:
+            match = re.search(pattern, text, re.DOTALL)
+            return match[1] if match else ""
+
+        status, code = find(r"status(?: code)?: (\d{3})"), find(r"<Code>(\w+)<")
+        message = find(r"<Message>(.*?)<")
+        if "redirect without LOCATION" in text:
+            status = "301"
+        kind, detail = find(r"HttpError \{\s*kind: (\w+)"), find(r'(?:message|error): "([^"]*)"')
+        builder, certificate = "builder error" in text, find(r"invalid peer certificate: (\w+)")
+        provider = find(r"External \w+ credential provider: (?:\w+: )?([^\n]*)")
+        keyless = bool(provider) or "169.254.169.254" in text  # that address is asked for keys only
+        first = re.sub(r"\S+://\S+", "the store", text.partition("\n")[0])
+        if status:
+            said = " ".join(filter(None, (status, code)))
+            reason = f"the store answered {said}" + (f": {message}" if message else "")
+        elif certificate:
+            reason = f"its certificate is not to be trusted ({certificate})"
+        elif kind and not builder:
+            reason = f"no answer ({detail or kind})"
+        else:
+            reason = provider or first
+        return cls(
+            status=int(status) if status else None,
+            code=code,
+            reason=reason[:500],
+            region=find(r"<Region>([\w-]+)<"),
+            unheard=bool(kind) and not (status or builder or certificate or keyless),
+            keyless=keyless,
+        )

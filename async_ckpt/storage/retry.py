@@ -1,0 +1,89 @@
+"""When a store that does not answer is asked again.
+
+In: a call that fails. Out: its result, or its last error once the deadline is over. Knows nothing of: any store.
+
+What is transient is said by whoever translates a client's error, once: `error.transient`. The waits grow and are
+random, so that a thousand ranks that a store has turned away together do not come back together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from ..spans import monotonic
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+T = TypeVar("T")
+
+# How long a store may be away before a save gives up; a reboot of its front end, or a new lease of a network.
+OBJECT_SECONDS: Final = 900.0
+# The same for a manifest, a listing or a read: people wait for these.
+REQUEST_SECONDS: Final = 120.0
+_FIRST_WAIT_SECONDS: Final = 0.2
+_LONGEST_WAIT_SECONDS: Final = 30.0
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same call may succeed later, with nothing changed on our side."""
+    return bool(getattr(error, "transient", False))
+
+
+def persist(
+    call: Callable[[], T],
+    *,
+    deadline_seconds: float,
+    since: Callable[[], float] | None = None,
+    on_retry: Callable[[BaseException], None] = lambda _: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Call until it succeeds, fails for good, or has failed for `deadline_seconds`; then its last error is raised.
+
+    The deadline runs from the beginning, or from what `since` says (on the clock of `spans`) when the first call has
+    failed: a long upload is not out of time before it has had any trouble. `on_retry` is told the error before each wait.
+    """
+    try:
+        import tenacity
+    except ImportError:
+        raise ImportError('stores need tenacity; pip install "async_ckpt[s3]"') from None
+
+    begin = monotonic()
+    trouble: list[float] = []
+
+    def is_over(state: RetryCallState) -> bool:
+        if not trouble:
+            trouble.append(since() if since else begin)
+        return monotonic() + state.upcoming_sleep - trouble[0] >= deadline_seconds
+
+    def tell(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        assert error is not None
+        on_retry(error)
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_transient),
+        wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_SECONDS, max=_LONGEST_WAIT_SECONDS),
+        stop=is_over,
+        before_sleep=tell,
+        sleep=sleep,
+        reraise=True,
+    )(call)
+
+
+def from_now(seconds: float) -> datetime:
+    """The moment in so many seconds, as clients of stores take it."""
+    return datetime.now(UTC) + timedelta(seconds=seconds)
+
+
+def before(moment: datetime, seconds: float) -> datetime:
+    """The moment so many seconds earlier, by whose clock it ever is."""
+    return moment - timedelta(seconds=seconds)
+
+
+def duration(seconds: float) -> timedelta:
+    """Seconds as clients of stores take them."""
+    return timedelta(seconds=seconds)

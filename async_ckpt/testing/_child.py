@@ -1,0 +1,103 @@
+"""The program that runs one server for `servers.py`: `_child.py moto`, or `_child.py rclone <its command line>`.
+
+In: standard input, which is never written to, and closes when the owner ends in whatever way. Out: the endpoint, one
+line on standard output, once it answers. Knows nothing of: async_ckpt, which it must not import.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+
+def moto() -> None:
+    from moto.moto_server.werkzeug_app import (
+        DomainDispatcherApplication,
+        MotoRequestHandler,
+        create_backend_app,
+    )
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    date_uploads()
+    app = Conditional(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(f"http://127.0.0.1:{server.server_port}", flush=True)
+    sys.stdin.buffer.read()
+    os._exit(0)  # whatever requests are under way
+
+
+def date_uploads() -> None:
+    """Moto says of every upload that it was begun in 2010: whoever sweeps would take the youngest for stale."""
+    from moto.core.utils import iso_8601_datetime_with_milliseconds as now
+    from moto.s3 import models, responses
+
+    upload_type: Any = models.FakeMultipart
+    response_type: Any = responses.S3Response
+    begin, list_uploads = upload_type.__init__, response_type.list_multipart_uploads
+    begun: dict[str, str] = {}
+
+    def dated_begin(upload: Any, *arguments: Any, **options: Any) -> None:
+        begin(upload, *arguments, **options)
+        begun[upload.id] = now()
+
+    def dated_list(response: Any) -> Any:
+        status, headers, body = list_uploads(response)
+        pattern = r"(<UploadId>(\w+)</UploadId>.*?<Initiated>)[^<]*"
+        return status, headers, re.sub(pattern, lambda found: found[1] + begun[found[2]], body)
+
+    upload_type.__init__ = dated_begin
+    response_type.list_multipart_uploads = dated_list
+
+
+class Conditional:
+    """moto looks whether a condition holds, and then stores: done by two threads at once, both could win."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._lock = threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] in ("GET", "HEAD") or not (
+            environ.keys() & {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"}
+        ):
+            return self._app(environ, start_response)  # type: ignore[no-any-return]
+        with self._lock:
+            return list(self._app(environ, start_response))
+
+
+def rclone(command: list[str]) -> None:
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        threading.Thread(target=_announce, args=[server], daemon=True).start()
+        sys.stdin.buffer.read()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _announce(server: subprocess.Popen[bytes]) -> None:
+    assert server.stderr is not None
+    for line in server.stderr:
+        found = re.search(rb"Starting s3 server on \[(http://[^\]]*?)/?\]", line)
+        if found:
+            print(found[1].decode(), flush=True)
+        else:
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+    if server.wait():  # it ended by itself
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "moto":
+        moto()
+    else:
+        rclone(sys.argv[2:])

