@@ -18,13 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers_b import MIB, PATIENCE, Call, names_below
 
 from async_ckpt import StorageUnavailableError
-from async_ckpt.storage import fsspec_store
-from async_ckpt.storage.fsspec_store import (
-    AppendingSink,
-    FsspecStorage,
-    MultipartSink,
-    abort_stale_uploads,
-)
+from async_ckpt.storage import fsspec_places, fsspec_setup, fsspec_store
+from async_ckpt.storage.fsspec_sinks import AppendingSink, MultipartSink
+from async_ckpt.storage.fsspec_store import FsspecStorage, abort_stale_uploads
 from async_ckpt.storage.local import TEMP_SUFFIX
 from async_ckpt.testing import FaultyProxy
 
@@ -245,7 +241,7 @@ def test_a_write_that_fails_gives_everything_back_and_refuses_the_rest(monkeypat
     def fail(fs, name):
         raise ConnectionResetError("gone")
 
-    monkeypatch.setattr(fsspec_store, "_uncommitted", fail)
+    monkeypatch.setattr(fsspec_places, "_uncommitted", fail)
     with pytest.raises(StorageUnavailableError, match="the network is up"):
         write(sink, *pieces[0])
     with pytest.raises(StorageUnavailableError):
@@ -271,7 +267,7 @@ def test_a_store_whose_file_objects_upload_shows_nothing_before_the_commit(s3, b
     """As for gcsfs and its like, by the file object of s3fs, which follows the same protocol."""
     fs = s3fs_of(s3)
     fs.default_block_size = SEGMENT
-    files = fsspec_store._Files(lambda: fs, f"{bucket}/run", "gcs")
+    files = fsspec_places.Files(lambda: fs, f"{bucket}/run", "gcs")
     data = os.urandom(12 * MIB)
     translated = FsspecStorage("memory://unused")._translated
     sink = AppendingSink(files, f"{bucket}/run/x", len(data), "x", lambda: translated("x"))
@@ -824,7 +820,7 @@ def test_a_forked_child_makes_its_own(monkeypatch):
     storage = FsspecStorage("memory://run")
     mine = place_of(storage)._filesystem()
     pid = os.getpid()
-    monkeypatch.setattr(fsspec_store.os, "getpid", lambda: pid + 1)
+    monkeypatch.setattr(fsspec_setup.os, "getpid", lambda: pid + 1)
 
     assert place_of(storage)._filesystem() is not mine
 

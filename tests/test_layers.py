@@ -160,7 +160,7 @@ def test_threads_are_started_only_by_the_worker_the_snapshot_and_the_storage(nam
 def test_the_clients_of_stores_are_only_in_their_modules(name):
     if name != "storage.object_store":
         assert "obstore" not in foreign(name)
-    if name != "storage.fsspec_store":
+    if name not in ("storage.fsspec_store", "storage.fsspec_places", "storage.fsspec_setup"):
         assert not foreign(name) & {"fsspec", "s3fs"}
     if name != "storage.retry":
         assert "tenacity" not in foreign(name)

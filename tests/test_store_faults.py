@@ -18,7 +18,17 @@ from typing import Any
 import pytest
 import torch
 from helpers_b import MIB, SEGMENT, Call, Nursery, assert_is_state, leftovers, open_run, state_at, until
-from test_stores import ENGINES, PART, Bucket, OnServer, Place, archive_of, no_memory_is_lent, through
+from test_stores import (
+    ENGINES,
+    PART,
+    Bucket,
+    OnServer,
+    Place,
+    _botocore_reads_its_files_once,  # noqa: F401
+    archive_of,
+    no_memory_is_lent,
+    through,
+)
 
 import async_ckpt
 from async_ckpt import (
@@ -591,7 +601,7 @@ def test_with_any_a_slow_store_arrives_by_itself_after_the_disk_has_committed(pa
 
 
 def test_with_any_a_throttled_store_holds_up_no_save(patient):
-    far, disk, ckpt = patient
+    far, _, ckpt = patient
     throttled = far.proxy.throttle(64 * MIB, kind="upload_part")
     for step in (2, 3):
         report = ckpt.save(state_at(step, BIG), step=step).result()
@@ -640,7 +650,7 @@ def test_an_archive_that_is_lost_once_is_sent_again(obstore, mib, kind):
 
 @pytest.mark.filterwarnings("ignore:a root does not answer")
 def test_with_any_an_archive_that_the_store_loses_is_caught_up_later(both):
-    far, disk, ckpt = both
+    far, _, ckpt = both
     lost = far.proxy.lose(kind="complete_multipart_upload")
     ckpt.save(state_at(2, BIG), step=2).result()
     ckpt.wait()
@@ -804,7 +814,7 @@ def test_a_process_that_is_killed_in_the_middle_of_an_upload_leaves_only_what_is
     child.send(signal.SIGKILL)
     assert child.ended().status == -signal.SIGKILL
     far.proxy.clear()
-    assert not any("step_00000002" in key for key in far.bucket.keys())
+    assert not any("step_00000002" in key for key in far.bucket.keys())  # noqa: SIM118
     assert len(far.bucket.uploads()) == 1
     far.bucket.begin_upload("runs/ab/of/another/run")
 

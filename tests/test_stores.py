@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import threading
@@ -81,7 +82,7 @@ class OnServer(Place):
 
     def names(self) -> list[str]:
         assert self._bucket.uploads() == []
-        return [key.removeprefix("runs/a/") for key in self._bucket.keys()]
+        return [key.removeprefix("runs/a/") for key in self._bucket.keys()]  # noqa: SIM118
 
     def read(self, name: str) -> bytes:
         return self._bucket.read(f"runs/a/{name}")
@@ -105,6 +106,17 @@ class InMemory(Place):
         from fsspec.implementations.memory import MemoryFileSystem
 
         return bytes(MemoryFileSystem.store[f"{self._root}/{name}"].getvalue())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _botocore_reads_its_files_once() -> Iterator[None]:
+    """Each client of s3fs, the sweep's too, parses megabytes of JSON again: most of what these tests would take."""
+    from botocore.loaders import JSONFileLoader
+
+    with pytest.MonkeyPatch.context() as patch:
+        read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
+        patch.setattr(JSONFileLoader, "load_file", lambda _, path: read(path))
+        yield
 
 
 @pytest.fixture
@@ -619,7 +631,7 @@ def test_of_two_writers_of_one_step_exactly_one_commits(bucket, proxy, engines, 
         ckpt.wait()
         assert_is_state(ckpt.load(5), 10 + ends.index(None))
         ckpt.close()
-    names = [key.removeprefix("runs/a/") for key in bucket.keys()]
+    names = [key.removeprefix("runs/a/") for key in bucket.keys()]  # noqa: SIM118
     manifest = json.loads(bucket.read("runs/a/step_00000005/manifest.json"))
     assert archive_of(names, 5).endswith(manifest["archives"][0]["name"])
     assert len(names) == 4

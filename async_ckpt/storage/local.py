@@ -292,10 +292,10 @@ class LocalReader:
 
 def temps_of(name: str, names: list[str]) -> list[str]:
     """Of these names, the temp files of writers of `name`."""
-    return [n for n in names if n.startswith(_temp_stem(name)) and n.endswith(TEMP_SUFFIX)]
+    return [n for n in names if n.startswith(temp_stem(name)) and n.endswith(TEMP_SUFFIX)]
 
 
-def _temp_stem(name: str) -> str:
+def temp_stem(name: str) -> str:
     """What the temp names of `name` begin with; cut short, since file systems take 255 bytes."""
     return f".{os.fsencode(name)[:150].decode(errors='ignore')}."
 
@@ -362,7 +362,7 @@ def _make_folder(folder: Path) -> None:
 def _create_locked(target: Path) -> tuple[Path, int]:
     """A new temp file beside the target, locked before anybody could take it for a leftover."""
     while True:
-        temp = target.with_name(f"{_temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}")
+        temp = target.with_name(f"{temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}")
         try:
             with _ours_lock:  # in one go, or our own sweep could come between
                 fd = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | _O_CLOEXEC | _O_BINARY, 0o666)

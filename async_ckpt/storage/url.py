@@ -77,8 +77,11 @@ def shown(text: str) -> str:
     """A URL as it may be printed: without user, password and query."""
     if scheme_of(text) is None:
         return text
-    url = urlsplit(text)
-    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+    scheme, _, rest = text.partition("://")
+    user, _, place = rest.rpartition("@")
+    if ":" not in user:  # no password; an @ may be part of a name
+        place = rest.rpartition("@")[2] if "@" in rest.partition("/")[0] else rest
+    return f"{scheme}://{place.partition('?')[0]}"
 
 
 def _text(path: Where) -> str:

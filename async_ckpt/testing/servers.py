@@ -57,8 +57,8 @@ class Server:
     @cached_property
     def client(self) -> Any:
         """boto3's client, for whatever else."""
-        import boto3
-        from botocore.config import Config
+        import boto3  # type: ignore[import-untyped]
+        from botocore.config import Config  # type: ignore[import-untyped]
 
         session = boto3.session.Session(
             self.options["access_key_id"],

@@ -1,0 +1,94 @@
+"""What a filesystem's refusal says, and what to do about it.
+
+In: an error of fsspec's, botocore's or aiohttp's. Out: its words, its advice, and what in it must not be shown.
+Knows nothing of: which call it was.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+
+class NoBucketError(OSError):
+    pass
+
+
+REFUSED: Final = frozenset({"PreconditionFailed", "412"})
+CONFLICT: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "409"})
+NO_SUCH_CALL: Final = frozenset({"NotImplemented", "501", "InvalidArgument", "InvalidRequest", "400", "405"})
+# By what an error or one of its causes is called, in S3's codes and in Python's classes: what to do about it.
+_ADVICE: Final = {
+    "NoBucketError": "create it, or correct the URL",
+    "NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound": (
+        "give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or storage_options; for a public bucket "
+        'storage_options={"skip_signature": True}'
+    ),
+    "ExpiredToken ExpiredTokenException TokenRefreshRequired": "the credentials have expired; renew them",
+    "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken AuthenticationException": "correct the credentials",
+    "RequestTimeTooSkewed": "this machine's clock is wrong; set it (NTP)",
+    "PermanentRedirect 301 AuthorizationHeaderMalformed IllegalLocationConstraintException": (
+        'the bucket is in another region; give it in storage_options={"region": ...}'
+    ),
+    "PermissionError AccessDenied 403": "make sure that one may read, write, list and delete there",
+    "EndpointConnectionError ConnectTimeoutError ReadTimeoutError HTTPClientError ClientConnectionError "
+    "ConnectionError ConnectionRefusedError ConnectionResetError FSTimeoutError TimeoutError NoValidConnectionsError gaierror": (
+        "make sure that the endpoint is right and the network is up"
+    ),
+}
+
+
+def advice_on(error: BaseException) -> str:
+    words = words_of(error)
+    otherwise = "make sure that the place is there, may be written to and is healthy"
+    return next((advice for names, advice in _ADVICE.items() if words & set(names.split())), otherwise)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    for _ in range(10):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def words_of(error: BaseException) -> set[str]:
+    """What an error and its causes are called: their classes, and the codes that a store gave."""
+    found = set()
+    for one in chain(error):
+        found.add(type(one).__name__)
+        found.add(str(_answer(one).get("Error", {}).get("Code")))
+    return found
+
+
+def was_repeated(error: BaseException) -> bool:
+    return any(_answer(one).get("ResponseMetadata", {}).get("RetryAttempts") for one in chain(error))
+
+
+def _answer(error: BaseException) -> Mapping[str, Any]:
+    answer = getattr(error, "response", None)
+    return answer if isinstance(answer, Mapping) else {}
+
+
+def secrets_in(url: str, *options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Texts that nobody may read in a message, the longest first."""
+    found = {os.environ.get(name, "") for name in _SECRET_VARIABLES}
+    password = urlsplit(url).password
+    found |= {password or "", unquote(password or "")}
+    todo = list(options)
+    while todo:
+        for name, value in todo.pop().items():
+            if isinstance(value, Mapping):
+                todo.append(value)
+            elif isinstance(value, str) and _SECRET_NAME.search(name):
+                found.add(value)
+    return tuple(sorted(found - {""}, key=len, reverse=True))
+
+
+_SECRET_VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_SECRET_NAME: Final = re.compile(
+    r"key|secret|token|pass|credential|sas|signature|connection_string", re.IGNORECASE
+)
