@@ -1,6 +1,6 @@
 """`python -m benchmarks`: measure, print the table, and keep it with the machine that it was measured on.
 
-In: the command line. Out: a table, benchmarks/results/figures.json and .md. Knows nothing of: how a figure is measured.
+In: the command line. Out: a table, benchmarks/results/*.json and .md. Knows nothing of: how a figure is measured.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import argparse
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -22,7 +22,8 @@ from .setting import Setting
 
 RESULTS: Final = Path(__file__).parent / "results"
 README: Final = Path(__file__).parent.parent / "README.md"
-MEASURES: Final[dict[str, Callable[[Setting], dict[str, table.Figure]]]] = {
+Measure = Callable[[Setting], Mapping[str, table.Row]]
+MEASURES: Final[dict[str, Measure]] = {
     "stall": figures.stall,
     "guarded_stall": figures.guarded_stall,
     "durable_bandwidth": figures.durable_bandwidth,
@@ -34,47 +35,70 @@ MEASURES: Final[dict[str, Callable[[Setting], dict[str, table.Figure]]]] = {
 }
 
 
+class Chosen(NamedTuple):
+    """What is measured in one run."""
+
+    name: str  # of the result files, and of the mark in the README
+    measures: Mapping[str, Measure]
+    packages: Sequence[str] = ()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     quick = options.quick or os.environ.get("QUICK") == "1"
-    measures = {"gpu": gpu} if options.gpu else MEASURES
+    chosen = _chosen(options)
+    measures = chosen.measures
     if options.only:
-        measures = {options.only: MEASURES[options.only]}
+        if options.only not in measures:
+            parser.error(f"--only: there are {', '.join(measures)}")
+        measures = {options.only: measures[options.only]}
     options.dir.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=options.dir))
     try:
-        environment = describe(folder)
-        rows: dict[str, table.Figure] = {}
+        environment = describe(folder, chosen.packages)
+        rows: dict[str, table.Row] = {}
         for name, measure in measures.items():
             print(f"measuring {name} …", flush=True)
-            rows |= measure(Setting.toy(folder / name) if quick else Setting(folder / name))
+            rows |= dict(measure(Setting.toy(folder / name) if quick else Setting(folder / name)))
             shutil.rmtree(folder / name, ignore_errors=True)
     finally:
         shutil.rmtree(folder)
         if not any(options.dir.iterdir()):
             options.dir.rmdir()
     print("\n" + table.markdown(list(rows.values()), environment))
-    stem = _kept_at(options, toy=quick)
+    stem = _kept_at(options, chosen.name, toy=quick)
     if stem:
         table.write(stem, rows, environment)
-    if stem == RESULTS / "figures":
+    if stem in (RESULTS / "figures", RESULTS / "stores"):
         table.show_in(README, stem)
 
 
-def _kept_at(options: argparse.Namespace, *, toy: bool) -> Path | None:
+def _chosen(options: argparse.Namespace) -> Chosen:
+    if options.gpu:
+        return Chosen("figures_gpu", {"gpu": gpu})
+    if options.stores:
+        from . import stores  # and with it clients and servers that the others do not need
+
+        return Chosen("stores", stores.MEASURES, stores.PACKAGES)
+    return Chosen("figures", MEASURES)
+
+
+def _kept_at(options: argparse.Namespace, name: str, *, toy: bool) -> Path | None:
     """Toy sizes and single figures are kept only where the caller says, and so is what could not be measured."""
     if options.out:
         return Path(options.out).with_suffix("")
     if toy or options.only or (options.gpu and not torch.cuda.is_available()):
         return None
-    return RESULTS / ("figures_gpu" if options.gpu else "figures")
+    return RESULTS / name
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="toy sizes, in seconds; the same as QUICK=1")
     parser.add_argument("--gpu", action="store_true", help="the figures of a CUDA device instead")
-    parser.add_argument("--only", choices=MEASURES, help="one figure")
+    parser.add_argument("--stores", action="store_true", help="the figures of object stores instead")
+    parser.add_argument("--only", metavar="FIGURE", help="one figure")
     parser.add_argument("--dir", type=Path, default=Path("bench_tmp"), help="folder on the disk to measure")
     parser.add_argument("--out", help="where the JSON and the table go, without suffix")
     return parser

@@ -1,21 +1,22 @@
 """What the figures were measured on: a number without its machine says nothing.
 
-In: the folder that is written to. Out: plain values for the result file. Knows nothing of: figures.
+In: the folder that is written to, packages. Out: plain values for the result file. Knows nothing of: figures.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 
-def describe(folder: Path) -> dict[str, str | int | float]:
-    return {
+def describe(folder: Path, packages: Sequence[str] = ()) -> dict[str, str | int | float]:
+    told: dict[str, str | int | float] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _after("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
         "cores": len(os.sched_getaffinity(0)),
@@ -28,6 +29,7 @@ def describe(folder: Path) -> dict[str, str | int | float]:
         "xxhash": version("xxhash"),
         "async_ckpt": version("async_ckpt"),
     }
+    return told | {name: _version(name) for name in packages}
 
 
 def file_system(folder: Path) -> str:
@@ -38,6 +40,13 @@ def file_system(folder: Path) -> str:
         if folder.resolve().is_relative_to(mount) and len(mount) >= len(str(best)):
             best, kind = Path(mount), found
     return kind
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def _after(path: str, key: str) -> str | None:

@@ -1,7 +1,7 @@
 """What can only be seen from a process of its own: the peak of its memory, and a first import.
 
 In: sizes. Out: numbers, from subprocesses. Knows nothing of: figures.
-Run as `python -m benchmarks.probe FOLDER STATE_BYTES BUDGET`, this is such a process itself.
+Run as `python -m benchmarks.probe QUESTION`, and a JSON list of arguments, this is such a process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 OPTIONAL_PACKAGES: Final = [
     "fsspec",
@@ -25,6 +26,8 @@ OPTIONAL_PACKAGES: Final = [
     "zstandard",
 ]
 
+# The second sweeps what dead writers left, and imports what that takes.
+_NUM_SAVES: Final = 3
 _IMPORT: Final = """
 import json, sys, time, torch
 before = set(sys.modules)
@@ -37,8 +40,12 @@ print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
 
 def peak_bytes(folder: Path, state_bytes: int, budget: int | None) -> int:
     """Memory that a save took at its peak, beyond what the process held just before."""
-    command = ["-m", __name__, str(folder), str(state_bytes), str(budget or 0)]
-    return int(_output(*command))
+    return _asked("_measure_peak", str(folder), state_bytes, budget)
+
+
+def beyond_segments(root: str, options: Mapping[str, str], state_bytes: int) -> int:
+    """Memory that saves to a store took at their peak, beyond what the process held with all segments there."""
+    return _asked("_measure_beyond_segments", root, dict(options), state_bytes)
 
 
 def imports(rounds: int) -> tuple[list[float], list[str]]:
@@ -50,6 +57,10 @@ def imports(rounds: int) -> tuple[list[float], list[str]]:
         samples = [json.loads(_output("-c", _IMPORT, environment=environment)) for _ in range(rounds + 1)]
     seconds = [float(sample) for sample, _ in samples[1:]]
     return seconds, [name for name in OPTIONAL_PACKAGES if name in samples[0][1]]
+
+
+def _asked(question: str, *arguments: Any) -> int:
+    return int(_output("-m", __name__, question, json.dumps(arguments)))
 
 
 def _output(*arguments: str, environment: dict[str, str] | None = None) -> str:
@@ -65,18 +76,33 @@ def _status_bytes(key: str) -> int:
     raise KeyError(key)
 
 
-def _measure_peak(folder: Path, state_bytes: int, budget: int) -> int:
+def _measure_peak(folder: str, state_bytes: int, budget: int | None) -> int:
     from async_ckpt import AsyncCheckpointer
 
     from .workloads import tensors
 
     state = {"model": tensors(state_bytes)}
-    with AsyncCheckpointer(folder / str(os.getpid()), host_bytes=budget or None) as checkpointer:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, see proc(5)
-        before = _status_bytes("VmRSS")
-        checkpointer.save(state, step=1).result()
-        return _status_bytes("VmHWM") - before
+    with AsyncCheckpointer(Path(folder) / str(os.getpid()), host_bytes=budget) as checkpointer:
+        return _peak_of(lambda: checkpointer.save(state, step=1).result())
+
+
+def _measure_beyond_segments(root: str, options: dict[str, str], state_bytes: int) -> int:
+    from async_ckpt import AsyncCheckpointer
+
+    from .workloads import tensors
+
+    state = {"model": tensors(state_bytes)}
+    with AsyncCheckpointer(f"{root}/{os.getpid()}", storage_options=options) as checkpointer:
+        checkpointer.prewarm(state)
+        return _peak_of(lambda: [checkpointer.save(state, step).result() for step in range(_NUM_SAVES)])
+
+
+def _peak_of(action: Callable[[], object]) -> int:
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, see proc(5)
+    before = _status_bytes("VmRSS")
+    action()
+    return _status_bytes("VmHWM") - before
 
 
 if __name__ == "__main__":
-    print(_measure_peak(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    print(globals()[sys.argv[1]](*json.loads(sys.argv[2])))

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from .limits import MIB
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +25,18 @@ class Setting:
     budget_bytes: int = 128 * MIB
     rounds: int = 9
     few_rounds: int = 3
-    """Of what hardly varies, such as bytes."""
+    """Of what hardly varies, such as bytes, or takes long."""
+    store_bytes: int = 1024 * MIB
+    served_bytes: int = 256 * MIB
+    """What the real servers are given, which take long."""
 
     @classmethod
     def toy(cls, folder: Path) -> Setting:
-        return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1)
+        sizes = {"store_bytes": 96 * MIB, "served_bytes": 48 * MIB}
+        return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, **sizes)
 
 
-def side_by_side(
-    rounds: int, measured: Callable[[], float], limit: Callable[[], float]
-) -> list[tuple[float, float]]:
+def side_by_side(rounds: int, measured: Callable[[], T], limit: Callable[[], T]) -> list[tuple[T, T]]:
     """(measured, limit) pairs. Who goes first changes from round to round: the second finds warmer caches."""
     pairs = []
     for number in range(rounds):

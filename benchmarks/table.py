@@ -1,6 +1,6 @@
-"""A figure: what was measured, side by side with the limit that it is held against.
+"""A figure: what was measured, side by side with the limit that it is held against; a peer: with another's cost.
 
-In: pairs of samples. Out: ratios, verdicts, a JSON file and a markdown table. Knows nothing of: what was measured.
+In: pairs of samples. Out: ratios, verdicts, a JSON file and markdown tables. Knows nothing of: what was measured.
 
 Other work on the machine slows both halves of a pair, so the ratio of each pair is taken first and the median of
 the ratios is the figure. The medians of the halves themselves are shown to make the ratio readable.
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, Final, Literal
-
-MARK: Final = "<!-- figures -->"
+from typing import Any, ClassVar, Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +35,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One row. `pairs` are (measured, limit), one for each round; none at all: it could not be measured here."""
+    """One row. `pairs` are (measured, limit), one for each round; none at all: it could not be measured here.
+
+    Without a target it is shown for information.
+    """
 
     title: str
     unit: str
     limit: str
-    target: Target
+    target: Target | None
     pairs: Sequence[tuple[float, float]]
     note: str = ""
+
+    HEAD: ClassVar = ["what", "measured", "limit", "ratio (quartiles)", "target", "met"]
 
     @property
     def ratios(self) -> list[float]:
@@ -51,7 +55,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        return self.target.met_by(median(self.ratios)) if self.pairs else None
+        return self.target.met_by(median(self.ratios)) if self.pairs and self.target else None
 
     def as_dict(self) -> dict[str, Any]:
         row: dict[str, Any] = {"title": self.title, "limit": self.limit, "unit": self.unit}
@@ -61,11 +65,11 @@ class Figure:
             row["limit_median"] = median(limit for _, limit in self.pairs)
             row |= {"ratio_median": median(self.ratios), "ratio_quartiles": [low, high]}
             row["pairs"] = [list(pair) for pair in self.pairs]
-        return row | {"target": str(self.target), "met": self.met, "note": self.note}
+        return row | {"target": self._target, "met": self.met, "note": self.note}
 
     def cells(self) -> list[str]:
         if not self.pairs:
-            return [self.title, self.note, self.limit, "", str(self.target), "-"]
+            return [self.title, self.note, self.limit, "", self._target, "-"]
         low, high = _spread(self.ratios)
         measured = median(measured for measured, _ in self.pairs)
         limit = median(limit for _, limit in self.pairs)
@@ -74,32 +78,91 @@ class Figure:
             f"{_shown(measured)} {self.unit}".strip(),
             f"{self.limit}: {_shown(limit)} {self.unit}".strip(),
             f"{median(self.ratios):.3g} ({low:.3g} - {high:.3g})",
-            str(self.target),
-            "yes" if self.met else "**no**",
+            self._target,
+            {True: "yes", False: "**no**", None: "-"}[self.met],
         ]
 
+    @property
+    def _target(self) -> str:
+        return str(self.target) if self.target else "-"
 
-def markdown(figures: Sequence[Figure], environment: dict[str, str | int | float]) -> str:
-    head = ["what", "measured", "limit", "ratio (quartiles)", "target", "met"]
-    rows = [head, ["---"] * len(head), *(figure.cells() for figure in figures)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
+
+class Cost(NamedTuple):
+    """What one transfer took."""
+
+    seconds: float
+    processor_seconds: float
+    """Of this process, all its threads, per GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another way to do the same. `pairs` are (its cost, ours), one for each round; none: it could not be measured."""
+
+    title: str
+    configuration: str
+    pairs: Sequence[tuple[Cost, Cost]]
+
+    HEAD: ClassVar = ["upload", "seconds", "async_ckpt", "ratio", "client CPU s/GB", "async_ckpt", "ratio"]
+
+    def as_dict(self) -> dict[str, Any]:
+        row: dict[str, Any] = {"title": self.title, "configuration": self.configuration}
+        for number, name in enumerate(Cost._fields if self.pairs else ()):
+            theirs, ours, ratio = self._medians(number)
+            row |= {f"{name}_median": theirs, f"{name}_median_ours": ours, f"{name}_ratio_median": ratio}
+        return row | {"pairs": [[list(cost) for cost in pair] for pair in self.pairs]}
+
+    def cells(self) -> list[str]:
+        values = [value for number in (0, 1) for value in self._medians(number)] if self.pairs else []
+        title = f"{self.title} ({self.configuration})" if self.configuration else self.title
+        return [title, *([f"{value:.3g}" for value in values] or ["-"] * 6)]
+
+    def _medians(self, number: int) -> tuple[float, float, float]:
+        """Theirs, ours, and how much of theirs ours is."""
+        theirs = [pair[0][number] for pair in self.pairs]
+        ours = [pair[1][number] for pair in self.pairs]
+        ratios = [own / other for other, own in zip(theirs, ours, strict=True)]
+        return median(theirs), median(ours), median(ratios)
+
+
+Row = Figure | Peer
+Environment = dict[str, str | int | float]
+
+
+def markdown(rows: Sequence[Row], environment: Environment) -> str:
     where = ", ".join(f"{name} {value}" for name, value in environment.items())
-    return "\n".join([*lines, "", f"Medians of pairs measured side by side. {where}.", ""])
+    tables = [_table(kind, [row for row in rows if isinstance(row, kind)]) for kind in (Figure, Peer)]
+    return "\n".join([*filter(None, tables), f"Medians of pairs measured side by side. {where}.", ""])
 
 
-def write(stem: Path, figures: dict[str, Figure], environment: dict[str, str | int | float]) -> None:
+def _table(kind: type[Row], rows: Sequence[Row]) -> str:
+    lines = [kind.HEAD, ["---"] * len(kind.HEAD), *(row.cells() for row in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines) if rows else ""
+
+
+def write(stem: Path, rows: Mapping[str, Row], environment: Environment) -> None:
     """`stem`.json for programs and `stem`.md for people."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    rows = {name: figure.as_dict() for name, figure in figures.items()}
-    text = json.dumps({"environment": environment, "figures": rows}, indent=1, ensure_ascii=False)
-    stem.with_suffix(".json").write_text(text + "\n")
-    stem.with_suffix(".md").write_text(markdown(list(figures.values()), environment))
+    kinds: dict[type[Row], str] = {Figure: "figures", Peer: "peers"}
+    kept: dict[str, Any] = {"environment": environment}
+    for name, row in rows.items():
+        kept.setdefault(kinds[type(row)], {})[name] = row.as_dict()
+    stem.with_suffix(".json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    stem.with_suffix(".md").write_text(markdown(list(rows.values()), environment))
 
 
 def show_in(readme: Path, stem: Path) -> None:
-    """Put the kept table where the README shows it, so that its figures are never others."""
-    before, mark, _ = readme.read_text().partition(MARK)
-    readme.write_text(before + mark + "\n\n" + stem.with_suffix(".md").read_text())
+    """Put the kept table where the README shows it, so that its figures are never others.
+
+    It stands behind the mark of its name, up to the next heading or the end.
+    """
+    mark = f"<!-- {stem.name} -->\n\n"
+    before, found, after = readme.read_text().partition(mark)
+    if not found:
+        raise ValueError(f"{readme} has no mark {mark.strip()}")
+    heading = re.search(r"^#+ ", after, re.MULTILINE)
+    rest = "\n" + after[heading.start() :] if heading else ""
+    readme.write_text(before + mark + stem.with_suffix(".md").read_text() + rest)
 
 
 def _shown(value: float) -> str:

@@ -1,0 +1,236 @@
+"""The figures of object stores: uploads and restores beside those of the bare client, and beside other ways to upload.
+
+In: a setting. Out: figures and peers by name. Knows nothing of: how they are printed.
+
+The store is a process of its own on loopback that throws away what it is sent, so that the client is what is seen.
+What is measured is this process, all threads of it, from the call until the checkpoint is committed.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping
+from functools import partial
+from time import perf_counter, process_time
+from typing import Any, Final
+
+import obstore
+from obstore.store import S3Store
+
+from async_ckpt.testing.servers import Server, moto_server, rclone_server
+
+from . import probe
+from .figures import Saves
+from .limits import MIB, SEGMENT_BYTES, WarmMemory, seconds_of
+from .peers import PEERS, Given
+from .setting import Setting, side_by_side
+from .store_server import store_server
+from .table import Cost, Figure, Peer, Row, Target
+from .workloads import tensors
+
+PACKAGES: Final = ("obstore", "s3fs", "boto3", "s3torchconnector")
+_BUCKET: Final = "bucket"
+_PARTS_IN_FLIGHT: Final = 8
+_READ_BYTES: Final = 8 * MIB
+_NUM_READERS: Final = 12
+# The client's own buffers, threads and connections.
+_OVERHEAD_BYTES: Final = 64 * MIB
+_PROCESSOR_SECONDS: Final = 0.35
+# A link that hosts have.
+_GIGABITS: Final = 10
+_GB: Final = 1e9
+
+
+def upload(setting: Setting) -> dict[str, Row]:
+    with store_server() as endpoint:
+        pairs = _beside_raw(_options(endpoint), setting.store_bytes, setting.rounds)
+    with store_server(gigabits=_GIGABITS) as endpoint:
+        by_link = _beside_raw(_options(endpoint), setting.store_bytes, setting.rounds)
+    gigabytes = setting.store_bytes / _GB
+
+    def figure(title: str, pairs: list[tuple[Cost, Cost]]) -> Figure:
+        rates = [(gigabytes / ours.seconds, gigabytes / raw.seconds) for raw, ours in pairs]
+        return Figure(title, "GB/s", "obstore.put of as many bytes, parts alike", Target("≥", 0.9), rates)
+
+    processor = [(ours.processor_seconds, _PROCESSOR_SECONDS) for _, ours in pairs]
+    title = "upload by save, from the call until committed"
+    return {
+        "upload": figure(f"{title}, to a store faster than memory is copied", pairs),
+        "upload_link": figure(f"{title}, through {_GIGABITS} Gbit/s", by_link),
+        "upload_cpu": Figure(
+            "client CPU per GB uploaded, copy and digests included", "s", "fixed", Target("≤", 1.0), processor
+        ),
+        "raw": Peer("obstore.put", "bytes ready in memory, parts of 32 MiB, 8 at once", pairs),
+        "raw_link": Peer("obstore.put", f"the same through {_GIGABITS} Gbit/s", by_link),
+    }
+
+
+def download(setting: Setting) -> dict[str, Row]:
+    state = {"model": tensors(setting.store_bytes)}
+    with store_server(keep=True) as endpoint:
+        options = _options(endpoint)
+        saves = Saves(f"s3://{_BUCKET}/run", state, storage_options=options)
+        store = _client(options)
+        listed = (item for page in obstore.list(store, "run/") for item in page)
+        path, num_bytes = next((i["path"], i["size"]) for i in listed if i["path"].endswith(".tar"))
+        starts = range(0, num_bytes, _READ_BYTES)
+        ends = [min(start + _READ_BYTES, num_bytes) for start in starts]
+        reads = [
+            partial(obstore.get_range, store, path, start=start, end=end)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+        def pairs(raw: Callable[[], object]) -> list[tuple[float, float]]:
+            return side_by_side(
+                setting.rounds,
+                lambda: num_bytes / _seconds(lambda: saves.checkpointer.restore(state)) / _GB,
+                lambda: num_bytes / _seconds(raw) / _GB,
+            )
+
+        with saves.checkpointer:
+            together = pairs(lambda: obstore.get_ranges(store, path, starts=starts, ends=ends))
+            one_by_one = pairs(lambda: seconds_of(reads, _NUM_READERS))
+    title = "restore in place from a store, verified"
+    threads = f"obstore.get_range of the same ranges, {_NUM_READERS} threads"
+    return {
+        "download": Figure(
+            title, "GB/s", "obstore.get_ranges of the same ranges", Target("≥", 0.85), together
+        ),
+        "download_threads": Figure("the same", "GB/s", threads, None, one_by_one),
+    }
+
+
+def upload_memory(setting: Setting) -> dict[str, Row]:
+    with store_server() as endpoint:
+        root = f"s3://{_BUCKET}/memory"
+        peaks = [
+            probe.beyond_segments(root, _options(endpoint), setting.store_bytes)
+            for _ in range(setting.few_rounds)
+        ]
+    pairs = [(peak / MIB, _OVERHEAD_BYTES / MIB) for peak in peaks]
+    title = "memory beyond state and segments while uploading"
+    return {"upload_memory": Figure(title, "MiB", "fixed", Target("≤", 1.0), pairs)}
+
+
+def two_roots(setting: Setting) -> dict[str, Row]:
+    state = {"model": tensors(setting.store_bytes)}
+    with store_server() as endpoint:
+        options = _options(endpoint)
+        one = Saves(f"s3://{_BUCKET}/one", state, storage_options=options)
+        two = Saves([str(setting.folder / "two"), f"s3://{_BUCKET}/two"], state, storage_options=options)
+        with one.checkpointer, two.checkpointer:
+            pairs = side_by_side(setting.rounds, two.durable_seconds, one.durable_seconds)
+    title = "save to a disk and a store at once, both durable"
+    return {"two_roots": Figure(title, "s", "to the store alone", Target("≤", 1.15), pairs)}
+
+
+def peers(setting: Setting) -> dict[str, Row]:
+    """Other ways to the same store. None of them copies a snapshot or digests, and training waits for each."""
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    state = {"model": tensors(setting.store_bytes)}
+    num_bytes = setting.store_bytes
+    rows: dict[str, Row] = {}
+    with store_server() as endpoint:
+        given = Given(endpoint, f"{_BUCKET}/peer", _warm(num_bytes), state, setting.folder)
+        saves = Saves(f"s3://{_BUCKET}/run", state, storage_options=_options(endpoint))
+        with saves.checkpointer:
+            for name, peer in PEERS.items():
+                if not peer.installed:
+                    rows[name] = Peer(peer.title, "not installed here", [])
+                    continue
+                pairs = _beside(saves, peer.begin(given), num_bytes, setting.few_rounds)
+                rows[name] = Peer(peer.title, peer.configuration, pairs)
+    return rows
+
+
+def real_servers(setting: Setting) -> dict[str, Row]:
+    """What they cost is on the same cores as the client."""
+    rows: dict[str, Row] = {}
+
+    def measure(name: str, server: Server) -> None:
+        server.make_bucket(_BUCKET)
+        pairs = _beside_raw(server.options, setting.served_bytes, setting.few_rounds)
+        rows[name] = Peer(
+            f"obstore.put to {name}",
+            f"{setting.served_bytes // MIB} MiB, the server on the same cores",
+            pairs,
+        )
+
+    with moto_server() as server:
+        measure("moto", server)
+    (setting.folder / "rclone").mkdir(parents=True)
+    with rclone_server(setting.folder / "rclone") as server:
+        measure("rclone", server)
+    return rows
+
+
+def _beside_raw(options: Mapping[str, str], num_bytes: int, rounds: int) -> list[tuple[Cost, Cost]]:
+    """(obstore.put, save) of as many bytes, with the same parts and as many at once."""
+    state = {"model": tensors(num_bytes)}
+    saves = Saves(f"s3://{_BUCKET}/run", state, storage_options=options)
+    store, memory = _client(options), _warm(num_bytes)
+
+    def put() -> None:
+        view = memoryview(memory)
+        pieces = (view[begin : begin + SEGMENT_BYTES] for begin in range(0, num_bytes, SEGMENT_BYTES))
+        obstore.put(
+            store,
+            "raw",
+            pieces,
+            use_multipart=True,
+            chunk_size=SEGMENT_BYTES,
+            max_concurrency=_PARTS_IN_FLIGHT,
+        )
+
+    with saves.checkpointer:
+        return _beside(saves, put, num_bytes, rounds)
+
+
+def _beside(
+    saves: Saves, theirs: Callable[[], object], num_bytes: int, rounds: int
+) -> list[tuple[Cost, Cost]]:
+    """(another way, save). The first time, untimed, opens connections and warms memory, as a first save does."""
+    theirs()
+    return side_by_side(
+        rounds,
+        lambda: _cost(num_bytes, partial(_seconds, theirs)),
+        lambda: _cost(num_bytes, saves.durable_seconds),
+    )
+
+
+def _cost(num_bytes: int, transfer: Callable[[], float]) -> Cost:
+    """What a transfer costs that says itself how long it took."""
+    processor = process_time()
+    seconds = transfer()
+    return Cost(seconds, (process_time() - processor) / num_bytes * _GB)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begin = perf_counter()
+    action()
+    return perf_counter() - begin
+
+
+def _warm(num_bytes: int) -> mmap.mmap:
+    return WarmMemory(num_bytes, num_bytes).pieces[0]
+
+
+def _options(endpoint: str) -> dict[str, str]:
+    keys = {"access_key_id": "anyone", "secret_access_key": "anything"}
+    return {"endpoint": endpoint, "region": "us-east-1"} | keys
+
+
+def _client(options: Mapping[str, str]) -> S3Store:
+    """obstore's, set as the library sets it for a store on loopback."""
+    settings: Any = dict(options)
+    return S3Store(_BUCKET, client_options={"allow_http": True}, unsigned_payload=True, **settings)
+
+
+MEASURES: Final[dict[str, Callable[[Setting], dict[str, Row]]]] = {
+    "upload": upload,
+    "download": download,
+    "upload_memory": upload_memory,
+    "two_roots": two_roots,
+    "peers": peers,
+    "real_servers": real_servers,
+}
