@@ -5,16 +5,18 @@ In: runs. Out: the same commits at another root. Knows nothing of: tensors, save
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from typing import Final
 
 from .commit.manifest import Archive
 from .commit.roots import Roots
 from .commit.run import Run
-from .errors import NotCommittedError, StepExistsError
+from .errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
 from .load import OpenArchive
 from .snapshot.pool import SegmentPool
 from .spec import MIB
+from .storage.base import Sink
 
 _SEGMENT_BYTES: Final = 16 * MIB
 _NUM_SEGMENTS: Final = 6
@@ -29,32 +31,51 @@ def catch_up(
     Raises StorageUnavailableError, and CorruptCheckpointError for a source that is damaged; what was copied stays.
     """
     copied = []
-    for step, source in roots.missing(run):
+    errors: list[CheckpointError] = []
+    for step, holders in roots.missing(run):
         if step in skip:
             continue
-        try:
-            made = source.manifest(step)
-            for archive in made.archives:
-                _copy(source, run, step, archive, check)
-            run.adopt(made)
-        except (NotCommittedError, StepExistsError):
-            continue  # retention was faster, or somebody else has committed the step here
-        copied.append(step)
+        for source in holders:
+            check()
+            try:
+                _copy_step(source, run, step, check)
+            except (NotCommittedError, StepExistsError):
+                break  # retention was faster, or somebody else has committed the step here
+            except CorruptCheckpointError as error:
+                errors.append(error)  # another root may hold it whole
+            else:
+                copied.append(step)
+                break
     if copied:
         run.announce()
+    if errors:
+        raise errors[0]
     return copied
 
 
-def _copy(source: Run, to: Run, step: int, archive: Archive, check: Callable[[], None]) -> None:
+def _copy_step(source: Run, to: Run, step: int, check: Callable[[], None]) -> None:
+    """Copy the archives of a step, then commit it. What is copied stays locked until then, so that nobody sweeps it."""
+    replaced = to.found(step)
+    made = source.manifest(step)
+    with contextlib.ExitStack() as sinks:
+        for archive in made.archives:
+            sinks.enter_context(contextlib.closing(_copy(source, to, step, archive, check)))
+        to.adopt(made, replaces=replaced)
+
+
+def _copy(source: Run, to: Run, step: int, archive: Archive, check: Callable[[], None]) -> Sink:
+    """Copy one archive; the sink is finished and not closed."""
     path = source.archive_path(step, archive)
     part = to.storage.part_segments(archive.num_bytes, _SEGMENT_BYTES)
     max_segments = max(_NUM_SEGMENTS, 3 * part)
     try:
         reader = source.storage.open(path)
     except FileNotFoundError as error:
-        raise NotCommittedError(f"{source.storage.locate(path)} is gone", path=path, step=step) from error
+        raise CorruptCheckpointError(
+            f"{source.storage.locate(path)} is missing, though its manifest is there", path=path
+        ) from error
     pool = SegmentPool(_SEGMENT_BYTES, max_bytes=max_segments * _SEGMENT_BYTES)
-    with reader:
+    with reader, contextlib.closing(pool):
         opened = OpenArchive(reader, path=source.storage.locate(path), verify=True)
         if (reader.num_bytes, opened.digest) != (archive.num_bytes, archive.digest):
             raise opened.corrupt("it is not the archive that its manifest names")
@@ -76,7 +97,6 @@ def _copy(source: Run, to: Run, step: int, archive: Archive, check: Callable[[],
             sink.finish()
         except BaseException:
             sink.abort()
-            raise
-        finally:
             sink.close()
-            pool.close()
+            raise
+    return sink

@@ -6,8 +6,10 @@ In: states and steps. Out: handles, and states back. Knows nothing of: bytes, th
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -30,6 +32,7 @@ from .spans import wall_time
 from .storage.base import Sink, Storage
 from .storage.local import LocalStorage
 from .storage.url import Engine, Where, storage_at
+from .worker import get_worker
 
 _UNSET: Any = object()
 
@@ -107,6 +110,8 @@ class AsyncCheckpointer:
             ]
         )
         self._commit: CommitRule = commit
+        self._catching_up = threading.Lock()
+        self._hanging: dict[Run, list[Future[None]]] = {}  # writes that saves went on without
         self._guard = guard
         self._retire = on_rollback == "retire"
         self._saver = Saver(
@@ -166,11 +171,12 @@ class AsyncCheckpointer:
         """
         copied: dict[str, list[int]] = {}
         errors: list[CheckpointError] = []
-        for root, run in zip(self.roots, self._roots.runs, strict=True):
-            try:
-                copied[root] = catch_up(self._roots, run, skip=self._steps_on_the_way())
-            except CheckpointError as error:
-                errors.append(error)
+        with self._catching_up:  # one copies at a time: two would write the same object
+            for root, run in zip(self.roots, self._roots.runs, strict=True):
+                try:
+                    copied[root] = catch_up(self._roots, run, skip=self._steps_on_the_way())
+                except CheckpointError as error:
+                    errors.append(error)
         if errors:
             raise errors[0]
         return copied
@@ -279,8 +285,11 @@ class AsyncCheckpointer:
 
     def _catch_up_behind(self, run: Run) -> None:
         """In the background, after a save that reached this root: give it what it has missed before."""
-        if len(self._roots.runs) > 1:
-            catch_up(self._roots, run, skip=self._steps_on_the_way(), check=self._saver.check_going_on)
+        if len(self._roots.runs) > 1 and self._catching_up.acquire(blocking=False):
+            try:
+                catch_up(self._roots, run, skip=self._steps_on_the_way(), check=self._saver.check_going_on)
+            finally:
+                self._catching_up.release()
 
     def _steps_on_the_way(self) -> Collection[int]:
         """Steps that may still arrive where they lag."""
@@ -313,14 +322,17 @@ class _StepTarget:
         self.storage = run.storage
         self.path = run.storage.locate(self._name)
         run.check_known(step, overwrite=overwrite)
+        self._checked = False
         if not run.storage.remote:
             try:
                 self._check()
             except StorageUnavailableError:
                 if checkpointer._commit == "all" or len(checkpointer.roots) == 1:
-                    raise  # otherwise its delivery fails, and the others go on
+                    raise  # otherwise its delivery fails, unless it is back by then
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        if not all(quiet.done() for quiet in self._owner._hanging.get(self._run, ())):
+            raise StorageUnavailableError(f"{self.path}: earlier writes there still hang", path=self.path)
         if not self.storage.remote:
             self._run.sweep_once()  # first, for it makes room
         return self.storage.create(
@@ -328,15 +340,20 @@ class _StepTarget:
         )
 
     def check(self) -> None:
-        if self.storage.remote:
+        if not self._checked:
             self._check()
-            self._run.learn()
+        if self.storage.remote:
+            with suppress(CheckpointError):
+                self._run.learn()
         if self._overwrite:
             self._replaces = self._run.found(self._step)
 
-    def commit(self, archive: Archive) -> None:
-        self._run.commit(self._step, self._token, (archive,), replaces=self._replaces, retire=self._retire)
-        self._owner._rolled_back = False
+    def commit(self, archive: Archive, *, late: bool = False) -> None:
+        # Newer steps may have followed since: a late commit takes none of them out of the run.
+        retire = self._retire and not late
+        self._run.commit(self._step, self._token, (archive,), replaces=self._replaces, retire=retire)
+        if not late:
+            self._owner._rolled_back = False
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
             self._run.announce()
             self._announced = True
@@ -357,6 +374,12 @@ class _StepTarget:
         self._run.check(
             self._step, overwrite=self._overwrite, rolled_back=self._rolled_back, retire=self._retire
         )
+        self._checked = True
+
+    def hangs(self, quiet: Future[None]) -> None:
+        hanging = [future for future in self._owner._hanging.get(self._run, ()) if not future.done()]
+        self._owner._hanging[self._run] = [*hanging, quiet]
+        get_worker().note_hanging(quiet)
 
 
 def _storages(roots: Sequence[Where], options: Any, engine: Engine | None, fs: Any) -> list[Storage]:

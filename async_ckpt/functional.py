@@ -11,6 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -251,8 +252,11 @@ class _FileTarget:
     def check(self) -> None:
         """Nothing to ask."""
 
-    def commit(self, archive: Archive) -> None:
+    def commit(self, archive: Archive, *, late: bool = False) -> None:
         """Nothing to agree on."""
+
+    def hangs(self, quiet: Future[None]) -> None:
+        """There is no other place to go on with."""
 
     def discard(self) -> None:
         """It may have replaced an older file: this one is whole, so it stays."""

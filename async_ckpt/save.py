@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from .commit.manifest import Archive
 from .errors import CheckpointError, StorageUnavailableError
@@ -59,14 +59,17 @@ class Target(Protocol):
     def check(self) -> None:
         """Check, while the writing goes on, what had to be asked over a network. Raises what refuses the save."""
 
-    def commit(self, archive: Archive) -> None:
-        """The object is durable: make it the checkpoint."""
+    def commit(self, archive: Archive, *, late: bool = False) -> None:
+        """The object is durable: make it the checkpoint. `late`: it is one elsewhere already, and others may follow it."""
 
     def discard(self) -> None:
         """The object is durable, but committing it failed: remove it, unless it is the checkpoint after all."""
 
     def afterwards(self) -> None:
         """Retention; the checkpoint is true whatever happens here."""
+
+    def hangs(self, quiet: Future[None]) -> None:
+        """The save goes on without this place, where writes of it are still under way until `quiet` resolves."""
 
 
 class Staging(Protocol):
@@ -93,6 +96,7 @@ class SaveJob:
     turn: Future[None] | None  # resolved when the save before this one has been decided
     call_seconds: Future[float]  # resolved when the caller has its handle
     staging: Staging
+    writers: Callable[[Target], Submit]
     deliveries: list[Delivery] = field(default_factory=list)
     opened_late: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -122,7 +126,7 @@ async def run_save(job: SaveJob, off_loop: OffLoop) -> SaveReport:
     try:
         with job.spans.span("write"):
             opened = await _open(job, off_loop)
-            lanes = job.drain.open([delivery.sink for delivery in opened if delivery.sink])
+            lanes = job.drain.open([(d.sink, job.writers(d.target)) for d in opened if d.sink is not None])
             for delivery, lane in zip(opened, lanes, strict=True):
                 delivery.lane = lane
                 delivery.task = asyncio.create_task(_deliver(job, delivery, off_loop))
@@ -151,28 +155,53 @@ async def follow_up(job: SaveJob, off_loop: OffLoop) -> None:
 
     Raises the first thing that went wrong; nothing of that makes the save less true.
     """
-    errors: list[BaseException] = []
     job.drain.decided()
+    errors: list[BaseException] = []
+    late = [delivery for delivery in job.deliveries if not delivery.committed]
     for delivery in job.deliveries:
-        if delivery.task is not None and not delivery.committed:
-            await asyncio.wait([delivery.task], timeout=_LAG_SECONDS)
-            if delivery.lane is not None:
-                job.drain.drop(delivery.lane, _lagging(delivery, "did not arrive in time"))
-            try:
-                await delivery.task
-                await off_loop(partial(delivery.target.commit, job.archive))
-                delivery.committed = True
-            except Exception as error:
-                delivery.error = error
-            await _take_back(delivery, off_loop)
-    for delivery in job.deliveries:
+        if delivery.committed:  # first, for a disk must not fill while it waits for a store
+            await _afterwards(delivery, errors, off_loop)
+    for delivery in late:
+        await _arrive_late(job, delivery, off_loop)
         if delivery.committed:
-            try:
-                await off_loop(delivery.target.afterwards)
-            except Exception as error:
-                errors.append(error)
+            await _afterwards(delivery, errors, off_loop)
     if errors:
         raise errors[0]
+
+
+async def _afterwards(delivery: Delivery, errors: list[BaseException], off_loop: OffLoop) -> None:
+    try:
+        await off_loop(delivery.target.afterwards)
+    except Exception as error:
+        errors.append(error)
+
+
+async def _arrive_late(job: SaveJob, delivery: Delivery, off_loop: OffLoop) -> None:
+    """Commit a delivery where the save was not waited for, if it comes in time; else it leaves no trace."""
+    if delivery.task is None:
+        return
+    await asyncio.wait([delivery.task], timeout=_LAG_SECONDS)
+    if not delivery.task.done():
+        delivery.error = _lagging(delivery, "did not arrive in time")
+        if delivery.lane is not None:
+            job.drain.drop(delivery.lane, delivery.error)
+            job.drain.let_go(delivery.lane)
+            delivery.target.hangs(delivery.lane.quiet)
+        delivery.task.add_done_callback(_ask_for_exception)  # nobody waits for it any more
+        return
+    try:
+        delivery.task.result()
+        await off_loop(partial(delivery.target.commit, job.archive, late=True))
+        delivery.committed = True
+    except Exception as error:
+        delivery.error = error
+    await _take_back(delivery, off_loop)
+
+
+def _ask_for_exception(future: asyncio.Future[Any]) -> None:
+    """Or asyncio would say that nobody has."""
+    if not future.cancelled():
+        future.exception()
 
 
 async def _open(job: SaveJob, off_loop: OffLoop) -> list[Delivery]:
@@ -210,6 +239,7 @@ async def _open(job: SaveJob, off_loop: OffLoop) -> list[Delivery]:
 async def _take_back_late(opening: asyncio.Task[None], delivery: Delivery, off_loop: OffLoop) -> None:
     """A place that opens after all, when nobody waits for it any more."""
     await asyncio.wait([opening])
+    _ask_for_exception(opening)
     await _take_back(delivery, off_loop)
 
 
@@ -229,10 +259,13 @@ async def _deliver(job: SaveJob, delivery: Delivery, off_loop: OffLoop) -> None:
         await off_loop(delivery.sink.finish)
     except BaseException as error:
         delivery.error = error
-        checked.add_done_callback(lambda future: future.exception())  # nobody waits for it any more
+        for future in (checked, written):  # nobody waits for them any more
+            future.add_done_callback(_ask_for_exception)
         if _may_miss(job, error):
             job.drain.drop(delivery.lane, error)
-            await _abort(delivery, off_loop)  # at once, for its memory is needed
+            job.drain.let_go(delivery.lane)  # at once, for its memory is needed
+            if not delivery.lane.quiet.done():
+                delivery.target.hangs(delivery.lane.quiet)
         else:
             job.drain.fail(error)
         raise
@@ -301,6 +334,7 @@ async def _take_back(delivery: Delivery, off_loop: OffLoop) -> None:
     """End a delivery: what is not committed leaves no trace."""
     if delivery.task is not None:
         await asyncio.wait([delivery.task])
+        _ask_for_exception(delivery.task)
     if delivery.sink is None or not (delivery.committed or await _abort(delivery, off_loop)):
         return
     if delivery.finished and not delivery.committed:
@@ -367,6 +401,7 @@ class Lane:
         self.written_bytes = 0
         self.ended = False
         self.is_quiet = False
+        self.is_given_up = False
 
 
 class _LaneHeld:
@@ -394,7 +429,7 @@ class Drain:
     The segments that hold the digests themselves come last; they are kept until all others are digested.
     After a failure memory is given back unread, so that whoever waits for it goes on.
 
-    `submit(i)` gives what runs the tasks of lane i; `may_drop` is whether the save can do without a lane.
+    `submit` runs what belongs to no lane; `may_drop` is whether the save can do without a lane.
     """
 
     def __init__(
@@ -402,7 +437,7 @@ class Drain:
         layout: Layout,
         segment_bytes: int,
         max_segments: int,
-        submit: Callable[[int], Submit],
+        submit: Submit,
         *,
         may_drop: bool = False,
     ) -> None:
@@ -470,9 +505,9 @@ class Drain:
         else:
             self._seal_if_due()
 
-    def open(self, sinks: Sequence[Sink]) -> list[Lane]:
-        """There is somewhere to write to: one lane for each sink."""
-        lanes = [Lane(sink, self._submit(i), self.num_segments) for i, sink in enumerate(sinks)]
+    def open(self, sinks: Sequence[tuple[Sink, Submit]]) -> list[Lane]:
+        """There is somewhere to write to: one lane for each sink, with what runs its writes."""
+        lanes = [Lane(sink, submit, self.num_segments) for sink, submit in sinks]
         with self._lock:
             failed = self._error
             self._lanes, self._opened = lanes, True
@@ -530,20 +565,28 @@ class Drain:
         if not (starving and self._may_drop):
             return False
         with self._lock:
-            backlog = {
-                lane: lane.num_held + lane.num_writing + len(lane.queue) for lane in lanes if not lane.ended
+            behind = {
+                lane: lane.num_left + lane.num_held
+                for lane in lanes
+                if not lane.is_given_up and not (lane.ended and lane.num_left)
             }
-            lagging = max(backlog, key=lambda lane: backlog[lane], default=None)
-            if lagging is None or not backlog[lagging]:
+            last = max(behind, key=lambda lane: behind[lane], default=None)
+            if last is None or not behind[last]:
                 return False
-            alone = len([lane for lane in lanes if not (lane.ended and lane.num_left)]) < 2
-            if not self._decided and (alone or backlog[lagging] * 2 < self.max_segments):
+            # Dropping it helps only as far as it alone keeps others from going on.
+            lag = behind[last] - min(behind.values())
+            if not self._decided and (len(behind) < 2 or lag * 2 < self.max_segments - self.num_tail):
                 return False
-        path = repr(lagging.sink)
-        self.drop(
-            lagging, StorageUnavailableError(f"{path} fell behind, and its memory was needed", path=path)
-        )
+        path = repr(last.sink)
+        self.drop(last, StorageUnavailableError(f"{path} fell behind, and its memory was needed", path=path))
+        self.let_go(last)
         return True
+
+    def let_go(self, lane: Lane) -> None:
+        """Nothing will come of a lane: what its sink holds and does not send this moment is free at once."""
+        with self._lock:
+            lane.is_given_up = True
+        lane.sink.give_up()
 
     def count_held(self, lane: Lane, change: int) -> None:
         with self._lock:
@@ -629,7 +672,7 @@ class Drain:
             self._sealed = True
             tail, self._tail = self._tail, {}
             self._num_active += 1
-        self._lanes[0].submit(partial(self._seal, tail))
+        self._submit(partial(self._seal, tail))
 
     def _seal(self, leases: dict[int, Lease]) -> None:
         try:

@@ -94,17 +94,23 @@ class Saver:
         if not self._admit():
             return _skipped(step, skipped_path)
         call_seconds: Future[float] = running_future()
-        begun = False
+        snapshot: Snapshot | None = None
         try:
             targets = make_targets()
             captured = capture(state)
-            snapshot, handle = self._set_up(captured, targets, rule, step, optimizers, spans, call_seconds)
-            begun = True
+            snapshot, handle, start = self._set_up(
+                captured, targets, rule, step, optimizers, spans, call_seconds
+            )
+            start()
             snapshot.begin()
             return handle
-        finally:
-            if not begun:
+        except BaseException as error:
+            if snapshot is None:
                 self._leave()
+            else:  # Ctrl-C: its story, which has or will have started, ends with this
+                snapshot.give_up(error)
+            raise
+        finally:
             call_seconds.set_result(spans.total())
 
     def _set_up(
@@ -116,8 +122,8 @@ class Saver:
         optimizers: Optimizers,
         spans: Spans,
         call_seconds: Future[float],
-    ) -> tuple[Snapshot, SaveHandle]:
-        """Plan the archive, and start its story: it waits for the segments of the snapshot that is returned."""
+    ) -> tuple[Snapshot, SaveHandle, Callable[[], None]]:
+        """Plan the archive; what is returned last starts its story, which waits for the segments of the snapshot."""
         device = first_device(captured.tensors)
         layout = self._lay_out(captured, step)
         worker = get_worker()
@@ -125,12 +131,14 @@ class Saver:
             layout,
             self.pool.segment_bytes,
             self._admit_bytes(layout, targets),
-            lambda lane: worker.writers(lane).submit,
+            worker.background.submit,
             may_drop=rule == "any" and len(targets) > 1,
         )
         deferred = deferrable(optimizers, captured.specs, captured.tensors)
-        if any(target.storage.in_order for target in targets) and self._is_tight(drain.num_segments):
-            # What is copied up front could fill the pool while its sink waits for what is copied later.
+        if self._is_tight(drain.num_segments) and (
+            self._max_in_flight > 1 or self._waits_for_others(layout, targets)
+        ):
+            # What is copied up front could fill the pool, and wait there for what is copied later.
             deferred = frozenset()
         if device is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
@@ -162,11 +170,25 @@ class Saver:
             self._given_up = error
             drain.fail(error)
 
+        def writers(target: Target) -> Callable[[Callable[[], None]], None]:
+            return worker.writers(target.storage.locate("") if len(targets) > 1 else "").submit
+
         pending = Pending(handle, give_up, self._exit_timeout)
         turn = self._follow(pending)
         job = SaveJob(
-            step, layout, len(captured.specs), targets, rule, drain, spans, turn, call_seconds, snapshot
+            step,
+            layout,
+            len(captured.specs),
+            targets,
+            rule,
+            drain,
+            spans,
+            turn,
+            call_seconds,
+            snapshot,
+            writers,
         )
+
         self.pool.add_reliever(drain.relieve)
         pending.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
 
@@ -177,11 +199,10 @@ class Saver:
                 self._num_missed += sum(not delivery.committed for delivery in job.deliveries)
             if self._keep_warm:
                 # A cold pool makes do with few segments. Now that nobody waits, take what the next save would miss.
-                reserve = partial(self.pool.reserve, drain.num_segments, worker.writers(), pin=device)
+                reserve = partial(self.pool.reserve, drain.num_segments, worker.background, pin=device)
                 await worker.off_loop(reserve)
 
-        worker.start(pending, run_save(job, worker.off_loop), afterwards)
-        return snapshot, handle
+        return snapshot, handle, lambda: worker.start(pending, run_save(job, worker.off_loop), afterwards)
 
     def prewarm(self, state: Any) -> None:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
@@ -202,10 +223,10 @@ class Saver:
 
     def close(self) -> None:
         """Wait for every save, raise the first unseen error, give the memory back. Ctrl-C gives the saves up."""
+        if not self.belongs_here:  # a lock of the parent's may have been forked held
+            return
         with self._changed:
             self._closed = True
-        if not self.belongs_here:
-            return
         try:
             for pending in self.pending():
                 wait_for(pending.finished)
@@ -246,6 +267,7 @@ class Saver:
 
     def _admit(self) -> bool:
         """Take one of the places for saves under way, waiting for it or not. False: skip."""
+        self._refuse_if_forked()
         with self._changed:
             self._refuse_if_closed()
             if self._num_admitted >= self._max_in_flight and self._on_overlap == "skip":
@@ -260,6 +282,8 @@ class Saver:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise ClosedError("this checkpointer is closed; open a new one to save")
+
+    def _refuse_if_forked(self) -> None:
         if not self.belongs_here:
             raise ClosedError(
                 "this checkpointer belongs to the process that was forked from; open one in this process"
@@ -355,6 +379,12 @@ class Saver:
                 f"give at least {least * size:,}"
             )
         return self.pool.max_segments
+
+    def _waits_for_others(self, layout: Layout, targets: Sequence[Target]) -> bool:
+        """Whether a sink may hold a segment until another one has come."""
+        size = self.pool.segment_bytes
+        storages = [target.storage for target in targets]
+        return any(s.in_order or s.part_segments(layout.file_bytes, size) > 1 for s in storages)
 
     def _is_tight(self, num_segments: int) -> bool:
         return num_segments * self._max_in_flight > self.pool.max_segments

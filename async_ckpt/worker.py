@@ -58,7 +58,9 @@ class Worker:
         self.pid = os.getpid()
         self.stopped = False
         self.copiers = Crew("copy", 32)
-        self._writers: list[Crew] = []  # under _lock
+        self.background = Crew("background", 4, background=True)
+        self._writers: dict[str, Crew] = {}  # under _lock
+        self._hanging: list[Future[None]] = []  # under _lock
         self.callers = Crew("call", 64)
         self.callbacks = Crew("callback", 64)
         self._lock = threading.Lock()
@@ -68,12 +70,17 @@ class Worker:
         self._thread = LibraryThread(target=self._run_loop, name="async_ckpt-loop", daemon=False)
         self._thread.start()
 
-    def writers(self, lane: int = 0) -> Crew:
-        """The threads that write to the destinations of this number: one that hangs holds up no other's."""
+    def writers(self, root: str = "") -> Crew:
+        """The threads that write to one of several roots: one that hangs holds up no other. All else shares a crew."""
         with self._lock:
-            while lane >= len(self._writers):
-                self._writers.append(Crew(f"write-{len(self._writers)}", _NUM_WRITERS, background=True))
-            return self._writers[lane]
+            if root not in self._writers:
+                self._writers[root] = Crew(f"write-{len(self._writers)}", _NUM_WRITERS, background=True)
+            return self._writers[root]
+
+    def note_hanging(self, quiet: Future[None]) -> None:
+        """Writes that the save went on without; `quiet` resolves when they have returned."""
+        with self._lock:
+            self._hanging = [future for future in self._hanging if not future.done()] + [quiet]
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -143,6 +150,7 @@ class Worker:
         status = self._wait_for_all()
         with self._lock:
             stuck = [pending.handle for pending in self._pending]
+            hanging = any(not future.done() for future in self._hanging)
             lost = [handle for handle in self._unseen if not handle.looked_at]
         for handle in lost:
             error = handle.exception()
@@ -151,8 +159,8 @@ class Worker:
             if not handle.done():
                 _tell_loss(handle, "it was given up, but a write of it has not returned")
                 status = status or EXIT_STATUS_SAVE_FAILED
-        if status or lost or stuck:
-            _exit_with(status or (EXIT_STATUS_SAVE_FAILED if lost else 0), at_once=bool(stuck))
+        if status or lost or stuck or hanging:
+            _exit_with(status or (EXIT_STATUS_SAVE_FAILED if lost else 0), at_once=bool(stuck) or hanging)
         self.stop()
 
     def _wait_for_all(self) -> int:

@@ -245,6 +245,9 @@ class ScriptedSink:
         self._storage.pass_by("close", self._path)
         self._sink.close()
 
+    def give_up(self) -> None:
+        self._sink.give_up()
+
     def relieve(self) -> bool:
         return self._sink.relieve()
 

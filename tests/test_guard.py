@@ -95,7 +95,7 @@ def test_the_time_that_the_guard_holds_is_reported_as_stall(training):
 def test_without_a_guard_save_returns_only_when_the_copy_is_made(training):
     p = parameter()
     saving = Call(lambda: training.ckpt.save({"p": p}, step=1))
-    saving.wait_until_inside("lease")
+    saving.wait_until_inside("_copy")
     assert saving.is_alive()
     training.release()
     handle = saving.outcome()

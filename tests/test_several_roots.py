@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import threading
 from collections.abc import Iterator
@@ -324,3 +325,60 @@ def test_roots_that_make_no_sense_are_refused(given, options, message, tmp_path,
     with pytest.raises(ValueError, match=message):
         AsyncCheckpointer(given, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_late_arrival_takes_no_newer_step_out_of_the_run(roots):
+    with open_run(roots, commit="any", on_rollback="retire", max_in_flight=2) as ckpt:
+        with scripted(ckpt, 1) as disk:
+            stop = disk.stop("finish", times=1)
+            ckpt.save(state_at(1), step=1).result(60)
+            stop.wait_reached()
+            ckpt.save(state_at(2), step=2).result(60)
+            stop.release()
+            ckpt.wait()
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.latest() == 2
+    for root in roots:
+        assert_holds(root, 1, 2)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_root_that_missed_an_overwriting_is_not_read_and_is_caught_up(roots, place):
+    with open_run(roots, commit="any") as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+        ckpt.wait()
+        with scripted(ckpt, place) as disk:
+            disk.fail("create", error=away(), times=None)
+            ckpt.save(state_at(7), step=1, overwrite=True).result()
+            ckpt.wait()
+        assert_is_state(ckpt.load(1), 7)
+        assert ckpt.catch_up()[str(roots[place])] == [1]
+        assert ckpt.catch_up()[str(roots[place])] == []
+    for root in roots:
+        assert_is_state(async_ckpt.load(root), 7)
+        assert len(list(root.glob("step_*/*.tar"))) == 1
+
+
+def test_a_damaged_step_does_not_keep_others_from_being_caught_up(tmp_path):
+    roots = [tmp_path / name for name in ("a", "b", "c")]
+    with open_run(roots[0]) as first:
+        for step in (1, 2, 3):
+            first.save(state_at(step), step=step).result()
+    shutil.copytree(roots[0], roots[1])
+    shutil.rmtree(roots[1] / "step_00000001")
+    for step in (1, 2):
+        archive = next((roots[0] / f"step_{step:08d}").glob("*.tar"))
+        data = bytearray(archive.read_bytes())
+        data[len(data) // 2] ^= 1
+        archive.write_bytes(data)
+    with open_run(roots) as ckpt, pytest.raises(async_ckpt.CorruptCheckpointError):
+        ckpt.catch_up()
+    assert_holds(roots[2], 2, 3)
+
+
+def test_a_failed_save_leaves_no_complaint_of_asyncio(roots, caplog):
+    with open_run(roots) as ckpt, scripted(ckpt, 1) as disk:
+        disk.fail("finish", error=away())
+        assert isinstance(ckpt.save(state_at(1), step=1).exception(), StorageUnavailableError)
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]

@@ -27,13 +27,17 @@ class Archive:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One committed checkpoint. `created` is wall time in seconds since the epoch."""
+    """One committed checkpoint. `created` is wall time in seconds since the epoch.
+
+    `replaces` are the attempts at this step that stood here before, the last first: a root that holds one of those was away.
+    """
 
     step: int
     attempt: str
     world_size: int
     created: float
     archives: tuple[Archive, ...]
+    replaces: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +66,12 @@ def parse(data: bytes, *, path: str) -> Manifest:
         if not archives:
             raise ValueError("it names no archive")
         return Manifest(
-            int(raw["step"]), str(raw["attempt"]), int(raw["world_size"]), float(raw["created"]), archives
+            int(raw["step"]),
+            str(raw["attempt"]),
+            int(raw["world_size"]),
+            float(raw["created"]),
+            archives,
+            tuple(map(str, raw.get("replaces", ()))),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not a manifest ({error!r:.300})", path=path) from error

@@ -39,20 +39,34 @@ class Roots:
             return list(self.runs)  # its own error says more
         holders = self._holders()
         if step not in holders:
-            have = (
-                f"committed: {', '.join(map(str, sorted(holders)[-5:]))}"
-                if holders
-                else "nothing is committed yet"
-            )
+            steps = sorted(holders)[-5:]
+            have = f"committed: {', '.join(map(str, steps))}" if steps else "nothing is committed yet"
             raise NotCommittedError(f"{self!r}: no step {step}; {have}", path=repr(self), step=step)
-        return holders[step]
+        return self._current(step, holders[step])
 
-    def missing(self, run: Run) -> list[tuple[int, Run]]:
-        """Steps that other roots hold, this one lacks and retention would keep here: newest first, with a holder."""
+    def missing(self, run: Run) -> list[tuple[int, list[Run]]]:
+        """Steps that this root lacks, or holds as they were before an overwriting that it missed, and retention would
+        keep here: the newest first, with those that hold them.
+        """
         holders = self._holders()
         steps = sorted(holders)
         doomed = set(run.retention.doomed(steps, protected=steps[-1:]))
-        return [(s, holders[s][0]) for s in reversed(steps) if run not in holders[s] and s not in doomed]
+        kept = [(step, self._current(step, holders[step])) for step in reversed(steps) if step not in doomed]
+        return [(step, current) for step, current in kept if run not in current]
+
+    def _current(self, step: int, holders: list[Run]) -> list[Run]:
+        """Of these runs, those whose commit of the step no other one has replaced, or retired and made anew."""
+        if len(holders) < 2:
+            return holders
+        made = {run: run.committed(step) for run in holders}
+        attempts = {found.attempt for found in made.values() if found is not None}
+        if len(attempts) < 2:
+            return holders
+        gone = {attempt for found in made.values() if found is not None for attempt in found.replaces}
+        for run in holders:
+            gone |= run.retired(step)
+        current = [run for run, found in made.items() if found is None or found.attempt not in gone]
+        return current or holders
 
     def _holders(self) -> dict[int, list[Run]]:
         found = self._ask(lambda run: run.steps())
@@ -63,9 +77,16 @@ class Roots:
         for step, those in list(holders.items()):
             others = [run for run, _ in found if run not in those]
             # A root that was away while a rollback took the step out of the run at another.
-            if others and any(those[0].attempt(step) in other.retired(step) for other in others):
+            if others and self._is_retired(step, those[0], others):
                 del holders[step]
         return holders
+
+    def _is_retired(self, step: int, holder: Run, others: Sequence[Run]) -> bool:
+        try:
+            made = holder.committed(step)
+            return made is not None and any(made.attempt in other.retired(step) for other in others)
+        except StorageUnavailableError:  # gone away since: then its word does not count
+            return False
 
     def _ask(self, question: Callable[[Run], T]) -> list[tuple[Run, T]]:
         """The answers of the roots that give one; the first refusal is raised when none does."""

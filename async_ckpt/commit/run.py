@@ -130,7 +130,9 @@ class Run:
         """
         if retire:
             self._retire_above(step)
-        made = Manifest(step, attempt, len(archives), self._clock(), archives)
+        before = replaces[0] if replaces else None
+        earlier = (before.attempt, *before.replaces) if before else ()
+        made = Manifest(step, attempt, len(archives), self._clock(), archives, earlier)
         path = f"{self.folder(step)}/{manifest.NAME}"
         try:
             if replaces is None:
@@ -146,20 +148,27 @@ class Run:
             self._known.pop(step, None)
         return made
 
-    def adopt(self, made: Manifest) -> None:
+    def adopt(self, made: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
         """Commit, under its own manifest, a step whose archives were copied here from another root.
 
         Raises StepExistsError when the step has been committed here meanwhile.
         """
+        path = f"{self.folder(made.step)}/{manifest.NAME}"
         try:
-            self.storage.put_new(f"{self.folder(made.step)}/{manifest.NAME}", made.dump())
+            if replaces is None:
+                self.storage.put_new(path, made.dump())
+            else:
+                self.storage.replace(path, made.dump(), version=replaces[1])
         except FileExistsError as error:
             raise _exists(made.step) from error
+        with self._announcing:
+            self._known.pop(made.step, None)
+        for archive in replaces[0].archives if replaces else ():
+            self.storage.delete(self.archive_path(made.step, archive))
 
-    def attempt(self, step: int) -> str | None:
-        """The attempt that is committed as this step, if one is."""
-        found = self._try(step)
-        return None if found is None else found.attempt
+    def committed(self, step: int) -> Manifest | None:
+        """The step's manifest; None where there is none that can be read."""
+        return self._try(step)
 
     def retired(self, step: int) -> set[str]:
         """Attempts at a step that a rollback has taken out of the run."""
@@ -221,8 +230,8 @@ class Run:
     def sweep_once(self) -> None:
         """What an earlier process left behind; our own failures leave nothing."""
         if not self._swept:
-            self._swept = True
             self.sweep()
+            self._swept = True
 
     def journal(self) -> list[dict[str, object]]:
         """The records of `checkpoints.jsonl`, as far as they can be read."""

@@ -91,6 +91,9 @@ class Snapshot(Held):
         self._devices: dict[torch.device, Device] = {}
         self._tripwires: _Tripwires | None = None
         self._enqueued: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # Taking a job and its lease is one step: memory that goes to a later segment first could all end in a sink
+        # that waits for the earlier one.
+        self._taking = threading.Lock()
         self._changed = threading.Condition()
         self._num_filling = 0  # under _changed, like all below
         self._error: BaseException | None = None
@@ -187,12 +190,18 @@ class Snapshot(Held):
 
     def _copy(self, todo: deque[_Job]) -> None:
         while True:
+            self._taking.acquire()
             with self._changed:
                 if self._error or not todo:
+                    self._taking.release()
                     return
                 job = todo.popleft()
                 self._num_filling += 1
             try:
+                try:
+                    self._lease(job)
+                finally:
+                    self._taking.release()
                 self._fill_segment(job)
             except BaseException as error:
                 with self._changed:
@@ -202,11 +211,14 @@ class Snapshot(Held):
                     self._num_filling -= 1
                     self._changed.notify_all()
 
-    def _fill_segment(self, job: _Job) -> None:
+    def _lease(self, job: _Job) -> None:
         if job.lease is None:
             job.lease = self._pool.lease(
                 (self._order, job.number), pin=next(iter(self._devices), None), check=self._check_alive
             )
+
+    def _fill_segment(self, job: _Job) -> None:
+        assert job.lease is not None
         segment = job.lease.segment
         for at, data in job.literals:
             segment.view[at : at + len(data)] = data
@@ -300,6 +312,10 @@ class Snapshot(Held):
             self._held_seconds += sum(now - since for since in self._held_since)
             self._held_since.clear()
             self._changed.notify_all()
+
+    def give_up(self, error: BaseException) -> None:
+        """End it, if it has not ended."""
+        self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         """Let everyone go. Only the first call counts."""

@@ -41,6 +41,12 @@ class Sink(Protocol):
     def close(self) -> None:
         """The object's fate is decided: it was committed, or it never will be. Idempotent."""
 
+    def give_up(self) -> None:
+        """The object will not be, and its memory is needed: let go of all that is not being sent this moment.
+
+        Does not wait; `abort` follows. Idempotent, from any thread.
+        """
+
     def relieve(self) -> bool:
         """Memory is short: let go of a lease that is kept only so that a failed upload could be tried again.
 

@@ -63,13 +63,16 @@ class _HoldingSink:
         raise NotImplementedError
 
     def abort(self) -> None:
-        self._give_up(StorageUnavailableError(f"{self._shown_as} was given up", path=self._shown_as))
+        self.give_up()
         if not self._finished:
             with suppress(CheckpointError), self._translated():  # what cannot be undone now is swept later
                 self._discard()
 
     def close(self) -> None:
         self._give_up(StorageUnavailableError(f"{self._shown_as} is closed", path=self._shown_as))
+
+    def give_up(self) -> None:
+        self._give_up(StorageUnavailableError(f"{self._shown_as} was given up", path=self._shown_as))
 
     def relieve(self) -> bool:
         return False

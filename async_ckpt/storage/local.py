@@ -235,6 +235,9 @@ class LocalSink:
             with suppress(OSError):
                 _forget(fd)
 
+    def give_up(self) -> None:
+        """Nothing is held."""
+
     def relieve(self) -> bool:
         return False  # memory is done with when `write` returns
 

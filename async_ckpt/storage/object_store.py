@@ -552,15 +552,18 @@ class ObjectSink:
             raise self._failure()
         self._finished = True
 
-    def abort(self) -> None:
-        if self._finished:
-            return
+    def give_up(self) -> None:
         with self._changed:
             self._given_up = True  # from here on nothing more is taken
             leases = [self._pieces.pop(number).lease for number in self._idle()]
             self._changed.notify_all()
         for lease in leases:
             lease.release()
+
+    def abort(self) -> None:
+        if self._finished:
+            return
+        self.give_up()
         if self._thread is not None:
             self._thread.join()
         e_tag, self._e_tag = self._e_tag, None
