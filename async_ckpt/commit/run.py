@@ -54,6 +54,7 @@ class Run:
         # The commit of one save runs beside the retention of the one before: one announces at a time.
         self._announcing = threading.Lock()
         self._known: dict[int, Manifest] = {}  # what the journal was last made from; under _announcing
+        self._newest: Manifest | None = None  # committed here since the last time; under _announcing
         self._swept = False
         self._made: set[int] = set()  # steps committed here by this object: known without asking
 
@@ -145,7 +146,7 @@ class Run:
             ) from error
         self._made.add(step)
         with self._announcing:
-            self._known.pop(step, None)
+            self._known[step] = self._newest = made
         return made
 
     def adopt(self, made: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
@@ -298,7 +299,9 @@ class Run:
         while True:
             steps = self.steps()
             newest = steps[-1:]  # its manifest may be new, or replaced; those of the others are known
-            known = ((s, (self._known.get(s) if s not in newest else None) or self._try(s)) for s in steps)
+            told, self._newest = self._newest, None
+            fresh = newest if told is None or newest != [told.step] else []
+            known = ((s, (self._known.get(s) if s not in fresh else None) or self._try(s)) for s in steps)
             self._known = {step: made for step, made in known if made is not None}
             if self._tracker is not None and steps:
                 self.storage.replace(self._tracker, f"{self.folder(steps[-1])}\n".encode())

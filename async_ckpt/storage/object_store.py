@@ -503,6 +503,7 @@ class ObjectSink:
         self._over = False  # the thread has ended, or is about to: nothing more is sent
         self._error: BaseException | None = None
         self._before: str | None = None  # e-tag of what was there under the name
+        self._has_looked = False
         self._e_tag: str | None = None  # of ours, once the store has acknowledged it
         self._finished = False
         self._moved_at = monotonic()
@@ -619,8 +620,7 @@ class ObjectSink:
             raise _GivenUpError
         try:
             if self._num_segments > 1 and not self.num_retries:
-                with suppress(FileNotFoundError):
-                    self._before = self._storage.head(self._path)["e_tag"]
+                LibraryThread(target=self._look_before, name="async_ckpt-look", daemon=False).start()
             result = self._storage.ask_once(self._path, self._send, part=True, num_bytes=self._num_bytes)
             self._verify(result)
         except FileNotFoundError:
@@ -655,7 +655,18 @@ class ObjectSink:
     def _segments(self) -> Iterator[memoryview]:
         for number in range(self._num_segments):
             yield self._take(number)
-        self._wait_for(lambda: self._all_written)  # obstore completes the object when this ends
+        # obstore completes the object when this ends.
+        self._wait_for(lambda: self._all_written and self._has_looked)
+
+    def _look_before(self) -> None:
+        """See what is there under the name, while the first parts are on their way; a thread of its own."""
+        try:
+            with suppress(FileNotFoundError, StorageUnavailableError):
+                self._before = self._storage.head(self._path)["e_tag"]
+        finally:
+            with self._changed:
+                self._has_looked = True
+                self._changed.notify_all()
 
     def _take(self, number: int) -> memoryview:
         """The segment, once it is there, as a view whose end says that the upload has let go of the memory."""
