@@ -231,8 +231,12 @@ class Run:
     def sweep_once(self) -> None:
         """What an earlier process left behind; our own failures leave nothing."""
         if not self._swept:
-            self.sweep()
             self._swept = True
+            try:
+                self.sweep()
+            except BaseException:
+                self._swept = False
+                raise
 
     def journal(self) -> list[dict[str, object]]:
         """The records of `checkpoints.jsonl`, as far as they can be read."""

@@ -122,7 +122,7 @@ class Bucket:
         if len(name.partition("/")[2].encode()) > _MAX_KEY_BYTES:
             raise StorageUnavailableError(
                 f"s3://{name:.200}…: no key may be longer than {_MAX_KEY_BYTES:,} bytes; shorten it",
-                path=name,
+                path=f"s3://{name}",
             )
         return name
 
@@ -160,6 +160,10 @@ class Bucket:
             said = self.call("head_object", name)
         except FileNotFoundError:  # which does not say what is missing
             self._require_bucket(name)
+            raise
+        except OSError:  # the answer to a HEAD has no body and so no reason; the answer to a listing has
+            bucket, key = self.where(name)
+            self.call("list_objects_v2", bucket, Prefix=key, MaxKeys=1)
             raise
         return Info(said["ContentLength"], said["ETag"])
 

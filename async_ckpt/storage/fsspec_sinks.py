@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -97,6 +98,7 @@ class MultipartSink(_HoldingSink):
         self._part_bytes = bucket.part_segments(num_bytes, segment_bytes) * segment_bytes
         self._num_parts = -(-num_bytes // self._part_bytes)
         self._parts: dict[int, dict[str, Any]] = {}  # what the store said of each part; under _lock
+        self._retried = False  # the beginning was asked for more than once
         self._upload: str | None = None  # under _beginning, which is held while the store is asked for it
         self._told_again: tuple[str, ...] = ()  # of what it says of a part, what it wants to hear at the end
         self._beginning = threading.Lock()
@@ -142,6 +144,7 @@ class MultipartSink(_HoldingSink):
         with self._beginning:
             if self._upload is None:
                 begun = self._bucket.call("create_multipart_upload", self._name)
+                self._retried = bool(begun["ResponseMetadata"].get("RetryAttempts"))
                 self._upload = str(begun["UploadId"])
                 # A checksum of each part belongs to the end only where the upload was begun with that kind.
                 self._told_again = ("ETag", f"Checksum{begun.get('ChecksumAlgorithm')}")
@@ -159,6 +162,8 @@ class MultipartSink(_HoldingSink):
                 found = Info(0, "")
             # An e-tag would say more, but not all stores (rclone) tell the same one twice.
             self._check_size(found.num_bytes)
+            if self._retried:  # the answer to a beginning may have been lost: then there is an upload more
+                self._discard_all()
         self._finished = True
 
     def _put_whole(self) -> None:
@@ -197,6 +202,11 @@ class MultipartSink(_HoldingSink):
     def _discard(self) -> None:
         if self._upload is not None:
             self._bucket.call("abort_multipart_upload", self._name, UploadId=self._upload)
+        if self._retried:
+            self._discard_all()
+
+    def _discard_all(self) -> None:
+        self._bucket.abort_uploads(*self._bucket.where(self._name), math.inf)
 
     def __repr__(self) -> str:
         sent = f"{len(self._parts)} of {self._num_parts} parts"

@@ -20,7 +20,7 @@ from .fsspec_errors import advice_on, chain, secrets_in
 from .fsspec_places import Bucket, Files, Moment, ReplacedError
 from .fsspec_setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, turn
 from .fsspec_sinks import AppendingSink, MultipartSink, Translated
-from .url import scheme_of, shown
+from .url import scheme_of, shown, split_bucket
 
 # Older than this by the store's clock, and of a step that is decided: then nobody is still writing it.
 ORPHAN_SECONDS: Final = 86_400
@@ -47,6 +47,8 @@ class FsspecStorage:
                     f"{shown(url)!r} is no URL such as memory://run or sftp://host/run; a chain of filesystems or a "
                     "path on one is taken with fs="
                 )
+            if scheme in ("s3", "s3a"):
+                split_bucket(url)  # says what is wrong with it
             kind, make = class_and_maker(scheme, url, options)
         else:
             if getattr(fs, "asynchronous", False):
@@ -115,7 +117,11 @@ class FsspecStorage:
         name = self._place.name(path)
         with self._translated(path, passing=(FileExistsError,)):
             if version is None or self._place.replaces_by_version():
-                self._place.put(name, data, version=version)
+                try:
+                    self._place.put(name, data, version=version)
+                except FileExistsError:
+                    if self._place.read(name)[0] != data:  # else it was ours, and the first answer was lost
+                        raise
                 return
             self._say_once("puts that replace one version only, so two writers could overwrite each other")
             with turn(self._url):

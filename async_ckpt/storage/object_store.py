@@ -29,6 +29,7 @@ from ..spans import monotonic
 from ..spec import KIB, MIB
 from . import answers, retry
 from .aws import AwsSetup
+from .url import split_bucket
 
 if TYPE_CHECKING:
     from .base import Held
@@ -53,9 +54,6 @@ _HEADS_IN_FLIGHT: Final = 16
 # How long the buffers of an upload that was broken off may take to be let go of before its thread ends without them.
 _LET_GO_SECONDS: Final = 10.0
 
-_SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
-    name: name for name in ("az", "azure", "abfs", "abfss", "adl")
-}
 _SECRET: Final = re.compile(r"key|secret|token|password|sas|credential", re.IGNORECASE)
 
 _log = logging.getLogger("async_ckpt")
@@ -72,7 +70,7 @@ class ObjectStorage:
     in_order = True
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        self._scheme, self._bucket, self._prefix = _split(url)
+        self._scheme, self._bucket, self._prefix = split_bucket(url)
         self.url = "/".join(filter(None, (f"{self._scheme}://{self._bucket}", self._prefix)))
         self._options = dict(options or {})
         rest = {key: value for key, value in self._options.items() if value is not None}
@@ -219,6 +217,18 @@ class ObjectStorage:
                 self._scrubbed(str(error)),
             )
             return []
+
+    def abort_uploads(self, path: str) -> None:
+        """Abort what failed attempts at an object may have left open: an answer was lost, or an abort was."""
+        if self._scheme == "s3":
+            with suppress(
+                ImportError, StorageUnavailableError
+            ):  # else the sweep, or a lifecycle rule, does it
+                from .fsspec_store import abort_stale_uploads
+
+                ever = retry.from_now(ORPHAN_SECONDS)
+                options = {**self._options, "deadline_seconds": _LET_GO_SECONDS}
+                abort_stale_uploads(self._bucket, self.key(path), older_than=ever, options=options)
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -612,6 +622,8 @@ class ObjectSink:
             leases = [self._pieces.pop(number).lease for number in self._idle()]
         for lease in leases:
             lease.release()
+        if self._num_segments > 1 and (self.num_retries or (error and retry.is_transient(error))):
+            self._storage.abort_uploads(self._path)
         with self._changed:  # requests that were broken off let go a moment later, in `_let_go`
             self._changed.wait_for(lambda: not self._pieces, _LET_GO_SECONDS)
 
@@ -759,30 +771,6 @@ class ObjectReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _split(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix. A URL that is malformed is not shown beyond what cannot be a password."""
-    scheme, _, rest = url.partition("://")
-    scheme = scheme.lower()
-    scheme = _SCHEMES.get(scheme, scheme)
-    if scheme not in _SCHEMES.values():
-        raise ValueError(f"{scheme}:// is no object store; there are {', '.join(sorted(_SCHEMES))}")
-    bucket, _, prefix = rest.partition("/")
-    user, _, host = bucket.rpartition("@")
-    shown = f"{scheme}://{host}"
-    if not host or ((user or ":" in bucket) and (scheme in ("s3", "gs") or ":" in bucket)):
-        raise ValueError(
-            f"{shown} names no bucket; write {scheme}://bucket/prefix, and give keys as storage_options"
-        )
-    if set("?#") & set(rest):
-        raise ValueError(
-            f"{shown}: a URL of a store has no ? and #; give what is behind them as storage_options"
-        )
-    prefix = prefix.strip("/")
-    if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-        raise ValueError(f"{shown}/{prefix}: a key has no empty part, and none that is . or ..")
-    return scheme, bucket, prefix
 
 
 def _version(meta: Any) -> str:

@@ -19,7 +19,9 @@ from .local import LocalStorage
 Engine = Literal["obstore", "fsspec", "s3fs"]
 Where = str | os.PathLike[str]
 
-_OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
+_SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
+    name: name for name in ("az", "azure", "abfs", "abfss", "adl")
+}
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
 
 
@@ -44,7 +46,7 @@ def storage_at(
         raise ValueError(f'engine="s3fs" is for s3:// URLs; {scheme}:// has its own')
     if fs is None and scheme in (None, "file"):
         return LocalStorage(_local(text))
-    if fs is None and (engine == "obstore" or (engine is None and scheme in _OBJECT_STORES)):
+    if fs is None and (engine == "obstore" or (engine is None and scheme in _SCHEMES)):
         from .object_store import ObjectStorage
 
         return ObjectStorage(text, storage_options)
@@ -71,6 +73,30 @@ def scheme_of(text: str) -> str | None:
     """The scheme of a URL in lower case; None for a path."""
     match = _URL.match(text)
     return match[1].lower() if match and match[2] else None
+
+
+def split_bucket(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and prefix. A URL that is malformed is not shown beyond what cannot be a password."""
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    scheme = _SCHEMES.get(scheme, scheme)
+    if scheme not in _SCHEMES.values():
+        raise ValueError(f"{scheme}:// is no object store; there are {', '.join(sorted(_SCHEMES))}")
+    bucket, _, prefix = rest.partition("/")
+    user, _, host = bucket.rpartition("@")
+    seen = f"{scheme}://{host}"
+    if not host or ((user or ":" in bucket) and (scheme in ("s3", "gs") or ":" in bucket)):
+        raise ValueError(
+            f"{seen} names no bucket; write {scheme}://bucket/prefix, and give keys as storage_options"
+        )
+    if set("?#") & set(rest):
+        raise ValueError(
+            f"{seen}: a URL of a store has no ? and #; give what is behind them as storage_options"
+        )
+    prefix = prefix.strip("/")
+    if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
+        raise ValueError(f"{seen}/{prefix}: a key has no empty part, and none that is . or ..")
+    return scheme, bucket, prefix
 
 
 def shown(text: str) -> str:
