@@ -120,7 +120,7 @@ class FsspecStorage:
                 try:
                     self._place.put(name, data, version=version)
                 except FileExistsError:
-                    if self._place.read(name)[0] != data:  # else it was ours, and the first answer was lost
+                    if not self._holds(name, data):  # else it was ours, and the first answer was lost
                         raise
                 return
             self._say_once("puts that replace one version only, so two writers could overwrite each other")
@@ -132,6 +132,12 @@ class FsspecStorage:
                 if found != version:
                     raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
                 self._place.put(name, data)
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            return self._place.read(name)[0] == data
+        except FileNotFoundError:
+            return False
 
     def move(self, path: str, to: str) -> None:
         with self._translated(path, passing=(FileNotFoundError,)):
