@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -291,13 +292,16 @@ class Bucket:
         moment: Moment = self.call("head_object", name)["LastModified"]
         return moment
 
-    def abort_uploads(self, bucket: str, prefix: str, before: float) -> list[str]:
-        """Abort uploads of keys that begin so, begun before this time of the store; their keys."""
+    def abort_uploads(
+        self, bucket: str, prefix: str, before: float = math.inf, *, exact: bool = False
+    ) -> list[str]:
+        """Abort uploads of keys that begin so (or are just that), begun before this time of the store; their keys."""
         stale = [
             (upload["Key"], upload["UploadId"])
             for page in self._pages("list_multipart_uploads", bucket, Prefix=prefix)
             for upload in page.get("Uploads", ())
             if upload["Key"].startswith(prefix) and upload["Initiated"].timestamp() < before
+            if upload["Key"] == prefix or not exact
         ]
         for key, upload_id in stale:
             with suppress(FileNotFoundError):  # it has ended by itself

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -206,7 +205,7 @@ class MultipartSink(_HoldingSink):
             self._discard_all()
 
     def _discard_all(self) -> None:
-        self._bucket.abort_uploads(*self._bucket.where(self._name), math.inf)
+        self._bucket.abort_uploads(*self._bucket.where(self._name), exact=True)
 
     def __repr__(self) -> str:
         sent = f"{len(self._parts)} of {self._num_parts} parts"

@@ -252,13 +252,15 @@ class FsspecStorage:
 
 
 def abort_stale_uploads(
-    bucket: str, prefix: str, *, older_than: Moment, options: Mapping[str, Any] | None
+    bucket: str, prefix: str, *, older_than: Moment, options: Mapping[str, Any] | None, exact: bool = False
 ) -> list[str]:
-    """Abort the unfinished multipart uploads of keys that begin with `prefix`, begun before `older_than`; their keys."""
+    """Abort the unfinished multipart uploads of keys that begin with `prefix` (`exact`: that are just that), begun
+    before `older_than`; their keys.
+    """
     storage = FsspecStorage(f"s3://{bucket}", options)
     with storage._translated(prefix):
         assert isinstance(storage._place, Bucket)
-        return storage._place.abort_uploads(bucket, prefix, older_than.timestamp())
+        return storage._place.abort_uploads(bucket, prefix, older_than.timestamp(), exact=exact)
 
 
 class FsspecReader:

@@ -228,7 +228,9 @@ class ObjectStorage:
 
                 ever = retry.from_now(ORPHAN_SECONDS)
                 options = {**self._options, "deadline_seconds": _LET_GO_SECONDS}
-                abort_stale_uploads(self._bucket, self.key(path), older_than=ever, options=options)
+                abort_stale_uploads(
+                    self._bucket, self.key(path), older_than=ever, options=options, exact=True
+                )
 
     # --- requests ---------------------------------------------------------------------------------------------
 
