@@ -113,15 +113,28 @@ def upload_memory(setting: Setting) -> dict[str, Row]:
 
 
 def two_roots(setting: Setting) -> dict[str, Row]:
+    """Beside the store alone, which is what it may cost; and beside the disk alone, which here is the slower of the two."""
     state = {"model": tensors(setting.store_bytes)}
-    with store_server() as endpoint:
+
+    def beside(alone: str, endpoint: str) -> list[tuple[float, float]]:
         options = _options(endpoint)
-        one = Saves(f"s3://{_BUCKET}/one", state, storage_options=options)
-        two = Saves([str(setting.folder / "two"), f"s3://{_BUCKET}/two"], state, storage_options=options)
+        disk, store = str(setting.folder / "two"), f"s3://{_BUCKET}/two"
+        root = f"s3://{_BUCKET}/one" if alone == "store" else str(setting.folder / "one")
+        one = Saves(root, state, storage_options=options if alone == "store" else None)
+        two = Saves([disk, store], state, storage_options=options)
         with one.checkpointer, two.checkpointer:
-            pairs = side_by_side(setting.rounds, two.durable_seconds, one.durable_seconds)
-    title = "save to a disk and a store at once, both durable"
-    return {"two_roots": Figure(title, "s", "to the store alone", Target("≤", 1.15), pairs)}
+            return side_by_side(setting.rounds, two.durable_seconds, one.durable_seconds)
+
+    with store_server(gigabits=_GIGABITS) as slower, store_server() as endpoint:
+        by_link, unlimited, disk = beside("store", slower), beside("store", endpoint), beside("disk", endpoint)
+    title, target = "save to a disk and a store at once, both durable", Target("≤", 1.15)
+    return {
+        "two_roots": Figure(title, "s", "to the store alone", target, unlimited),
+        "two_roots_link": Figure(
+            f"{title}, through {_GIGABITS} Gbit/s", "s", "to the store alone", target, by_link
+        ),
+        "two_roots_disk": Figure("the same, not through a link", "s", "to the disk alone", None, disk),
+    }
 
 
 def peers(setting: Setting) -> dict[str, Row]:
