@@ -13,8 +13,10 @@ from .errors import (
     CheckpointError,
     ClosedError,
     CorruptCheckpointError,
+    DestinationBusyError,
     FormatVersionError,
     NotCommittedError,
+    NothingWrittenError,
     PeerFailedError,
     SaveAbandonedError,
     StateMismatchError,
@@ -23,13 +25,17 @@ from .errors import (
     StorageFullError,
     StorageUnavailableError,
     TornSnapshotError,
+    UnsafeArchiveError,
     UnsupportedStateError,
     UntrustedObjectError,
 )
 from .functional import load, release, save
 from .handle import SaveHandle
+from .pack import pack, pack_folder
 from .report import Destination, Progress, SaveReport
 from .state.rng import RngState
+from .storage.compressed import Zstd
+from .unpack import extract, unpack
 
 __version__ = "0.1.0"
 
@@ -39,8 +45,10 @@ __all__ = [
     "ClosedError",
     "CorruptCheckpointError",
     "Destination",
+    "DestinationBusyError",
     "FormatVersionError",
     "NotCommittedError",
+    "NothingWrittenError",
     "PeerFailedError",
     "Progress",
     "RngState",
@@ -53,9 +61,15 @@ __all__ = [
     "StorageFullError",
     "StorageUnavailableError",
     "TornSnapshotError",
+    "UnsafeArchiveError",
     "UnsupportedStateError",
     "UntrustedObjectError",
+    "Zstd",
+    "extract",
     "load",
+    "pack",
+    "pack_folder",
     "release",
     "save",
+    "unpack",
 ]

@@ -69,6 +69,23 @@ class NotCommittedError(CheckpointError, FileNotFoundError):
     step: int | None
 
 
+class UnsafeArchiveError(CheckpointError):
+    """The archive would do harm if it were extracted: names or links that lead out, devices, or too much of it."""
+
+    path: str
+    member: str
+
+
+class NothingWrittenError(CheckpointError):
+    """The code that was to write a checkpoint wrote none; what was there before is still there."""
+
+
+class DestinationBusyError(CheckpointError):
+    """An earlier save to the same destination is still under way; wait for its handle, or give another name."""
+
+    path: str
+
+
 class StateMismatchError(CheckpointError):
     """The live state and the checkpoint differ in names, shapes or dtypes; nothing was overwritten."""
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -27,10 +27,12 @@ from .load import OpenArchive, Select, load_state
 from .saver import Saver
 from .spans import wall_time
 from .storage.base import Reader, Sink, Storage
+from .storage.compressed import Zstd, compressing, decompressing
 from .storage.local import temps_of
 from .storage.url import Engine, Where, parent_and_name, scheme_of, storage_at
 
 T = TypeVar("T")
+Compression = Zstd | Literal["zstd"] | None
 
 _saver: Saver | None = None
 _saver_lock = threading.Lock()
@@ -41,6 +43,7 @@ def save(
     path: Where,
     *,
     guard: Any = None,
+    compression: Compression = None,
     storage_options: Mapping[str, Any] | None = None,
     engine: Engine | None = None,
     fs: Any = None,
@@ -50,11 +53,14 @@ def save(
     The file appears whole, or replaces what was there, when it is durable; until then nothing is visible. One such
     save is under way at a time: the next call waits for it, and the wait is in its report. Host memory is kept for
     the next save; `release()` gives it back.
+    `compression`: "zstd", or `Zstd(level=…, threads=…)`; a path that ends in ".zst" is compressed without it, too. The
+    report's `num_bytes` are those of the archive, its destination's those that were written.
     `path` may be a URL ("s3://bucket/x.tar"); `storage_options`, `engine` and `fs` are as for AsyncCheckpointer.
     Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
     an unknown scheme, a name that is too long); all else ends in the handle.
     """
-    target = _FileTarget(path, {"storage_options": storage_options, "engine": engine, "fs": fs})
+    place = {"storage_options": storage_options, "engine": engine, "fs": fs}
+    target = FileTarget(path, place, compression)
     return _default_saver().save(obj, lambda: [target], step=None, guard=guard)
 
 
@@ -154,11 +160,11 @@ def _open_committed(run: Run, step: int, *, verify: bool) -> Iterator[OpenArchiv
 @contextlib.contextmanager
 def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[OpenArchive]:
     """A file, the folder of a step, or the root of a run."""
-    file = _opened_as_file(path, place)
+    file = opened_as_file(path, place)
     if file is not None:
         reader, shown = file
         with reader:
-            yield OpenArchive(reader, path=shown, verify=verify)
+            yield OpenArchive(decompressing(reader, shown), path=shown, verify=verify)
         return
     storage = storage_at(path, **place)
     if storage.exists(MANIFEST):
@@ -175,7 +181,7 @@ def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[Open
         yield archive
 
 
-def _opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | None:
+def opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | None:
     """The object at a path, if it is one and no folder."""
     try:
         parent, name = parent_and_name(path)
@@ -186,6 +192,17 @@ def _opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | 
         return storage.open(name), storage.locate(name)
     except (FileNotFoundError, IsADirectoryError):
         return None
+
+
+def _how(compression: Compression, name: str) -> Zstd | None:
+    """What the user said, or what the name says."""
+    if compression is None:
+        return Zstd() if name.endswith(".zst") else None
+    if compression == "zstd":
+        return Zstd()
+    if not isinstance(compression, Zstd):
+        raise ValueError(f'compression must be "zstd", a Zstd(…) or None, got {compression!r}')
+    return compression
 
 
 def _open_named(storage: Storage, path: str) -> Reader:
@@ -231,12 +248,15 @@ def _default_saver() -> Saver:
         return _saver
 
 
-class _FileTarget:
+class FileTarget:
     """One object at a path of the user's choice: durable is committed."""
 
-    def __init__(self, path: Where, place: dict[str, Any]) -> None:
+    def __init__(self, path: Where, place: dict[str, Any], compression: Compression = None) -> None:
         parent, self._name = parent_and_name(path)
         self.storage = storage_at(parent, **place)
+        how = _how(compression, self._name)
+        if how is not None:
+            self.storage = compressing(self.storage, how)
         self.path = self.storage.locate(self._name)
         if not self.storage.remote and Path(self.path).is_dir():
             example = os.path.join(self.path, "checkpoint.tar")

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 from .commit.manifest import Archive
 from .errors import CheckpointError, StorageUnavailableError
 from .format import digests
-from .format.layout import Layout
+from .format.layout import Image
 from .report import Destination, Progress, SaveReport
 from .snapshot.crew import running_future
 from .snapshot.pool import Lease
@@ -87,7 +87,7 @@ class SaveJob:
     """One save on its way from plan to report."""
 
     step: int | None
-    layout: Layout
+    layout: Image
     num_tensors: int
     targets: Sequence[Target]
     rule: CommitRule
@@ -357,17 +357,17 @@ def _report(job: SaveJob, call_seconds: float) -> SaveReport:
         commit_seconds=seconds["commit"],
         total_seconds=job.spans.total(),
         retries=sum(delivery.sink.num_retries for delivery in job.deliveries if delivery.sink is not None),
-        destinations=tuple(_destination(job, delivery) for delivery in job.deliveries),
+        destinations=tuple(_destination(delivery) for delivery in job.deliveries),
     )
 
 
-def _destination(job: SaveJob, delivery: Delivery) -> Destination:
+def _destination(delivery: Delivery) -> Destination:
     error = delivery.error
     if error is None and not delivery.committed:
         error = _lagging(delivery, "not durable yet when the step was committed elsewhere")
     return Destination(
         path=delivery.target.path,
-        num_bytes=job.layout.file_bytes if error is None else 0,
+        num_bytes=delivery.sink.num_bytes if delivery.sink is not None and error is None else 0,
         write_seconds=delivery.write_seconds,
         retries=0 if delivery.sink is None else delivery.sink.num_retries,
         retryable=delivery.sink is not None and delivery.sink.retryable,
@@ -434,7 +434,7 @@ class Drain:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Image,
         segment_bytes: int,
         max_segments: int,
         submit: Submit,
@@ -449,8 +449,10 @@ class Drain:
         self._may_drop = may_drop
         # The memory of a write that hangs comes back only with it: a lane may hold a part of the pool in that way.
         self._max_writing = max(1, max_segments // 4) if may_drop else self.num_segments
-        self._first_tail = layout.digests.data.offset // segment_bytes
-        self._digests = bytearray(digests.num_blocks(layout.digests.data.offset) * digests.DIGEST_BYTES)
+        # What is digested comes before the digests; a file without them is written as it comes.
+        self._covered = layout.digests.data.offset if layout.digests else 0
+        self._first_tail = self._covered // segment_bytes if layout.digests else self.num_segments
+        self._digests = bytearray(digests.num_blocks(self._covered) * digests.DIGEST_BYTES)
         self.digest = ""
         self.idle = running_future()  # all lanes have ended, and no task is under way
         self._lock = threading.Lock()
@@ -460,7 +462,7 @@ class Drain:
         self._tail: dict[int, Lease] = {}
         self._num_undigested = self._first_tail
         self._num_active = 0
-        self._sealed = False
+        self._sealed = layout.digests is None
         self._decided = False
         self._error: BaseException | None = None
         self._staged_bytes = 0
@@ -501,7 +503,7 @@ class Drain:
         if refused:
             lease.release()
         elif send:
-            self._send(_Piece(number, lease, undigested=True))
+            self._send(_Piece(number, lease, undigested=self._covered > 0))
         else:
             self._seal_if_due()
 
@@ -515,7 +517,7 @@ class Drain:
         if failed is not None:
             self.fail(failed)
         for number, lease in early:
-            self._send(_Piece(number, lease, undigested=True))
+            self._send(_Piece(number, lease, undigested=self._covered > 0))
         self._seal_if_due()
         return lanes
 
@@ -684,7 +686,7 @@ class Drain:
         self._leave()
 
     def _write_digests(self, leases: dict[int, Lease]) -> None:
-        covered, size = self._layout.digests.data.offset, self.segment_bytes
+        covered, size = self._covered, self.segment_bytes
         for number, lease in leases.items():
             self._digest(number, lease, covered - number * size)
         data = memoryview(digests.dump(covered, bytes(self._digests)))

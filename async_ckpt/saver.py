@@ -5,21 +5,23 @@ In: states and targets. Out: handles. Knows nothing of: steps that exist, retent
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from .errors import ClosedError
-from .format.layout import Layout, TensorPlan, lay_out
+from .format.layout import Image, Layout, TensorPlan, lay_out
 from .handle import SaveHandle
 from .report import Progress, SaveReport
 from .save import CommitRule, Drain, SaveJob, Target, follow_up, run_save
 from .snapshot.crew import running_future
 from .snapshot.device import first_device
+from .snapshot.files import FileFill, Source
 from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
 from .snapshot.pool import LIVENESS_SECONDS, MIN_SEGMENTS, SegmentPool
 from .snapshot.stager import Snapshot
@@ -29,6 +31,14 @@ from .state.capture import Capture, capture
 from .worker import Pending, abandon, get_worker, wait_for
 
 OnOverlap = Literal["wait", "skip"]
+
+
+class FileImage(Image, Protocol):
+    """An image whose pieces are of runs of files."""
+
+    @property
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """(file, offset in it) of each run."""
 
 
 class Saver:
@@ -204,6 +214,93 @@ class Saver:
 
         return snapshot, handle, lambda: worker.start(pending, run_save(job, worker.off_loop), afterwards)
 
+    def save_files(
+        self,
+        scan: Callable[[], tuple[FileImage, Sequence[Source]]],
+        target: Target,
+        *,
+        cleanup: Callable[[], None],
+        keep: Callable[[BaseException], None],
+    ) -> SaveHandle:
+        """Begin to stream files to a target; `scan`, in the background, says which.
+
+        `cleanup` follows the commit; `keep` is told of what went wrong before the handle is.
+
+        One such save is under way at a time, in the order of the calls; no call waits. Raises ClosedError.
+        """
+        self._report_unseen()
+        self._refuse_if_forked()
+        with self._changed:
+            self._refuse_if_closed()
+            self._num_admitted += 1
+        spans, worker = Spans(self._clock), get_worker()
+        staged, call_seconds = running_future(), running_future()
+        under_way: list[SaveJob] = []
+        given_up: list[BaseException] = []
+
+        def give_up(error: BaseException) -> None:
+            given_up.append(error)
+            for job in under_way:
+                job.drain.fail(error)
+
+        handle = SaveHandle(
+            step=None,
+            path=target.path,
+            staging=staged,
+            progress=lambda: under_way[0].drain.progress if under_way else Progress(0, 0, 0),
+            submit_callbacks=worker.callbacks.submit,
+        )
+        pending = Pending(handle, give_up, self._exit_timeout)
+        turn = self._follow(pending)
+
+        def set_up() -> tuple[SaveJob, FileFill]:
+            image, sources = scan()
+            size = self.pool.segment_bytes
+            drain = Drain(image, size, self._admit_bytes(image, [target]), worker.background.submit)
+            fill = FileFill(
+                sources,
+                image.runs,
+                image.segments(size),
+                order=self._next_order(),
+                pool=self.pool,
+                crew=worker.copiers,
+                clock=self._clock,
+                put=drain.put,
+                check=drain.check,
+            )
+            writers = worker.writers().submit
+            return SaveJob(
+                None, image, 0, [target], "all", drain, spans, None, call_seconds, fill, lambda _: writers
+            ), fill
+
+        async def story() -> SaveReport:
+            try:
+                if turn is not None:
+                    await asyncio.wrap_future(turn)
+                job, fill = await worker.off_loop(set_up)
+                under_way.append(job)
+                for error in given_up:
+                    job.drain.fail(error)
+                self.pool.add_reliever(job.drain.relieve)
+                pending.finished.add_done_callback(lambda _: self.pool.remove_reliever(job.drain.relieve))
+                fill.completion.add_done_callback(lambda ended: _pass_on(ended, staged))
+                fill.begin()
+                return await run_save(job, worker.off_loop)
+            except BaseException as error:
+                if not staged.done():
+                    staged.set_exception(error)
+                failure = error
+                await worker.off_loop(lambda: keep(failure))
+                raise
+
+        async def afterwards() -> None:
+            await follow_up(under_way[0], worker.off_loop)
+            await worker.off_loop(cleanup)
+
+        worker.start(pending, story(), afterwards)
+        call_seconds.set_result(spans.total())
+        return handle
+
     def prewarm(self, state: Any) -> None:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
         captured = capture(state)
@@ -365,10 +462,11 @@ class Saver:
             plan, skeleton=captured.skeleton, objects=captured.objects, step=step, mtime=int(wall_time())
         )
 
-    def _admit_bytes(self, layout: Layout, targets: Sequence[Target]) -> int:
+    def _admit_bytes(self, layout: Image, targets: Sequence[Target]) -> int:
         """Make sure that the pool can hold what has to be in it at one time; how many segments it may have."""
         size = self.pool.segment_bytes
-        num_tail = -(-layout.file_bytes // size) - layout.digests.data.offset // size
+        digests = layout.digests
+        num_tail = -(-layout.file_bytes // size) - digests.data.offset // size if digests else 0
         # The tail waits for all else, of which a part is sent while the next one is filled.
         part = max((t.storage.part_segments(layout.file_bytes, size) for t in targets), default=1)
         least = num_tail + 2 * part
@@ -380,7 +478,7 @@ class Saver:
             )
         return self.pool.max_segments
 
-    def _waits_for_others(self, layout: Layout, targets: Sequence[Target]) -> bool:
+    def _waits_for_others(self, layout: Image, targets: Sequence[Target]) -> bool:
         """Whether a sink may hold a segment until another one has come."""
         size = self.pool.segment_bytes
         storages = [target.storage for target in targets]
@@ -391,6 +489,14 @@ class Saver:
 
     def __repr__(self) -> str:
         return f"<Saver {self._num_admitted}/{self._max_in_flight} in flight, {self.pool!r}>"
+
+
+def _pass_on(ended: Future[None], to: Future[None]) -> None:
+    error = ended.exception()
+    if error is None:
+        to.set_result(None)
+    else:
+        to.set_exception(error)
 
 
 def _failed(handle: SaveHandle) -> bool:

@@ -126,7 +126,11 @@ def two_roots(setting: Setting) -> dict[str, Row]:
             return side_by_side(setting.rounds, two.durable_seconds, one.durable_seconds)
 
     with store_server(gigabits=_GIGABITS) as slower, store_server() as endpoint:
-        by_link, unlimited, disk = beside("store", slower), beside("store", endpoint), beside("disk", endpoint)
+        by_link, unlimited, disk = (
+            beside("store", slower),
+            beside("store", endpoint),
+            beside("disk", endpoint),
+        )
     title, target = "save to a disk and a store at once, both durable", Target("≤", 1.15)
     return {
         "two_roots": Figure(title, "s", "to the store alone", target, unlimited),

@@ -233,9 +233,13 @@ class ScriptedSink:
         self._storage.pass_by("write", self._path)
         self._sink.write(offset, data, lease)
 
-    def finish(self) -> None:
+    @property
+    def num_bytes(self) -> int:
+        return self._sink.num_bytes
+
+    def finish(self, num_bytes: int | None = None) -> None:
         self._storage.pass_by("finish", self._path)
-        self._sink.finish()
+        self._sink.finish(num_bytes)
 
     def abort(self) -> None:
         self._storage.pass_by("abort", self._path)

@@ -15,8 +15,10 @@ NAMES = [
     "ClosedError",
     "CorruptCheckpointError",
     "Destination",
+    "DestinationBusyError",
     "FormatVersionError",
     "NotCommittedError",
+    "NothingWrittenError",
     "PeerFailedError",
     "Progress",
     "RngState",
@@ -29,16 +31,36 @@ NAMES = [
     "StorageFullError",
     "StorageUnavailableError",
     "TornSnapshotError",
+    "UnsafeArchiveError",
     "UnsupportedStateError",
     "UntrustedObjectError",
+    "Zstd",
+    "extract",
     "load",
+    "pack",
+    "pack_folder",
     "release",
     "save",
+    "unpack",
 ]
 
 # name -> its parameters: `*` divides off what must be given by name, `=` shows a default.
 SIGNATURES = {
-    async_ckpt.save: "(obj, path, *, guard=None, storage_options=None, engine=None, fs=None)",
+    async_ckpt.save: "(obj, path, *, guard=None, compression=None, storage_options=None, engine=None, fs=None)",
+    async_ckpt.pack: (
+        "(destination, *, compression=None, scratch=None, storage_options=None, engine=None, fs=None)"
+    ),
+    async_ckpt.pack_folder: (
+        "(folder, destination, *, compression=None, storage_options=None, engine=None, fs=None)"
+    ),
+    async_ckpt.unpack: (
+        "(source, *, scratch=None, max_bytes=None, max_file_bytes=None, max_members=1000000, "
+        "storage_options=None, engine=None, fs=None)"
+    ),
+    async_ckpt.extract: (
+        "(source, folder, *, max_bytes=None, max_file_bytes=None, max_members=1000000, "
+        "storage_options=None, engine=None, fs=None)"
+    ),
     async_ckpt.load: (
         "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=(), "
         "*, storage_options=None, engine=None, fs=None)"
@@ -151,7 +173,7 @@ def test_the_errors_are_what_callers_already_catch():
     assert issubclass(async_ckpt.ClosedError, RuntimeError)
     assert issubclass(async_ckpt.StorageFullError, async_ckpt.StorageUnavailableError)
     errors = [v for n, v in vars(async_ckpt).items() if n.endswith("Error")]
-    assert len(errors) == 15
+    assert len(errors) == 18
     assert all(issubclass(error, CheckpointError) for error in errors)
 
 

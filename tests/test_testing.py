@@ -642,10 +642,10 @@ class WritesLate(LocalSink):
     def write(self, offset, data, lease=None) -> None:
         self.later.append((offset, data))
 
-    def finish(self) -> None:
+    def finish(self, num_bytes=None) -> None:
         for offset, data in self.later:
             super().write(offset, data)
-        super().finish()
+        super().finish(num_bytes)
 
 
 class KeepsMemory(LocalSink):

@@ -11,10 +11,10 @@ pages, so its length only shifts everything behind it, and every other offset co
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from ..spec import DTYPES, MIB, PAGE_BYTES, TensorSpec, align_up
 from . import digests, index, safetensors, tar
@@ -45,6 +45,60 @@ class SegmentPlan:
     num_bytes: int
     pieces: Sequence[Piece]
     literals: Sequence[tuple[int, memoryview]]
+
+
+class Image(Protocol):
+    """A file whose every byte position is known before it is written."""
+
+    @property
+    def file_bytes(self) -> int: ...
+
+    @property
+    def digests(self) -> index.Member | None:
+        """Where the digests of all that comes before them go, at the end; None in a file that has none."""
+
+    def segments(self, segment_bytes: int) -> list[SegmentPlan]:
+        """The file image cut into slices; the last one may be shorter."""
+
+
+def cut(extents: Iterable[tuple[int, int, int]], segment_bytes: int) -> dict[int, list[Piece]]:
+    """The pieces of each segment, by its number, of (offset in the file, bytes, tensor) in file order."""
+    pieces: dict[int, list[Piece]] = {}
+    for begin, num_bytes, tensor in extents:
+        at, end = begin, begin + num_bytes
+        while at < end:
+            number, target = divmod(at, segment_bytes)
+            length = min(end - at, segment_bytes - target)
+            pieces.setdefault(number, []).append(Piece(target, tensor, at - begin, length))
+            at += length
+    return pieces
+
+
+def slices(
+    file_bytes: int,
+    segment_bytes: int,
+    pieces: Mapping[int, Sequence[Piece]],
+    literals: Iterable[tuple[int, bytes]],
+) -> list[SegmentPlan]:
+    """Pieces and literals (offset in the file, bytes), as the plan of each segment."""
+    parts: dict[int, list[tuple[int, memoryview]]] = {}
+    for begin, data in literals:
+        view, at = memoryview(data), begin
+        while view:
+            number, target = divmod(at, segment_bytes)
+            parts.setdefault(number, []).append((target, view[: segment_bytes - target]))
+            at += min(len(view), segment_bytes - target)
+            view = view[segment_bytes - target :]
+    return [
+        SegmentPlan(
+            number,
+            offset,
+            min(segment_bytes, file_bytes - offset),
+            pieces.get(number, ()),
+            parts.get(number, ()),
+        )
+        for number, offset in enumerate(range(0, file_bytes, segment_bytes))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +182,9 @@ class TensorPlan:
         """
         kept = self._last_cut
         if kept is None or kept[:2] != (base, segment_bytes):
-            kept = self._last_cut = (base, segment_bytes, self._cut(base, segment_bytes))
+            extents = ((base + offset, num_bytes, tensor) for offset, num_bytes, tensor in self.in_file_order)
+            kept = self._last_cut = (base, segment_bytes, cut(extents, segment_bytes))
         return kept[2]
-
-    def _cut(self, base: int, segment_bytes: int) -> dict[int, list[Piece]]:
-        pieces: dict[int, list[Piece]] = {}
-        for offset, num_bytes, tensor in self.in_file_order:
-            begin, end = base + offset, base + offset + num_bytes
-            at = begin
-            while at < end:
-                number, target = divmod(at, segment_bytes)
-                length = min(end - at, segment_bytes - target)
-                pieces.setdefault(number, []).append(Piece(target, tensor, at - begin, length))
-                at += length
-        return pieces
 
 
 @dataclass(frozen=True)
@@ -155,26 +198,8 @@ class Layout:
     file_bytes: int
 
     def segments(self, segment_bytes: int) -> list[SegmentPlan]:
-        """The file image cut into slices; the last one may be shorter."""
         pieces = self.plan.cut(self.base, segment_bytes)
-        literals: dict[int, list[tuple[int, memoryview]]] = {}
-        for begin, data in self.literals:
-            view, at = memoryview(data), begin
-            while view:
-                number, target = divmod(at, segment_bytes)
-                literals.setdefault(number, []).append((target, view[: segment_bytes - target]))
-                at += min(len(view), segment_bytes - target)
-                view = view[segment_bytes - target :]
-        return [
-            SegmentPlan(
-                number,
-                offset,
-                min(segment_bytes, self.file_bytes - offset),
-                pieces.get(number, ()),
-                literals.get(number, ()),
-            )
-            for number, offset in enumerate(range(0, self.file_bytes, segment_bytes))
-        ]
+        return slices(self.file_bytes, segment_bytes, pieces, self.literals)
 
 
 def lay_out(

@@ -12,6 +12,7 @@ from typing import Final
 BLOCK: Final = 512
 # The end of an archive is two zero blocks.
 END_BYTES: Final = 2 * BLOCK
+MAX_NAME_BYTES: Final = 100
 # Eleven octal digits and a terminator fit the size field.
 _OCTAL_LIMIT: Final = 8**11
 
@@ -21,13 +22,13 @@ def padding_after(payload_bytes: int) -> int:
     return -payload_bytes % BLOCK
 
 
-def header(name: str, payload_bytes: int, *, mtime: int) -> bytes:
-    """The 512-byte header of one regular file, owner root, mode 0644; `mtime` in whole seconds.
+def header(name: str, payload_bytes: int, *, mtime: int, mode: int = 0o644) -> bytes:
+    """The 512-byte header of one regular file, owner root; `mtime` in whole seconds.
 
-    Raises ValueError for a name over 100 ASCII bytes: the layout never makes one.
+    Raises ValueError for a name that is not ASCII, or longer than 100 bytes: the layout never makes one.
     """
     raw_name = name.encode("ascii")
-    if len(raw_name) > 100:
+    if len(raw_name) > MAX_NAME_BYTES:
         raise ValueError(f"member name too long for ustar: {name!r}")
     if payload_bytes < _OCTAL_LIMIT:
         size = b"%011o\0" % payload_bytes
@@ -35,7 +36,7 @@ def header(name: str, payload_bytes: int, *, mtime: int) -> bytes:
         size = b"\x80" + payload_bytes.to_bytes(11, "big")
     block = bytearray(BLOCK)
     block[0 : len(raw_name)] = raw_name
-    block[100:108] = b"0000644\0"
+    block[100:108] = b"%07o\0" % mode
     block[108:116] = b"0000000\0"
     block[116:124] = b"0000000\0"
     block[124:136] = size

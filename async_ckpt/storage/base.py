@@ -22,6 +22,7 @@ class Held(Protocol):
 class Sink(Protocol):
     """The write side of one object that is not there yet. Only `finish` makes it appear."""
 
+    num_bytes: int  # of the object; until it is finished, what was announced
     num_retries: int  # requests, or whole attempts, that had to be made again
     retryable: bool  # what was written is all still in memory, to be sent again as a whole if need be
 
@@ -32,8 +33,11 @@ class Sink(Protocol):
         the lease; one that has failed has released everything. Raises StorageFullError, StorageUnavailableError.
         """
 
-    def finish(self) -> None:
-        """Make the object durable and visible under its name, whole. All writes have returned."""
+    def finish(self, num_bytes: int | None = None) -> None:
+        """Make the object durable and visible under its name, whole. All writes have returned.
+
+        `num_bytes` is its size, where only a limit was announced.
+        """
 
     def abort(self) -> None:
         """Leave no trace. Idempotent; never raises what the caller cannot act on."""
@@ -89,12 +93,18 @@ class Storage(Protocol):
         """How many segments in a row a sink for such an object must hold at once before it can send any of them."""
 
     def create(
-        self, path: str, *, num_bytes: int, segment_bytes: int, max_segments: int | None = None
+        self,
+        path: str,
+        *,
+        num_bytes: int,
+        segment_bytes: int,
+        max_segments: int | None = None,
+        exact: bool = True,
     ) -> Sink:
         """Begin an object of exactly this size; parents are made. Raises StorageFullError before a byte is written.
 
         It comes in segments of `segment_bytes`, of which `max_segments` at most can be on loan at a time; the sink
-        holds no more than its share of these.
+        holds no more than its share of these. Without `exact`, `num_bytes` is a limit, and `finish` is told the size.
         """
 
     def open(self, path: str) -> Reader:

@@ -27,7 +27,7 @@ class _HoldingSink:
     retryable = False  # what was sent is not kept
 
     def __init__(self, num_bytes: int, shown_as: str, translated: Translated) -> None:
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._shown_as = shown_as
         self._translated = translated
         self._lock = threading.Lock()
@@ -54,9 +54,9 @@ class _HoldingSink:
             lease.release()
 
     def _check_size(self, num_bytes: int | None) -> None:
-        if num_bytes != self._num_bytes:
+        if num_bytes != self.num_bytes:
             raise OSError(
-                errno.EIO, f"acknowledged and lost: {num_bytes} bytes are there of {self._num_bytes}"
+                errno.EIO, f"acknowledged and lost: {num_bytes} bytes are there of {self.num_bytes}"
             )
 
     def _discard(self) -> None:
@@ -96,6 +96,7 @@ class MultipartSink(_HoldingSink):
         self._segment_bytes = segment_bytes
         self._part_bytes = bucket.part_segments(num_bytes, segment_bytes) * segment_bytes
         self._num_parts = -(-num_bytes // self._part_bytes)
+        self._is_small = self._num_parts == 1
         self._parts: dict[int, dict[str, Any]] = {}  # what the store said of each part; under _lock
         self._retried = False  # the beginning was asked for more than once
         self._upload: str | None = None  # under _beginning, which is held while the store is asked for it
@@ -105,7 +106,7 @@ class MultipartSink(_HoldingSink):
     def write(self, offset: int, data: memoryview, lease: Held) -> None:
         self._hold(offset, data, lease)
         number = offset // self._part_bytes
-        if self._num_parts == 1:
+        if self._is_small:
             return  # one put would make it visible: `finish` does that
         segments = self._take(number)
         if segments:
@@ -114,7 +115,7 @@ class MultipartSink(_HoldingSink):
     def _take(self, number: int) -> list[tuple[memoryview, Held]]:
         """The segments of a part in order, when all are there."""
         begin = number * self._part_bytes
-        offsets = range(begin, min(begin + self._part_bytes, self._num_bytes), self._segment_bytes)
+        offsets = range(begin, min(begin + self._part_bytes, self.num_bytes), self._segment_bytes)
         with self._lock:
             if not all(offset in self._held for offset in offsets):
                 return []
@@ -149,9 +150,11 @@ class MultipartSink(_HoldingSink):
                 self._told_again = ("ETag", f"Checksum{begun.get('ChecksumAlgorithm')}")
             return self._upload
 
-    def finish(self) -> None:
+    def finish(self, num_bytes: int | None = None) -> None:
         with self._translated():
-            if self._num_parts == 1:
+            if num_bytes is not None:
+                self._end_at(num_bytes)
+            if self._is_small:
                 self._put_whole()
             else:
                 self._complete()
@@ -165,12 +168,18 @@ class MultipartSink(_HoldingSink):
                 self._discard_all()
         self._finished = True
 
+    def _end_at(self, num_bytes: int) -> None:
+        """Now the size is known, and with it what the last part is made of."""
+        self.num_bytes, self._num_parts = num_bytes, -(-num_bytes // self._part_bytes)
+        if not self._is_small and (segments := self._take(self._num_parts - 1)):
+            self._send(self._num_parts - 1, segments)
+
     def _put_whole(self) -> None:
         segments = self._take(0)
         body = Body([view for view, _ in segments])
         try:
             if not segments:
-                raise OSError(errno.EIO, f"not all of {self._num_bytes} bytes arrived")
+                raise OSError(errno.EIO, f"not all of {self.num_bytes} bytes arrived")
             self._bucket.call("put_object", self._name, Body=body)
         except BaseException as error:
             self._give_up(error)
@@ -260,10 +269,11 @@ class AppendingSink(_HoldingSink):
                 self._next += len(segment[0])
             return segment
 
-    def finish(self) -> None:
+    def finish(self, num_bytes: int | None = None) -> None:
+        self.num_bytes = self.num_bytes if num_bytes is None else num_bytes
         with self._translated():
-            if self._draft is None or self._next != self._num_bytes:
-                raise OSError(errno.EIO, f"{self._next} bytes arrived of {self._num_bytes}")
+            if self._draft is None or self._next != self.num_bytes:
+                raise OSError(errno.EIO, f"{self._next} bytes arrived of {self.num_bytes}")
             self._draft.commit()
             self._check_size(self._files.info(self._name).num_bytes)
         self._finished = True
@@ -274,4 +284,4 @@ class AppendingSink(_HoldingSink):
 
     def __repr__(self) -> str:
         done = ", finished" if self._finished else ""
-        return f"<AppendingSink {self._shown_as} {self._next:,} of {self._num_bytes:,} bytes{done}>"
+        return f"<AppendingSink {self._shown_as} {self._next:,} of {self.num_bytes:,} bytes{done}>"

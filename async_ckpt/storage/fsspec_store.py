@@ -85,6 +85,7 @@ class FsspecStorage:
         num_bytes: int,
         segment_bytes: int,
         max_segments: int | None = None,  # noqa: ARG002
+        exact: bool = True,  # noqa: ARG002
     ) -> MultipartSink | AppendingSink:
         name, translated = self._place.name(path), partial(self._translated, path, num_bytes=num_bytes)
         if isinstance(self._place, Bucket):

@@ -74,30 +74,31 @@ class LocalStorage:
         num_bytes: int,
         segment_bytes: int = SEGMENT_BYTES,  # noqa: ARG002
         max_segments: int | None = None,  # noqa: ARG002
+        exact: bool = True,
     ) -> LocalSink:
         target = self.root / path
-        with _translated(target):
-            free = _free_bytes(target.parent)
-            if free is not None and free < num_bytes:
+        with translated(target):
+            free = free_bytes_at(target.parent)
+            if exact and free is not None and free < num_bytes:
                 raise full(target, num_bytes, free)
             was_there = target.parent.is_dir()
-            _make_folder(target.parent)
-            return LocalSink(target, num_bytes, remove_folder=not was_there)
+            make_folder(target.parent)
+            return LocalSink(target, num_bytes, exact=exact, remove_folder=not was_there)
 
     def open(self, path: str) -> LocalReader:
-        with _translated(self.root / path, passing=(FileNotFoundError, IsADirectoryError)):
+        with translated(self.root / path, passing=(FileNotFoundError, IsADirectoryError)):
             return LocalReader(self.root / path)
 
     def read(self, path: str) -> tuple[bytes, str]:
         with (
-            _translated(self.root / path, passing=(FileNotFoundError,)),
+            translated(self.root / path, passing=(FileNotFoundError,)),
             open(self.root / path, "rb") as file,
         ):
             return file.read(), _version(os.fstat(file.fileno()))
 
     def put_new(self, path: str, data: bytes) -> None:
         target = self.root / path
-        with _translated(target, passing=(FileExistsError,)), _written(target, data) as temp:
+        with translated(target, passing=(FileExistsError,)), _written(target, data) as temp:
             try:
                 os.link(temp, target)
             except OSError as error:
@@ -108,7 +109,7 @@ class LocalStorage:
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
         target = self.root / path
-        with _translated(target, passing=(FileExistsError,)), _written(target, data) as temp:
+        with translated(target, passing=(FileExistsError,)), _written(target, data) as temp:
             if version is None:
                 os.replace(temp, target)
             else:
@@ -119,13 +120,13 @@ class LocalStorage:
             sync_folder(target.parent)
 
     def move(self, path: str, to: str) -> None:
-        with _translated(self.root / path, passing=(FileNotFoundError,)):
+        with translated(self.root / path, passing=(FileNotFoundError,)):
             os.replace(self.root / path, self.root / to)
             sync_folder((self.root / to).parent)
 
     def delete(self, path: str) -> None:
         target = self.root / path
-        with _translated(target):
+        with translated(target):
             try:
                 os.unlink(target)
                 sync_folder(target.parent)
@@ -136,14 +137,14 @@ class LocalStorage:
                     os.rmdir(target.parent)
 
     def names(self, folder: str) -> list[str]:
-        with _translated(self.root / folder):
+        with translated(self.root / folder):
             try:
                 return sorted(os.listdir(self.root / folder))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
     def exists(self, path: str) -> bool:
-        with _translated(self.root / path):
+        with translated(self.root / path):
             try:
                 os.stat(self.root / path)
             except (FileNotFoundError, NotADirectoryError):
@@ -161,7 +162,7 @@ class LocalStorage:
         delete: bool = False,
         decided: bool = False,  # noqa: ARG002
     ) -> list[str]:
-        return [name for name in names if _is_dead(self.root / folder / name, delete=delete)]
+        return [name for name in names if is_dead(self.root / folder / name, delete=delete)]
 
     def sweep_uploads(self) -> list[str]:
         return []  # what is unfinished here is a file, and `sweep` sees it
@@ -173,15 +174,16 @@ class LocalSink:
     num_retries = 0
     retryable = False
 
-    def __init__(self, target: Path, num_bytes: int, *, remove_folder: bool) -> None:
+    def __init__(self, target: Path, num_bytes: int, *, exact: bool, remove_folder: bool) -> None:
         self._target = target
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._remove_folder = remove_folder
-        self._temp, self._fd = _create_locked(target)
+        self._temp, self._fd = create_locked(target)
         self._direct = False
         self._finished = False
         try:
-            _preallocate(self._fd, num_bytes, target)
+            if exact:
+                _preallocate(self._fd, num_bytes, target)
             if _O_DIRECT and fcntl is not None:
                 with suppress(OSError):  # tmpfs and others refuse the flag itself
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | _O_DIRECT)
@@ -191,7 +193,7 @@ class LocalSink:
             raise
 
     def write(self, offset: int, data: memoryview, lease: Held | None = None) -> None:  # noqa: ARG002
-        with _translated(self._target, needed_bytes=self._num_bytes):
+        with translated(self._target, needed_bytes=self.num_bytes):
             while data:
                 direct = self._direct
                 try:
@@ -208,12 +210,13 @@ class LocalSink:
         self._direct = False
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT)
 
-    def finish(self) -> None:
-        with _translated(self._target, needed_bytes=self._num_bytes):
-            _sync(self._fd)
+    def finish(self, num_bytes: int | None = None) -> None:
+        self.num_bytes = self.num_bytes if num_bytes is None else num_bytes
+        with translated(self._target, needed_bytes=self.num_bytes):
+            sync_file(self._fd)
             size = os.fstat(self._fd).st_size
-            if size != self._num_bytes:
-                raise OSError(errno.EIO, f"{size} bytes arrived of {self._num_bytes}")
+            if size != self.num_bytes:
+                raise OSError(errno.EIO, f"{size} bytes arrived of {self.num_bytes}")
             if fcntl is None:  # Windows renames no open file, and there is no lock to keep
                 self.close()
             os.replace(self._temp, self._target)
@@ -233,7 +236,7 @@ class LocalSink:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with suppress(OSError):
-                _forget(fd)
+                forget(fd)
 
     def give_up(self) -> None:
         """Nothing is held."""
@@ -264,7 +267,7 @@ class LocalReader:
     def read_into(self, offset: int, target: memoryview) -> None:
         aligned = not (offset % PAGE_BYTES or len(target) % PAGE_BYTES or _address(target) % PAGE_BYTES)
         direct = aligned and self._direct_fd >= 0
-        with _translated(self._path):
+        with translated(self._path):
             while target:
                 try:
                     num_read = _pread_into(self._direct_fd if direct else self._fd, target, offset)
@@ -329,7 +332,7 @@ def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullEr
 
 
 @contextmanager
-def _translated(
+def translated(
     path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError], ...] = ()
 ) -> Iterator[None]:
     """Foreign errors become ours once, here; only what the caller handles itself passes."""
@@ -339,7 +342,7 @@ def _translated(
         raise
     except OSError as error:
         if error.errno in _FULL:
-            raise full(path, needed_bytes, _free_bytes(path.parent)) from error
+            raise full(path, needed_bytes, free_bytes_at(path.parent)) from error
         reason = error.strerror or str(error)
         raise StorageUnavailableError(
             f"{path}: {reason}; make sure that the folder exists, is writable and its disk is healthy",
@@ -347,12 +350,12 @@ def _translated(
         ) from error
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Make a folder and its parents, each durable in its own parent."""
     if folder.is_dir():
         return
     try:
-        _make_folder(folder.parent)
+        make_folder(folder.parent)
         os.mkdir(folder)
     except FileExistsError:
         if not folder.is_dir():
@@ -362,7 +365,7 @@ def _make_folder(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def _create_locked(target: Path) -> tuple[Path, int]:
+def create_locked(target: Path) -> tuple[Path, int]:
     """A new temp file beside the target, locked before anybody could take it for a leftover."""
     while True:
         temp = target.with_name(f"{temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}")
@@ -372,7 +375,7 @@ def _create_locked(target: Path) -> tuple[Path, int]:
                 key = _identity(os.fstat(fd))
                 _ours.add(key)
         except FileNotFoundError:  # another process swept the empty folder away
-            _make_folder(target.parent)
+            make_folder(target.parent)
             continue
         if fcntl is not None:
             with suppress(OSError):  # a file system without locks: then nobody can sweep there either
@@ -382,17 +385,17 @@ def _create_locked(target: Path) -> tuple[Path, int]:
                 return temp, fd
         except FileNotFoundError:
             pass  # swept between open and lock
-        _forget(fd)
+        forget(fd)
 
 
-def _forget(fd: int) -> None:
+def forget(fd: int) -> None:
     """Close a file of ours, and with it its lock."""
     with _ours_lock:  # first: once it is closed, its identity may belong to a new file
         _ours.discard(_identity(os.fstat(fd)))
     os.close(fd)
 
 
-def _is_dead(path: Path, *, delete: bool) -> bool:
+def is_dead(path: Path, *, delete: bool) -> bool:
     """True when no living process is writing this file: its record lock can be had.
 
     It is deleted with the lock in hand, so that a writer that is just about to take it finds the file gone.
@@ -420,21 +423,21 @@ def _is_dead(path: Path, *, delete: bool) -> bool:
 @contextmanager
 def _written(target: Path, data: bytes) -> Iterator[Path]:
     """The data, durable in a temp file beside the target, which is gone afterwards however that went."""
-    _make_folder(target.parent)
-    temp, fd = _create_locked(target)
+    make_folder(target.parent)
+    temp, fd = create_locked(target)
     try:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(fd, rest) :]
-        _sync(fd)
+        sync_file(fd)
         if fcntl is None:
-            _forget(fd)
+            forget(fd)
         yield temp
     finally:
         with suppress(OSError):
             os.unlink(temp)
         if fcntl is not None:
-            _forget(fd)
+            forget(fd)
 
 
 _replacing = threading.Lock()
@@ -477,12 +480,12 @@ def _preallocate(fd: int, num_bytes: int, target: Path) -> None:
     if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
         code = ctypes.get_errno()
         if code in _FULL:
-            raise full(target, num_bytes, _free_bytes(target.parent))
+            raise full(target, num_bytes, free_bytes_at(target.parent))
         if code not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
             raise OSError(code, os.strerror(code), str(target))
 
 
-def _free_bytes(folder: Path) -> int | None:
+def free_bytes_at(folder: Path) -> int | None:
     """Bytes that this user may still write there; None where the file system does not say. It need not exist yet."""
     if not hasattr(os, "statvfs"):
         return None
@@ -507,7 +510,7 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) and not view.readonly else 1
 
 
-def _sync(fd: int) -> None:
+def sync_file(fd: int) -> None:
     """Durable means durable: on macOS, fsync(2) leaves data in the drive's cache."""
     full_sync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_sync is None:

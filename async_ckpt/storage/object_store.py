@@ -102,7 +102,13 @@ class ObjectStorage:
         return min(-(-smallest // segment_bytes), max(1, -(-num_bytes // segment_bytes)))
 
     def create(
-        self, path: str, *, num_bytes: int, segment_bytes: int, max_segments: int | None = None
+        self,
+        path: str,
+        *,
+        num_bytes: int,
+        segment_bytes: int,
+        max_segments: int | None = None,
+        exact: bool = True,  # noqa: ARG002
     ) -> ObjectSink:
         self.key(path)
         part_segments = self.part_segments(num_bytes, segment_bytes)
@@ -503,10 +509,11 @@ class ObjectSink:
     ) -> None:
         self.num_retries = 0
         self.retryable = True
-        self._storage, self._path, self._num_bytes = storage, path, num_bytes
+        self._storage, self._path, self.num_bytes = storage, path, num_bytes
         self._segment_bytes, self._part_segments, self._num_parts = segment_bytes, part_segments, num_parts
-        self._num_segments = -(-num_bytes // segment_bytes)
+        self._is_multipart = num_bytes > segment_bytes
         self._changed = threading.Condition()
+        self._num_segments = -(-num_bytes // segment_bytes)  # or fewer, as `finish` may say; under _changed
         self._pieces: dict[int, _Piece] = {}  # what is on loan; under _changed, like all below
         self._num_arrived = 0
         self._next = 0  # the first segment that this attempt has not asked for
@@ -549,8 +556,11 @@ class ObjectSink:
         piece.lease.release()
         return True
 
-    def finish(self) -> None:
+    def finish(self, num_bytes: int | None = None) -> None:
         with self._changed:
+            if num_bytes is not None:
+                self.num_bytes = num_bytes
+                self._num_segments = max(1, -(-num_bytes // self._segment_bytes))
             self._all_written = self._num_arrived == self._num_segments
             self._changed.notify_all()
         if not self._all_written and not self._over:
@@ -624,7 +634,7 @@ class ObjectSink:
             leases = [self._pieces.pop(number).lease for number in self._idle()]
         for lease in leases:
             lease.release()
-        if self._num_segments > 1 and (self.num_retries or (error and retry.is_transient(error))):
+        if self._is_multipart and (self.num_retries or (error and retry.is_transient(error))):
             self._storage.abort_uploads(self._path)
         with self._changed:  # requests that were broken off let go a moment later, in `_let_go`
             self._changed.wait_for(lambda: not self._pieces, _LET_GO_SECONDS)
@@ -633,9 +643,9 @@ class ObjectSink:
         if self._given_up:
             raise _GivenUpError
         try:
-            if self._num_segments > 1 and not self.num_retries:
+            if self._is_multipart and not self.num_retries:
                 LibraryThread(target=self._look_before, name="async_ckpt-look", daemon=False).start()
-            result = self._storage.ask_once(self._path, self._send, part=True, num_bytes=self._num_bytes)
+            result = self._storage.ask_once(self._path, self._send, part=True, num_bytes=self.num_bytes)
             self._verify(result)
         except FileNotFoundError:
             raise StorageUnavailableError(f"{self._where}: {answers.NO_BUCKET}", path=self._where) from None
@@ -652,14 +662,14 @@ class ObjectSink:
     def _send(self, store: Any) -> Any:
         import obstore
 
-        key, body, multipart = self._storage.key(self._path), self._segments(), self._num_segments > 1
-        if not multipart:
+        key, body = self._storage.key(self._path), self._segments()
+        if not self._is_multipart:
             self._wait_for(lambda: self._all_written)
         return obstore.put(
             store,
             key,
-            body if multipart else self._take(0),
-            use_multipart=multipart,
+            body if self._is_multipart else self._take(0),
+            use_multipart=self._is_multipart,
             chunk_size=self._segment_bytes * self._part_segments,
             max_concurrency=max(
                 1, self._num_parts >> self.num_retries
@@ -667,10 +677,17 @@ class ObjectSink:
         )
 
     def _segments(self) -> Iterator[memoryview]:
-        for number in range(self._num_segments):
+        number = 0
+        while self._is_there(number):
             yield self._take(number)
+            number += 1
         # obstore completes the object when this ends.
         self._wait_for(lambda: self._all_written and self._has_looked)
+
+    def _is_there(self, number: int) -> bool:
+        """Wait for a segment. False when the object has ended before it."""
+        self._wait_for(lambda: number in self._pieces or number >= self._num_segments)
+        return number < self._num_segments
 
     def _look_before(self) -> None:
         """See what is there under the name, while the first parts are on their way; a thread of its own."""
@@ -685,7 +702,6 @@ class ObjectSink:
     def _take(self, number: int) -> memoryview:
         """The segment, once it is there, as a view whose end says that the upload has let go of the memory."""
         with self._changed:
-            self._wait_for(lambda: number in self._pieces)
             piece = self._pieces[number]
             piece.num_views += 1
             self._next, self._moved_at = number + 1, monotonic()
@@ -720,10 +736,10 @@ class ObjectSink:
             found = self._storage.head(self._path)
         except FileNotFoundError:
             found = {"size": "nothing", "e_tag": None}
-        ours = found["e_tag"] == self._e_tag or (self._num_segments > 1 and found["e_tag"] != self._before)
-        if found["size"] != self._num_bytes or not ours:
+        ours = found["e_tag"] == self._e_tag or (self._is_multipart and found["e_tag"] != self._before)
+        if found["size"] != self.num_bytes or not ours:
             raise StorageUnavailableError(
-                f"{self._where}: the store acknowledged {self._num_bytes:,} bytes and lost them: {found['size']} with "
+                f"{self._where}: the store acknowledged {self.num_bytes:,} bytes and lost them: {found['size']} with "
                 f"e-tag {found['e_tag']} is there; find out what it does with what it is given",
                 path=self._where,
                 transient=True,

@@ -229,6 +229,36 @@ class StorageContract:
         assert _same(self.content(storage, "folder/x.tar"), b"b" * 2 * PAGE_BYTES)
         assert storage.names("folder") == ["x.tar"]
 
+    @pytest.mark.parametrize(
+        ("num_bytes", "limit_bytes"),
+        [
+            (1, _SEGMENT_BYTES),
+            (_SEGMENT_BYTES, _SEGMENT_BYTES),
+            (1, 1 << 40),
+            *(
+                (3 * _SEGMENT_BYTES + more, limit)
+                for more in (0, 4097)
+                for limit in (40 * _SEGMENT_BYTES, 1 << 40)
+            ),
+        ],
+    )
+    def test_an_object_may_end_before_its_limit(
+        self, storage: Storage, num_bytes: int, limit_bytes: int
+    ) -> None:
+        data, memory = _random_bytes(num_bytes), Memory()
+        sink = storage.create(
+            "folder/x.tar", num_bytes=limit_bytes, segment_bytes=_SEGMENT_BYTES, max_segments=64, exact=False
+        )
+        _write(sink, data, memory, order=range(-(-num_bytes // _SEGMENT_BYTES)))
+        assert not storage.exists("folder/x.tar")
+        sink.finish(num_bytes)
+        sink.close()
+
+        memory.assert_all_back()
+        assert sink.num_bytes == num_bytes
+        assert _same(self.content(storage, "folder/x.tar"), data)
+        assert not list(self.uploads())
+
     def test_a_sink_says_how_many_segments_it_must_hold_at_once(self, storage: Storage) -> None:
         for num_bytes in (PAGE_BYTES, 5 * _SEGMENT_BYTES, 1 << 40):
             for segment_bytes in (_SEGMENT_BYTES, 32 * MIB):

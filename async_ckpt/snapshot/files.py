@@ -1,0 +1,218 @@
+"""Files on their way into segments: the other fill, which reads where staging copies.
+
+In: a folder or a file, and the plan of its image. Out: segments, handed on one by one as they are filled.
+Knows nothing of: where they go.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tarfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ..errors import StorageUnavailableError, TornSnapshotError, UnsupportedStateError
+from ..format.layout import SegmentPlan
+from ..format.tarball import Entry, stays_inside
+from ..spans import Clock
+from ..spec import BLOCK_BYTES
+from .crew import Crew, num_cpus, running_future
+from .pool import Lease, SegmentPool
+
+_MAX_READERS: Final = 8
+_O_BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+class Source(NamedTuple):
+    """A file as it was when the plan was made."""
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+
+
+def scan(folder: Path) -> tuple[list[Entry], list[Source]]:
+    """Every member of a folder, itself first, in the order of names; and the file behind each.
+
+    Raises UnsupportedStateError for what no archive can give back: devices, pipes, links that lead out of the folder.
+    """
+    entries: list[Entry] = []
+    sources: list[Source] = []
+    first_names: dict[tuple[int, int], str] = {}
+    for path, name, found in _walk(str(folder), ".", os.lstat(folder)):
+        entry = _entry(path, name, found, first_names)
+        entries.append(entry)
+        sources.append(Source(path, entry.num_bytes, found.st_mtime_ns))
+    return entries, sources
+
+
+def source_of(file: Path) -> Source:
+    found = os.stat(file)
+    return Source(str(file), found.st_size, found.st_mtime_ns)
+
+
+def _walk(path: str, name: str, found: os.stat_result) -> Iterator[tuple[str, str, os.stat_result]]:
+    todo = [(path, name, found)]
+    while todo:
+        path, name, found = todo.pop()
+        yield path, name, found
+        if stat.S_ISDIR(found.st_mode):
+            with os.scandir(path) as entries:
+                inside = sorted(entries, key=lambda entry: entry.name, reverse=True)
+            todo += [(e.path, f"{name}/{e.name}", e.stat(follow_symlinks=False)) for e in inside]
+
+
+def _entry(path: str, name: str, found: os.stat_result, first_names: dict[tuple[int, int], str]) -> Entry:
+    mode, mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
+    if stat.S_ISDIR(found.st_mode):
+        return Entry(name, tarfile.DIRTYPE, mode, mtime)
+    if stat.S_ISLNK(found.st_mode):
+        target = os.readlink(path)
+        if not stays_inside(name, target):
+            raise UnsupportedStateError(
+                f"{path} is a link to {target}, out of the folder; copy the file in instead", path=path
+            )
+        return Entry(name, tarfile.SYMTYPE, mode, mtime, link=target)
+    if not stat.S_ISREG(found.st_mode):
+        raise UnsupportedStateError(
+            f"{path} is neither a file, a folder nor a link; remove it, then pack again", path=path
+        )
+    if found.st_nlink > 1:
+        first = first_names.setdefault((found.st_dev, found.st_ino), name)
+        if first != name:
+            return Entry(name, tarfile.LNKTYPE, mode, mtime, link=first)
+    return Entry(name, tarfile.REGTYPE, mode, mtime, found.st_size, runs=_runs(path, found))
+
+
+def _runs(path: str, found: os.stat_result) -> tuple[tuple[int, int], ...]:
+    """Where a file has data: all of it, or what is between holes if these save at least a block."""
+    size = found.st_size
+    blocks = getattr(found, "st_blocks", size)
+    if not hasattr(os, "SEEK_DATA") or size - blocks * 512 < BLOCK_BYTES:
+        return ((0, size),) if size else ()
+    runs: list[tuple[int, int]] = []
+    fd = os.open(path, os.O_RDONLY | _O_BINARY)
+    try:
+        end = 0
+        while end < size:
+            try:
+                begin = os.lseek(fd, end, os.SEEK_DATA)
+            except OSError:  # ENXIO: nothing but a hole follows
+                break
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+            runs.append((begin, end - begin))
+    finally:
+        os.close(fd)
+    return tuple(runs)
+
+
+class FileFill:
+    """Reads segments from files, by several threads, in file order. All in the background: nobody is held.
+
+    `put` gets (segment number, lease) as each segment is filled. `check` raises when the save has failed elsewhere.
+    """
+
+    stall_seconds = 0.0
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        runs: Sequence[tuple[int, int]],
+        segments: Sequence[SegmentPlan],
+        *,
+        order: int,
+        pool: SegmentPool,
+        crew: Crew,
+        clock: Clock,
+        put: Callable[[int, Lease], None],
+        check: Callable[[], None],
+    ) -> None:
+        self._sources, self._runs, self._order = sources, runs, order
+        self._pool, self._crew, self._clock = pool, crew, clock
+        self._put, self._check = put, check
+        self.completion: Future[None] = running_future()
+        self.stage_seconds = 0.0
+        self._begun = clock()
+        self._todo = deque(segments)
+        self._taking = threading.Lock()  # a segment and its lease are taken in one step, in file order
+        self._lock = threading.Lock()
+        self._num_readers = 0  # under _lock, like all below
+        self._error: BaseException | None = None
+
+    def begin(self) -> None:
+        num_readers = min(_MAX_READERS, 2 * num_cpus(), max(1, len(self._todo)))
+        self._num_readers = num_readers
+        for _ in range(num_readers):
+            self._crew.submit(self._read)
+
+    def _read(self) -> None:
+        try:
+            while (taken := self._take()) is not None:
+                self._fill(*taken)
+        except BaseException as error:
+            with self._lock:
+                self._error = self._error or error
+        with self._lock:
+            self._num_readers -= 1
+            last, error_of_all = self._num_readers == 0, self._error
+        if last:
+            self.stage_seconds = self._clock() - self._begun
+            if error_of_all is None:
+                self.completion.set_result(None)
+            else:
+                self.completion.set_exception(error_of_all)
+
+    def _take(self) -> tuple[SegmentPlan, Lease] | None:
+        with self._taking:
+            if self._error is not None or not self._todo:
+                return None
+            plan = self._todo.popleft()
+            return plan, self._pool.lease((self._order, plan.number), pin=None, check=self._check)
+
+    def _fill(self, plan: SegmentPlan, lease: Lease) -> None:
+        try:
+            view = lease.segment.view
+            for at, data in plan.literals:
+                view[at : at + len(data)] = data
+            for target, run, begin, length in plan.pieces:
+                number, offset = self._runs[run]
+                _read_into(view[target : target + length], self._sources[number], offset + begin)
+        except BaseException:
+            lease.release()
+            raise
+        self._put(plan.number, lease)
+
+    def __repr__(self) -> str:
+        return f"<FileFill {len(self._sources)} files, {len(self._todo)} segments left>"
+
+
+def _read_into(target: memoryview, source: Source, offset: int) -> None:
+    """Raises TornSnapshotError when the file is not what it was, and StorageUnavailableError."""
+    try:
+        with open(source.path, "rb", buffering=0) as file:
+            found = os.fstat(file.fileno())
+            if (found.st_size, found.st_mtime_ns) != source[1:]:
+                raise _changed(source)
+            file.seek(offset)
+            while target:
+                num_read = file.readinto(target)
+                if not num_read:
+                    raise _changed(source)
+                target = target[num_read:]
+    except FileNotFoundError:
+        raise _changed(source) from None
+    except OSError as error:
+        raise StorageUnavailableError(
+            f"{source.path}: {error.strerror}; make sure that it can be read", path=source.path
+        ) from error
+
+
+def _changed(source: Source) -> TornSnapshotError:
+    return TornSnapshotError(
+        f"{source.path} changed while it was being packed; write it first, then pack", names=(source.path,)
+    )

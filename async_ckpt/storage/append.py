@@ -1,0 +1,123 @@
+"""Bytes from front to back, for a sink that takes segments.
+
+In: bytes of any length, in order. Out: an object whose size was not known before. Knows nothing of: what they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from ..snapshot.crew import Crew
+from ..snapshot.pool import LIVENESS_SECONDS, Lease, SegmentPool
+from ..spec import MIB
+from .base import Sink, Storage
+
+_SEGMENT_BYTES: Final = 8 * MIB
+# One is being filled, some are being written, and what a store still sends is held until then.
+_NUM_SEGMENTS: Final = 8
+_NUM_WRITERS: Final = 4
+
+
+class Appender:
+    """Fills segments of its own memory, and has them written by other threads meanwhile. One thread appends at a time.
+
+    `limit_bytes` is more than will come: a store chooses the size of its parts by it. The memory is a fixed 64 MiB,
+    or what a store needs for parts of such an object.
+    """
+
+    def __init__(self, storage: Storage, path: str, *, limit_bytes: int) -> None:
+        num_segments = max(_NUM_SEGMENTS, 2 * storage.part_segments(limit_bytes, _SEGMENT_BYTES) + 2)
+        self.sink: Sink = storage.create(
+            path, num_bytes=limit_bytes, segment_bytes=_SEGMENT_BYTES, max_segments=num_segments, exact=False
+        )
+        self._pool = SegmentPool(_SEGMENT_BYTES, max_bytes=num_segments * _SEGMENT_BYTES)
+        self._pool.add_reliever(lambda _: self.sink.relieve())
+        self._crew = Crew("append", _NUM_WRITERS, background=True)
+        self._lease: Lease | None = None  # being filled, up to `num_bytes`
+        self.num_bytes = 0
+        self._changed = threading.Condition()
+        self._num_writing = 0  # under _changed, like all below
+        self._error: BaseException | None = None
+
+    def append(self, data: memoryview) -> None:
+        """Take bytes; they may change once this returns. Raises what an earlier write has met."""
+        while data:
+            if self._lease is None:
+                number = self.num_bytes // _SEGMENT_BYTES
+                self._lease = self._pool.lease((0, number), pin=None, check=self.check)
+            begin = self.num_bytes % _SEGMENT_BYTES
+            part = data[: _SEGMENT_BYTES - begin]
+            self._lease.segment.view[begin : begin + len(part)] = part
+            self.num_bytes += len(part)
+            data = data[len(part) :]
+            if self.num_bytes % _SEGMENT_BYTES == 0:
+                self._send()
+        self.check()
+
+    def finish(self) -> int:
+        """Write what is left, and make the object durable; its size in bytes."""
+        if self._lease is not None:
+            self._send()
+        self._wait()
+        self.check()
+        self.sink.finish(self.num_bytes)
+        self._close()
+        return self.num_bytes
+
+    def abort(self) -> None:
+        """Leave no trace. Idempotent."""
+        self.fail(RuntimeError("the object was given up"))
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        self._wait()
+        self.sink.abort()
+        self._close()
+
+    def fail(self, error: BaseException) -> None:
+        """End it from any thread: whoever appends gets this error. The first one counts."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+        self.sink.give_up()
+
+    def check(self) -> None:
+        """Raise what has gone wrong, if anything has."""
+        if self._error is not None:
+            raise self._error
+
+    def _send(self) -> None:
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        begin = (self.num_bytes - 1) // _SEGMENT_BYTES * _SEGMENT_BYTES
+        length = self.num_bytes - begin
+        with self._changed:
+            self._num_writing += 1
+        self._crew.submit(lambda: self._write(begin, length, lease))
+
+    def _write(self, offset: int, length: int, lease: Lease) -> None:
+        error: BaseException | None = None
+        try:
+            self.check()
+            self.sink.write(offset, lease.segment.view[:length], lease)
+        except BaseException as caught:
+            error = caught
+        lease.release()
+        with self._changed:
+            self._error = self._error or error
+            self._num_writing -= 1
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        """Until no write is under way: each ends by the deadlines of its sink."""
+        with self._changed:
+            while self._num_writing:
+                self._changed.wait(LIVENESS_SECONDS)
+
+    def _close(self) -> None:
+        self._crew.stop()
+        self._pool.close()
+
+    def __repr__(self) -> str:
+        return f"<Appender {self.num_bytes:,} bytes to {self.sink!r}>"

@@ -1,0 +1,315 @@
+"""Compression between the digests and a sink, and back: zstd frames of one digest block each.
+
+In: segments in any order. Out: an object of independent frames in file order, with a seek table; and ranges of what
+was compressed. Knows nothing of: tar, tensors.
+
+Every frame is made by whichever thread brings a segment; none waits for another. What comes long before its turn is
+kept uncompressed, on loan, so that memory stays within the pool.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from dataclasses import dataclass
+from itertools import accumulate
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+from ..errors import CorruptCheckpointError
+from ..format import zstd
+from ..snapshot.crew import num_cpus
+from ..spec import BLOCK_BYTES
+from .append import Appender
+from .base import Held, Reader, Storage
+
+# A frame that does not get smaller grows by this much at most (`ZSTD_COMPRESSBOUND`), and a table entry is 8 bytes.
+_GROWTH: Final = 1 / 128
+_SLACK_BYTES: Final = 1024 * 1024
+_MAX_LEVEL: Final = 22
+_NUM_CACHED: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Zstd:
+    """How to compress: `level` from 1 (fast) to 22; `threads` at once, by default one less than there are processors.
+
+    Float weights get no smaller above level 3, only slower.
+    """
+
+    level: int = 3
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.level <= _MAX_LEVEL:
+            raise ValueError(f"level must be from 1 to {_MAX_LEVEL}, got {self.level}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}; leave it out for all but one")
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads or max(1, num_cpus() - 1)
+
+
+class _CompressedStorage:
+    """A storage whose objects are compressed on their way in."""
+
+    in_order = True
+
+    def __init__(self, storage: Storage, how: Zstd) -> None:
+        self._storage, self._how = storage, how
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:  # noqa: ARG002
+        return 1
+
+    def create(
+        self,
+        path: str,
+        *,
+        num_bytes: int,
+        segment_bytes: int,
+        max_segments: int | None = None,  # noqa: ARG002
+    ) -> ZstdSink:
+        return ZstdSink(self._storage, path, num_bytes=num_bytes, segment_bytes=segment_bytes, how=self._how)
+
+
+def compressing(storage: Storage, how: Zstd) -> Storage:
+    """The same place, where archives become `how`."""
+    return cast(Storage, _CompressedStorage(storage, how))
+
+
+def decompressing(reader: Reader, path: str) -> Reader:
+    """What is in an object: itself, or if it is compressed what it was made of. Raises CorruptCheckpointError."""
+    magic = bytearray(min(len(zstd.MAGIC), reader.num_bytes))
+    reader.read_into(0, memoryview(magic))
+    return ZstdReader(reader, path) if magic == zstd.MAGIC else reader
+
+
+class ZstdSink:
+    """A sink that compresses on the way to another one."""
+
+    retryable = False  # what was compressed is not kept
+
+    def __init__(
+        self,
+        storage: Storage,
+        path: str,
+        *,
+        num_bytes: int,
+        segment_bytes: int,
+        how: Zstd,
+    ) -> None:
+        _package()
+        limit = int(num_bytes * (1 + _GROWTH)) + _SLACK_BYTES
+        self._out = Appender(storage, path, limit_bytes=limit)
+        self._how = how
+        self._segment_bytes = segment_bytes
+        self._num_segments = -(-num_bytes // segment_bytes)
+        self._lock = threading.Lock()
+        self._held: dict[int, tuple[memoryview, Held]] = {}  # not compressed yet; under _lock, like all below
+        self._ready: dict[int, list[tuple[bytes, int]]] = {}  # compressed, until it is their turn
+        self._next = 0  # the next to be appended
+        self._num_compressing = 0
+        self._appending = False
+        self._given_up = False
+        self._frames: list[zstd.Frame] = []  # of whoever appends
+        self._local = threading.local()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._out.num_bytes
+
+    @property
+    def num_retries(self) -> int:
+        return self._out.sink.num_retries
+
+    def write(self, offset: int, data: memoryview, lease: Held) -> None:
+        lease.retain()
+        with self._lock:
+            refused = self._given_up
+            if not refused:
+                self._held[offset // self._segment_bytes] = (data, lease)
+        if refused:
+            lease.release()
+            self._out.check()
+        try:
+            while (number := self._take()) is not None:
+                self._compress(number)
+                self._append_what_is_due()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _take(self) -> int | None:
+        """A segment to compress: the earliest, unless enough threads are at it or its turn is far away."""
+        with self._lock:
+            number = min(self._held, default=None)
+            limit = self._how.num_threads
+            if number is None or self._num_compressing >= limit or number > self._next + 2 * limit:
+                return None
+            self._num_compressing += 1
+            self._ready[number] = []
+            return number
+
+    def _compress(self, number: int) -> None:
+        with self._lock:
+            data, lease = self._held.pop(number, (None, None))
+        frames: list[tuple[bytes, int]] = []
+        try:
+            if data is not None:
+                compressor = self._compressor()
+                for begin in range(0, len(data), BLOCK_BYTES):
+                    block = data[begin : begin + BLOCK_BYTES]
+                    frames.append((compressor.compress(block), len(block)))
+        finally:
+            if lease is not None:
+                lease.release()
+            with self._lock:
+                self._num_compressing -= 1
+        with self._lock:
+            self._ready[number] = frames
+
+    def _compressor(self) -> Any:
+        """One for each thread: they keep their tables between frames."""
+        if not hasattr(self._local, "compressor"):
+            self._local.compressor = _package().ZstdCompressor(level=self._how.level, write_checksum=True)
+        return self._local.compressor
+
+    def _append_what_is_due(self) -> None:
+        """In file order, by one thread at a time; the others leave theirs to that one."""
+        while True:
+            with self._lock:
+                if self._appending or self._given_up or not self._ready.get(self._next):
+                    return
+                self._appending = True
+                frames = self._ready.pop(self._next)
+            try:
+                for frame, num_bytes in frames:
+                    self._out.append(memoryview(frame))
+                    self._frames.append(zstd.Frame(len(frame), num_bytes))
+            finally:
+                with self._lock:
+                    self._appending = False
+                    self._next += 1
+
+    def finish(self, num_bytes: int | None = None) -> None:  # noqa: ARG002
+        if self._next != self._num_segments:
+            raise RuntimeError(f"{self._next} segments arrived of {self._num_segments}")
+        self._out.append(memoryview(zstd.dump(self._frames)))
+        self._out.finish()
+
+    def abort(self) -> None:
+        self.give_up()
+        self._out.abort()
+
+    def close(self) -> None:
+        self._out.sink.close()
+
+    def give_up(self) -> None:
+        self._fail(RuntimeError("the object was given up"))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._given_up = True
+            held, self._held = self._held, {}
+        for _, lease in held.values():
+            lease.release()
+        self._out.fail(error)
+
+    def relieve(self) -> bool:
+        return False  # what is held is needed
+
+    def __repr__(self) -> str:
+        return f"<ZstdSink level {self._how.level} {self._next}/{self._num_segments} segments, {self._out!r}>"
+
+
+class ZstdReader:
+    """Ranges of what was compressed. Only the frames that a range touches are read."""
+
+    def __init__(self, reader: Reader, path: str) -> None:
+        self._reader, self._path = reader, path
+        frames = self._read_table()
+        self._begins = [0, *accumulate(frame.compressed for frame in frames)]
+        self._starts = [0, *accumulate(frame.uncompressed for frame in frames)]
+        self.num_bytes = self._starts[-1]
+        self._lock = threading.Lock()
+        self._cached: dict[
+            int, bytes
+        ] = {}  # the frames read last, since neighbours touch them too; under _lock
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        if offset + len(target) > self.num_bytes:
+            raise EOFError(f"{self._path} ends at byte {self.num_bytes:,}")
+        while target:
+            number = bisect.bisect_right(self._starts, offset) - 1
+            frame = self._frame(number)
+            begin = offset - self._starts[number]
+            part = memoryview(frame)[begin : begin + len(target)]
+            target[: len(part)] = part
+            offset, target = offset + len(part), target[len(part) :]
+
+    def _frame(self, number: int) -> bytes:
+        with self._lock:
+            cached = self._cached.get(number)
+        if cached is not None:
+            return cached
+        size = self._starts[number + 1] - self._starts[number]
+        data = bytearray(self._begins[number + 1] - self._begins[number])
+        self._read(self._begins[number], data)
+        package = _package()
+        try:
+            told = package.get_frame_parameters(data).content_size
+            if told != size:
+                raise ValueError(f"a frame holds {told:,} bytes where the seek table says {size:,}")
+            frame: bytes = package.ZstdDecompressor().decompress(data)
+        except (package.ZstdError, ValueError) as error:
+            raise self._corrupt(f"frame {number} is damaged ({error})") from error
+        with self._lock:
+            while len(self._cached) >= _NUM_CACHED:
+                del self._cached[next(iter(self._cached))]
+            self._cached[number] = frame
+        return frame
+
+    def _read_table(self) -> list[zstd.Frame]:
+        total = self._reader.num_bytes
+        try:
+            footer = bytearray(min(zstd.FOOTER_BYTES, total))
+            self._read(total - len(footer), footer)
+            table = bytearray(min(total, zstd.table_bytes(bytes(footer))))
+            self._read(total - len(table), table)
+            frames = zstd.parse(bytes(table), data_bytes=total - len(table))
+        except ValueError as error:
+            raise self._corrupt(
+                f"{error}; it is cut off, or was compressed by another program: then use unpack()"
+            ) from error
+        if any(not 0 < frame.uncompressed <= BLOCK_BYTES for frame in frames):
+            raise self._corrupt("its frames are not those of an archive; use unpack()")
+        return frames
+
+    def _read(self, offset: int, into: bytearray) -> None:
+        self._reader.read_into(offset, memoryview(into))
+
+    def _corrupt(self, why: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self._path}: {why}", path=self._path)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _package() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise ImportError('zstd needs zstandard; pip install "async_ckpt[zstd]"') from None
+    return zstandard

@@ -1,0 +1,164 @@
+"""A folder for code that writes files by itself, and how what it wrote there appears elsewhere, whole.
+
+In: a destination. Out: a folder beside it, and later its files under their names. Knows nothing of: what is in them.
+
+The folder belongs to a file with a record lock, as every temp file does: whose owner is dead is swept by the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from .local import (
+    TEMP_SUFFIX,
+    create_locked,
+    forget,
+    is_dead,
+    make_folder,
+    sync_file,
+    sync_folder,
+    temps_of,
+    translated,
+)
+
+_FOLDER_SUFFIX: Final = ".d"
+_EXCHANGE: Final = 2
+
+
+class Scratch:
+    """A new folder in `parent`, for what is to be called `name`."""
+
+    def __init__(self, parent: Path, name: str) -> None:
+        with translated(parent):
+            make_folder(parent)
+            _sweep(parent, name)
+            self._lock, self._fd = create_locked(parent / name)
+            self.folder = _folder_of(self._lock)
+            self.folder.mkdir(0o777)
+
+    def remove(self) -> None:
+        """Remove it with all that is in it. Idempotent. Raises StorageUnavailableError when it cannot be."""
+        if self._fd < 0:
+            return
+        with translated(self.folder):
+            shutil.rmtree(self.folder)
+            os.unlink(self._lock)
+        fd, self._fd = self._fd, -1
+        forget(fd)
+
+    def keep(self) -> None:
+        """It is all that there is of something: leave it, for its owner to look at. It is never swept."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            kept = self.folder.with_name(self.folder.name.replace(TEMP_SUFFIX + _FOLDER_SUFFIX, ".kept"))
+            os.rename(self.folder, kept)
+            self.folder = kept
+            os.unlink(self._lock)
+            forget(fd)
+
+    def __repr__(self) -> str:
+        return f"<Scratch {self.folder}{'' if self._fd >= 0 else ' (let go)'}>"
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """Every regular file below a folder, in the order of names."""
+    for path in sorted(folder.rglob("*")):
+        if stat.S_ISREG(path.lstat().st_mode):
+            yield path
+
+
+def sync_all(path: Path) -> int:
+    """Make a file, or a folder with all that is in it, durable; the bytes of its files."""
+    num_bytes = 0
+    for file in [path] if path.is_file() else files_in(path):
+        fd = os.open(file, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+        try:
+            sync_file(fd)
+            num_bytes += os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+    if path.is_dir():
+        for folder in [
+            path,
+            *(found for found in path.rglob("*") if found.is_dir() and not found.is_symlink()),
+        ]:
+            sync_folder(folder)
+    return num_bytes
+
+
+def publish(written: Path, target: Path) -> None:
+    """Rename a durable file or folder to its place, at once and durably.
+
+    A file takes the place of a file. A folder that is there keeps what was not written anew, as if it had been written
+    into: it is exchanged for one that has both. Raises FileExistsError when one is a file and the other a folder.
+    """
+    if target.is_dir() and not target.is_symlink():
+        if not written.is_dir():
+            raise IsADirectoryError(f"{target} is a folder, and a file was written; give another name")
+        if any(target.iterdir()):
+            _publish_over(written, target)
+        else:
+            os.replace(written, target)
+    elif written.is_dir() and os.path.lexists(target):
+        raise FileExistsError(f"{target} is a file, and a folder was written; give another name")
+    else:
+        os.replace(written, target)
+    sync_folder(target.parent)
+
+
+def _publish_over(written: Path, target: Path) -> None:
+    """Exchange a folder for a new one that also has those of its files that were not written again."""
+    _link_missing(target, written)
+    _exchange(written, target)
+    # Someone else may have put a file there between the two lines.
+    _link_missing(written, target)
+    sync_folder(target)
+
+
+def _link_missing(source: Path, target: Path) -> None:
+    for path in sorted(source.rglob("*")):
+        to = target / path.relative_to(source)
+        if os.path.lexists(to):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            to.mkdir(stat.S_IMODE(path.stat().st_mode))
+        else:
+            with suppress(FileExistsError):
+                os.link(path, to, follow_symlinks=False)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Swap two folders: renameat2(2), RENAME_EXCHANGE; where there is none, by two renames with a gap between them."""
+    if sys.platform == "linux":
+        libc, at_fdcwd = ctypes.CDLL(None, use_errno=True), -100
+        if libc.renameat2(at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), _EXCHANGE) == 0:
+            return
+    aside = a.with_name(f"{a.name}.old")
+    os.rename(b, aside)
+    os.rename(a, b)
+    os.rename(aside, a)
+
+
+def _folder_of(lock: Path) -> Path:
+    return lock.with_name(lock.name + _FOLDER_SUFFIX)
+
+
+def _sweep(parent: Path, name: str) -> None:
+    """Remove what dead writers of this name left."""
+    names = os.listdir(parent)
+    for temp in temps_of(name, names):
+        if _folder_of(parent / temp).name in names and is_dead(parent / temp, delete=True):
+            shutil.rmtree(_folder_of(parent / temp), ignore_errors=True)
+    locks = set(os.listdir(parent))
+    for folder in names:
+        lock = folder.removesuffix(_FOLDER_SUFFIX)
+        if folder != lock and temps_of(name, [lock]) and lock not in locks:
+            shutil.rmtree(parent / folder, ignore_errors=True)
