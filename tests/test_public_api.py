@@ -68,7 +68,7 @@ SIGNATURES = {
     SaveHandle.wait_staged: "(self, timeout=None)",
     SaveHandle.add_done_callback: "(self, fn)",
     SaveReport.as_dict: "(self, prefix='')",
-    RngState: "()",
+    RngState: "(keys=None)",
     RngState.state_dict: "(self)",
     RngState.load_state_dict: "(self, state_dict)",
 }
