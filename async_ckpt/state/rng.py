@@ -157,14 +157,14 @@ def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
     module = _module(kind)
     for index, state in by_index.items() if module is not None else ():
         if index is None or 0 <= index < module.device_count():
-            where = () if index is None else (torch.device(kind, index),)
+            where = () if index is None else (f"{kind}:{index}",)
             yield (
                 _Generator(partial(module.get_rng_state, *where), partial(_put_device, module, where)),
                 state,
             )
 
 
-def _put_device(module: Any, where: tuple[torch.device, ...], state: torch.Tensor) -> None:
+def _put_device(module: Any, where: tuple[str, ...], state: torch.Tensor) -> None:
     module.set_rng_state(state.cpu(), *where)
 
 
