@@ -289,8 +289,7 @@ def test_when_the_notice_is_too_short_a_save_is_tried_once(seconds):
     left: list[float | None] = [None]
     training = Training(deadline=lambda: left[0])
     training.run()
-    training.save(60)
-    training.run()
+    training.save(60)  # for another reason, before the notice came
 
     left[0] = seconds
     assert training.run()

@@ -217,6 +217,19 @@ def test_an_unknown_key_set_is_refused_by_name() -> None:
         RngState("tinker")  # type: ignore[arg-type]
 
 
+def test_lists_where_tuples_were_are_read_too() -> None:
+    random.gauss(0, 1)
+    state = RngState("skyrl").state_dict()
+    version, internal, gauss = state["random"]
+    first = draw()
+
+    RngState().load_state_dict(
+        state | {"random": [version, list(internal), gauss], "numpy": list(state["numpy"])}
+    )
+
+    assert draw() == first
+
+
 def test_a_numpy_that_runs_on_another_bit_generator_goes_on_too() -> None:
     usual = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(5))

@@ -82,9 +82,8 @@ class _Generator:
 
 def _put_python(state: Any) -> None:
     version, internal, gauss = state
-    if not (
-        gauss is None or isinstance(gauss, float)
-    ):  # setstate takes anything here, for gauss() to trip over
+    # setstate would take anything here, for gauss() to trip over.
+    if gauss is not None and not isinstance(gauss, float):
         raise TypeError(f"a {type(gauss).__name__} is not a number that gauss() left over")
     random.setstate((version, tuple(internal), gauss))
 
@@ -145,7 +144,7 @@ def _get_all_by_name() -> Any:
 
 
 def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
-    """The generators that a tensor, a list of tensors, or tensors by device name are for; what is not here, is not."""
+    """The generators for a tensor, a list of tensors, or tensors by device name; devices that are not here are passed over."""
     if isinstance(states, torch.Tensor):
         by_index: dict[int | None, Any] = {None: states}
     elif isinstance(states, Mapping):
