@@ -25,6 +25,7 @@ from .errors import CheckpointError, CorruptCheckpointError, NotCommittedError, 
 from .functional import from_step, state_of
 from .handle import SaveHandle
 from .load import OpenArchive, Select, Verify
+from .policy import MARGIN_SECONDS, Deadline, SavePolicy
 from .restore import restore_state
 from .save import CommitRule
 from .saver import OnOverlap, Saver
@@ -58,6 +59,11 @@ class AsyncCheckpointer:
         step_format: the folder of a step, with the step in it.
         strict: raise at `save`, before anything is started, what an earlier save failed with and nobody looked at.
         exit_timeout: seconds that the interpreter's exit waits for saves; None: as long as they take.
+        save_every: for `should_save`: a save is due at every step but 0 that this divides.
+        save_every_seconds: for `should_save`: a save is due when the last one began this long ago.
+        deadline: for `should_save`: when the machine goes away, so that a last save is due just in time; a datetime with
+            a time zone, seconds since the epoch, or a function that returns the seconds left (None: not known).
+        deadline_margin_seconds: time that the last save is to leave before the deadline.
         commit: with several roots, "all" makes a save wait for all of them, and fail when one fails; with "any" it is
             committed where it is durable first, and a root that lags or fails is caught up later.
         storage_options: of the client of a URL (endpoint, region, credentials, timeouts); with several roots a list
@@ -84,6 +90,10 @@ class AsyncCheckpointer:
         step_format: str = STEP_FORMAT,
         strict: bool = False,
         exit_timeout: float | None = None,
+        save_every: int | None = None,
+        save_every_seconds: float | None = None,
+        deadline: Deadline | None = None,
+        deadline_margin_seconds: float = MARGIN_SECONDS,
         commit: CommitRule = "all",
         storage_options: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         engine: Engine | None = None,
@@ -93,6 +103,12 @@ class AsyncCheckpointer:
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
         if commit not in ("all", "any"):
             raise ValueError(f'commit must be "all" or "any", got {commit!r}')
+        self._policy = SavePolicy(
+            every_steps=save_every,
+            every_seconds=save_every_seconds,
+            deadline=deadline,
+            margin_seconds=deadline_margin_seconds,
+        )
         roots = [root] if isinstance(root, str | os.PathLike) else list(root)
         storages = _storages(roots, storage_options, engine, fs)
         self.roots = tuple(storage.locate("").rstrip("/") or "/" for storage in storages)
@@ -143,7 +159,7 @@ class AsyncCheckpointer:
             return [_StepTarget(self, run, step, token, overwrite) for run in self._roots.runs]
 
         first = self._roots.runs[0]
-        return self._saver.save(
+        handle = self._saver.save(
             state,
             make_targets,
             step=step,
@@ -151,6 +167,20 @@ class AsyncCheckpointer:
             rule=self._commit,
             skipped_path=first.storage.locate(first.folder(step)),
         )
+        self._policy.follow(step, handle)
+        return handle
+
+    def should_save(self, step: int) -> bool:
+        """Whether a save of `step` is due by any of `save_every`, `save_every_seconds` and `deadline`. Ask once at every step.
+
+        A deadline makes one save due: at the last step after which another step, a save and the margin would no longer
+        fit, each taken to last as long as the longest of the last 100 steps and 5 saves (a minute before the first).
+        Once that save has ended, another is due only if it still fits. A notice too short for any is answered by one
+        try. The step saved last, or restored, is not due; asked again about a step, the answer is the same.
+        By time the answer differs between processes: ask on rank 0 and broadcast it. `save_every` alone needs only the step.
+        Raises ValueError when none of the three was given, and nothing else.
+        """
+        return self._policy.should_save(step)
 
     def prewarm(self, state: Any) -> None:
         """Do ahead of the first save what only it would have to wait for: planning, taking and locking memory."""
@@ -270,6 +300,7 @@ class AsyncCheckpointer:
                     first_error = error
                 continue
             self._rolled_back = newest is not None and candidate < newest
+            self._policy.restored(candidate)
             return candidate
         if first_error is not None:
             raise first_error

@@ -69,9 +69,11 @@ SIGNATURES = {
     AsyncCheckpointer: (
         "(root, *, keep_last=None, keep_every=None, guard=None, host_bytes=None, segment_bytes=None, "
         "on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "
-        "strict=False, exit_timeout=None, commit='all', storage_options=None, engine=None, fs=None)"
+        "strict=False, exit_timeout=None, save_every=None, save_every_seconds=None, deadline=None, "
+        "deadline_margin_seconds=30.0, commit='all', storage_options=None, engine=None, fs=None)"
     ),
     AsyncCheckpointer.save: "(self, state, step, *, overwrite=False, guard=_UNSET)",
+    AsyncCheckpointer.should_save: "(self, step)",
     AsyncCheckpointer.load: (
         "(self, step=None, *, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())"
     ),
@@ -90,7 +92,7 @@ SIGNATURES = {
     SaveHandle.wait_staged: "(self, timeout=None)",
     SaveHandle.add_done_callback: "(self, fn)",
     SaveReport.as_dict: "(self, prefix='')",
-    RngState: "()",
+    RngState: "(keys=None)",
     RngState.state_dict: "(self)",
     RngState.load_state_dict: "(self, state_dict)",
 }

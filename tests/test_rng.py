@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,6 @@ def test_a_missing_generator_is_left_as_it_is(missing: str) -> None:
     parts = {"python": slice(0, 3), "numpy": slice(3, 6), "torch": slice(6, 9)}
     for name, part in parts.items():
         assert (again[part] == first[part]) is (name != missing)
-    RngState().load_state_dict({})
 
 
 def test_states_of_devices_that_are_not_here_are_passed_over() -> None:
@@ -105,3 +105,294 @@ def test_another_process_goes_on_with_the_same_numbers(archive: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, archive], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [repr(random.random()), repr(torch.rand(1).item())]
+
+
+# --- the key sets of trainers ------------------------------------------------------------------------------------
+# What each trainer calls with its own state is written out here; `keys` must make exactly what these calls take.
+
+
+def skyrl_restores(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["random"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def verl_restores(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["random"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def open_instruct_restores(state: dict[str, Any]) -> None:
+    """As its main branch does: the list counts only beside the states by name."""
+    torch.set_rng_state(state["torch_cpu_rng_state"])
+    np.random.set_state(state["numpy_rng_state"])
+    random.setstate(state["python_rng_state"])
+    if torch.cuda.is_available() and "torch_cuda_rng_states" in state:
+        for name, one in state["torch_cuda_rng_states"].items():
+            torch.cuda.set_rng_state(one, int(name.split(":")[1]))
+        if "torch_cuda_rng_state_all" in state:
+            torch.cuda.set_rng_state_all(state["torch_cuda_rng_state_all"])
+
+
+def open_instruct_restores_by_list(state: dict[str, Any]) -> None:
+    """As it does once the states by name are gone."""
+    torch.set_rng_state(state["torch_cpu_rng_state"])
+    np.random.set_state(state["numpy_rng_state"])
+    random.setstate(state["python_rng_state"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["torch_cuda_rng_state_all"])
+
+
+TRAINERS = [
+    ("skyrl", skyrl_restores),
+    ("verl", verl_restores),
+    ("open-instruct", open_instruct_restores),
+    ("open-instruct", open_instruct_restores_by_list),
+]
+# key set -> its keys for Python, numpy and torch
+NAMES: dict[Any, tuple[str, str, str]] = {
+    None: ("python", "numpy", "torch"),
+    "skyrl": ("random", "numpy", "cpu"),
+    "verl": ("random", "numpy", "cpu"),
+    "open-instruct": ("python_rng_state", "numpy_rng_state", "torch_cpu_rng_state"),
+}
+
+
+@pytest.mark.parametrize(("keys", "restores"), TRAINERS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_trainer_restores_with_its_own_calls_what_went_through_an_archive(
+    archive: Path, keys: Any, restores: Callable[[dict[str, Any]], None]
+) -> None:
+    random.gauss(0, 1)
+    np.random.normal()
+    async_ckpt.save({"rng": RngState(keys)}, archive).result()
+    first = draw()
+
+    restores(async_ckpt.load(archive)["rng"])
+
+    assert draw() == first
+
+
+@pytest.mark.parametrize("written", NAMES)
+@pytest.mark.parametrize("reader", NAMES)
+def test_every_key_set_is_read_whichever_is_written(archive: Path, written: Any, reader: Any) -> None:
+    random.gauss(0, 1)
+    np.random.normal()
+    async_ckpt.save({"rng": RngState(written)}, archive).result()
+    first = draw()
+
+    RngState(reader).load_state_dict(async_ckpt.load(archive)["rng"])
+
+    assert draw() == first
+
+
+@pytest.mark.parametrize(("keys", "names"), NAMES.items())
+def test_a_key_set_has_exactly_its_keys(keys: Any, names: tuple[str, str, str]) -> None:
+    state = RngState(keys).state_dict()
+
+    host = {key for key in state if "cuda" not in key}
+    assert host == set(names)
+    if not torch.cuda.is_available():
+        assert set(state) == host
+
+
+@pytest.mark.parametrize("keys", ["skyrl", "verl", "open-instruct"])
+def test_trainers_get_numpys_tuple_and_we_its_dict(keys: Any) -> None:
+    np.random.normal()
+
+    theirs = RngState(keys).state_dict()[NAMES[keys][1]]
+
+    assert [type(part) for part in theirs] == [str, np.ndarray, int, int, float]
+    assert theirs[0] == "MT19937"
+    assert theirs[3] == 1
+    assert RngState().state_dict()["numpy"]["bit_generator"] == "MT19937"
+
+
+def test_an_unknown_key_set_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'skyrl', 'verl', 'open-instruct'.*got 'tinker'"):
+        RngState("tinker")  # type: ignore[arg-type]
+
+
+def test_lists_where_tuples_were_are_read_too() -> None:
+    random.gauss(0, 1)
+    state = RngState("skyrl").state_dict()
+    version, internal, gauss = state["random"]
+    first = draw()
+
+    RngState().load_state_dict(
+        state | {"random": [version, list(internal), gauss], "numpy": list(state["numpy"])}
+    )
+
+    assert draw() == first
+
+
+def test_a_numpy_that_runs_on_another_bit_generator_goes_on_too() -> None:
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(5))
+    try:
+        state = RngState().state_dict()
+        first = draw()
+        RngState().load_state_dict(state)
+        assert draw() == first
+    finally:
+        np.random.set_bit_generator(usual)
+
+
+# --- states that are none ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ({}, "nothing"),
+        ({"model": 1, 7: 2}, "'model', 7"),
+        (None, "NoneType"),
+        ([{"python": 1}], "list"),
+    ],
+)
+def test_a_state_without_any_known_key_says_what_was_found(state: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=f"found .*{found}"):
+        RngState().load_state_dict(state)
+
+
+PYTHON = random.Random(1).getstate()
+KEY = np.zeros(624, np.uint32)
+BROKEN = [
+    ("python", None),
+    ("random", (3, (1, 2), None)),
+    ("random", (PYTHON[0], (*PYTHON[1][:-1], 9999), None)),
+    ("python_rng_state", (*PYTHON[:2], "half")),
+    ("torch", torch.zeros(3, dtype=torch.uint8)),
+    ("cpu", torch.zeros(5056, dtype=torch.uint8)),
+    ("torch_cpu_rng_state", "a string"),
+    ("numpy", ("PCG64", 1, 2)),
+    ("numpy", ("MT19937", KEY[:5], 3)),
+    ("numpy", ("MT19937", KEY, 9999)),
+    ("numpy", ("MT19937", KEY, -7)),
+    ("numpy_rng_state", {"bit_generator": "MT19937", "state": {"key": KEY, "pos": 625}}),
+    ("cuda", "a string"),
+    ("cuda", [torch.zeros(16, dtype=torch.uint8), None]),
+    ("cuda", 5),
+    ("torch_cuda_rng_states", {"cuda:zero": torch.zeros(16, dtype=torch.uint8)}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BROKEN)
+@pytest.mark.parametrize("position", ["first", "last"])
+def test_a_broken_state_is_named_and_no_generator_is_set(key: str, value: Any, position: str) -> None:
+    random.gauss(0, 1)
+    np.random.normal()
+    keys = next((keys for keys, names in NAMES.items() if key in names), "open-instruct")
+    broken = RngState(keys).state_dict()
+    draw()
+    random.gauss(0, 1)
+    np.random.normal()
+    now = RngState().state_dict()
+    broken.pop(key, None)
+    broken = {key: value, **broken} if position == "first" else {**broken, key: value}
+
+    with pytest.raises(ValueError, match=f"'{key}' does not hold"):
+        RngState().load_state_dict(broken)
+
+    assert difference(RngState().state_dict(), now) is None
+
+
+# --- devices -----------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def draw_on_devices() -> list[Any]:
+    return [torch.rand(4, device=f"cuda:{i}").tolist() for i in range(torch.cuda.device_count())]
+
+
+@pytest.fixture
+def _own_devices() -> Any:
+    before = torch.cuda.get_rng_state_all()
+    yield
+    torch.cuda.set_rng_state_all(before)
+
+
+@pytest.mark.parametrize("form", ["one", "list", "names"])
+def test_states_of_devices_in_every_form_are_taken_where_there_are_none(form: str) -> None:
+    one = RngState().state_dict()["torch"] if not torch.cuda.is_available() else torch.cuda.get_rng_state()
+    forms: dict[str, dict[str, Any]] = {
+        "one": {"cuda": one},
+        "list": {"torch_cuda_rng_state_all": [one] * 2},
+        "names": {"torch_cuda_rng_states": {"cuda:0": one, "cuda:99": one}},
+    }
+    state = RngState("open-instruct").state_dict()
+    first = draw()
+
+    RngState().load_state_dict(state | forms[form])
+
+    assert draw() == first
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_own_devices")
+@pytest.mark.parametrize(("keys", "restores"), TRAINERS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_trainer_restores_its_devices(
+    archive: Path, keys: Any, restores: Callable[[dict[str, Any]], None]
+) -> None:
+    async_ckpt.save({"rng": RngState(keys)}, archive).result()
+    first = draw_on_devices()
+    every = keys == "open-instruct"
+
+    restores(async_ckpt.load(archive)["rng"])
+
+    again = draw_on_devices()
+    current = torch.cuda.current_device()
+    assert again[current] == first[current]
+    assert (again == first) is (every or torch.cuda.device_count() == 1)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_own_devices")
+@pytest.mark.parametrize("keys", NAMES)
+@pytest.mark.parametrize("map_location", [None, "cuda"])
+def test_we_restore_the_devices_of_every_key_set(archive: Path, keys: Any, map_location: str | None) -> None:
+    async_ckpt.save({"rng": RngState(keys)}, archive).result()
+    first = draw_on_devices()
+
+    RngState().load_state_dict(async_ckpt.load(archive, map_location=map_location)["rng"])
+
+    current = torch.cuda.current_device()
+    assert draw_on_devices()[current] == first[current]
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_own_devices")
+def test_a_state_of_more_devices_sets_those_that_are_here() -> None:
+    state = RngState().state_dict()
+    first = draw_on_devices()
+    state["cuda"] += [torch.zeros_like(state["cuda"][0])]
+    RngState().load_state_dict(state)
+    assert draw_on_devices() == first
+
+    by_name = {f"cuda:{i}": one for i, one in enumerate(state["cuda"])}
+    RngState().load_state_dict({"torch_cuda_rng_states": by_name})
+    assert draw_on_devices() == first
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_own_devices")
+def test_a_broken_state_of_a_device_changes_no_generator() -> None:
+    state = RngState("skyrl").state_dict()
+    draw()
+    draw_on_devices()
+    now = RngState().state_dict()
+
+    for broken in (torch.zeros(3, dtype=torch.uint8), torch.zeros(16)):
+        with pytest.raises(ValueError, match="'cuda' does not hold"):
+            RngState().load_state_dict(state | {"cuda": broken})
+
+    assert difference(RngState().state_dict(), now) is None

@@ -1,49 +1,232 @@
 """Every random generator that training draws from, as one object to put into a state.
 
 In: the process. Out: a state dict, and the generators set back to it. Knows nothing of: checkpoints.
+
+A trainer's key set is a row of `_WRITTEN`: each key with the call that makes its value, None where there is no such
+generator. Reading needs no such row: every key of every set means one thing.
 """
 
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
 
 import torch
+
+Keys = Literal["skyrl", "verl", "open-instruct"]
+
+# What MT19937 has in stock; it reads on from a position within, and numpy takes any position on trust.
+_NUMPY_STOCK: Final = 624
 
 
 class RngState:
     """Python, numpy, torch CPU and every CUDA device: `ckpt.save({..., "rng": RngState()}, step=n)`.
 
-    Restoring takes what is there: a missing key, a numpy that is not installed, and another number of
-    devices are tolerated (the first ones are set, in order).
+    `keys` names the trainer whose own loader is to take the state: "skyrl" and "verl" (`cpu`, `numpy`, `random`, and
+    the current device's under `cuda` or, for verl, `npu`), or "open-instruct" (`torch_cpu_rng_state`, …). Ours are
+    `python`, `numpy`, `torch`, `cuda`. Whichever is written, all of them are read.
+
+    Restoring takes what is there: a missing key, a numpy that is not installed, and another number of devices are
+    tolerated (the first ones are set, in order; a single state goes to the current device).
     """
 
+    def __init__(self, keys: Keys | None = None) -> None:
+        if keys not in _WRITTEN:
+            names = ", ".join(repr(name) for name in _WRITTEN if name)
+            raise ValueError(f"keys must be one of {names}, or None for our own; got {keys!r}")
+        self._written = _WRITTEN[keys]
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and CPU tensors, under the keys `python`, `numpy`, `torch`, `cuda`."""
-        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            state["numpy"] = numpy.random.get_state(legacy=False)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        return state
+        """Plain values and CPU tensors, under the keys of the set; none for a generator that is not here."""
+        states = {key: get() for key, get in self._written.items()}
+        return {key: state for key, state in states.items() if state is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set every generator that the state knows."""
-        if "python" in state_dict:
-            version, internal, gauss = state_dict["python"]
-            random.setstate((version, tuple(internal), gauss))
-        if "torch" in state_dict:
-            torch.set_rng_state(state_dict["torch"].cpu())
-        if "numpy" in state_dict:
+        """Set every generator that the state knows, under the keys of any set.
+
+        Raises ValueError, with no generator changed, for a state without a key that is known, and for a broken one.
+        """
+        found = list(state_dict) if isinstance(state_dict, Mapping) else [type(state_dict)]
+        if not any(key in _HOST or key in _DEVICES for key in found):
+            raise ValueError(
+                f"no states of random generators here: expected some of {', '.join([*_HOST, *_DEVICES])}; "
+                f"found {', '.join(map(repr, found)) or 'nothing':.500}"
+            )
+        wanted = list(_matched(state_dict))
+        before = [(generator, generator.get()) for _, generator, _ in wanted]
+        for key, generator, state in wanted:
             try:
-                import numpy
-            except ImportError:
-                pass  # a run without numpy draws nothing from it
-            else:
-                numpy.random.set_state(state_dict["numpy"])
-        if "cuda" in state_dict and torch.cuda.is_available():
-            for device, state in zip(range(torch.cuda.device_count()), state_dict["cuda"], strict=False):
-                torch.cuda.set_rng_state(state.cpu(), device)
+                generator.put(state)
+            except Exception as error:  # of whatever kind the generator happened to trip over
+                for other, its_own in before:
+                    other.put(its_own)
+                raise ValueError(
+                    f"{key!r} does not hold the state of a random generator, and none was changed: "
+                    f"{type(error).__name__}: {error!s:.200}"
+                ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Generator:
+    """One generator of this process. `put` takes what `get` and other writers make of it, else raises anything."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+# --- on the host ---------------------------------------------------------------------------------------------
+
+
+def _put_python(state: Any) -> None:
+    version, internal, gauss = state
+    # setstate would take anything here, for gauss() to trip over.
+    if gauss is not None and not isinstance(gauss, float):
+        raise TypeError(f"a {type(gauss).__name__} is not a number that gauss() left over")
+    random.setstate((version, tuple(internal), gauss))
+
+
+def _numpy() -> Any:
+    """The module, or None: a run without numpy draws nothing from it."""
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+def _get_numpy(*, legacy: bool = False) -> Any:
+    numpy = _numpy()
+    return None if numpy is None else numpy.random.get_state(legacy=legacy)
+
+
+def _put_numpy(state: Any) -> None:
+    numpy = _numpy()
+    if numpy is None:
+        return
+    numpy.random.set_state(state)
+    position = numpy.random.get_state(legacy=False)["state"].get("pos", 0)
+    if not 0 <= position <= _NUMPY_STOCK:
+        raise ValueError(f"position {position} lies outside of the {_NUMPY_STOCK} numbers in stock")
+
+
+def _put_torch(state: Any) -> None:
+    torch.set_rng_state(state.cpu())
+
+
+# --- on devices ----------------------------------------------------------------------------------------------
+
+
+def _module(kind: str) -> Any:
+    """`torch.cuda`, or the like; None where there is no such device."""
+    module = getattr(torch, kind, None)  # torch.npu is there once its package is imported
+    return module if module is not None and module.is_available() else None
+
+
+def _get_current(kind: str) -> Any:
+    module = _module(kind)
+    return None if module is None else module.get_rng_state()
+
+
+def _get_all_in_use() -> Any:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+
+def _get_all() -> Any:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+
+
+def _get_all_by_name() -> Any:
+    states = _get_all()
+    return None if states is None else {f"cuda:{index}": state for index, state in enumerate(states)}
+
+
+def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
+    """The generators for a tensor, a list of tensors, or tensors by device name; devices that are not here are passed over."""
+    if isinstance(states, torch.Tensor):
+        by_index: dict[int | None, Any] = {None: states}
+    elif isinstance(states, Mapping):
+        by_index = {int(str(name).removeprefix(f"{kind}:")): state for name, state in states.items()}
+    else:
+        by_index = dict(enumerate(states))
+    if not all(isinstance(state, torch.Tensor) for state in by_index.values()):
+        raise TypeError("the state of a device is a tensor")
+    module = _module(kind)
+    for index, state in by_index.items() if module is not None else ():
+        if index is None or 0 <= index < module.device_count():
+            where = () if index is None else (f"{kind}:{index}",)
+            yield (
+                _Generator(partial(module.get_rng_state, *where), partial(_put_device, module, where)),
+                state,
+            )
+
+
+def _put_device(module: Any, where: tuple[str, ...], state: torch.Tensor) -> None:
+    module.set_rng_state(state.cpu(), *where)
+
+
+# --- the key sets --------------------------------------------------------------------------------------------
+
+_WRITTEN: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
+    None: {
+        "python": random.getstate,
+        "torch": torch.get_rng_state,
+        "numpy": _get_numpy,
+        "cuda": _get_all_in_use,
+    },
+    "skyrl": {
+        "cpu": torch.get_rng_state,
+        "numpy": partial(_get_numpy, legacy=True),
+        "random": random.getstate,
+        "cuda": partial(_get_current, "cuda"),
+    },
+    "verl": {
+        "cpu": torch.get_rng_state,
+        "numpy": partial(_get_numpy, legacy=True),
+        "random": random.getstate,
+        "cuda": partial(_get_current, "cuda"),
+        "npu": partial(_get_current, "npu"),
+    },
+    "open-instruct": {
+        "torch_cpu_rng_state": torch.get_rng_state,
+        "numpy_rng_state": partial(_get_numpy, legacy=True),
+        "python_rng_state": random.getstate,
+        # Its loader looks at the list only where the states by name are there too.
+        "torch_cuda_rng_states": _get_all_by_name,
+        "torch_cuda_rng_state_all": _get_all,
+    },
+}
+
+_PYTHON = _Generator(random.getstate, _put_python)
+_NUMPY = _Generator(_get_numpy, _put_numpy)
+_TORCH = _Generator(torch.get_rng_state, _put_torch)
+
+_HOST: Final[Mapping[str, _Generator]] = {
+    **dict.fromkeys(("python", "random", "python_rng_state"), _PYTHON),
+    **dict.fromkeys(("numpy", "numpy_rng_state"), _NUMPY),
+    **dict.fromkeys(("torch", "cpu", "torch_cpu_rng_state"), _TORCH),
+}
+_DEVICES: Final[Mapping[str, str]] = {
+    "cuda": "cuda",
+    "npu": "npu",
+    "torch_cuda_rng_states": "cuda",
+    "torch_cuda_rng_state_all": "cuda",
+}
+
+
+def _matched(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, _Generator, Any]]:
+    """Key, generator and state of all that is known and here. Raises ValueError for devices' states that are none."""
+    for key, state in state_dict.items():
+        if key in _HOST:
+            yield key, _HOST[key], state
+        elif key in _DEVICES:
+            try:
+                found = list(_on_devices(_DEVICES[key], state))
+            except Exception as error:
+                raise ValueError(
+                    f"{key!r} does not hold states of devices, and no generator was changed: {error!s:.200}"
+                ) from error
+            for generator, part in found:
+                yield key, generator, part

@@ -48,6 +48,7 @@ class Zstd:
 
     @property
     def num_threads(self) -> int:
+        """Threads that compress at once."""
         return self.threads or max(1, num_cpus() - 1)
 
 
