@@ -1,0 +1,296 @@
+"""Whole tensors on the host: the second form of staging, for code that must see tensors rather than a file.
+
+In: the tensors of one instant. Out: as many on the host, which own their memory for as long as anybody holds them.
+Knows nothing of: what is done with them.
+
+One exact buffer for each copy, cut into segments only so that several threads can fill it: what keeps the instant -
+streams, guard, tripwires - is the stager's. Storages are copied, not tensors: what shared memory shares it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+import torch
+
+from ..format.layout import cut, slices
+from ..spans import Clock
+from ..spec import SEGMENT_BYTES, TensorSpec, align_up
+from .crew import Crew, local_world_size
+from .device import first_device
+from .guard import Optimizers, deferrable, gate_of
+from .pool import LIVENESS_SECONDS, Lease, Segment, free_memory_bytes
+from .stager import Snapshot
+
+# Vector loads, and what CUDA aligns its own allocations to.
+_ALIGNMENT: Final = 512
+_SHARE_OF_FREE: Final = 0.5
+_MAX_IDLE: Final = 8
+
+
+class HostMemory:
+    """Buffers for host copies, used again and again. From any thread.
+
+    Copies that are under way hold no more than `max_bytes` together, by default half of what is free: the next one
+    waits. What code keeps of a copy after its end is that code's memory.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._idle: list[Segment] = []  # under _changed, like all below
+        self._num_lent = 0
+        self._lent_bytes = 0
+
+    def take(self, num_bytes: int, *, device: torch.device | None) -> Segment:
+        """Wait for a buffer of at least this size, page-locked for `device`. One copy alone is never refused."""
+        with self._changed:
+            while self._num_lent and self._lent_bytes + num_bytes > self._limit():
+                self._changed.wait(LIVENESS_SECONDS)
+            self._num_lent += 1
+            self._lent_bytes += num_bytes
+            fitting = [s for s in self._idle if num_bytes <= s.num_bytes <= 2 * num_bytes]
+            segment = min(fitting, key=lambda s: s.num_bytes, default=None)
+            if segment is not None:
+                self._idle.remove(segment)
+        try:
+            segment = segment or self._new(num_bytes)
+            if device is not None and not segment.pinned:
+                segment.pin(device)  # refused: the copy is slower, and right
+        except BaseException:
+            self.let_go(num_bytes)
+            raise
+        return segment
+
+    def let_go(self, num_bytes: int) -> None:
+        """A copy of this size has ended: what is still held of it does not count here."""
+        with self._changed:
+            self._num_lent -= 1
+            self._lent_bytes -= num_bytes
+            self._changed.notify_all()
+
+    def give_back(self, segment: Segment) -> None:
+        """Nobody looks at it any more."""
+        with self._changed:
+            self._idle.append(segment)
+            self._idle.sort(key=lambda s: s.num_bytes)
+            dropped = self._idle[:-_MAX_IDLE]
+            del self._idle[:-_MAX_IDLE]
+        for old in dropped:
+            old.free()
+
+    def release(self) -> None:
+        """Give the memory that is not in use back to the system."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+        for segment in idle:
+            segment.free()
+
+    def _new(self, num_bytes: int) -> Segment:
+        with self._changed:
+            held = self._lent_bytes + sum(s.num_bytes for s in self._idle)
+            scarce = held > self._limit()
+        if scarce:
+            self.release()
+        return Segment(num_bytes)
+
+    def _limit(self) -> int:
+        if self._max_bytes is not None:
+            return self._max_bytes
+        held = self._lent_bytes + sum(s.num_bytes for s in self._idle)
+        return held + int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size())
+
+    def __repr__(self) -> str:
+        return f"<HostMemory {self._lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
+
+
+class _Slice:
+    """A part of a buffer, as the stager wants its segments."""
+
+    def __init__(self, whole: Segment, begin: int, end: int) -> None:
+        self.view = whole.view[begin:end]
+        self.address = whole.address + begin
+        self.tensor = whole.tensor[begin:end]
+
+
+class _Slices:
+    """What the stager leases from: each slice once, and all of them at once."""
+
+    def __init__(self, whole: Segment, num_bytes: int) -> None:
+        self._slices = [
+            _Slice(whole, begin, min(begin + SEGMENT_BYTES, num_bytes))
+            for begin in range(0, num_bytes, SEGMENT_BYTES)
+        ]
+        self.max_segments = 2 * len(self._slices) + 2
+
+    def lease(self, order: tuple[int, int], **_: Any) -> Lease:
+        taken: Any = self._slices[order[1]]
+        owner: Any = self
+        return Lease(owner, taken)
+
+    def _take_back(self, segment: Any) -> None:
+        """It belongs to the tensors."""
+
+
+class _Source:
+    """One storage to copy: through the tensor that is all of it, or as bytes."""
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        self.num_bytes = storage.nbytes()
+        self.name = name
+        self.whole = _covers(tensor)
+        self.tensor = tensor.detach() if self.whole else _bytes_of(storage, tensor.device)
+        self.at = 0
+
+    def replace_by(self, tensor: torch.Tensor, name: str) -> None:
+        """This one is all of the storage, so a guard can know it."""
+        if not self.whole and _covers(tensor):
+            self.tensor, self.name, self.whole = tensor.detach(), name, True
+
+
+class HostCopy:
+    """Ordinary tensors (dense memory of their own, on the CPU or CUDA), copied to the host.
+
+    `tensors` are the copies, in order: same shape, strides, offset and sharing; their bytes are there when
+    `completion` has resolved. Drop them, and `let_go`, when they have served.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        names: Sequence[str],
+        *,
+        optimizers: Optimizers,
+        memory: HostMemory,
+        crew: Crew,
+        clock: Clock,
+    ) -> None:
+        sources: dict[tuple[torch.device, int, int], _Source] = {}
+        of_each: list[_Source] = []
+        for tensor, name in zip(tensors, names, strict=True):
+            storage = tensor.untyped_storage()
+            key = (tensor.device, storage.data_ptr(), storage.nbytes())
+            source = sources.get(key)
+            if source is None:
+                source = sources[key] = _Source(tensor, name)
+            source.replace_by(tensor, name)
+            of_each.append(source)
+        self._memory = memory
+        parts = list(sources.values())
+        self.num_bytes = _place(parts)
+        device = first_device(source.tensor for source in parts)
+        self._buffer: Segment | None = memory.take(max(1, self.num_bytes), device=device)
+        self.snapshot = self._stage(parts, optimizers, crew, clock)
+        # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
+        owner = (ctypes.c_ubyte * self._buffer.num_bytes).from_buffer(self._buffer._map, self._buffer._begin)
+        weakref.finalize(owner, memory.give_back, self._buffer).atexit = False
+        self.tensors = _rebuilt(tensors, of_each, owner)
+
+    def _stage(self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock) -> Snapshot:
+        assert self._buffer is not None
+        specs = [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts]
+        sources = [part.tensor for part in parts]
+        known = deferrable(optimizers, specs, sources)
+        deferred = frozenset(i for i in known if parts[i].whole)
+        pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
+        pool: Any = _Slices(self._buffer, self.num_bytes)
+        return Snapshot(
+            specs,
+            sources,
+            slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
+            order=0,
+            deferred=deferred,
+            gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
+            num_tail=0,
+            pool=pool,
+            crew=crew,
+            clock=clock,
+            put=lambda _, lease: lease.release(),
+            check=lambda: None,
+        )
+
+    @property
+    def completion(self) -> Future[None]:
+        return self.snapshot.completion
+
+    def begin(self) -> None:
+        """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
+        self.snapshot.begin()
+
+    def let_go(self) -> None:
+        """The copies have served; the next one may have the memory. Idempotent."""
+        if self._buffer is not None:
+            self._buffer = None
+            self.tensors = []
+            self._memory.let_go(max(1, self.num_bytes))
+
+    def __repr__(self) -> str:
+        return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"
+
+
+def _place(parts: Sequence[_Source]) -> int:
+    """Give each its place in the buffer; the bytes of all."""
+    at = 0
+    for part in parts:
+        part.at = at
+        at = align_up(at + part.num_bytes, _ALIGNMENT)
+    return at
+
+
+def _covers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its whole storage, as it lies in memory."""
+    return (
+        tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.storage_offset() == 0
+        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    alias = torch.empty(0, dtype=torch.uint8, device=device)
+    return alias.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner: Any) -> list[torch.Tensor]:
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies = []
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor, source in zip(tensors, of_each, strict=True):
+            storage = storages.get(id(source))
+            if storage is None:
+                storage = storages[id(source)] = _storage(owner, source)
+            copies.append(_like(tensor, storage))
+    return copies
+
+
+def _storage(owner: Any, source: _Source) -> torch.UntypedStorage:
+    if not source.num_bytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
+    data = torch.frombuffer(owner, dtype=torch.uint8, count=source.num_bytes, offset=source.at)
+    return data.untyped_storage()
+
+
+def _like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        copy = torch.conj(copy)
+    if tensor.is_neg():
+        copy = torch._neg_view(copy)
+    needs_grad = tensor.requires_grad and tensor.is_leaf
+    kind: Callable[..., torch.Tensor] | None = {
+        torch.nn.Parameter: torch.nn.Parameter,
+        torch.nn.Buffer: torch.nn.Buffer,
+    }.get(type(tensor))
+    if kind is torch.nn.Parameter:
+        return torch.nn.Parameter(copy, requires_grad=needs_grad)
+    if kind is not None:
+        return kind(copy, persistent=tensor.persistent)  # type: ignore[attr-defined]
+    return copy.requires_grad_(needs_grad)
