@@ -130,7 +130,7 @@ def shown(text: str) -> str:
 def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
     """What a place holds that cannot be asked for, or be a file below a folder."""
     return CorruptCheckpointError(
-        f"{place}: {problem}, which no file below a folder can be called; rename or delete that object",
+        f"{place} holds what cannot be files of one folder: {problem}; rename or delete that object",
         path=place,
     )
 
