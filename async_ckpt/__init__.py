@@ -28,6 +28,18 @@ from .errors import (
 )
 from .functional import load, release, save
 from .handle import SaveHandle
+from .paths import (
+    download_directory,
+    exists,
+    isdir,
+    list_dir,
+    local_read_dir,
+    local_read_files,
+    local_work_dir,
+    open_file,
+    remove,
+    upload_directory,
+)
 from .report import Destination, Progress, SaveReport
 from .state.rng import RngState
 
@@ -55,7 +67,17 @@ __all__ = [
     "TornSnapshotError",
     "UnsupportedStateError",
     "UntrustedObjectError",
+    "download_directory",
+    "exists",
+    "isdir",
+    "list_dir",
     "load",
+    "local_read_dir",
+    "local_read_files",
+    "local_work_dir",
+    "open_file",
     "release",
+    "remove",
     "save",
+    "upload_directory",
 ]

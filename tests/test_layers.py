@@ -15,7 +15,7 @@ HOUSE = Path(async_ckpt.__file__).parent
 
 # From top to bottom; a module imports only from its own floor and from those below it.
 FLOORS: list[tuple[str, ...]] = [
-    ("__init__", "__main__", "checkpointer", "functional", "cli", "integrations"),  # face
+    ("__init__", "__main__", "checkpointer", "functional", "paths", "cli", "integrations"),  # face
     ("handle", "worker", "saver"),  # time
     ("save", "load", "restore", "catch_up"),  # the story
     ("commit",),  # agreement

@@ -409,11 +409,14 @@ class Files:
         self.leave(name)
 
     def leave(self, name: str) -> None:
-        """Remove the folder of a name that is no longer there, if it is empty."""
+        """Remove the folders above a name that is no longer there, as far as they are empty."""
         folder = name.rpartition("/")[0]
-        if self._keeps_full_folders and folder != self._root:
-            with suppress(Exception):  # not empty, which is the usual case, or already gone
+        while self._keeps_full_folders and len(folder) > len(self._root):
+            try:
                 self._filesystem().rmdir(folder)
+            except Exception:  # not empty, which is the usual case, or already gone
+                return
+            folder = folder.rpartition("/")[0]
 
     def names(self, folder: str) -> set[str]:
         fs = self._filesystem()
