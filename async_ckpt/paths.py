@@ -40,7 +40,7 @@ from .storage.url import (
 # Hub ids, as huggingface_hub takes them, but always with the organisation: what is just a word is more likely to be
 # the name of a folder that is missing.
 _HUB_ID: Final = re.compile(
-    r"(?!.*(--|\.\.))(?!.*\.git$)[\w][\w.-]{0,95}(?<![.-])/[\w][\w.-]{0,95}(?<![.-])", re.ASCII
+    r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]{0,95}(?<![.-])/\w[\w.-]{0,95}(?<![.-])", re.ASCII
 )
 # What a file of a store keeps of it in memory, and what it asks for at most in one request.
 _BUFFER_BYTES: Final = 4 * MIB
