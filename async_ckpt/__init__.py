@@ -32,6 +32,18 @@ from .errors import (
 from .functional import load, release, save
 from .handle import SaveHandle
 from .pack import pack, pack_folder
+from .paths import (
+    download_directory,
+    exists,
+    isdir,
+    list_dir,
+    local_read_dir,
+    local_read_files,
+    local_work_dir,
+    open_file,
+    remove,
+    upload_directory,
+)
 from .report import Destination, Progress, SaveReport
 from .state.rng import RngState
 from .storage.compressed import Zstd
@@ -65,11 +77,21 @@ __all__ = [
     "UnsupportedStateError",
     "UntrustedObjectError",
     "Zstd",
+    "download_directory",
+    "exists",
     "extract",
+    "isdir",
+    "list_dir",
     "load",
+    "local_read_dir",
+    "local_read_files",
+    "local_work_dir",
+    "open_file",
     "pack",
     "pack_folder",
     "release",
+    "remove",
     "save",
     "unpack",
+    "upload_directory",
 ]

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection
-from typing import Final
 
 from .commit.manifest import Archive
 from .commit.roots import Roots
 from .commit.run import Run
 from .errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
 from .load import OpenArchive
-from .snapshot.pool import SegmentPool
-from .spec import MIB
-from .storage.base import Sink
-
-_SEGMENT_BYTES: Final = 16 * MIB
-_NUM_SEGMENTS: Final = 6
+from .storage.bulk import Parcel, copy
 
 
 def catch_up(
@@ -59,44 +53,31 @@ def _copy_step(source: Run, to: Run, step: int, check: Callable[[], None]) -> No
     made = source.manifest(step)
     with contextlib.ExitStack() as sinks:
         for archive in made.archives:
-            sinks.enter_context(contextlib.closing(_copy(source, to, step, archive, check)))
+            _copy(source, to, step, archive, check, sinks)
         to.adopt(made, replaces=replaced)
 
 
-def _copy(source: Run, to: Run, step: int, archive: Archive, check: Callable[[], None]) -> Sink:
-    """Copy one archive; the sink is finished and not closed."""
+def _copy(
+    source: Run, to: Run, step: int, archive: Archive, check: Callable[[], None], sinks: contextlib.ExitStack
+) -> None:
+    """Copy one archive; its sink is closed with `sinks`."""
     path = source.archive_path(step, archive)
-    part = to.storage.part_segments(archive.num_bytes, _SEGMENT_BYTES)
-    max_segments = max(_NUM_SEGMENTS, 3 * part)
     try:
         reader = source.storage.open(path)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
             f"{source.storage.locate(path)} is missing, though its manifest is there", path=path
         ) from error
-    pool = SegmentPool(_SEGMENT_BYTES, max_bytes=max_segments * _SEGMENT_BYTES)
-    with reader, contextlib.closing(pool):
+
+    with reader:
         opened = OpenArchive(reader, path=source.storage.locate(path), verify=True)
         if (reader.num_bytes, opened.digest) != (archive.num_bytes, archive.digest):
             raise opened.corrupt("it is not the archive that its manifest names")
-        sink = to.storage.create(
-            path, num_bytes=archive.num_bytes, segment_bytes=_SEGMENT_BYTES, max_segments=max_segments
+        parcel = Parcel(lambda: reader, path, archive.num_bytes, opened.verify)
+        copy(
+            [parcel],
+            to.storage,
+            background=True,
+            check=check,
+            finished=lambda sink: sinks.callback(sink.close),
         )
-        pool.add_reliever(lambda _: sink.relieve())
-        try:
-            for offset in range(0, archive.num_bytes, _SEGMENT_BYTES):
-                check()
-                lease = pool.lease((0, offset), pin=None, check=check)
-                try:
-                    data = lease.segment.view[: min(_SEGMENT_BYTES, archive.num_bytes - offset)]
-                    reader.read_into(offset, data)
-                    opened.verify(offset, data)
-                    sink.write(offset, data, lease)
-                finally:
-                    lease.release()
-            sink.finish()
-        except BaseException:
-            sink.abort()
-            sink.close()
-            raise
-    return sink

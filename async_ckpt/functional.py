@@ -184,7 +184,7 @@ def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[Open
 def opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | None:
     """The object at a path, if it is one and no folder."""
     try:
-        parent, name = parent_and_name(path)
+        parent, name = parent_and_name(path, fs=place["fs"])
     except ValueError:  # the root of a bucket
         return None
     storage = storage_at(parent, **place)
@@ -252,7 +252,7 @@ class FileTarget:
     """One object at a path of the user's choice: durable is committed."""
 
     def __init__(self, path: Where, place: dict[str, Any], compression: Compression = None) -> None:
-        parent, self._name = parent_and_name(path)
+        parent, self._name = parent_and_name(path, fs=place["fs"])
         self.storage = storage_at(parent, **place)
         how = _how(compression, self._name)
         if how is not None:

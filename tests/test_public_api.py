@@ -35,13 +35,23 @@ NAMES = [
     "UnsupportedStateError",
     "UntrustedObjectError",
     "Zstd",
+    "download_directory",
+    "exists",
     "extract",
+    "isdir",
+    "list_dir",
     "load",
+    "local_read_dir",
+    "local_read_files",
+    "local_work_dir",
+    "open_file",
     "pack",
     "pack_folder",
     "release",
+    "remove",
     "save",
     "unpack",
+    "upload_directory",
 ]
 
 # name -> its parameters: `*` divides off what must be given by name, `=` shows a default.
@@ -66,6 +76,16 @@ SIGNATURES = {
         "*, storage_options=None, engine=None, fs=None)"
     ),
     async_ckpt.release: "()",
+    async_ckpt.local_read_dir: "(path, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.local_read_files: "(path, names, *, missing='error', storage_options=None, engine=None, fs=None)",
+    async_ckpt.local_work_dir: "(output, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.upload_directory: "(local, cloud, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.download_directory: "(cloud, local, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.exists: "(path, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.isdir: "(path, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.list_dir: "(path, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.remove: "(path, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.open_file: "(path, mode='rb', *, storage_options=None, engine=None, fs=None)",
     AsyncCheckpointer: (
         "(root, *, keep_last=None, keep_every=None, guard=None, host_bytes=None, segment_bytes=None, "
         "on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from async_ckpt.errors import CorruptCheckpointError
 from async_ckpt.storage.fsspec_store import FsspecStorage
 from async_ckpt.storage.local import LocalStorage
 from async_ckpt.storage.object_store import ObjectStorage
@@ -39,7 +40,30 @@ class OnServer(StorageContract):
         return self.server.uploads(self.bucket)
 
 
-class TestObstoreOnMoto(OnServer):
+class OnMoto(OnServer):
+    """What others may have put into a bucket."""
+
+    def put(self, key: str, data: bytes = b"") -> None:
+        self.server.client.put_object(Bucket=self.bucket, Key=key, Body=data)
+
+    def test_an_empty_object_that_only_shows_a_folder_is_not_in_it(self, storage):
+        for key in ("run/", "run/sub/", "run/sub/deep/", "run/none/"):
+            self.put(key)
+        self.put("run/sub/x", b"1")
+
+        assert storage.names("sub") == ["deep", "x"]
+        assert storage.names("") == ["none", "sub"]
+        assert storage.sizes("") == {"sub/x": 1}
+
+    @pytest.mark.parametrize("key", ["run/../x", "run/a/../x", "run//x", "run/a//x", "run/./x", "run/.."])
+    def test_an_object_whose_name_is_no_path_is_told_of(self, storage, key):
+        self.put("run/fine", b"1")
+        self.put(key, b"1")
+        with pytest.raises(CorruptCheckpointError, match="rename or delete"):
+            storage.sizes("")
+
+
+class TestObstoreOnMoto(OnMoto):
     @pytest.fixture
     def storage(self, s3):
         return ObjectStorage(self.place(s3), s3.options)
@@ -58,7 +82,7 @@ def filesystem(s3):
     )
 
 
-class TestS3fsOnMoto(OnServer):
+class TestS3fsOnMoto(OnMoto):
     @pytest.fixture
     def storage(self, s3, filesystem):
         return FsspecStorage(self.place(s3), fs=filesystem)

@@ -9,7 +9,7 @@ import pytest
 from async_ckpt.storage.fsspec_store import FsspecStorage
 from async_ckpt.storage.local import LocalStorage
 from async_ckpt.storage.object_store import ObjectStorage
-from async_ckpt.storage.url import parent_and_name, shown, storage_at
+from async_ckpt.storage.url import parent_and_name, place_and_name, shown, storage_at
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,15 @@ def test_what_is_no_place_is_refused_with_what_is_wrong(root, options, message):
         storage_at(root, **options)
 
 
-def test_a_path_that_was_a_url_is_told_from_a_folder():
+def test_the_url_of_a_bucket_may_be_a_path_which_makes_one_slash_of_two():
+    assert storage_at(Path("s3://bucket/run")).locate("x.tar") == "s3://bucket/run/x.tar"
+    assert parent_and_name(Path("gs://bucket/run/x.tar")) == ("gs://bucket/run", "x.tar")
+
+
+@pytest.mark.parametrize("url", ["memory://run", "sftp://host/run"])
+def test_any_other_path_that_was_a_url_is_told_from_a_folder(url):
     with pytest.raises(ValueError, match="pass it as a string"):
-        storage_at(Path("s3://bucket/run"))
+        storage_at(Path(url))
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/", "s3://bucket/p/", "memory://"])
@@ -63,6 +69,31 @@ def test_a_url_is_divided_into_place_and_name():
     assert parent_and_name("s3://bucket/p/q/x.tar") == ("s3://bucket/p/q", "x.tar")
     assert parent_and_name("s3://bucket/x.tar") == ("s3://bucket", "x.tar")
     assert parent_and_name("/runs/x.tar") == ("/runs", "x.tar")
+
+
+def test_a_path_on_a_filesystem_that_is_handed_over_is_divided_as_one_there():
+    filesystem = object()
+    assert parent_and_name("bucket/p/x.tar", fs=filesystem) == ("bucket/p", "x.tar")
+    assert parent_and_name("/p/x.tar", fs=filesystem) == ("/p", "x.tar")
+    assert parent_and_name("/x.tar", fs=filesystem) == ("/", "x.tar")
+    with pytest.raises(ValueError, match="names no object"):
+        parent_and_name("bucket", fs=filesystem)
+
+
+@pytest.mark.parametrize(
+    ("path", "place", "name"),
+    [
+        ("s3://bucket/p/q", "s3://bucket/p", "q"),
+        ("s3://bucket/p/q//", "s3://bucket/p", "q"),
+        ("s3://bucket/p/", "s3://bucket", "p"),
+        ("s3://bucket", "s3://bucket", ""),
+        ("s3://bucket/", "s3://bucket/", ""),
+        ("/runs/a/", "/runs", "a"),
+        ("/", "/", ""),
+    ],
+)
+def test_a_folder_is_divided_too_whether_or_not_a_slash_ends_it(path, place, name):
+    assert place_and_name(path) == (place, name)
 
 
 @pytest.mark.parametrize(

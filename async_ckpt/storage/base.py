@@ -131,6 +131,13 @@ class Storage(Protocol):
     def names(self, folder: str) -> list[str]:
         """Names directly in a folder, of objects and folders, sorted; none when there is no such folder."""
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The size of every object below a folder, however deep, by its path from there, sorted.
+
+        Empty when there is no such folder; without what is still being written. Raises CorruptCheckpointError for an
+        object whose name is no path to it.
+        """
+
     def exists(self, path: str) -> bool:
         """Whether there is such an object (or, where folders are real, a folder)."""
 

@@ -274,6 +274,16 @@ class Bucket:
             found.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", ()))
         return found - {""}
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        key = self.where(folder)[1]
+        prefix = key and f"{key}/"
+        return {
+            entry["Key"][len(prefix) :]: entry["Size"]
+            for page in self._pages("list_objects_v2", folder, Prefix=prefix)
+            for entry in page.get("Contents", ())
+            if entry["Size"] or not entry["Key"].endswith("/")  # else it only shows a folder
+        }
+
     def _pages(self, method: str, name: str, **parameters: Any) -> Iterator[Any]:
         while True:
             page = self.call(method, name, **parameters)
@@ -399,11 +409,14 @@ class Files:
         self.leave(name)
 
     def leave(self, name: str) -> None:
-        """Remove the folder of a name that is no longer there, if it is empty."""
+        """Remove the folders above a name that is no longer there, as far as they are empty."""
         folder = name.rpartition("/")[0]
-        if self._keeps_full_folders and folder != self._root:
-            with suppress(Exception):  # not empty, which is the usual case, or already gone
+        while self._keeps_full_folders and len(folder) > len(self._root):
+            try:
                 self._filesystem().rmdir(folder)
+            except Exception:  # not empty, which is the usual case, or already gone
+                return
+            folder = folder.rpartition("/")[0]
 
     def names(self, folder: str) -> set[str]:
         fs = self._filesystem()
@@ -413,6 +426,28 @@ class Files:
         except (FileNotFoundError, NotADirectoryError):
             return set()
         return {entry.rpartition("/")[2] for entry in found if entry != folder}
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        fs = self._filesystem()
+        found: dict[str, int] = {}
+        folders = [(folder, "")]
+        while folders:
+            inner, prefix = folders.pop()
+            fs.invalidate_cache(inner)
+            try:
+                entries = fs.ls(inner or "/", detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for entry in entries:
+                name = entry["name"].rstrip("/")
+                path = prefix + name.rpartition("/")[2]
+                if name == inner or path.endswith(TEMP_SUFFIX):
+                    continue
+                if entry["type"] == "directory":
+                    folders.append((name, f"{path}/"))
+                else:
+                    found[path] = entry["size"]
+        return found
 
     def now(self) -> Moment:
         probe = self.name(_probe_name())

@@ -20,7 +20,7 @@ from .fsspec_errors import advice_on, chain, secrets_in
 from .fsspec_places import Bucket, Files, Moment, ReplacedError
 from .fsspec_setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, turn
 from .fsspec_sinks import AppendingSink, MultipartSink, Translated
-from .url import scheme_of, shown, split_bucket
+from .url import scheme_of, shown, split_bucket, unusable_name
 
 # Older than this by the store's clock, and of a step that is decided: then nobody is still writing it.
 ORPHAN_SECONDS: Final = 86_400
@@ -93,7 +93,7 @@ class FsspecStorage:
         return AppendingSink(self._place, name, num_bytes, self.locate(path), translated)
 
     def open(self, path: str) -> FsspecReader:
-        with self._translated(path, passing=(FileNotFoundError,)):
+        with self._translated(path, passing=(FileNotFoundError, IsADirectoryError)):
             return FsspecReader(
                 self._place, self._place.name(path), self.locate(path), partial(self._translated, path)
             )
@@ -151,6 +151,16 @@ class FsspecStorage:
     def names(self, folder: str) -> list[str]:
         with self._translated(folder):
             return sorted(self._place.names(self._place.name(folder)))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        with self._translated(folder):
+            found = self._place.sizes(self._place.name(folder))
+        for path in found:
+            if any(part in ("", ".", "..") for part in path.split("/")):
+                raise unusable_name(
+                    self.locate(folder), f"{path!r:.200} has an empty part, or one that is . or .."
+                )
+        return dict(sorted(found.items()))
 
     def exists(self, path: str) -> bool:
         with self._translated(path):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import sys
 import threading
 from contextlib import contextmanager, suppress
@@ -142,6 +143,10 @@ class LocalStorage:
                 return sorted(os.listdir(self.root / folder))
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        top = self.root / folder
+        return dict(sorted(_sizes(top))) if top.is_dir() else {}
 
     def exists(self, path: str) -> bool:
         with translated(self.root / path):
@@ -418,6 +423,28 @@ def is_dead(path: Path, *, delete: bool) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _sizes(
+    folder: Path, prefix: str = "", above: tuple[tuple[int, int], ...] = ()
+) -> Iterator[tuple[str, int]]:
+    """The files below a folder, links followed. What is no file, or cannot be read, is an error and not left out."""
+    with translated(folder):
+        here = _identity(os.stat(folder))
+        if here in above:
+            raise OSError(errno.ELOOP, "the link leads back to a folder above it")
+        names = os.listdir(folder)
+    for name in names:
+        if name.endswith(TEMP_SUFFIX):
+            continue
+        with translated(folder / name):
+            found = os.stat(folder / name)
+            if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "neither a file nor a folder")
+        if stat.S_ISDIR(found.st_mode):
+            yield from _sizes(folder / name, f"{prefix}{name}/", (*above, here))
+        else:
+            yield prefix + name, found.st_size
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from ..spans import monotonic
 from ..spec import KIB, MIB
 from . import answers, retry
 from .aws import AwsSetup
-from .url import split_bucket
+from .url import split_bucket, unusable_name
 
 if TYPE_CHECKING:
     from .base import Held
@@ -165,8 +165,32 @@ class ObjectStorage:
 
     def names(self, folder: str) -> list[str]:
         found = self._list(folder)
-        paths = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+        paths = {*found["common_prefixes"], *(meta["path"] for meta in found["objects"])}
+        paths.discard(self.key(folder))  # an empty object that consoles put there, to show a folder
         return sorted({path.rpartition("/")[2] for path in paths} - {""})
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        import obstore
+        from obstore.exceptions import InvalidPathError
+
+        key = self.key(folder)
+
+        def list_all(store: Any) -> dict[str, int]:
+            pages = obstore.list(store, key or None)
+            return {meta["path"]: meta["size"] for page in pages for meta in page if meta["path"] != key}
+
+        try:
+            found = self.ask(folder, list_all)
+        except StorageUnavailableError as error:
+            if not isinstance(error.__cause__, InvalidPathError):
+                raise
+            raise unusable_name(self.locate(folder), str(error.__cause__)) from error
+        below = f"{folder}/" if folder else ""
+        sizes = {path.removeprefix(f"{key}/"): size for path, size in found.items()}
+        # obstore shows no slash at the end: what is empty may only stand for a folder, and then is not there by its name.
+        empty = [f"{below}{path}" for path, size in sizes.items() if not size]
+        gone = {*empty} - {*self.existing(empty)}
+        return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in gone}
 
     def exists(self, path: str) -> bool:
         try:

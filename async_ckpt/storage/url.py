@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
 
-from ..errors import StorageUnavailableError
+from ..errors import CorruptCheckpointError, StorageUnavailableError
 from .base import Storage
 from .local import LocalStorage
 
@@ -40,7 +40,7 @@ def storage_at(
     """
     if engine not in (None, "obstore", "fsspec", "s3fs"):
         raise ValueError(f'engine must be "obstore", "fsspec" or "s3fs", got {engine!r}')
-    text = _text(root)
+    text = text_of(root)
     scheme = scheme_of(text)
     if engine == "s3fs" and scheme not in ("s3", "s3a", None):
         raise ValueError(f'engine="s3fs" is for s3:// URLs; {scheme}:// has its own')
@@ -55,18 +55,35 @@ def storage_at(
     return FsspecStorage(text, storage_options, fs=fs)
 
 
-def parent_and_name(path: Where) -> tuple[str, str]:
+def parent_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
     """The place that an object lies in, and its name there. Raises ValueError where there is no name."""
-    text = _text(path)
-    if scheme_of(text) in (None, "file"):
-        where = _local(text)
-        return str(where.parent), where.name
-    parent, _, name = text.rpartition("/")
-    if not name or parent.endswith(("/", ":")):
+    text = text_of(path)
+    parent, name = place_and_name(text, fs=fs)
+    if _is_far(text, fs) and (not name or text.endswith("/")):
         raise ValueError(
             f"{shown(text)} names no object; give a name in it, such as {shown(text).rstrip('/')}/x.tar"
         )
     return parent, name
+
+
+def place_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
+    """The place that an object or a folder lies in, and its name there: empty for a whole bucket, or a whole disk.
+
+    With `fs`, the path is one on that filesystem.
+    """
+    text = text_of(path)
+    if not _is_far(text, fs):
+        where = _local(text)
+        return str(where.parent), where.name
+    start = text.index("://") + len("://") if scheme_of(text) else 0
+    parent, slash, name = text[start:].rstrip("/").rpartition("/")
+    if not start:
+        parent = parent or slash  # the root of the filesystem
+    return (text[:start] + parent, name) if parent else (text, "")
+
+
+def _is_far(text: str, fs: Any) -> bool:
+    return fs is not None or scheme_of(text) not in (None, "file")
 
 
 def scheme_of(text: str) -> str | None:
@@ -110,7 +127,16 @@ def shown(text: str) -> str:
     return f"{scheme}://{place.partition('?')[0]}"
 
 
-def _text(path: Where) -> str:
+def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
+    """What a place holds that cannot be asked for, or be a file below a folder."""
+    return CorruptCheckpointError(
+        f"{place} holds what cannot be files of one folder: {problem}; rename or delete that object",
+        path=place,
+    )
+
+
+def text_of(path: Where) -> str:
+    """A path as text. Raises TypeError and ValueError for what is none."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             f"a checkpoint goes to a path or URL, not to a {type(path).__qualname__}; pass a string or a Path"
@@ -122,6 +148,9 @@ def _text(path: Where) -> str:
         raise ValueError("the path of a checkpoint is empty")
     match = _URL.match(text)
     if match and not match[2] and not isinstance(path, str):
+        # A Path makes one slash of two. The URL of a bucket has no others that it could have lost.
+        if match[1] in _SCHEMES:
+            return text.replace(":/", "://", 1)
         raise ValueError(f"{text} was a URL once: a Path makes one slash of two; pass it as a string")
     return text
 

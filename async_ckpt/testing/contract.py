@@ -538,6 +538,38 @@ class StorageContract:
         assert storage.names("fold") == []
         assert storage.names("folder/missing") == []
 
+    def test_the_sizes_are_of_everything_below_a_folder(self, storage: Storage) -> None:
+        for path, num_bytes in (("a/b/c/x", 3), ("a/b/y", 0), ("a/z", 2), ("ab", 1), ("a2/x", 1)):
+            storage.replace(path, bytes(num_bytes))
+
+        assert list(storage.sizes("a").items()) == [("b/c/x", 3), ("b/y", 0), ("z", 2)]
+        assert storage.sizes("a/b/c") == {"x": 3}
+        assert list(storage.sizes("")) == ["a/b/c/x", "a/b/y", "a/z", "a2/x", "ab"]
+
+    def test_a_missing_folder_has_no_sizes(self, storage: Storage) -> None:
+        assert storage.sizes("") == {}
+        storage.replace("folder/x", b"1")
+
+        for folder in ("missing", "folder/missing", "fold", "folder/x"):
+            assert storage.sizes(folder) == {}
+
+    def test_what_is_being_written_has_no_size_yet(self, storage: Storage) -> None:
+        data, memory = _random_bytes(2 * _SEGMENT_BYTES), Memory()
+        sink = _create(storage, "folder/x.tar", data, memory)
+        _write(sink, data, memory, order=[0, 1])
+        assert storage.sizes("") == {}
+        sink.finish()
+        sink.close()
+
+        assert storage.sizes("") == {"folder/x.tar": len(data)}
+
+    @pytest.mark.parametrize("name", _ODD_NAMES)
+    def test_sizes_are_by_the_names_that_objects_were_given(self, storage: Storage, name: str) -> None:
+        storage.replace(f"{name}/{name}/x", b"12")
+        storage.replace(f"{name}/{name}/y", b"")
+
+        assert storage.sizes(name) == {f"{name}/x": 2, f"{name}/y": 0}
+
     def test_what_exists_is_told_in_the_order_that_was_asked(self, storage: Storage) -> None:
         for path in ("a/1", "a/2", "b/1"):
             storage.replace(path, b"1")

@@ -1,0 +1,784 @@
+"""Folders and files wherever they are: the same calls on a disk, in a bucket and in fsspec's memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import async_ckpt
+from async_ckpt import CorruptCheckpointError, StorageUnavailableError
+from async_ckpt.spec import MIB
+from async_ckpt.storage.local import TEMP_SUFFIX
+from async_ckpt.testing import FaultyProxy
+
+TREE = {"config.json": b"{}", "empty": b"", "model/00001.bin": b"one", "model/deep/er/x y%ü": b"two"}
+
+
+class InBucket:
+    """A folder of a bucket, looked into behind the library's back."""
+
+    def __init__(self, server, engine: str) -> None:
+        self.server = server
+        self.bucket = f"bucket-{uuid.uuid4().hex[:12]}"
+        self.url = f"s3://{self.bucket}/base/ckpt"
+        self.options: dict[str, Any] = {"storage_options": server.options, "engine": engine}
+        server.make_bucket(self.bucket)
+
+    def write(self, tree: dict[str, bytes]) -> None:
+        for path, data in tree.items():
+            self.server.client.put_object(Bucket=self.bucket, Key=f"base/{path}", Body=data)
+
+    def tree(self) -> dict[str, bytes]:
+        assert self.server.uploads(self.bucket) == []
+        get = self.server.client.get_object
+        return {
+            key.removeprefix("base/"): get(Bucket=self.bucket, Key=key)["Body"].read()
+            for key in self.server.keys(self.bucket)
+        }
+
+
+class InMemory:
+    def __init__(self) -> None:
+        self._root = f"/{uuid.uuid4().hex}/base"
+        self.url = f"memory:/{self._root}/ckpt"
+        self.options: dict[str, Any] = {}
+
+    def write(self, tree: dict[str, bytes]) -> None:
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        for path, data in tree.items():
+            MemoryFileSystem().pipe_file(f"{self._root}/{path}", data)
+
+    def tree(self) -> dict[str, bytes]:
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        return {
+            path.removeprefix(f"{self._root}/"): bytes(file.getvalue())
+            for path, file in sorted(MemoryFileSystem.store.items())
+            if path.startswith(self._root)
+        }
+
+
+@pytest.fixture
+def bucket(s3):
+    return InBucket(s3, "obstore")
+
+
+@pytest.fixture(params=["obstore", "s3fs", "memory"])
+def cloud(request):
+    if request.param == "memory":
+        return InMemory()
+    return InBucket(request.getfixturevalue("s3"), request.param)
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """Where scratch folders are made; nothing may be left in it."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+def write(folder: Path, tree: dict[str, bytes]) -> Path:
+    for path, data in tree.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    return folder
+
+
+def read(folder: str | Path) -> dict[str, bytes]:
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def below(name: str, tree: dict[str, bytes]) -> dict[str, bytes]:
+    return {f"{name}/{path}": data for path, data in tree.items()}
+
+
+def leave_by(error: BaseException, opened: Any, use: Callable[[Any], object]) -> None:
+    with opened as it:
+        use(it)
+        raise error
+
+
+def random_bytes(num_bytes: int) -> bytes:
+    return random.Random(num_bytes).randbytes(num_bytes)
+
+
+# --- local_read_dir -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_the_folder_of_a_url_is_fetched_without_nesting_and_removed_at_the_end(cloud, scratch, slash):
+    cloud.write(below("ckpt", TREE) | below("ckpt2", {"other": b"3"}))
+    with async_ckpt.local_read_dir(cloud.url + slash, **cloud.options) as folder:
+        assert Path(folder).parent == scratch
+        assert read(folder) == TREE
+    assert cloud.tree() == below("ckpt", TREE) | below("ckpt2", {"other": b"3"})
+
+
+def test_what_was_fetched_is_removed_after_an_exception_too(bucket, scratch):
+    bucket.write(below("ckpt", TREE))
+    fetched = []
+    with pytest.raises(KeyboardInterrupt):
+        leave_by(
+            KeyboardInterrupt(),
+            async_ckpt.local_read_dir(bucket.url, **bucket.options),
+            lambda folder: fetched.append(read(folder)),
+        )
+    assert fetched == [TREE]
+
+
+def test_a_url_may_be_a_path(bucket, scratch):
+    bucket.write(below("ckpt", TREE))
+    with async_ckpt.local_read_dir(Path(bucket.url), **bucket.options) as folder:
+        assert read(folder) == TREE
+
+
+def test_a_whole_bucket_may_be_fetched(bucket, scratch):
+    bucket.write({"x": b"1"})
+    with async_ckpt.local_read_dir(f"s3://{bucket.bucket}", **bucket.options) as folder:
+        assert read(folder) == {"base/x": b"1"}
+
+
+def test_a_path_on_a_filesystem_that_is_handed_over_is_fetched_from_it(tmp_path, scratch):
+    from fsspec.implementations.local import LocalFileSystem
+
+    write(tmp_path / "there", TREE)
+    with async_ckpt.local_read_dir(tmp_path / "there", fs=LocalFileSystem()) as folder:
+        assert Path(folder).parent == scratch
+        assert read(folder) == TREE
+
+
+def test_large_files_are_fetched_whole_in_several_ranges(bucket, scratch):
+    tree = {"large": random_bytes(37 * MIB + 5), "exact": random_bytes(16 * MIB), "small": b"1"}
+    bucket.write(below("ckpt", tree))
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        bucket.options["storage_options"] = {**bucket.server.options, "endpoint": proxy.endpoint}
+        with async_ckpt.local_read_dir(bucket.url, **bucket.options) as folder:
+            assert read(folder) == tree
+        assert proxy.count(kind="get_object") == 5 + 2 + 1
+
+
+def test_many_small_files_are_fetched_in_few_requests(bucket, scratch):
+    tree = {f"{number:03}": str(number).encode() for number in range(150)}
+    bucket.write(below("ckpt", tree))
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        bucket.options["storage_options"] = {**bucket.server.options, "endpoint": proxy.endpoint}
+        with async_ckpt.local_read_dir(bucket.url, **bucket.options) as folder:
+            assert read(folder) == tree
+        assert proxy.count(kind="list_objects") <= 3
+
+
+def test_a_local_folder_is_passed_through_as_it_was_given(tmp_path, monkeypatch, scratch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "runs" / "a", TREE)
+    for path in (str(tmp_path / "runs/a"), "runs/a", "./runs/a/", "runs", ".", Path("runs/a")):
+        with async_ckpt.local_read_dir(path) as folder:
+            assert folder == os.fspath(path)
+    for path in ("~/runs/a", (tmp_path / "runs/a").as_uri()):
+        with async_ckpt.local_read_dir(path) as folder:
+            assert folder == str(tmp_path / "runs/a")
+    assert read(tmp_path / "runs/a") == TREE
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        "openai-community/gpt2",
+        "0-hero/OIG-small-chip2",
+        "a/b",
+        "_x/y_",
+        "a" * 96 + "/b",
+    ],
+)
+def test_an_id_of_the_hub_is_passed_through_untouched(name, tmp_path, monkeypatch, scratch):
+    monkeypatch.chdir(tmp_path)
+    for path in (name, Path(name)):
+        with async_ckpt.local_read_dir(path) as folder:
+            assert folder == name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/non/existent/path/12345", "./x/y", "a/b/c", "../x", "~/x", "gpt2", "a/", "/a", "x/..", "x/.y", ".x/y",
+        "x/y.", "x/-y", "x-/y", "x/y--z", "x/y..z", "x/y.git", "x/y z", "x/ü", "x/y\n", "x//y", "a" * 97 + "/b",
+        "s3:x/y", "x\\y", "C:/x",
+    ],
+)  # fmt: skip
+def test_anything_else_is_a_file_not_found(path, tmp_path, monkeypatch, scratch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="hub"), async_ckpt.local_read_dir(path):
+        pass
+
+
+def test_a_local_file_of_the_form_of_a_hub_id_is_not_taken_for_one(tmp_path, monkeypatch, scratch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"org/name": b"1"})
+    with pytest.raises(FileNotFoundError, match="org/name"), async_ckpt.local_read_dir("org/name"):
+        pass
+
+
+def test_a_url_with_nothing_below_it_is_a_file_not_found(cloud, scratch):
+    cloud.write({"ckpt2/x": b"1"})
+    with (
+        pytest.raises(FileNotFoundError, match="ckpt"),
+        async_ckpt.local_read_dir(cloud.url, **cloud.options),
+    ):
+        pass
+
+
+def test_an_object_is_no_folder(cloud, scratch):
+    cloud.write({"ckpt": b"1"})
+    with pytest.raises(NotADirectoryError, match="open_file"):
+        async_ckpt.local_read_dir(cloud.url, **cloud.options).__enter__()
+
+
+def test_nothing_of_the_package_runs_the_code_of_a_model():
+    house = Path(async_ckpt.__file__).parent
+    sources = [path.read_text(encoding="utf-8") for path in house.rglob("*.py")]
+    assert len(sources) > 40
+    assert not [text for text in sources if "trust_remote" + "_code" in text]
+
+
+# --- local_read_files -----------------------------------------------------------------------------------------
+
+
+def test_only_the_files_that_are_named_are_fetched(cloud, scratch):
+    cloud.write(below("ckpt", TREE))
+    names = ["config.json", "model/deep/er/x y%ü", "empty", "empty"]
+    with async_ckpt.local_read_files(cloud.url, names, **cloud.options) as folder:
+        assert read(folder) == {name: TREE[name] for name in sorted(names)}
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_missing_file_is_an_error_unless_it_may_be_missing(bucket, tmp_path, scratch, is_local):
+    bucket.write(below("ckpt", TREE))
+    path = str(write(tmp_path / "ckpt", TREE)) if is_local else bucket.url
+    names = ["config.json", "nothing", "model"]
+    with pytest.raises(FileNotFoundError, match="nothing, model"):
+        async_ckpt.local_read_files(path, names, **bucket.options).__enter__()
+    with async_ckpt.local_read_files(path, names, missing="skip", **bucket.options) as folder:
+        assert read(folder) == (TREE if is_local else {"config.json": b"{}"})
+        assert (folder == path) == is_local
+    with async_ckpt.local_read_files(path, ["nothing"], missing="skip", **bucket.options) as folder:
+        assert os.path.isdir(folder)
+
+
+@pytest.mark.parametrize("missing", ["error", "skip"])
+def test_a_missing_folder_is_an_error_whatever_may_be_missing_in_it(bucket, tmp_path, scratch, missing):
+    for path in (bucket.url, tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError, match="is not there"):
+            async_ckpt.local_read_files(path, ["x"], missing=missing, **bucket.options).__enter__()
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "", "a//b", "./a", "a/.."])
+def test_a_name_that_leads_out_of_the_folder_is_refused(bucket, tmp_path, scratch, name):
+    for path in (bucket.url, tmp_path):
+        with pytest.raises(ValueError, match="name of a file"):
+            async_ckpt.local_read_files(path, [name], **bucket.options).__enter__()
+
+
+def test_wrong_arguments_are_told_from_missing_files(tmp_path):
+    with pytest.raises(TypeError, match=r"\['config.json'\]"):
+        async_ckpt.local_read_files(tmp_path, "config.json").__enter__()
+    with pytest.raises(ValueError, match="missing"):
+        async_ckpt.local_read_files(tmp_path, [], missing="ignore").__enter__()
+
+
+# --- local_work_dir -------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_uploaded_at_the_end_of_the_block_and_not_before(cloud, scratch):
+    with async_ckpt.local_work_dir(cloud.url, **cloud.options) as folder:
+        write(Path(folder), TREE)
+        assert cloud.tree() == {}
+    assert cloud.tree() == below("ckpt", TREE)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_is_uploaded_after_an_exception(cloud, scratch, error):
+    with pytest.raises(error):
+        leave_by(
+            error(),
+            async_ckpt.local_work_dir(cloud.url, **cloud.options),
+            lambda folder: write(Path(folder), TREE),
+        )
+    assert cloud.tree() == {}
+
+
+def test_a_block_that_writes_nothing_uploads_nothing(cloud, scratch):
+    with async_ckpt.local_work_dir(cloud.url, **cloud.options):
+        pass
+    assert cloud.tree() == {}
+
+
+def test_a_local_work_folder_is_itself_and_made_if_need_be(tmp_path, monkeypatch, scratch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with async_ckpt.local_work_dir("runs/a") as folder:
+            assert folder == "runs/a"
+            write(Path(folder), TREE)
+    assert read(tmp_path / "runs/a") == TREE
+
+
+# --- upload_directory -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_folder_is_uploaded_without_nesting_however_often(cloud, tmp_path, slash):
+    source = write(tmp_path / "source", TREE)
+    cloud.write({"ckpt/stays": b"s", "ckpt/config.json": b"old"})
+    for local in (source, f"{source}/", str(source)):
+        async_ckpt.upload_directory(local, cloud.url + slash, **cloud.options)
+        assert cloud.tree() == below("ckpt", TREE | {"stays": b"s"})
+
+
+def test_large_files_are_uploaded_whole(cloud, tmp_path):
+    tree = {
+        "large": random_bytes(21 * MIB + 5),
+        "exact": random_bytes(16 * MIB),
+        "one": random_bytes(8 * MIB),
+    }
+    async_ckpt.upload_directory(write(tmp_path, tree), cloud.url, **cloud.options)
+    assert cloud.tree() == below("ckpt", tree)
+
+
+def test_a_file_larger_than_the_memory_that_copies_it_is_uploaded_whole(bucket, tmp_path):
+    tree = {"large": random_bytes(140 * MIB + 5), "small": b"1"}
+    async_ckpt.upload_directory(write(tmp_path, tree), bucket.url, **bucket.options)
+    assert bucket.tree() == below("ckpt", tree)
+
+
+def test_a_whole_bucket_may_be_uploaded_to(bucket, tmp_path):
+    async_ckpt.upload_directory(write(tmp_path, TREE), f"s3://{bucket.bucket}/", **bucket.options)
+    assert bucket.tree() == TREE
+
+
+def test_links_are_followed_and_files_on_their_way_left_out(bucket, tmp_path):
+    write(tmp_path / "blobs", {"abc": b"1", "folder/x": b"2"})
+    source = write(tmp_path / "snapshot", {"y": b"3", f".z.1234{TEMP_SUFFIX}": b"4"})
+    (source / "model").symlink_to("../blobs/abc")
+    (source / "more").symlink_to("../blobs/folder")
+    async_ckpt.upload_directory(source, bucket.url, **bucket.options)
+    assert bucket.tree() == below("ckpt", {"model": b"1", "more/x": b"2", "y": b"3"})
+
+
+def _dangling(folder: Path) -> None:
+    (folder / "odd").symlink_to("nowhere")
+
+
+def _circle(folder: Path) -> None:
+    (folder / "odd").symlink_to(".")
+
+
+def _pipe(folder: Path) -> None:
+    os.mkfifo(folder / "odd")
+
+
+@pytest.mark.parametrize("make", [_dangling, _circle, _pipe])
+def test_what_cannot_be_uploaded_is_named_and_nothing_uploaded(bucket, tmp_path, make):
+    make(write(tmp_path, TREE))
+    with pytest.raises(StorageUnavailableError, match="odd"):
+        async_ckpt.upload_directory(tmp_path, bucket.url, **bucket.options)
+    assert bucket.tree() == {}
+
+
+def test_a_source_that_is_no_folder_of_files_is_refused(bucket, tmp_path):
+    write(tmp_path, {"file": b"1"})
+    (tmp_path / "empty" / "deep").mkdir(parents=True)
+    for source, error, told in (
+        (tmp_path / "missing", FileNotFoundError, "is not there"),
+        (tmp_path / "empty", FileNotFoundError, "no files"),
+        (tmp_path / "file", NotADirectoryError, "is a file"),
+        (bucket.url, ValueError, "no local folder"),
+    ):
+        with pytest.raises(error, match=told):
+            async_ckpt.upload_directory(source, bucket.url, **bucket.options)
+    with pytest.raises(ValueError, match="no URL"):
+        async_ckpt.upload_directory(tmp_path, tmp_path / "there")
+    assert bucket.tree() == {}
+
+
+def test_a_missing_bucket_is_told_of_and_never_made(bucket, tmp_path):
+    write(tmp_path, TREE)
+    with pytest.raises(StorageUnavailableError, match="create it"):
+        async_ckpt.upload_directory(tmp_path, f"s3://{bucket.bucket}-2/x", **bucket.options)
+    assert not [b for b in bucket.server.client.list_buckets()["Buckets"] if b["Name"].endswith("-2")]
+
+
+@pytest.mark.parametrize("code", ["SlowDown", "InternalError"])
+def test_a_store_that_is_overloaded_is_asked_again(bucket, tmp_path, code):
+    tree = TREE | {"large": random_bytes(20 * MIB)}
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        options = {"storage_options": {**bucket.server.options, "endpoint": proxy.endpoint}}
+        faults = [
+            proxy.answer(code, kind=kind, times=1)
+            for kind in ("create_multipart_upload", "upload_part", "put_object", "get_object", "list_objects")
+        ]
+        async_ckpt.upload_directory(write(tmp_path / "a", tree), bucket.url, **options)
+        async_ckpt.download_directory(bucket.url, tmp_path / "b", **options)
+        for fault in faults:
+            fault.wait()
+    assert bucket.tree() == below("ckpt", tree)
+    assert read(tmp_path / "b") == tree
+
+
+def test_a_part_that_is_refused_ends_the_upload_without_a_trace_of_the_file(bucket, tmp_path):
+    tree = {"large": random_bytes(140 * MIB)}
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        options = {"storage_options": {**bucket.server.options, "endpoint": proxy.endpoint}}
+        proxy.answer("AccessDenied", kind="upload_part", target=r"partNumber=3\b")
+        with pytest.raises(StorageUnavailableError, match="AccessDenied"):
+            async_ckpt.upload_directory(write(tmp_path, tree), bucket.url, **options)
+    assert bucket.tree() == {}
+
+
+# --- download_directory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_folder_is_downloaded_without_nesting_however_often(cloud, tmp_path, slash):
+    cloud.write(below("ckpt", TREE))
+    target = tmp_path / "new" / "target"
+    for _ in range(2):
+        async_ckpt.download_directory(cloud.url + slash, f"{target}{slash}", **cloud.options)
+        assert read(tmp_path) == below("new/target", TREE)
+
+
+def test_files_that_are_there_stay_unless_they_are_downloaded(bucket, tmp_path):
+    bucket.write(below("ckpt", TREE))
+    write(tmp_path / "target", {"stays": b"s", "config.json": b"old", "model/stays": b"t"})
+    async_ckpt.download_directory(bucket.url, tmp_path / "target", **bucket.options)
+    assert read(tmp_path) == below("target", TREE | {"stays": b"s", "model/stays": b"t"})
+
+
+def test_a_download_follows_the_link_that_it_is_sent_to(bucket, tmp_path):
+    bucket.write(below("ckpt", TREE))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    async_ckpt.download_directory(bucket.url, tmp_path / "link", **bucket.options)
+    assert (tmp_path / "link").is_symlink()
+    assert read(tmp_path / "there") == TREE
+
+
+def test_processes_that_download_the_same_do_not_disturb_each_other(bucket, tmp_path):
+    bucket.write(below("ckpt", TREE))
+    together = threading.Barrier(4)
+
+    def download(_: int) -> None:
+        together.wait(60)
+        async_ckpt.download_directory(bucket.url, tmp_path / "target", **bucket.options)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(download, range(4)))
+    assert read(tmp_path) == below("target", TREE)
+
+
+def test_nothing_is_seen_of_a_download_that_fails(bucket, tmp_path):
+    bucket.write(below("ckpt", TREE | {"large": random_bytes(30 * MIB), "z": b"1"}))
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        options = {"storage_options": {**bucket.server.options, "endpoint": proxy.endpoint}}
+        proxy.answer("AccessDenied", kind="get_object", target="/large")
+        for target in ("new", "old"):
+            (tmp_path / "old").mkdir(exist_ok=True)
+            with pytest.raises(StorageUnavailableError, match="AccessDenied"):
+                async_ckpt.download_directory(bucket.url, tmp_path / target, **options)
+    assert os.listdir(tmp_path) == ["old"]
+    assert os.listdir(tmp_path / "old") == []
+
+
+@pytest.mark.parametrize("engine", ["obstore", "s3fs"])
+@pytest.mark.parametrize(
+    "keys",
+    [["../x"], ["a/../../x"], ["/etc/x"], ["a//x"], ["./x"], [".."], ["a", "a/b"], ["d/a/b/c", "d/a"]],
+    ids=lambda keys: "+".join(keys),
+)
+def test_objects_that_cannot_be_files_of_one_folder_are_told_of_and_nothing_written(
+    s3, tmp_path, scratch, engine, keys
+):
+    place = InBucket(s3, engine)
+    place.write({"ckpt/fine": b"1"} | {f"ckpt/{key}": b"1" for key in keys})
+    target = tmp_path / "deep" / "target"
+    with pytest.raises(CorruptCheckpointError, match="rename or delete"):
+        async_ckpt.download_directory(place.url, target, **place.options)
+    with pytest.raises(CorruptCheckpointError, match="rename or delete"):
+        async_ckpt.local_read_dir(place.url, **place.options).__enter__()
+    assert read(tmp_path) == {}
+
+
+@pytest.mark.parametrize("engine", ["obstore", "s3fs"])
+def test_empty_objects_that_consoles_make_for_folders_are_no_files(s3, tmp_path, engine):
+    place = InBucket(s3, engine)
+    place.write({"ckpt/": b"", "ckpt/model/": b"", "ckpt/none/": b""} | below("ckpt", TREE))
+    async_ckpt.download_directory(place.url, tmp_path / "target", **place.options)
+    assert read(tmp_path / "target") == TREE
+
+
+@pytest.mark.parametrize(
+    ("there", "error"), [({"target": b"1"}, NotADirectoryError), ({"target/model": b"1"}, NotADirectoryError),
+                         ({"target/empty/x": b"1"}, IsADirectoryError)],
+)  # fmt: skip
+def test_what_stands_in_the_way_is_named_before_anything_is_fetched(bucket, tmp_path, there, error):
+    bucket.write(below("ckpt", TREE))
+    write(tmp_path, there)
+    with pytest.raises(error, match="should be"):
+        async_ckpt.download_directory(bucket.url, tmp_path / "target", **bucket.options)
+    assert read(tmp_path) == there
+
+
+def test_a_download_needs_a_url_with_something_below_it_and_a_local_folder(bucket, tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not there"):
+        async_ckpt.download_directory(bucket.url, tmp_path / "x", **bucket.options)
+    with pytest.raises(ValueError, match="no URL"):
+        async_ckpt.download_directory(tmp_path, tmp_path / "x")
+    with pytest.raises(ValueError, match="no local folder"):
+        async_ckpt.download_directory(bucket.url, bucket.url, **bucket.options)
+    assert os.listdir(tmp_path) == []
+
+
+# --- names ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["local", "obstore", "s3fs", "memory"])
+def anywhere(request, tmp_path):
+    """The URL or path of a folder that holds TREE, and what opens it."""
+    if request.param == "local":
+        return str(write(tmp_path / "ckpt", TREE)), {}
+    place = (
+        InMemory() if request.param == "memory" else InBucket(request.getfixturevalue("s3"), request.param)
+    )
+    place.write(below("ckpt", TREE))
+    return place.url, place.options
+
+
+def test_files_and_folders_exist_with_and_without_a_slash(anywhere):
+    url, options = anywhere
+    found = {
+        path: (async_ckpt.exists(f"{url}{path}", **options), async_ckpt.isdir(f"{url}{path}", **options))
+        for path in (
+            "",
+            "/",
+            "/model",
+            "/model/",
+            "/model/deep",
+            "/config.json",
+            "/empty",
+            "/mod",
+            "/no/where",
+            "2",
+        )
+    }
+    folder, file, nothing = (True, True), (True, False), (False, False)
+    assert list(found.values()) == [folder] * 5 + [file] * 2 + [nothing] * 3
+
+
+def test_a_folder_is_listed_by_full_names_that_can_be_used_again(anywhere):
+    url, options = anywhere
+    for path in (url, f"{url}/"):
+        assert async_ckpt.list_dir(path, **options) == [
+            f"{url}/{name}" for name in ("config.json", "empty", "model")
+        ]
+    (model,) = [path for path in async_ckpt.list_dir(url, **options) if async_ckpt.isdir(path, **options)]
+    assert async_ckpt.list_dir(model, **options) == [f"{url}/model/00001.bin", f"{url}/model/deep"]
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        async_ckpt.list_dir(f"{url}/nowhere", **options)
+    with pytest.raises(NotADirectoryError, match=r"config\.json"):
+        async_ckpt.list_dir(f"{url}/config.json", **options)
+
+
+def test_a_folder_is_removed_with_all_that_is_in_it_and_a_file_alone(anywhere):
+    url, options = anywhere
+    async_ckpt.remove(f"{url}/model", **options)
+    assert [path.rpartition("/")[2] for path in async_ckpt.list_dir(url, **options)] == [
+        "config.json",
+        "empty",
+    ]
+    async_ckpt.remove(f"{url}/empty", **options)
+    assert async_ckpt.list_dir(url, **options) == [f"{url}/config.json"]
+    async_ckpt.remove(f"{url}/", **options)
+    assert not async_ckpt.exists(url, **options)
+    with pytest.raises(FileNotFoundError):
+        async_ckpt.remove(url, **options)
+
+
+def test_a_filesystem_of_real_folders_keeps_none_that_was_removed(tmp_path):
+    from fsspec.implementations.local import LocalFileSystem
+
+    write(tmp_path / "there", {f"{a}/{b}/{c}": b"1" for a in range(3) for b in range(3) for c in range(3)})
+    async_ckpt.remove(tmp_path / "there", fs=LocalFileSystem())
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_bucket_is_there_and_is_never_removed(bucket):
+    bucket.write(TREE)
+    root = f"s3://{bucket.bucket}"
+    assert async_ckpt.exists(root, **bucket.options)
+    assert async_ckpt.isdir(root, **bucket.options)
+    assert async_ckpt.list_dir(f"{root}/", **bucket.options) == [f"{root}/base"]
+    for url in (root, f"{root}/"):
+        with pytest.raises(ValueError, match="name a file or a folder"):
+            async_ckpt.remove(url, **bucket.options)
+    assert bucket.tree() == TREE
+
+
+@pytest.mark.parametrize("path", ["/", "/..", "//", "/usr/..", "file:///"])
+def test_a_disk_is_never_removed(path, monkeypatch):
+    def rmtree(path: str, **_: Any) -> None:  # or a failure of this test would be the last one
+        raise AssertionError(f"{path} would have been deleted")
+
+    monkeypatch.setattr("shutil.rmtree", rmtree)
+    with pytest.raises(ValueError, match="name a file or a folder"):
+        async_ckpt.remove(path)
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path):
+    write(tmp_path / "there", TREE)
+    (tmp_path / "link").symlink_to("there")
+    async_ckpt.remove(tmp_path / "link")
+    assert os.listdir(tmp_path) == ["there"]
+    assert read(tmp_path / "there") == TREE
+
+
+def test_what_cannot_be_asked_is_no_answer(bucket):
+    for call in (async_ckpt.exists, async_ckpt.isdir, async_ckpt.list_dir, async_ckpt.remove):
+        with pytest.raises(StorageUnavailableError, match="create it"):
+            call(f"s3://{bucket.bucket}-2/x", **bucket.options)
+
+
+# --- open_file ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_block", [True, False])
+def test_what_is_written_can_be_read_back(cloud, tmp_path, scratch, with_block):
+    for place, options in ((f"{cloud.url}/x", cloud.options), (tmp_path / "x", {})):
+        for mode, content in (("b", b"\x00\r\n\xff"), ("", "größe\n検\r\n"), ("t", "")):
+            if with_block:
+                with async_ckpt.open_file(place, f"w{mode}", **options) as file:
+                    file.write(content)
+            else:
+                file = async_ckpt.open_file(place, f"w{mode}", **options)
+                file.write(content)
+                file.close()
+                file.close()
+            with async_ckpt.open_file(place, f"r{mode}", **options) as file:
+                assert file.read() == (content.replace("\r\n", "\n") if isinstance(content, str) else content)
+            assert file.closed
+
+
+def test_an_object_appears_when_its_file_is_closed_and_not_before(cloud, scratch):
+    file = async_ckpt.open_file(cloud.url, "wb", **cloud.options)
+    file.write(b"1" * MIB)
+    file.flush()
+    assert cloud.tree() == {}
+    file.close()
+    assert cloud.tree() == {"ckpt": b"1" * MIB}
+
+
+@pytest.mark.parametrize("mode", ["wb", "w"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_is_uploaded_when_the_block_ends_by_an_exception(cloud, scratch, mode, error):
+    cloud.write({"ckpt": b"old"})
+    file = async_ckpt.open_file(cloud.url, mode, **cloud.options)
+    with pytest.raises(error):
+        leave_by(error(), file, lambda file: file.write(b"new" if mode == "wb" else "new"))
+    file.close()
+    assert cloud.tree() == {"ckpt": b"old"}
+
+
+@pytest.mark.parametrize("mode", ["wb", "w"])
+def test_a_file_that_is_never_closed_is_not_uploaded(bucket, scratch, mode):
+    files = [async_ckpt.open_file(bucket.url, mode, **bucket.options)]
+    files[0].write(b"new" if mode == "wb" else "new")
+    with pytest.warns(ResourceWarning):
+        files.clear()
+    assert bucket.tree() == {}
+
+
+def test_an_upload_that_fails_is_an_error_of_close_and_leaves_nothing(bucket, scratch):
+    file = async_ckpt.open_file(f"s3://{bucket.bucket}-2/x", "wb", **bucket.options)
+    file.write(b"1")
+    with pytest.raises(StorageUnavailableError, match="create it"):
+        file.close()
+    file.close()
+    assert file.closed
+
+
+def test_an_object_is_sought_in_like_a_file(cloud):
+    data = random_bytes(9 * MIB + 7)
+    cloud.write({"ckpt": data})
+    like = io.BytesIO(data)
+    with async_ckpt.open_file(cloud.url, **cloud.options) as file:
+        assert (file.readable(), file.seekable(), file.writable()) == (True, True, False)
+        for offset, whence, length in (
+            (0, 0, 10), (5 * MIB, 0, 3), (-3, 1, 5 * MIB), (-9, 2, 4), (0, 0, 0), (1, 0, -1), (9 * MIB, 0, 100),
+            (20 * MIB, 0, 5),
+        ):  # fmt: skip
+            assert file.seek(offset, whence) == like.seek(offset, whence)
+            assert file.read(length) == like.read(length)
+            assert file.tell() == like.tell()
+        with pytest.raises(ValueError, match="before the beginning"):
+            file.seek(-1 - len(data), 2)
+
+
+def test_a_large_object_is_read_in_few_requests(bucket):
+    data = random_bytes(40 * MIB)
+    bucket.write({"ckpt": data})
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        options = {"storage_options": {**bucket.server.options, "endpoint": proxy.endpoint}}
+        with async_ckpt.open_file(bucket.url, **options) as file:
+            assert file.read() == data
+        assert proxy.count(kind="get_object") <= 4
+
+
+def test_torch_and_json_use_an_object_as_a_file(cloud, scratch):
+    state = {"weight": torch.randn(300, 300), "step": 3}
+    with async_ckpt.open_file(f"{cloud.url}/x.pt", "wb", **cloud.options) as file:
+        torch.save(state, file)
+    with async_ckpt.open_file(f"{cloud.url}/x.pt", **cloud.options) as file:
+        assert torch.equal(torch.load(file, weights_only=True)["weight"], state["weight"])
+    with async_ckpt.open_file(f"{cloud.url}/x.json", "w", **cloud.options) as file:
+        json.dump({"step": 3}, file)
+    with async_ckpt.open_file(f"{cloud.url}/x.json", "r", **cloud.options) as file:
+        assert [json.loads(line) for line in file] == [{"step": 3}]
+
+
+def test_a_local_file_is_an_ordinary_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with async_ckpt.open_file("x", "w") as file:
+        assert file.name == "x"
+        file.write("a")
+    with async_ckpt.open_file((tmp_path / "x").as_uri(), "a") as file:
+        file.write("ü")
+    with async_ckpt.open_file(Path("x")) as file:
+        assert file.read() == "aü".encode()
+
+
+def test_what_cannot_be_opened_says_why(cloud, tmp_path):
+    for path, options in ((cloud.url, cloud.options), (tmp_path / "x", {})):
+        with pytest.raises(FileNotFoundError):
+            async_ckpt.open_file(path, **options)
+    for mode in ("a", "r+b", "x", "rw", "wbt", ""):
+        with pytest.raises(ValueError, match="written anew"):
+            async_ckpt.open_file(cloud.url, mode, **cloud.options)
+    for mode in ("r", "wb"):
+        with pytest.raises(ValueError, match="names no object"):
+            async_ckpt.open_file(f"{cloud.url}/", mode, **cloud.options)
