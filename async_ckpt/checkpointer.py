@@ -18,9 +18,10 @@ import torch
 
 from .catch_up import catch_up
 from .commit.manifest import Archive, Manifest
+from .commit.naming import STEP_FORMAT, TRACKER, Tracker
 from .commit.retention import Retention
 from .commit.roots import Roots
-from .commit.run import STEP_FORMAT, TRACKER, Run
+from .commit.run import Run
 from .errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StorageUnavailableError
 from .functional import from_step, state_of
 from .handle import SaveHandle
@@ -54,8 +55,9 @@ class AsyncCheckpointer:
         max_in_flight: saves that may be under way at once; each takes host memory of its own.
         on_rollback: "retire" lets a save below the newest commit take the newer ones out of the run; by default
             such a save raises StepBehindError.
-        tracker: name of the file that holds the newest step's folder; None writes none.
-        step_format: the folder of a step, with the step in it.
+        tracker: the file that names the newest step: its name, or a `Tracker` to say its text too; None writes none. By a
+            name alone it holds the step's folder, and under the names that SkyRL and verl read the bare number.
+        step_format: the folder of a step, with the step in it once: "step_{:08d}", "global_step_{}".
         strict: raise at `save`, before anything is started, what an earlier save failed with and nobody looked at.
         exit_timeout: seconds that the interpreter's exit waits for saves; None: as long as they take.
         commit: with several roots, "all" makes a save wait for all of them, and fail when one fails; with "any" it is
@@ -64,6 +66,15 @@ class AsyncCheckpointer:
             gives each its own.
         engine: the client for URLs: "obstore" (the default for s3, gs, az) or "fsspec" ("s3fs" for s3).
         fs: an fsspec filesystem to use for the root as it is.
+
+    The names that other programs look for:
+
+        SkyRL                      step_format="global_step_{}", tracker="latest_ckpt_global_step.txt"
+        verl                       step_format="global_step_{}", tracker="latest_checkpointed_iteration.txt"
+        open-instruct, DeepSpeed   step_format="global_step{}", tracker=Tracker("latest", "global_step{}")
+
+    The tracker never moves back, not even from a newer step that somebody else has written there; only from one that a
+    rollback has taken out of the run.
 
     Safe to call from any thread. Opening, listing and reading change nothing on storage.
     """
@@ -80,7 +91,7 @@ class AsyncCheckpointer:
         on_overlap: OnOverlap = "wait",
         max_in_flight: int = 1,
         on_rollback: Literal["retire"] | None = None,
-        tracker: str | None = TRACKER,
+        tracker: Tracker | str | None = TRACKER,
         step_format: str = STEP_FORMAT,
         strict: bool = False,
         exit_timeout: float | None = None,

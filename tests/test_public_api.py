@@ -29,6 +29,7 @@ NAMES = [
     "StorageFullError",
     "StorageUnavailableError",
     "TornSnapshotError",
+    "Tracker",
     "UnsupportedStateError",
     "UntrustedObjectError",
     "load",
@@ -45,8 +46,8 @@ SIGNATURES = {
     ),
     async_ckpt.release: "()",
     AsyncCheckpointer: (
-        "(root, *, keep_last=None, keep_every=None, guard=None, host_bytes=None, segment_bytes=None, "
-        "on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "
+        "(root, *, keep_last=None, keep_every=None, guard=None, host_bytes=None, "
+        "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "
         "strict=False, exit_timeout=None, commit='all', storage_options=None, engine=None, fs=None)"
     ),
     AsyncCheckpointer.save: "(self, state, step, *, overwrite=False, guard=_UNSET)",
@@ -68,6 +69,9 @@ SIGNATURES = {
     SaveHandle.wait_staged: "(self, timeout=None)",
     SaveHandle.add_done_callback: "(self, fn)",
     SaveReport.as_dict: "(self, prefix='')",
+    async_ckpt.Tracker: "(name, text)",
+    async_ckpt.Tracker.dump: "(self, step)",
+    async_ckpt.Tracker.parse: "(self, data)",
     RngState: "()",
     RngState.state_dict: "(self)",
     RngState.load_state_dict: "(self, state_dict)",
