@@ -399,17 +399,6 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path, options, kept):
     ]
 
 
-@pytest.mark.parametrize(
-    ("steps", "protected", "doomed"),
-    [([], (), []), ([1], (), []), ([1, 2, 3], (), [1]), ([1, 2, 3, 4], {1}, [2]), ([3, 6, 9, 12], (), [6])],
-)
-def test_what_retention_dooms(steps, protected, doomed):
-    every = 3 if steps == [3, 6, 9, 12] else None
-    if every:
-        doomed = []
-    assert Retention(2, every).doomed(steps, protected=protected) == doomed
-
-
 def test_the_future_resolves_before_retention_begins(tmp_path):
     with open_run(tmp_path, keep_last=1) as ckpt, scripted(ckpt) as disk:
         ckpt.save(state_at(1), step=1).result()

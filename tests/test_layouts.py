@@ -1,15 +1,22 @@
-"""What other programs find in a run: trackers, and the folders of steps."""
+"""What other programs find in a run: trackers, the folders of steps, the journal, and what a save says of itself."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_b import Nursery, assert_is_state, open_run, scripted, state_at, until
+import torch
+from helpers_b import Nursery, assert_is_state, names_below, open_run, scripted, state_at, until
 
-from async_ckpt import StorageUnavailableError, Tracker
+import async_ckpt
+from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, StorageUnavailableError, Tracker
+from async_ckpt.commit.record import RECORD_BYTES
+from async_ckpt.testing.servers import Server
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 SKYRL: dict[str, Any] = {"step_format": "global_step_{}", "tracker": "latest_ckpt_global_step.txt"}
@@ -258,3 +265,247 @@ def test_a_store_that_refuses_every_move_is_told_of_and_the_save_is_committed(tm
         ckpt.wait()
         assert ckpt.metrics()["cleanup_failures"] == 1
         assert "is not moved to step 2" in caplog.text
+
+
+# --- the record ------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_committed_with_its_step_and_stands_in_the_journal(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(
+            state_at(1), step=1, record={"loss": 0.5, "epoch": 3, "lr": [1, 2.5], "tags": {"a": None}}
+        ).result()
+        ckpt.save(state_at(2), step=2).result()
+
+    manifest = json.loads((tmp_path / "step_00000001/manifest.json").read_text())
+    assert manifest["record"] == {"loss": 0.5, "epoch": 3, "lr": [1, 2.5], "tags": {"a": None}}
+    first, second = (json.loads(line) for line in (tmp_path / "checkpoints.jsonl").read_text().splitlines())
+    assert (first["loss"], first["epoch"], first["lr"]) == (0.5, 3, [1, 2.5])
+    assert set(second) == {"name", "batch", "state_path", "step", "path", "num_bytes", "created"}
+
+
+def test_a_record_is_what_it_was_when_save_was_called(tmp_path):
+    record = {"loss": 1.0, "seen": [1]}
+    with open_run(tmp_path) as ckpt, scripted(ckpt) as disk:
+        stop = disk.stop("write")
+        handle = ckpt.save(state_at(1), step=1, record=record)
+        record["loss"] = 2.0
+        record["seen"].append(2)
+        stop.release()
+        handle.result()
+    manifest = json.loads((tmp_path / "step_00000001/manifest.json").read_text())
+    assert manifest["record"] == {"loss": 1.0, "seen": [1]}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_loss_that_is_not_finite_costs_no_save_and_every_line_stays_json(tmp_path, value):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1, record={"loss": value, "all": [value, 1.0]}).result()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    manifest = json.loads((tmp_path / "step_00000001/manifest.json").read_text(), parse_constant=refuse)
+    assert manifest["record"] == {"loss": None, "all": [None, 1.0]}
+    line = json.loads((tmp_path / "checkpoints.jsonl").read_text(), parse_constant=refuse)
+    assert "loss" not in line
+
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    ("record", "error", "told"),
+    [
+        ({"loss": torch.tensor(0.5)}, TypeError, r'record\["loss"\] is a torch\.Tensor'),
+        ({"a": {"b": [1, {2, 3}]}}, TypeError, r'record\["a"\]\["b"\]\[1\] is a builtins\.set'),
+        ({"a": b"x"}, TypeError, r'record\["a"\] is a builtins\.bytes'),
+        ({"a": {1: 2}}, TypeError, r'record\["a"\] has the key 1'),
+        ({5: 2}, TypeError, "record has the key 5"),
+        ([("loss", 1)], TypeError, "must be a mapping"),
+        ({"a": CIRCLE}, ValueError, "nested more than"),
+        ({"a": 10**5000}, ValueError, "cannot be written as JSON"),
+        ({"text": "x" * RECORD_BYTES}, ValueError, "bytes of JSON"),
+        ({"step": 5}, ValueError, r'record\["step"\]'),
+        ({"path": "x"}, ValueError, r'record\["path"\]'),
+        ({"num_bytes": 5}, ValueError, r'record\["num_bytes"\]'),
+        ({"created": 5}, ValueError, r'record\["created"\]'),
+        ({"state_path": "x"}, ValueError, r'record\["state_path"\]'),
+        ({"name": 5}, ValueError, r'record\["name"\]'),
+        ({"batch": "5"}, ValueError, r'record\["batch"\]'),
+        ({"batch": True}, ValueError, r'record\["batch"\]'),
+        ({"rolling": 1}, ValueError, r'record\["rolling"\]'),
+        ({"ttl_seconds": -1}, ValueError, "ttl_seconds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_record_that_cannot_be_written_is_refused_by_name_before_anything_is_started(
+    tmp_path, record, error, told
+):
+    with open_run(tmp_path) as ckpt:
+        with pytest.raises(error, match=told):
+            ckpt.save(state_at(1), step=1, record=record)
+        assert names_below(tmp_path) == []
+        assert ckpt.metrics()["saves_in_flight"] == 0
+        assert ckpt.save(state_at(1), step=1).result().status == "committed"
+
+
+@pytest.mark.parametrize("ttl_seconds", [0, -1, float("nan"), float("inf"), "60", True])
+def test_a_time_to_live_is_a_finite_number_above_zero(tmp_path, ttl_seconds):
+    with open_run(tmp_path) as ckpt, pytest.raises(ValueError, match="ttl_seconds"):
+        ckpt.save(state_at(1), step=1, ttl_seconds=ttl_seconds)
+
+
+def test_a_record_as_large_as_may_be_is_taken(tmp_path):
+    text = "x" * (RECORD_BYTES - len('{"text": ""}'))
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1, record={"text": text}).result()
+        with pytest.raises(ValueError, match="bytes of JSON"):
+            ckpt.save(state_at(2), step=2, record={"text": text + "x"})
+        assert_is_state(ckpt.load(1), 1)
+
+
+def test_overwriting_a_step_replaces_its_record(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1, record={"loss": 1.0, "old": True}).result()
+        ckpt.save(state_at(1), step=1, record={"loss": 0.5}, overwrite=True).result()
+        (line,) = ckpt._roots.runs[0].journal()
+    assert line["loss"] == 0.5
+    assert "old" not in line
+
+
+def test_a_manifest_of_an_earlier_version_has_no_record_and_still_counts(tmp_path):
+    save(tmp_path, 1)
+    path = tmp_path / "step_00000001/manifest.json"
+    raw = json.loads(path.read_text())
+    del raw["record"]
+    path.write_text(json.dumps(raw))
+    with open_run(tmp_path, keep_best=("loss", "min", 1)) as ckpt:
+        assert_is_state(ckpt.load(1), 1)
+        ckpt.save(state_at(2), step=2, record={"loss": 1.0}).result()
+        assert [line["step"] for line in ckpt._roots.runs[0].journal()] == [1, 2]
+
+
+@pytest.mark.parametrize("record", [5, "text", [1], None])
+def test_a_manifest_whose_record_is_no_object_is_corrupt(tmp_path, record):
+    save(tmp_path, 1)
+    path = tmp_path / "step_00000001/manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"record": record}))
+    with open_run(tmp_path) as ckpt, pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
+        ckpt.load(1)
+
+
+# --- the journal as tinker-cookbook reads it ---------------------------------------------------------------------
+
+
+@dataclass
+class CheckpointRecord:
+    """What its reader makes of a line: the fields that it knows, and the rest."""
+
+    name: str
+    batch: int
+    epoch: int | None = None
+    final: bool | None = None
+    state_path: str | None = None
+    sampler_path: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def cookbook_records(journal: bytes) -> list[CheckpointRecord]:
+    """Strict, as the cookbook's own reader: a line that is no JSON object, or lacks a name or a batch, raises."""
+    found = []
+    for line in journal.decode("utf-8").splitlines():
+        raw = json.loads(line)
+        known = {key: raw.pop(key) for key in CheckpointRecord.__dataclass_fields__ if key in raw}
+        found.append(CheckpointRecord(**known, extra=raw))
+        assert type(found[-1].name) is str
+        assert type(found[-1].batch) is int
+    return found
+
+
+def test_tinker_cookbook_finds_the_last_checkpoint_in_the_journal_and_its_path_loads(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(20), step=20).result()
+        last = {
+            "name": "final",
+            "batch": 41,
+            "epoch": 2,
+            "final": True,
+            "sampler_path": "s3://b/w",
+            "tokens": 10**7,
+        }
+        report = ckpt.save(state_at(40), step=40, record={**last, "loss": None}).result()
+
+    first, second = cookbook_records((tmp_path / "checkpoints.jsonl").read_bytes())
+    assert (first.name, first.batch, first.epoch, first.final) == ("000020", 20, None, None)
+    assert (second.name, second.batch, second.epoch, second.final) == ("final", 41, 2, True)
+    assert second.sampler_path == "s3://b/w"
+    assert second.state_path == report.path
+    assert second.extra.keys() == {"tokens", "step", "path", "num_bytes", "created"}
+    assert_is_state(async_ckpt.load(second.state_path), 40)
+
+
+def test_a_reader_of_the_journal_never_finds_a_torn_line_while_it_is_written(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+        with open(tmp_path / "checkpoints.jsonl", "rb") as held:
+            ckpt.save(state_at(2), step=2).result()
+            assert len(cookbook_records(held.read())) == 1
+    assert len(cookbook_records((tmp_path / "checkpoints.jsonl").read_bytes())) == 2
+
+
+# --- several roots, and stores -----------------------------------------------------------------------------------
+
+
+def test_every_root_has_its_own_tracker_and_the_record(tmp_path):
+    roots = [tmp_path / "near", tmp_path / "far"]
+    roots[0].mkdir()
+    (roots[0] / "latest_ckpt_global_step.txt").write_text("500")
+    with open_run(roots, **SKYRL) as ckpt:
+        report = ckpt.save(state_at(400), step=400, record={"loss": 0.5}).result()
+    assert [(root / "latest_ckpt_global_step.txt").read_text() for root in roots] == ["500", "400"]
+    lines = [json.loads((root / "checkpoints.jsonl").read_text()) for root in roots]
+    assert [line["loss"] for line in lines] == [0.5, 0.5]
+    assert [line["state_path"] for line in lines] == [place.path for place in report.destinations]
+
+
+def test_a_step_that_is_copied_to_another_root_keeps_its_record(tmp_path):
+    roots = [tmp_path / "near", tmp_path / "far"]
+    with open_run(roots) as ckpt:
+        ckpt.save(state_at(1), step=1, record={"loss": 0.5}, ttl_seconds=1e6).result()
+        ckpt.wait()
+        shutil.rmtree(roots[1])
+        assert ckpt.catch_up() == {str(roots[0]): [], str(roots[1]): [1]}
+    near, far = (root / "step_00000001/manifest.json" for root in roots)
+    assert near.read_bytes() == far.read_bytes()
+    line = json.loads((roots[1] / "checkpoints.jsonl").read_text())
+    assert (line["loss"], line["ttl_seconds"]) == (0.5, 1e6)
+
+
+def test_on_a_store_the_tracker_stays_with_what_is_newer_and_the_journal_names_no_credentials(s3: Server):
+    s3.client.create_bucket(Bucket="layouts")
+    options = {**SKYRL, "storage_options": s3.options}
+
+    def read(name: str) -> bytes:
+        return s3.client.get_object(Bucket="layouts", Key=f"run/{name}")["Body"].read()
+
+    with AsyncCheckpointer("s3://layouts/run", keep_best=("loss", "min", 1), **options) as ckpt:
+        for step, loss in ((100, 0.1), (200, 0.3), (300, 0.2)):
+            ckpt.save(state_at(step), step=step, record={"loss": loss}).result()
+            ckpt.wait()
+        assert read("latest_ckpt_global_step.txt") == b"300"
+        assert ckpt.steps() == [100, 300]
+        s3.client.put_object(Bucket="layouts", Key="run/latest_ckpt_global_step.txt", Body=b"500\n")
+        ckpt.save(state_at(400), step=400, record={"loss": 0.4}).result()
+        ckpt.wait()
+        assert read("latest_ckpt_global_step.txt") == b"500\n"
+        assert ckpt.steps() == [100, 400]
+
+    journal = read("checkpoints.jsonl")
+    assert s3.options["secret_access_key"].encode() not in journal
+    first, second = cookbook_records(journal)
+    assert (first.batch, first.extra["loss"], second.batch) == (100, 0.1, 400)
+    assert first.state_path is not None
+    assert first.state_path.startswith("s3://layouts/run/global_step_100/rank_00000.")
+    assert_is_state(async_ckpt.load(first.state_path, storage_options=s3.options), 100)

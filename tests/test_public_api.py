@@ -46,11 +46,13 @@ SIGNATURES = {
     ),
     async_ckpt.release: "()",
     AsyncCheckpointer: (
-        "(root, *, keep_last=None, keep_every=None, guard=None, host_bytes=None, "
+        "(root, *, keep_last=None, keep_every=None, keep_best=None, keep_seconds=None, guard=None, host_bytes=None, "
         "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "
         "strict=False, exit_timeout=None, commit='all', storage_options=None, engine=None, fs=None)"
     ),
-    AsyncCheckpointer.save: "(self, state, step, *, overwrite=False, guard=_UNSET)",
+    AsyncCheckpointer.save: (
+        "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None)"
+    ),
     AsyncCheckpointer.load: (
         "(self, step=None, *, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())"
     ),

@@ -15,12 +15,14 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from ..errors import (
     CheckpointError,
+    CorruptCheckpointError,
+    FormatVersionError,
     NotCommittedError,
     StepBehindError,
     StepExistsError,
@@ -136,6 +138,7 @@ class Run:
         *,
         replaces: tuple[Manifest, str] | None,
         retire: bool,
+        record: Mapping[str, Any] | None = None,
     ) -> Manifest:
         """Make the durable archives of an attempt the step's checkpoint. From here on it is true; then `announce` it.
 
@@ -145,7 +148,7 @@ class Run:
             self._retire_above(step)
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
-        made = Manifest(step, attempt, len(archives), self._clock(), archives, earlier)
+        made = Manifest(step, attempt, len(archives), self._clock(), archives, earlier, record or {})
         path = f"{self.folder(step)}/{manifest.NAME}"
         try:
             if replaces is None:
@@ -206,12 +209,38 @@ class Run:
         """Delete what `overwrite` and retention leave behind; the manifest goes first. Returns the deleted steps."""
         for archive in replaced.archives if replaced else ():
             self.storage.delete(self.archive_path(step, archive))
-        doomed = self.retention.doomed(self.steps(), protected={step, *in_flight, *self._tracked()})
+        steps = self.steps()
+        tracked = self._tracked()
+        safe_from = step if tracked is None else min(step, tracked)
+        protected = {*in_flight, *(s for s in steps if s >= safe_from)}
+        doomed = self.doomed(self.manifests(steps), protected=protected)
+        if doomed:
+            # Another process may have overwritten them: judged are those that are there now.
+            self._forget(doomed)
+            now = set(self.doomed(self.manifests(steps), protected=protected))
+            doomed = [old for old in doomed if old in now]
         for old in doomed:
             self._delete(old)
         if doomed:
             self.announce()
         return doomed
+
+    def doomed(self, commits: Mapping[int, Manifest | None], *, protected: Collection[int] = ()) -> list[int]:
+        """The steps that retention does not keep at this hour."""
+        return self.retention.doomed(commits, now=self._clock(), protected=protected)
+
+    def manifests(self, steps: Iterable[int]) -> dict[int, Manifest | None]:
+        """The manifests of committed steps, read once; None for one that is damaged. Deleted ones are left out."""
+        found: dict[int, Manifest | None] = {}
+        with self._announcing:
+            for step in steps:
+                try:
+                    found[step] = self._known[step] = self._known.get(step) or self.manifest(step)
+                except NotCommittedError:
+                    continue
+                except (CorruptCheckpointError, FormatVersionError):
+                    found[step] = None
+        return found
 
     def sweep(self) -> list[str]:
         """Delete what dead writers left: temp files, unfinished uploads, and archives that no manifest names."""
@@ -321,8 +350,7 @@ class Run:
             self._known = {step: made for step, made in known if made is not None}
             if self._tracker is not None and steps:
                 self._track(self._tracker, steps[-1])
-            lines = journal.dump((self.folder(step), made) for step, made in self._known.items())
-            self.storage.replace(journal.NAME, lines)
+            self.storage.replace(journal.NAME, self._journal())
             # Another process may have committed in between and been overwritten just now.
             if self.latest() == (steps[-1] if steps else None):
                 return
@@ -332,6 +360,10 @@ class Run:
             return self.manifest(step)
         except CheckpointError:
             return None
+
+    def _journal(self) -> bytes:
+        paths = ((self.archive_path(step, made.archives[0]), made) for step, made in self._known.items())
+        return journal.dump((path, self.storage.locate(path), made) for path, made in paths)
 
     def _track(self, tracker: Tracker, newest: int) -> None:
         """Move the tracker on to the newest committed step, if it may go there."""
@@ -361,18 +393,23 @@ class Run:
         names = self.storage.names(self.folder(tracked))
         return manifest.NAME not in names and any(_RETIRED.fullmatch(name) for name in names)
 
-    def _tracked(self) -> list[int]:
+    def _tracked(self) -> int | None:
         """The step that the tracker names, if it names one."""
         tracker = self._tracker
         found = self._read_tracker(tracker) if tracker else None
-        step = tracker.parse(found[0]) if tracker and found else None
-        return [] if step is None else [step]
+        return tracker.parse(found[0]) if tracker and found else None
 
     def _read_tracker(self, tracker: Tracker) -> tuple[bytes, str] | None:
         try:
             return self.storage.read(tracker.name)
         except FileNotFoundError:
             return None
+
+    def _forget(self, steps: Iterable[int]) -> None:
+        """Have the manifests of these steps read again when they are asked for."""
+        with self._announcing:
+            for step in steps:
+                self._known.pop(step, None)
 
     def _delete(self, step: int) -> None:
         named = self._named(step)
