@@ -9,6 +9,7 @@ with async_ckpt.AsyncCheckpointer("runs/a", keep_last=3, guard=optimizer) as ckp
 """
 
 from .checkpointer import AsyncCheckpointer
+from .commit.naming import Tracker
 from .errors import (
     CheckpointError,
     ClosedError,
@@ -73,6 +74,7 @@ __all__ = [
     "StorageFullError",
     "StorageUnavailableError",
     "TornSnapshotError",
+    "Tracker",
     "UnsafeArchiveError",
     "UnsupportedStateError",
     "UntrustedObjectError",

@@ -18,9 +18,11 @@ import torch
 
 from .catch_up import catch_up
 from .commit.manifest import Archive, Manifest
-from .commit.retention import Retention
+from .commit.naming import STEP_FORMAT, TRACKER, Tracker
+from .commit.record import plain_record
+from .commit.retention import Best, Retention
 from .commit.roots import Roots
-from .commit.run import STEP_FORMAT, TRACKER, Run
+from .commit.run import Run
 from .errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StorageUnavailableError
 from .functional import from_step, state_of
 from .handle import SaveHandle
@@ -44,8 +46,10 @@ class AsyncCheckpointer:
     Args:
         root: the run's folder, made by the first save, or a URL such as "s3://bucket/run"; or a list of these: every
             save then goes to all of them in one pass, and a step is there when any of them has it.
-        keep_last: after each commit keep this many of the newest steps; None keeps all.
-        keep_every: with `keep_last`, keep for good every step that this divides.
+        keep_last: keep this many of the newest steps; without any `keep_` option all are kept, and the newest always.
+        keep_every: keep for good every step that this divides; what no `keep_` option wants is deleted after a commit.
+        keep_best: keep the best by a metric of their records, such as ("loss", "min", 3): least loss, three of them.
+        keep_seconds: keep steps that were committed at most this long ago.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: the copy of these
             then overlaps the next forward and backward, and `step()` waits for what is left of it.
         host_bytes: hard budget of host memory for snapshots, at least 16 MiB; by default what the state needs, up to
@@ -55,8 +59,9 @@ class AsyncCheckpointer:
         max_in_flight: saves that may be under way at once; each takes host memory of its own.
         on_rollback: "retire" lets a save below the newest commit take the newer ones out of the run; by default
             such a save raises StepBehindError.
-        tracker: name of the file that holds the newest step's folder; None writes none.
-        step_format: the folder of a step, with the step in it.
+        tracker: the file that names the newest step: its name, or a `Tracker` to say its text too; None writes none. By a
+            name alone it holds the step's folder, and under the names that SkyRL and verl read the bare number.
+        step_format: the folder of a step, with the step in it once: "step_{:08d}", "global_step_{}".
         strict: raise at `save`, before anything is started, what an earlier save failed with and nobody looked at.
         exit_timeout: seconds that the interpreter's exit waits for saves; None: as long as they take.
         save_every: for `should_save`: a save is due at every step but 0 that this divides.
@@ -71,6 +76,16 @@ class AsyncCheckpointer:
         engine: the client for URLs: "obstore" (the default for s3, gs, az) or "fsspec" ("s3fs" for s3).
         fs: an fsspec filesystem to use for the root as it is.
 
+    The names that other programs look for:
+
+        SkyRL                      step_format="global_step_{}", tracker="latest_ckpt_global_step.txt"
+        verl                       step_format="global_step_{}", tracker="latest_checkpointed_iteration.txt"
+        open-instruct, DeepSpeed   step_format="global_step{}", tracker=Tracker("latest", "global_step{}")
+        tinker-cookbook            `checkpoints.jsonl`, which every run has
+
+    The tracker never moves back, not even from a newer step that somebody else has written there; only from one that a
+    rollback has taken out of the run.
+
     Safe to call from any thread. Opening, listing and reading change nothing on storage.
     """
 
@@ -80,13 +95,15 @@ class AsyncCheckpointer:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: Best | None = None,
+        keep_seconds: float | None = None,
         guard: Any = None,
         host_bytes: int | None = None,
         segment_bytes: int | None = None,
         on_overlap: OnOverlap = "wait",
         max_in_flight: int = 1,
         on_rollback: Literal["retire"] | None = None,
-        tracker: str | None = TRACKER,
+        tracker: Tracker | str | None = TRACKER,
         step_format: str = STEP_FORMAT,
         strict: bool = False,
         exit_timeout: float | None = None,
@@ -120,7 +137,7 @@ class AsyncCheckpointer:
                     clock=wall_time,
                     step_format=step_format,
                     tracker=tracker,
-                    retention=Retention(keep_last, keep_every),
+                    retention=Retention(keep_last, keep_every, keep_best, keep_seconds),
                 )
                 for storage in storages
             ]
@@ -143,20 +160,35 @@ class AsyncCheckpointer:
 
     # --- saving -----------------------------------------------------------------------------------------------
 
-    def save(self, state: Any, step: int, *, overwrite: bool = False, guard: Any = _UNSET) -> SaveHandle:
+    def save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        overwrite: bool = False,
+        guard: Any = _UNSET,
+        record: Mapping[str, Any] | None = None,
+        rolling: bool = False,
+        ttl_seconds: float | None = None,
+    ) -> SaveHandle:
         """Begin to save `state` as `step`; returns as soon as the caller may go on training.
 
         `guard` overrides the checkpointer's for this save. With `overwrite`, a committed step stays loadable until
         the new one is committed.
+        `record` is a small mapping of plain JSON data, such as {"loss": 0.5, "epoch": 3}, that is committed with the step
+        and stands in its line of `checkpoints.jsonl`; a float that is not finite becomes None there. A `rolling` save is
+        deleted once a newer step is committed, one with `ttl_seconds` by the first save after these have passed, whatever
+        the `keep_` options say; both are marks in the record, and such steps count for none of these options.
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle. (A
         store is not asked on this thread: there a step that exists, or lies behind, ends in the handle as well.)
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step must be a whole number from 0 on, got {step!r}")
+        plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
         token = os.urandom(4).hex()
 
         def make_targets() -> list[_StepTarget]:
-            return [_StepTarget(self, run, step, token, overwrite) for run in self._roots.runs]
+            return [_StepTarget(self, run, step, token, overwrite, plain) for run in self._roots.runs]
 
         first = self._roots.runs[0]
         handle = self._saver.save(
@@ -342,10 +374,16 @@ class _StepTarget:
     """One attempt at one step, at one root. Raises at once when that is known to be in vain."""
 
     def __init__(
-        self, checkpointer: AsyncCheckpointer, run: Run, step: int, token: str, overwrite: bool
+        self,
+        checkpointer: AsyncCheckpointer,
+        run: Run,
+        step: int,
+        token: str,
+        overwrite: bool,
+        record: Mapping[str, Any],
     ) -> None:
         self._owner, self._run, self._step, self._token = checkpointer, run, step, token
-        self._overwrite = overwrite
+        self._overwrite, self._record = overwrite, record
         self._rolled_back, self._retire = checkpointer._rolled_back, checkpointer._retire
         self._replaces: tuple[Manifest, str] | None = None
         self._announced = False
@@ -382,7 +420,14 @@ class _StepTarget:
     def commit(self, archive: Archive, *, late: bool = False) -> None:
         # Newer steps may have followed since: a late commit takes none of them out of the run.
         retire = self._retire and not late
-        self._run.commit(self._step, self._token, (archive,), replaces=self._replaces, retire=retire)
+        self._run.commit(
+            self._step,
+            self._token,
+            (archive,),
+            replaces=self._replaces,
+            retire=retire,
+            record=self._record,
+        )
         if not late:
             self._owner._rolled_back = False
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards

@@ -230,7 +230,7 @@ def test_two_saves_may_be_in_flight_and_commit_in_their_order(tmp_path):
         first_stop.release()
         second.result()
         first.result()
-        commits = [path for call, path in disk.calls if call == "put_new"]
+        commits = [path for call, path in disk.calls if call == "put_new" and path != "latest"]
 
     assert commits == ["step_00000001/manifest.json", "step_00000002/manifest.json"]
 
@@ -528,7 +528,16 @@ def test_wait_includes_retention(tmp_path):
         {"keep_last": 0},
         {"keep_last": -1},
         {"keep_every": 0, "keep_last": 1},
-        {"keep_every": 10},
+        {"keep_seconds": 0},
+        {"keep_seconds": float("inf")},
+        {"keep_best": ("loss", "least", 3)},
+        {"keep_best": ("loss", "min", 0)},
+        {"keep_best": ("loss", "min")},
+        {"keep_best": "loss"},
+        {"tracker": ""},
+        {"tracker": "a/b"},
+        {"tracker": ".."},
+        {"tracker": "checkpoints.jsonl"},
         {"on_rollback": "delete"},
     ],
     ids=str,

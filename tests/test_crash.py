@@ -337,7 +337,8 @@ def test_nothing_is_named_before_it_is_synced_and_every_name_is_synced_before_th
     commit_synced = first("fsync", "tmp", archive_name_synced)
     committed = first("link", "manifest.json", commit_synced)
     commit_name_synced = first("fsync", "step_00000001", committed)
-    assert first("replace", "latest", commit_name_synced) < len(log)
+    tracker_synced = first("fsync", "tmp", commit_name_synced)
+    assert first("link", "latest", tracker_synced) < len(log)
     assert first("replace", "checkpoints.jsonl", commit_name_synced) < len(log)
     # And every folder that was made is synced in its parent before the commit.
     for made in [(i, path) for i, (call, path) in enumerate(log) if call == "mkdir"]:

@@ -31,6 +31,7 @@ NAMES = [
     "StorageFullError",
     "StorageUnavailableError",
     "TornSnapshotError",
+    "Tracker",
     "UnsafeArchiveError",
     "UnsupportedStateError",
     "UntrustedObjectError",
@@ -87,12 +88,14 @@ SIGNATURES = {
     async_ckpt.remove: "(path, *, storage_options=None, engine=None, fs=None)",
     async_ckpt.open_file: "(path, mode='rb', *, storage_options=None, engine=None, fs=None)",
     AsyncCheckpointer: (
-        "(root, *, keep_last=None, keep_every=None, guard=None, host_bytes=None, segment_bytes=None, "
-        "on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "
+        "(root, *, keep_last=None, keep_every=None, keep_best=None, keep_seconds=None, guard=None, host_bytes=None, "
+        "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "
         "strict=False, exit_timeout=None, save_every=None, save_every_seconds=None, deadline=None, "
         "deadline_margin_seconds=30.0, commit='all', storage_options=None, engine=None, fs=None)"
     ),
-    AsyncCheckpointer.save: "(self, state, step, *, overwrite=False, guard=_UNSET)",
+    AsyncCheckpointer.save: (
+        "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None)"
+    ),
     AsyncCheckpointer.should_save: "(self, step)",
     AsyncCheckpointer.load: (
         "(self, step=None, *, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())"
@@ -112,6 +115,9 @@ SIGNATURES = {
     SaveHandle.wait_staged: "(self, timeout=None)",
     SaveHandle.add_done_callback: "(self, fn)",
     SaveReport.as_dict: "(self, prefix='')",
+    async_ckpt.Tracker: "(name, text)",
+    async_ckpt.Tracker.dump: "(self, step)",
+    async_ckpt.Tracker.parse: "(self, data)",
     RngState: "(keys=None)",
     RngState.state_dict: "(self)",
     RngState.load_state_dict: "(self, state_dict)",

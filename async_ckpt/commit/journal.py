@@ -1,6 +1,10 @@
 """`checkpoints.jsonl`: one line per committed step, for people and their scripts. Nothing in this library trusts it.
 
 In: manifests. Out: lines, and lines back from a file that somebody may have torn. Knows nothing of: storage.
+
+A line is what tinker-cookbook calls a checkpoint record: `name`, `batch` and `state_path`, all that the record of the
+save holds beside None, and the library's own `step, path, num_bytes, created`. The file is replaced whole, so its last
+line is never torn by us.
 """
 
 from __future__ import annotations
@@ -14,20 +18,21 @@ from .manifest import Manifest
 NAME: Final = "checkpoints.jsonl"
 
 
-def dump(manifests: Iterable[tuple[str, Manifest]]) -> bytes:
-    """The journal of (folder, manifest) pairs, in the order given."""
-    return b"".join(
-        json.dumps(
-            {
-                "step": manifest.step,
-                "path": f"{folder}/{manifest.archives[0].name}",
-                "num_bytes": manifest.num_bytes,
-                "created": manifest.created,
-            }
-        ).encode()
-        + b"\n"
-        for folder, manifest in manifests
-    )
+def dump(commits: Iterable[tuple[str, str, Manifest]]) -> bytes:
+    """The journal of these commits, in the order given: the archive's path below the root, in full, and the manifest."""
+    return b"".join(json.dumps(_line(*commit)).encode() + b"\n" for commit in commits)
+
+
+def _line(path: str, state_path: str, made: Manifest) -> dict[str, Any]:
+    ours = {
+        "state_path": state_path,
+        "step": made.step,
+        "path": path,
+        "num_bytes": made.num_bytes,
+        "created": made.created,
+    }
+    theirs = {key: value for key, value in made.record.items() if value is not None}
+    return {"name": f"{made.step:06d}", "batch": made.step} | theirs | ours
 
 
 def parse(data: bytes) -> list[dict[str, Any]]:

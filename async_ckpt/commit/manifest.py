@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 from ..errors import CorruptCheckpointError, FormatVersionError
 
@@ -30,6 +31,7 @@ class Manifest:
     """One committed checkpoint. `created` is wall time in seconds since the epoch.
 
     `replaces` are the attempts at this step that stood here before, the last first: a root that holds one of those was away.
+    `record` is the user's: plain JSON data, whose marks `rolling` and `ttl_seconds` retention obeys.
     """
 
     step: int
@@ -38,6 +40,7 @@ class Manifest:
     created: float
     archives: tuple[Archive, ...]
     replaces: tuple[str, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +75,7 @@ def parse(data: bytes, *, path: str) -> Manifest:
             float(raw["created"]),
             archives,
             tuple(map(str, raw.get("replaces", ()))),
+            dict(raw.get("record", {})),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not a manifest ({error!r:.300})", path=path) from error

@@ -1,35 +1,104 @@
 """Which steps go.
 
-In: the committed steps. Out: those to delete. Knows nothing of: storage.
+In: the committed steps with their manifests, the time. Out: those to delete. Knows nothing of: storage.
+
+The newest step stays, whatever the rules say. Of the others go first, and count for nothing:
+
+    rolling      saves whose record says `rolling`: a newer step is committed
+    expired      saves that are older than the `ttl_seconds` of their record
+
+Of the rest a step stays if any of the rules that are set wants it, and all stay if none is set:
+
+    keep_last    it is one of this many newest
+    keep_every   it is a multiple of this
+    keep_best    it is one of the best by a metric of the records; of equals the newer one. A record without that metric,
+                 or with one that is no finite number, is never among them
+    keep_seconds it was committed at most this long ago
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+from .manifest import Manifest
+from .record import number
+
+Best = tuple[str, Literal["min", "max"], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keep the newest `keep_last` steps, and for good every step that `keep_every` divides. None keeps all."""
+    """What is kept of a run; see above. `keep_best` is a metric, "min" or "max", and how many."""
 
     keep_last: int | None = None
     keep_every: int | None = None
+    keep_best: Best | None = None
+    keep_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.keep_last is not None and self.keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {self.keep_last}; None keeps every step")
         if self.keep_every is not None and self.keep_every < 1:
             raise ValueError(f"keep_every must be at least 1, got {self.keep_every}")
-        if self.keep_every is not None and self.keep_last is None:
-            raise ValueError("keep_every needs keep_last: without it every step is kept anyway")
+        if self.keep_seconds is not None and not 0 < self.keep_seconds < math.inf:
+            raise ValueError(f"keep_seconds must be a finite number above 0, got {self.keep_seconds}")
+        if self.keep_best is not None and not _is_best(self.keep_best):
+            raise ValueError(
+                'keep_best must be a metric of the records, "min" or "max", and how many to keep, such as '
+                f'("loss", "min", 3); got {self.keep_best!r}'
+            )
 
-    def doomed(self, steps: Sequence[int], *, protected: Collection[int] = ()) -> list[int]:
-        """Steps to delete, oldest first. `steps` are the committed ones, in ascending order."""
-        if self.keep_last is None:
-            return []
-        return [
-            step
-            for step in steps[: -self.keep_last]
-            if step not in protected and not (self.keep_every and step % self.keep_every == 0)
-        ]
+    def doomed(
+        self, commits: Mapping[int, Manifest | None], *, now: float, protected: Collection[int] = ()
+    ) -> list[int]:
+        """Steps to delete, oldest first. `commits` are the committed ones; None is a manifest that cannot be read."""
+        steps = sorted(commits)
+        lasting = [step for step in steps if not _passes(commits[step], now)]
+        kept = {*steps[-1:], *protected, *self._wanted(lasting, commits, now)}
+        return [step for step in steps if step not in kept]
+
+    def _wanted(self, steps: list[int], commits: Mapping[int, Manifest | None], now: float) -> set[int]:
+        if (self.keep_last, self.keep_every, self.keep_best, self.keep_seconds) == (None, None, None, None):
+            return set(steps)
+        wanted: set[int] = set()
+        if self.keep_last is not None:
+            wanted.update(steps[-self.keep_last :])
+        if self.keep_every is not None:
+            wanted.update(step for step in steps if step % self.keep_every == 0)
+        if self.keep_best is not None:
+            wanted.update(_best(steps, commits, self.keep_best))
+        if self.keep_seconds is not None:
+            wanted.update(step for step in steps if _age(commits[step], now) <= self.keep_seconds)
+        return wanted
+
+
+def _passes(made: Manifest | None, now: float) -> bool:
+    """Whether a save was not meant to last, or not for so long."""
+    if made is None:
+        return False
+    ttl_seconds = number(made.record.get("ttl_seconds"))
+    return made.record.get("rolling") is True or (ttl_seconds is not None and _age(made, now) > ttl_seconds)
+
+
+def _age(made: Manifest | None, now: float) -> float:
+    """Seconds since the commit. A manifest that cannot be read does not say: then nothing goes for its age."""
+    return now - made.created if made is not None else 0.0
+
+
+def _best(steps: list[int], commits: Mapping[int, Manifest | None], best: Best) -> list[int]:
+    metric, mode, count = best
+    values = {step: number(made.record.get(metric)) for step in steps if (made := commits[step]) is not None}
+    sign = 1 if mode == "max" else -1
+    ranked = sorted((sign * value, step) for step, value in values.items() if value is not None)
+    return [step for _, step in ranked[-count:]]
+
+
+def _is_best(best: object) -> bool:
+    """Whether this is what `keep_best` may be; callers without a type checker give anything."""
+    if not isinstance(best, tuple) or len(best) != 3:
+        return False
+    metric, mode, count = best
+    return isinstance(metric, str) and mode in ("min", "max") and isinstance(count, int) and count >= 1

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from ..errors import NotCommittedError, StorageUnavailableError
+from .manifest import Manifest
 from .run import Run
 
 T = TypeVar("T")
@@ -48,11 +50,10 @@ class Roots:
         """Steps that this root lacks, or holds as they were before an overwriting that it missed, and retention would
         keep here: the newest first, with those that hold them.
         """
-        holders = self._holders()
-        steps = sorted(holders)
-        doomed = set(run.retention.doomed(steps, protected=steps[-1:]))
-        kept = [(step, self._current(step, holders[step])) for step in reversed(steps) if step not in doomed]
-        return [(step, current) for step, current in kept if run not in current]
+        current = {step: self._current(step, holders) for step, holders in self._holders().items()}
+        doomed = set(run.doomed({step: _manifest(step, holders) for step, holders in current.items()}))
+        kept = [step for step in sorted(current, reverse=True) if step not in doomed]
+        return [(step, current[step]) for step in kept if run not in current[step]]
 
     def _current(self, step: int, holders: list[Run]) -> list[Run]:
         """Of these runs, those whose commit of the step no other one has replaced, or retired and made anew."""
@@ -105,3 +106,13 @@ class Roots:
 
     def __repr__(self) -> str:
         return ", ".join(repr(run.storage) for run in self.runs)
+
+
+def _manifest(step: int, holders: Sequence[Run]) -> Manifest | None:
+    """What the first that can say it says of a step."""
+    for run in holders:
+        with suppress(StorageUnavailableError):  # gone away since
+            made = run.manifests([step]).get(step)
+            if made is not None:
+                return made
+    return None

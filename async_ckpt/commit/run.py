@@ -4,7 +4,7 @@ In: a storage and the naming of its steps. Out: commits that are whole or not th
 
     <root>/step_00000500/rank_00000.<attempt>.tar     never written again once a manifest names it
     <root>/step_00000500/manifest.json                written last; its presence is the commit
-    <root>/latest                                     the newest step's folder, for people and scripts
+    <root>/latest                                     the tracker: the newest step, for people, scripts and trainers
     <root>/checkpoints.jsonl                          one line per commit
 
 Every decision is made from what is on storage at that moment, so several processes may share a root.
@@ -15,22 +15,32 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Final
 
-from ..errors import CheckpointError, NotCommittedError, StepBehindError, StepExistsError
+from ..errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    NotCommittedError,
+    StepBehindError,
+    StepExistsError,
+    StorageUnavailableError,
+)
 from ..spans import Clock
 from ..storage.base import Storage
 from . import journal, manifest
 from .manifest import Archive, Manifest
+from .naming import STEP_FORMAT, TRACKER, Tracker, folder_pattern, tracker_of
 from .retention import Retention
 
-TRACKER: Final = "latest"
-STEP_FORMAT: Final = "step_{:08d}"
 # A manifest that a rollback has retired: still there for whoever wants it back, no longer a commit.
 _RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
 _ARCHIVE: Final = re.compile(r"rank_\d{5,}\.[0-9a-f]{8}\.tar")
 _TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp|\.async_ckpt-probe-[0-9a-f]+")
+# Whoever is refused a move of the tracker has met a writer that was faster. So many in a row are a store that refuses all.
+_TRACKER_TRIES: Final = 20
 
 
 class Run:
@@ -42,14 +52,18 @@ class Run:
         *,
         clock: Clock,
         step_format: str = STEP_FORMAT,
-        tracker: str | None = TRACKER,
+        tracker: Tracker | str | None = TRACKER,
         retention: Retention | None = None,
     ) -> None:
         self.storage = storage
         self._clock = clock
         self._step_format = step_format
-        self._step_pattern = _pattern_of(step_format)
-        self._tracker = tracker
+        self._step_pattern = folder_pattern(step_format)
+        self._tracker = tracker_of(tracker, step_format)
+        if self._tracker is not None and self._tracker.name == journal.NAME:
+            raise ValueError(
+                f"tracker must not be {journal.NAME}, which is the journal; give it another name"
+            )
         self.retention = retention or Retention()
         # The commit of one save runs beside the retention of the one before: one announces at a time.
         self._announcing = threading.Lock()
@@ -124,6 +138,7 @@ class Run:
         *,
         replaces: tuple[Manifest, str] | None,
         retire: bool,
+        record: Mapping[str, Any] | None = None,
     ) -> Manifest:
         """Make the durable archives of an attempt the step's checkpoint. From here on it is true; then `announce` it.
 
@@ -133,7 +148,7 @@ class Run:
             self._retire_above(step)
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
-        made = Manifest(step, attempt, len(archives), self._clock(), archives, earlier)
+        made = Manifest(step, attempt, len(archives), self._clock(), archives, earlier, record or {})
         path = f"{self.folder(step)}/{manifest.NAME}"
         try:
             if replaces is None:
@@ -194,12 +209,38 @@ class Run:
         """Delete what `overwrite` and retention leave behind; the manifest goes first. Returns the deleted steps."""
         for archive in replaced.archives if replaced else ():
             self.storage.delete(self.archive_path(step, archive))
-        doomed = self.retention.doomed(self.steps(), protected={step, *in_flight, *self._tracked()})
+        steps = self.steps()
+        tracked = self._tracked()
+        safe_from = step if tracked is None else min(step, tracked)
+        protected = {*in_flight, *(s for s in steps if s >= safe_from)}
+        doomed = self.doomed(self.manifests(steps), protected=protected)
+        if doomed:
+            # Another process may have overwritten them: judged are those that are there now.
+            self._forget(doomed)
+            now = set(self.doomed(self.manifests(steps), protected=protected))
+            doomed = [old for old in doomed if old in now]
         for old in doomed:
             self._delete(old)
         if doomed:
             self.announce()
         return doomed
+
+    def doomed(self, commits: Mapping[int, Manifest | None], *, protected: Collection[int] = ()) -> list[int]:
+        """The steps that retention does not keep at this hour."""
+        return self.retention.doomed(commits, now=self._clock(), protected=protected)
+
+    def manifests(self, steps: Iterable[int]) -> dict[int, Manifest | None]:
+        """The manifests of committed steps, read once; None for one that is damaged. Deleted ones are left out."""
+        found: dict[int, Manifest | None] = {}
+        with self._announcing:
+            for step in steps:
+                try:
+                    found[step] = self._known[step] = self._known.get(step) or self.manifest(step)
+                except NotCommittedError:
+                    continue
+                except (CorruptCheckpointError, FormatVersionError):
+                    found[step] = None
+        return found
 
     def sweep(self) -> list[str]:
         """Delete what dead writers left: temp files, unfinished uploads, and archives that no manifest names."""
@@ -308,9 +349,8 @@ class Run:
             known = ((s, (self._known.get(s) if s not in fresh else None) or self._try(s)) for s in steps)
             self._known = {step: made for step, made in known if made is not None}
             if self._tracker is not None and steps:
-                self.storage.replace(self._tracker, f"{self.folder(steps[-1])}\n".encode())
-            lines = journal.dump((self.folder(step), made) for step, made in self._known.items())
-            self.storage.replace(journal.NAME, lines)
+                self._track(self._tracker, steps[-1])
+            self.storage.replace(journal.NAME, self._journal())
             # Another process may have committed in between and been overwritten just now.
             if self.latest() == (steps[-1] if steps else None):
                 return
@@ -321,16 +361,55 @@ class Run:
         except CheckpointError:
             return None
 
-    def _tracked(self) -> list[int]:
-        if self._tracker is None:
-            return []
+    def _journal(self) -> bytes:
+        paths = ((self.archive_path(step, made.archives[0]), made) for step, made in self._known.items())
+        return journal.dump((path, self.storage.locate(path), made) for path, made in paths)
+
+    def _track(self, tracker: Tracker, newest: int) -> None:
+        """Move the tracker on to the newest committed step, if it may go there."""
+        for _ in range(_TRACKER_TRIES):
+            with suppress(FileExistsError):  # another writer was faster: judged anew is what it wrote
+                found = self._read_tracker(tracker)
+                if found is None:
+                    self.storage.put_new(tracker.name, tracker.dump(newest))
+                elif self._may_move(tracker.parse(found[0]), newest):
+                    self.storage.replace(tracker.name, tracker.dump(newest), version=found[1])
+                return
+        path = self.storage.locate(tracker.name)
+        raise StorageUnavailableError(
+            f"{path} is not moved to step {newest}: it changed {_TRACKER_TRIES} times meanwhile", path=path
+        )
+
+    def _may_move(self, tracked: int | None, newest: int) -> bool:
+        """Whether the tracker may be moved from one step to another: forwards, and back only from a retired step.
+
+        What names a newer step that is not committed here is somebody else's word, such as the trainer's own save in
+        the same folder. What names none is nobody's.
+        """
+        if (
+            tracked is None or tracked <= newest
+        ):  # even to the same: who has judged an older text must find it changed
+            return True
+        names = self.storage.names(self.folder(tracked))
+        return manifest.NAME not in names and any(_RETIRED.fullmatch(name) for name in names)
+
+    def _tracked(self) -> int | None:
+        """The step that the tracker names, if it names one."""
+        tracker = self._tracker
+        found = self._read_tracker(tracker) if tracker else None
+        return tracker.parse(found[0]) if tracker and found else None
+
+    def _read_tracker(self, tracker: Tracker) -> tuple[bytes, str] | None:
         try:
-            match = self._step_pattern.fullmatch(
-                self.storage.read(self._tracker)[0].decode(errors="replace").strip()
-            )
+            return self.storage.read(tracker.name)
         except FileNotFoundError:
-            return []
-        return [int(match[1])] if match else []
+            return None
+
+    def _forget(self, steps: Iterable[int]) -> None:
+        """Have the manifests of these steps read again when they are asked for."""
+        with self._announcing:
+            for step in steps:
+                self._known.pop(step, None)
 
     def _delete(self, step: int) -> None:
         named = self._named(step)
@@ -344,19 +423,3 @@ class Run:
 
 def _exists(step: int) -> StepExistsError:
     return StepExistsError(f"step {step} is committed already; pass overwrite=True to replace it", step=step)
-
-
-def _pattern_of(step_format: str) -> re.Pattern[str]:
-    """The pattern of the folders that a format makes; raises ValueError for one without exactly one step in it."""
-    try:
-        halves = re.split(r"\{[^{}]*\}", step_format)
-        if len(halves) != 2 or "/" in step_format or step_format.format(7) == step_format.format(8):
-            raise ValueError
-        made = step_format.format(1234567)
-        if not re.fullmatch(re.escape(halves[0]) + r"(\d+)" + re.escape(halves[1]), made):
-            raise ValueError
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(
-            f'step_format must be one folder name with the step in it, such as "step_{{:08d}}"; got {step_format!r}'
-        ) from error
-    return re.compile(re.escape(halves[0]) + r"(\d+)" + re.escape(halves[1]))

@@ -1,0 +1,82 @@
+"""How a step is written in names and trackers, as data: formats with one plain field for the step.
+
+In: formats from the user, steps. Out: texts, and the step back from what may be anybody's text. Knows nothing of: storage.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+STEP_FORMAT: Final = "step_{:08d}"
+TRACKER: Final = "latest"
+
+# Decimal digits, with or without leading zeros: what other fields make (octal, grouping, spaces) reads back as another
+# step, or as none.
+_FORMAT: Final = re.compile(r"([^{}]*)\{0?(?::(?:0\d{1,2})?d?)?\}([^{}]*)")
+# No step has more, and Python reads no number of thousands of digits.
+_STEP: Final = r"([0-9]{1,255})"
+
+
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """A file that names the newest committed step: its `name` in the run's folder, and its `text` with the step as `{}`.
+
+    Written byte for byte, for other programs read it: Tracker("latest_ckpt_global_step.txt", "{}") holds "500",
+    Tracker("latest", "global_step{}") holds "global_step500". What is read may have white space around it.
+    """
+
+    name: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[^/\\]+", self.name) or self.name in (".", "..") or not self.name.isprintable():
+            raise ValueError(
+                f'tracker must be the name of a file in the run\'s folder, such as "{TRACKER}"; got {self.name!r}'
+            )
+        if pattern_of(self.text.strip()) is None:
+            raise ValueError(
+                f'the text of tracker {self.name} must be one line with the step in it once, such as "{{}}" or '
+                f'"global_step{{}}"; got {self.text!r}'
+            )
+
+    def dump(self, step: int) -> bytes:
+        """What the file holds for a step."""
+        return self.text.format(step).encode()
+
+    def parse(self, data: bytes) -> int | None:
+        """The step that the file names; None for text that names none."""
+        pattern = pattern_of(self.text.strip())
+        match = pattern and pattern.fullmatch(data.decode(errors="replace").strip())
+        return int(match[1]) if match else None
+
+
+# What those who read these files parse with `int`.
+_KNOWN: Final = {"latest_ckpt_global_step.txt": "{}", "latest_checkpointed_iteration.txt": "{}"}
+
+
+def tracker_of(tracker: Tracker | str | None, step_format: str) -> Tracker | None:
+    """What the user means: by a name alone, the text that is known for it, else a line with the step's folder."""
+    if isinstance(tracker, str):
+        return Tracker(tracker, _KNOWN.get(tracker, f"{step_format}\n"))
+    return tracker
+
+
+def folder_pattern(step_format: str) -> re.Pattern[str]:
+    """The pattern of the folders that a format makes. Raises ValueError for a format that makes no folder of every step."""
+    pattern = pattern_of(step_format)
+    if pattern is None or re.search(r"[/\\]", step_format):
+        raise ValueError(
+            'step_format must be one folder name with the step in it once, as "{}" or with leading zeros, such as '
+            f'"{STEP_FORMAT}" or "global_step_{{}}"; got {step_format!r}'
+        )
+    return pattern
+
+
+def pattern_of(text: str) -> re.Pattern[str] | None:
+    """The pattern of what a format makes of steps; None for one without exactly one plain field, or of several lines."""
+    halves = _FORMAT.fullmatch(text)
+    if halves is None or not text.isprintable():
+        return None
+    return re.compile(re.escape(halves[1]) + _STEP + re.escape(halves[2]))

@@ -1,0 +1,88 @@
+"""The record of a save: what its user wants to find again beside it, as plain JSON data.
+
+In: a mapping. Out: a copy that a manifest can hold, or a refusal by name. Knows nothing of: manifests, storage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+# It is read with every manifest, and stands in the journal, which is rewritten with every commit.
+RECORD_BYTES: Final = 64 << 10
+_MAX_DEPTH: Final = 32
+# What only the library can say of a checkpoint.
+_OURS: Final = ("step", "path", "num_bytes", "created", "state_path")
+
+
+def plain_record(
+    record: Mapping[str, Any] | None, *, rolling: bool = False, ttl_seconds: float | None = None
+) -> dict[str, Any]:
+    """A copy of a record, with the marks that retention looks for. Raises TypeError, ValueError, naming what is wrong.
+
+    A float that is not finite becomes None: JSON has no word for it, and a loss of nan must not cost the checkpoint.
+    """
+    if record is not None and not isinstance(record, Mapping):
+        raise TypeError(f'record must be a mapping such as {{"loss": 0.5}}, got {record!r:.100}')
+    marked = dict(record or {})
+    if rolling:
+        marked["rolling"] = True
+    if ttl_seconds is not None:
+        marked["ttl_seconds"] = ttl_seconds
+    _check_keys(marked)
+    plain: dict[str, Any] = _plain(marked, "record", 0)
+    try:
+        num_bytes = len(json.dumps(plain))
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"record cannot be written as JSON: {error}") from error
+    if num_bytes > RECORD_BYTES:
+        raise ValueError(
+            f"record is {num_bytes:,} bytes of JSON, and {RECORD_BYTES:,} may be; put what is large into the state"
+        )
+    return plain
+
+
+def number(value: object) -> float | None:
+    """A finite number of a record, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if isinstance(value, int) or math.isfinite(value) else None
+
+
+def _check_keys(record: Mapping[str, Any]) -> None:
+    """What readers of the journal, and retention, rely on."""
+    for key in _OURS:
+        if key in record:
+            raise ValueError(f'record["{key}"] is what async_ckpt itself says there; give it another name')
+    name, batch, rolling, ttl_seconds = (record.get(k) for k in ("name", "batch", "rolling", "ttl_seconds"))
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f'record["name"] must be a text, got {name!r:.100}')
+    if batch is not None and type(batch) is not int:
+        raise ValueError(f'record["batch"] must be a whole number, got {batch!r:.100}')
+    if rolling is not None and not isinstance(rolling, bool):
+        raise ValueError(f'record["rolling"] must be True or False, got {rolling!r:.100}')
+    if ttl_seconds is not None and not (number(ttl_seconds) or 0) > 0:
+        raise ValueError(f"ttl_seconds must be a finite number above 0, got {ttl_seconds!r:.100}")
+
+
+def _plain(value: Any, where: str, depth: int) -> Any:
+    """A copy of plain data. Raises TypeError naming the first value that is something else."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{where:.200} is nested more than {_MAX_DEPTH} deep; put it into the state")
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{where:.200} has the key {key!r:.100}; keys must be texts")
+        return {key: _plain(item, f'{where}["{key}"]', depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TypeError(
+        f"{where:.200} is a {kind}, not plain JSON data; give a number or a text, such as by .item()"
+    )

@@ -1,0 +1,424 @@
+"""Which steps go, and that no other does: the rules as data, and a run on a disk that obeys them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_b import assert_is_state, leftovers, names_below, open_run, scripted, state_at
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_ckpt import AsyncCheckpointer, StorageUnavailableError
+from async_ckpt.commit.manifest import Manifest
+from async_ckpt.commit.retention import Retention
+from async_ckpt.commit.run import Run
+from async_ckpt.storage.local import LocalStorage
+
+GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
+NOW = 100.0
+
+
+def commits(**records: dict[str, Any]) -> dict[int, Manifest | None]:
+    """Steps by name, `s5={...}`: each was committed as many seconds after zero as its number says."""
+    steps = {int(name[1:]): record for name, record in records.items()}
+    return {step: Manifest(step, "", 1, float(step), (), (), record) for step, record in steps.items()}
+
+
+# --- the rules against a slow and simple reading of them ---------------------------------------------------------
+
+
+def stays(
+    step: int,
+    made: Mapping[int, Manifest | None],
+    rules: Retention,
+    protected: Collection[int],
+) -> bool:
+    """The manual, read out for one step."""
+
+    def passing(other: int) -> bool:
+        record = made[other].record if made[other] is not None else {}
+        ttl = record.get("ttl_seconds")
+        expires = type(ttl) in (int, float) and math.isfinite(ttl)
+        return record.get("rolling") is True or (expires and made[other].created + ttl < NOW)
+
+    def metric(other: int) -> float | None:
+        record = made[other].record if made[other] is not None else {}
+        value = record.get(rules.keep_best[0])
+        return value if type(value) in (int, float) and math.isfinite(value) else None
+
+    def beats(other: int) -> bool:
+        mine, theirs = metric(step), metric(other)
+        if theirs is None:
+            return False
+        if theirs == mine:
+            return other > step
+        return theirs < mine if rules.keep_best[1] == "min" else theirs > mine
+
+    if step == max(made) or step in protected:
+        return True
+    if passing(step):
+        return False
+    lasting = [other for other in made if not passing(other)]
+    wanted = []
+    if rules.keep_last is not None:
+        wanted.append(len([other for other in lasting if other > step]) < rules.keep_last)
+    if rules.keep_every is not None:
+        wanted.append(step % rules.keep_every == 0)
+    if rules.keep_best is not None:
+        ranked = metric(step) is not None
+        wanted.append(ranked and len([o for o in lasting if beats(o)]) < rules.keep_best[2])
+    if rules.keep_seconds is not None:
+        wanted.append(made[step] is None or made[step].created + rules.keep_seconds >= NOW)
+    return any(wanted) or not wanted
+
+
+values = st.sampled_from([0, 1, 1, 2, 2.5, -1, math.nan, math.inf, -math.inf, None, True, "1"])
+records = st.fixed_dictionaries(
+    {},
+    optional={
+        "loss": values,
+        "rolling": st.sampled_from([True, True, False, None, 1, "yes"]),
+        "ttl_seconds": st.sampled_from([1, 30, 60, 1000, None, "30", math.nan]),
+    },
+)
+runs = st.dictionaries(
+    st.integers(0, 40),
+    st.none() | st.builds(lambda record, created: Manifest(0, "", 1, created, (), (), record), records, st.integers(0, 110)),
+    min_size=1,
+    max_size=14,
+)  # fmt: skip
+rule_sets = st.builds(
+    Retention,
+    keep_last=st.none() | st.integers(1, 5),
+    keep_every=st.none() | st.integers(1, 8),
+    keep_best=st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
+    keep_seconds=st.none() | st.integers(1, 90),
+)
+
+
+@given(runs, rule_sets, st.sets(st.integers(0, 40), max_size=4))
+def test_what_goes_is_exactly_what_the_manual_says(made, rules, protected):
+    doomed = rules.doomed(made, now=NOW, protected=protected)
+
+    assert doomed == [step for step in sorted(made) if not stays(step, made, rules, protected)]
+    assert max(made) not in doomed
+    assert not protected & set(doomed)
+
+
+@given(runs, rule_sets, st.sets(st.integers(0, 40), max_size=4))
+def test_what_was_left_is_left_when_the_rules_are_read_again(made, rules, protected):
+    doomed = rules.doomed(made, now=NOW, protected=protected)
+    left = {step: manifest for step, manifest in made.items() if step not in doomed}
+
+    assert rules.doomed(left, now=NOW, protected=protected) == []
+
+
+@given(runs, rule_sets)
+def test_another_rule_keeps_more_and_never_less(made, rules):
+    if rules == Retention():
+        return
+    more = Retention(rules.keep_last or 2, rules.keep_every, rules.keep_best, rules.keep_seconds)
+
+    assert set(more.doomed(made, now=NOW)) <= set(rules.doomed(made, now=NOW))
+
+
+@pytest.mark.parametrize(
+    ("rules", "made", "doomed"),
+    [
+        (Retention(), {}, []),
+        (Retention(1), {}, []),
+        (Retention(1), commits(s1={}), []),
+        (Retention(2), commits(s1={}, s2={}, s3={}), [1]),
+        (Retention(2, 3), commits(s3={}, s4={}, s6={}, s9={}), [4]),
+        (Retention(keep_every=10), commits(s5={}, s10={}, s15={}, s20={}, s25={}), [5, 15]),
+        (Retention(keep_best=("loss", "min", 1)), commits(s1={"loss": 2}, s2={"loss": 1}, s3={"loss": 3}), [1]),
+        (Retention(keep_best=("acc", "max", 1)), commits(s1={"acc": 2}, s2={"acc": 1}, s3={"acc": 0}), [2]),
+        (Retention(keep_best=("loss", "min", 1)), commits(s1={"loss": 1}, s2={"loss": 1}, s3={"loss": 1}), [1, 2]),
+        (Retention(keep_best=("loss", "min", 9)), commits(s1={}, s2={"loss": math.nan}, s3={}), [1, 2]),
+        (Retention(1, keep_best=("loss", "min", 1)), commits(s1={"loss": 1}, s2={"loss": 2}, s3={}), [2]),
+        (Retention(keep_seconds=50), commits(s49={}, s50={}, s51={}), [49]),
+        (Retention(keep_seconds=1), commits(s1={}, s2={}), [1]),
+        # Rolling saves and expired ones go whatever wants them, and take nobody's place.
+        (Retention(keep_every=1), commits(s1={"rolling": True}, s2={}), [1]),
+        (Retention(2), commits(s1={}, s2={}, s3={"rolling": True}, s4={"rolling": True}), [3]),
+        (Retention(keep_best=("loss", "min", 1)), commits(s1={"loss": 2}, s2={"loss": 1, "rolling": True}, s3={}), [2]),
+        (Retention(), commits(s1={"rolling": True}), []),
+        (Retention(), commits(s1={"rolling": True}, s2={"rolling": True}), [1]),
+        (Retention(), commits(s1={"ttl_seconds": 98}, s2={"ttl_seconds": 98}, s3={"ttl_seconds": 1}), [1]),
+    ],
+)  # fmt: skip
+def test_what_retention_dooms(rules, made, doomed):
+    assert rules.doomed(made, now=NOW) == doomed
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("keep_last", 0), ("keep_every", -1), ("keep_seconds", -1), ("keep_seconds", math.nan), ("keep_best", "loss"),
+        ("keep_best", ("loss", "best", 1)), ("keep_best", ("loss", "min", 1.5)), ("keep_best", (None, "min", 1)),
+    ],
+)  # fmt: skip
+def test_a_rule_that_makes_no_sense_says_what_to_give(option, value):
+    with pytest.raises(ValueError, match=f"^{option} must be"):
+        Retention(**{option: value})
+
+
+# --- a run that obeys them ---------------------------------------------------------------------------------------
+
+
+def save(ckpt: AsyncCheckpointer, step: int, loss: float | None = None, **options: Any) -> None:
+    record = {} if loss is None else {"loss": loss}
+    ckpt.save(state_at(step), step=step, record=record, **options).result()
+    ckpt.wait()
+
+
+def age(root: Path, step: int, seconds: float) -> None:
+    """Make a step so much older."""
+    path = root / f"step_{step:08d}/manifest.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"created": raw["created"] - seconds}))
+
+
+def test_the_best_by_a_metric_stay_and_load(tmp_path):
+    with open_run(tmp_path, keep_best=("loss", "min", 2)) as ckpt:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, math.nan), (5, 0.2), (6, 0.4)):
+            save(ckpt, step, loss)
+        assert ckpt.steps() == [2, 5, 6]
+        for step in ckpt.steps():
+            assert_is_state(ckpt.load(step), step)
+        assert [line["step"] for line in ckpt._roots.runs[0].journal()] == [2, 5, 6]
+    assert leftovers(tmp_path) == []
+
+
+def test_after_a_restart_the_best_are_found_again_on_storage_under_other_rules_too(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        for step, loss in ((1, 0.1), (2, 0.9), (3, 0.2), (4, 0.8)):
+            save(ckpt, step, loss)
+    with open_run(tmp_path, keep_best=("loss", "min", 1), keep_last=2) as ckpt:
+        save(ckpt, 5, 0.5)
+        assert ckpt.steps() == [1, 4, 5]
+    with open_run(tmp_path, keep_best=("loss", "max", 1)) as ckpt:
+        save(ckpt, 6)
+        assert ckpt.steps() == [4, 6]
+
+
+def test_steps_go_when_they_are_older_than_may_be_and_the_newest_stays(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step)
+    for step in (1, 2):
+        age(tmp_path, step, 7200)
+    with open_run(tmp_path, keep_seconds=3600) as ckpt:
+        save(ckpt, 4)
+        assert ckpt.steps() == [3, 4]
+    for step in (3, 4):
+        age(tmp_path, step, 7200)
+    with open_run(tmp_path, keep_seconds=3600, keep_every=3) as ckpt:
+        assert ckpt.steps() == [3, 4]
+        save(ckpt, 5)
+        assert ckpt.steps() == [3, 5]
+
+
+def test_a_save_with_a_time_to_live_goes_after_it_and_the_others_stay(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        save(ckpt, 1)
+        save(ckpt, 2, ttl_seconds=3600)
+        save(ckpt, 3, ttl_seconds=36000)
+        assert ckpt.steps() == [1, 2, 3]
+    for step in (1, 2, 3):
+        age(tmp_path, step, 7200)
+    with open_run(tmp_path, keep_every=2) as ckpt:
+        save(ckpt, 4, ttl_seconds=3600)
+        assert ckpt.steps() == [4]
+    age(tmp_path, 4, 7200)
+    with open_run(tmp_path) as ckpt:
+        assert ckpt.restore(state_at(0)) == 4
+        save(ckpt, 5)
+        assert ckpt.steps() == [5]
+
+
+def test_a_rolling_save_goes_with_the_next_commit_and_takes_no_other_ones_place(tmp_path):
+    with open_run(tmp_path, keep_last=2, keep_every=10) as ckpt:
+        for step in (1, 2):
+            save(ckpt, step)
+        save(ckpt, 10, rolling=True)
+        assert ckpt.steps() == [1, 2, 10]
+        save(ckpt, 20, rolling=True)
+        assert ckpt.steps() == [1, 2, 20]
+        save(ckpt, 21)
+        assert ckpt.steps() == [2, 21]
+
+
+def test_a_rolling_save_outlives_the_process_and_goes_with_the_first_commit_of_the_next(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        save(ckpt, 1)
+        save(ckpt, 2, rolling=True)
+    with open_run(tmp_path) as ckpt:
+        assert ckpt.restore(state_at(0)) == 2
+        save(ckpt, 3)
+        assert ckpt.steps() == [1, 3]
+
+
+def test_a_rolling_save_stays_when_the_one_after_it_fails(tmp_path):
+    with open_run(tmp_path) as ckpt, scripted(ckpt) as disk:
+        save(ckpt, 1, rolling=True)
+        disk.fail("finish", "step_00000002", error=GONE)
+        assert ckpt.save(state_at(2), step=2, rolling=True).exception() is GONE
+        ckpt.wait()
+        assert ckpt.steps() == [1]
+        assert_is_state(ckpt.load(), 1)
+
+
+def test_overwriting_an_older_step_deletes_nothing_that_is_newer(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step)
+        save(ckpt, 4, rolling=True)
+        save(ckpt, 5)
+        assert ckpt.steps() == [1, 2, 3, 5]
+    with open_run(tmp_path, keep_last=1) as ckpt:
+        save(ckpt, 2, overwrite=True)
+        assert ckpt.steps() == [2, 3, 5]
+
+
+def test_what_the_tracker_names_and_what_is_newer_stays(tmp_path):
+    with (
+        open_run(tmp_path, keep_last=1, tracker="latest_ckpt_global_step.txt") as ckpt,
+        scripted(ckpt) as disk,
+    ):
+        for step in (1, 2):
+            save(ckpt, step)
+        disk.fail("replace", "latest_ckpt_global_step.txt", error=GONE, times=None)
+        for step in (3, 4):
+            save(ckpt, step)
+        assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "2"
+        assert ckpt.steps() == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep_last": 8}, {"keep_best": ("loss", "min", 8)}, {"keep_seconds": 1e6}], ids=str
+)
+def test_a_save_reads_no_manifest_of_a_step_that_it_knows(tmp_path, options):
+    with open_run(tmp_path, **options) as ckpt, scripted(ckpt) as disk:
+        for step in range(1, 9):
+            save(ckpt, step, loss=1.0)
+        disk.calls.clear()
+        save(ckpt, 9, loss=0.5)
+        read = {path for call, path in disk.calls if call == "read" and path.endswith("manifest.json")}
+
+    # The one that goes is looked at again, and the newest may have been replaced.
+    assert read <= {"step_00000001/manifest.json", "step_00000009/manifest.json"}
+
+
+def test_a_step_that_another_process_has_overwritten_is_judged_by_what_is_there_now(tmp_path):
+    with open_run(tmp_path, keep_best=("loss", "min", 1)) as ours, open_run(tmp_path) as theirs:
+        save(ours, 1, loss=0.5)
+        save(ours, 2, loss=0.9)
+        save(theirs, 2, loss=0.1, overwrite=True)
+        save(ours, 3)
+        assert 2 in ours.steps()
+        save(ours, 4)
+        assert ours.steps() == [2, 4]
+
+
+def test_nothing_goes_while_a_manifest_that_decides_cannot_be_read(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        for step, loss in ((1, 0.1), (2, 0.5), (3, 0.9)):
+            save(ckpt, step, loss)
+    with open_run(tmp_path, keep_best=("loss", "min", 1)) as ckpt, scripted(ckpt) as disk:
+        away = disk.fail("read", "step_00000001/manifest.json", error=GONE, times=None)
+        save(ckpt, 4)
+        assert away.reached
+        assert ckpt.steps() == [1, 2, 3, 4]
+        assert ckpt.metrics()["cleanup_failures"] == 1
+    with open_run(tmp_path, keep_best=("loss", "min", 1)) as ckpt:
+        save(ckpt, 5)
+        assert ckpt.steps() == [1, 5]
+
+
+def test_a_damaged_manifest_counts_by_its_number_alone(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step, loss=0.1)
+    (tmp_path / "step_00000002/manifest.json").write_text("{")
+    with open_run(tmp_path, keep_seconds=1e6) as ckpt:
+        save(ckpt, 4, loss=0.5)
+        assert ckpt.steps() == [1, 2, 3, 4]
+    with open_run(tmp_path, keep_best=("loss", "min", 2)) as ckpt:
+        save(ckpt, 5, loss=0.5)
+        assert ckpt.steps() == [1, 3, 5]
+    assert names_below(tmp_path / "step_00000002") == []
+
+
+def test_the_clock_is_the_one_that_was_handed_in(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step)
+    later = time.time() + 3600
+    run = Run(LocalStorage(tmp_path), clock=lambda: later, retention=Retention(keep_seconds=1800))
+    assert run.retain(3, replaced=None, in_flight={2}) == [1]
+    assert run.steps() == [2, 3]
+
+
+# --- several roots -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "near", tmp_path / "far"]
+
+
+def test_every_root_obeys_the_rules(roots):
+    with open_run(roots, keep_best=("loss", "min", 1)) as ckpt:
+        save(ckpt, 1, loss=0.1)
+        save(ckpt, 2, loss=0.5)
+        save(ckpt, 3, loss=0.9, rolling=True)
+        save(ckpt, 4, loss=0.3)
+        save(ckpt, 5)
+    for root in roots:
+        with open_run(root) as alone:
+            assert alone.steps() == [1, 5]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"keep_best": ("loss", "min", 1)}, {"keep_last": 1, "keep_every": 4}, {"keep_seconds": 3600}],
+    ids=str,
+)
+def test_what_retention_has_deleted_is_not_copied_back_from_a_root_that_was_away(roots, options):
+    with open_run(roots) as ckpt:
+        for step, loss in ((1, 0.2), (2, 0.9), (4, 0.1)):
+            save(ckpt, step, loss)
+        save(ckpt, 5, rolling=True)
+    for step in (1, 2):
+        for root in roots:
+            age(root, step, 7200)
+    shutil.copytree(roots[1], roots[1].with_name("old"))
+    with open_run(roots, **options) as ckpt:
+        save(ckpt, 6)
+        assert ckpt.steps() == [4, 6]
+    shutil.rmtree(roots[1])
+    roots[1].with_name("old").rename(roots[1])  # it was away while retention ran, and has all of them still
+    with open_run(roots, **options) as ckpt:
+        assert ckpt.catch_up() == {str(roots[0]): [], str(roots[1]): [6]}
+        save(ckpt, 7)
+        assert ckpt.steps() == ([4, 6, 7] if "keep_seconds" in options else [4, 7])
+    for root in roots:
+        assert not (root / "step_00000005").exists()
+
+
+def test_a_root_that_is_caught_up_is_given_what_the_rules_keep(roots):
+    with open_run(roots[0]) as near:
+        for step, loss in ((1, 0.1), (2, 0.9), (3, 0.2)):
+            save(near, step, loss)
+        save(near, 4, rolling=True)
+        save(near, 5, rolling=True)
+    with open_run(roots, keep_best=("loss", "min", 1)) as ckpt:
+        assert ckpt.catch_up()[str(roots[1])] == [5, 1]
