@@ -49,6 +49,7 @@ from .report import Destination, Progress, SaveReport
 from .state.rng import RngState
 from .storage.compressed import Zstd
 from .unpack import extract, unpack
+from .wrap import wrap
 
 __version__ = "0.1.0"
 
@@ -96,4 +97,5 @@ __all__ = [
     "save",
     "unpack",
     "upload_directory",
+    "wrap",
 ]

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from .errors import CorruptCheckpointError, NotCommittedError, StorageUnavailabl
 from .handle import SaveHandle
 from .load import OpenArchive, Select, load_state
 from .saver import Saver
+from .snapshot.host_copy import HostMemory
 from .spans import wall_time
 from .storage.base import Reader, Sink, Storage
 from .storage.compressed import Zstd, compressing, decompressing
@@ -35,6 +36,7 @@ T = TypeVar("T")
 Compression = Zstd | Literal["zstd"] | None
 
 _saver: Saver | None = None
+host_memory = HostMemory()  # of whole tensors, for foreign writers
 _saver_lock = threading.Lock()
 
 
@@ -60,14 +62,15 @@ def save(
     an unknown scheme, a name that is too long); all else ends in the handle.
     """
     place = {"storage_options": storage_options, "engine": engine, "fs": fs}
-    target = FileTarget(path, place, compression)
+    target = FileTarget.at(path, place, compression)
     return _default_saver().save(obj, lambda: [target], step=None, guard=guard)
 
 
 def release() -> None:
-    """Give back the host memory that one-off saves keep for the next one."""
+    """Give back the host memory that one-off saves and wrapped functions keep for the next one."""
     if _saver is not None:
         _saver.pool.release()
+    host_memory.release()
 
 
 def load(
@@ -251,12 +254,15 @@ def _default_saver() -> Saver:
 class FileTarget:
     """One object at a path of the user's choice: durable is committed."""
 
-    def __init__(self, path: Where, place: dict[str, Any], compression: Compression = None) -> None:
-        parent, self._name = parent_and_name(path, fs=place["fs"])
-        self.storage = storage_at(parent, **place)
-        how = _how(compression, self._name)
-        if how is not None:
-            self.storage = compressing(self.storage, how)
+    @classmethod
+    def at(cls, path: Where, place: dict[str, Any], compression: Compression = None) -> Self:
+        """What the user said, checked. `place` are the options of its URL."""
+        parent, name = parent_and_name(path, fs=place["fs"])
+        storage, how = storage_at(parent, **place), _how(compression, name)
+        return cls(storage if how is None else compressing(storage, how), name)
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.storage, self._name = storage, name
         self.path = self.storage.locate(self._name)
         if not self.storage.remote and Path(self.path).is_dir():
             example = os.path.join(self.path, "checkpoint.tar")

@@ -53,6 +53,7 @@ NAMES = [
     "save",
     "unpack",
     "upload_directory",
+    "wrap",
 ]
 
 # name -> its parameters: `*` divides off what must be given by name, `=` shows a default.
