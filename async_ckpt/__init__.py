@@ -30,6 +30,7 @@ from .errors import (
     UnsupportedStateError,
     UntrustedObjectError,
 )
+from .export import export_hf
 from .functional import load, release, save
 from .handle import SaveHandle
 from .pack import pack, pack_folder
@@ -82,6 +83,7 @@ __all__ = [
     "Zstd",
     "download_directory",
     "exists",
+    "export_hf",
     "extract",
     "isdir",
     "list_dir",

@@ -25,7 +25,7 @@ from .errors import CorruptCheckpointError, NotCommittedError, StorageUnavailabl
 from .handle import SaveHandle
 from .load import OpenArchive, Select, load_state
 from .saver import Saver
-from .snapshot.host_copy import HostMemory
+from .snapshot.host_copy import HostCopy, HostMemory
 from .spans import wall_time
 from .storage.base import Reader, Sink, Storage
 from .storage.compressed import Zstd, compressing, decompressing
@@ -45,6 +45,7 @@ def save(
     path: Where,
     *,
     guard: Any = None,
+    also: SaveHandle | None = None,
     compression: Compression = None,
     storage_options: Mapping[str, Any] | None = None,
     engine: Engine | None = None,
@@ -57,13 +58,22 @@ def save(
     the next save; `release()` gives it back.
     `compression`: "zstd", or `Zstd(level=…, threads=…)`; a path that ends in ".zst" is compressed without it, too. The
     report's `num_bytes` are those of the archive, its destination's those that were written.
+    `also`: the handle of an `export_hf` (or a wrapped function) of the same moment; what it copies to the host is not
+    copied again. Each has its own handle.
     `path` may be a URL ("s3://bucket/x.tar"); `storage_options`, `engine` and `fs` are as for AsyncCheckpointer.
     Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
     an unknown scheme, a name that is too long); all else ends in the handle.
     """
     place = {"storage_options": storage_options, "engine": engine, "fs": fs}
     target = FileTarget.at(path, place, compression)
-    return _default_saver().save(obj, lambda: [target], step=None, guard=guard)
+    return _default_saver().save(obj, lambda: [target], step=None, guard=guard, also=host_copy_of(also))
+
+
+def host_copy_of(handle: SaveHandle | None) -> HostCopy | None:
+    """Raises TypeError for a handle of another kind of save."""
+    if handle is not None and (not isinstance(handle, SaveHandle) or handle.host_copy is None):
+        raise TypeError("also= takes the handle that export_hf, or a wrapped function, has just returned")
+    return None if handle is None else handle.host_copy
 
 
 def release() -> None:

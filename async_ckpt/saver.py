@@ -23,6 +23,7 @@ from .snapshot.crew import running_future
 from .snapshot.device import first_device
 from .snapshot.files import FileFill, Source
 from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
+from .snapshot.host_copy import HostCopy
 from .snapshot.pool import LIVENESS_SECONDS, MIN_SEGMENTS, SegmentPool
 from .snapshot.stager import Snapshot
 from .spans import Clock, Spans, monotonic, wall_time
@@ -122,8 +123,11 @@ class Saver:
         guard: Any,
         rule: CommitRule = "all",
         skipped_path: str = "",
+        also: HostCopy | None = None,
     ) -> SaveHandle:
         """Begin a save. `make_targets` is called once it is this save's turn, and may refuse it.
+
+        What `also` has copied to the host of this moment's state is taken from there.
 
         Raises UnsupportedStateError, ClosedError, what `make_targets` raises, and under `strict` the last unseen error.
         """
@@ -138,7 +142,7 @@ class Saver:
             targets = make_targets()
             captured = capture(state)
             snapshot, handle, start = self._set_up(
-                captured, targets, rule, step, optimizers, spans, call_seconds
+                captured, targets, rule, step, optimizers, spans, call_seconds, also
             )
             start()
             snapshot.begin()
@@ -161,8 +165,10 @@ class Saver:
         optimizers: Optimizers,
         spans: Spans,
         call_seconds: Future[float],
+        also: HostCopy | None,
     ) -> tuple[Snapshot, SaveHandle, Callable[[], None]]:
         """Plan the archive; what is returned last starts its story, which waits for the segments of the snapshot."""
+        frozen = also.take_over(captured.tensors) if also is not None else frozenset()
         device = first_device(captured.tensors)
         layout = self._lay_out(captured, step)
         worker = get_worker()
@@ -178,7 +184,7 @@ class Saver:
             self._max_in_flight > 1 or self._waits_for_others(layout, targets)
         ):
             # What is copied up front could fill the pool, and wait there for what is copied later.
-            deferred = frozenset()
+            deferred = frozen = frozenset()
         if device is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
             self.pool.reserve(drain.num_segments, worker.copiers, pin=device)
@@ -196,6 +202,8 @@ class Saver:
             clock=self._clock,
             put=drain.put,
             check=drain.check,
+            frozen=frozen,
+            after=also.completion if also is not None else None,
         )
         handle = SaveHandle(
             step=step,
