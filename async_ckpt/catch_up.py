@@ -51,6 +51,10 @@ def _copy_step(source: Run, to: Run, step: int, check: Callable[[], None]) -> No
     """Copy the archives of a step, then commit it. What is copied stays locked until then, so that nobody sweeps it."""
     replaced = to.found(step)
     made = source.manifest(step)
+    for earlier in sorted({borrowed.step for borrowed in made.unchanged}):
+        there = to.committed(earlier)
+        if there is None or there.attempt != source.manifest(earlier).attempt:
+            _copy_step(source, to, earlier, check)  # what it has borrowed from comes first
     with contextlib.ExitStack() as sinks:
         for archive in made.archives:
             _copy(source, to, step, archive, check, sinks)

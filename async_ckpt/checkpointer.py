@@ -17,24 +17,32 @@ from typing import Any, Literal, Self
 import torch
 
 from .catch_up import catch_up
-from .commit.manifest import Archive, Manifest
+from .commit.manifest import Archive, Borrowed, Manifest
 from .commit.naming import STEP_FORMAT, TRACKER, Tracker
 from .commit.record import plain_record
 from .commit.retention import Best, Retention
 from .commit.roots import Roots
 from .commit.run import Run
-from .errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StorageUnavailableError
+from .errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NotCommittedError,
+    StorageUnavailableError,
+    UnsupportedStateError,
+)
 from .functional import from_step, host_copy_of, state_of
 from .handle import SaveHandle
-from .load import OpenArchive, Select, Verify
+from .load import Part, Verify
 from .policy import MARGIN_SECONDS, Deadline, SavePolicy
-from .restore import restore_state
+from .restore import is_looked_into, restore_state
 from .save import CommitRule
 from .saver import OnOverlap, Saver
 from .spans import wall_time
+from .state.tree import Select
 from .storage.base import Sink, Storage
 from .storage.local import LocalStorage
 from .storage.url import Engine, Where, storage_at
+from .unchanged import Attempt, UnchangedGroups
 from .worker import get_worker
 
 _UNSET: Any = object()
@@ -156,6 +164,8 @@ class AsyncCheckpointer:
             exit_timeout=exit_timeout,
             keep_warm=True,
         )
+        self._groups = UnchangedGroups()
+        self._attempts: list[Attempt] = []  # under way
         self._rolled_back = False  # restored from below the newest commit, and not committed since
 
     # --- saving -----------------------------------------------------------------------------------------------
@@ -170,7 +180,9 @@ class AsyncCheckpointer:
         record: Mapping[str, Any] | None = None,
         rolling: bool = False,
         ttl_seconds: float | None = None,
+        select: Select = None,
         also: SaveHandle | None = None,
+        unchanged: Collection[str] = (),
     ) -> SaveHandle:
         """Begin to save `state` as `step`; returns as soon as the caller may go on training.
 
@@ -180,22 +192,48 @@ class AsyncCheckpointer:
         and stands in its line of `checkpoints.jsonl`; a float that is not finite becomes None there. A `rolling` save is
         deleted once a newer step is committed, one with `ttl_seconds` by the first save after these have passed, whatever
         the `keep_` options say; both are marks in the record, and such steps count for none of these options.
+        `select` saves only a part: a name, a glob over dotted paths such as "*.lora_*", or several; `restore(strict=False)`
+        then leaves the rest alone.
         `also` is the handle of an `export_hf` of the same moment: what that copies to the host is not copied again.
+        `unchanged` names groups, entries at the top level of the state, that have not changed since they were last saved,
+        or restored, by this checkpointer: a frozen reference policy, the base model under LoRA. They are not written
+        again: the manifest points to the archive that has them, which stays as long as that is so. One that was not saved
+        yet is written. The statement is checked: NotUnchangedError when one of its tensors is not the same memory, or
+        was written to.
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle. (A
         store is not asked on this thread: there a step that exists, or lies behind, ends in the handle as well.)
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step must be a whole number from 0 on, got {step!r}")
+        if select is not None and unchanged:
+            raise ValueError(
+                "select= and unchanged= exclude each other; leave the groups out of the state instead"
+            )
         plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
-        token = os.urandom(4).hex()
+        token, attempt = os.urandom(4).hex(), Attempt()
 
         def make_targets() -> list[_StepTarget]:
-            return [_StepTarget(self, run, step, token, overwrite, plain) for run in self._roots.runs]
+            return [
+                _StepTarget(self, run, step, token, overwrite, plain, attempt) for run in self._roots.runs
+            ]
+
+        def own_state() -> Any:
+            own, attempt.borrowed = self._groups.without(
+                state,
+                [unchanged] if isinstance(unchanged, str) else unchanged,
+                step=step,
+                runs=self._roots.runs,
+            )
+            return own
 
         first = self._roots.runs[0]
-        handle = self._saver.save(
-            state,
+        self._attempts = [a for a in self._attempts if not a.is_over] + [attempt]
+        handle = attempt.handle = self._saver.save(
+            own_state,
             make_targets,
+            select=select,
+            # What was saved in part is nothing to borrow from.
+            captured_as=attempt.captured if select is None else lambda _: None,
             step=step,
             guard=self._guard if guard is _UNSET else guard,
             rule=self._commit,
@@ -290,9 +328,9 @@ class AsyncCheckpointer:
     ) -> Any:
         """Build the state of a step, by default the newest; see `async_ckpt.load`. Raises NotCommittedError."""
 
-        def build(archive: OpenArchive) -> Any:
+        def build(parts: Sequence[Part]) -> Any:
             return state_of(
-                archive, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
+                parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
             )
 
         return from_step(self._roots, self._step_or_latest(step), build, verify=verify)
@@ -315,10 +353,8 @@ class AsyncCheckpointer:
         Raises StateMismatchError before anything is written, CorruptCheckpointError, NotCommittedError.
         """
 
-        def put_back(archive: OpenArchive) -> None:
-            restore_state(
-                archive, state, select=select, strict=strict, trust=trust, verify=verify, types=types
-            )
+        def put_back(parts: Sequence[Part]) -> None:
+            restore_state(parts, state, select=select, strict=strict, trust=trust, verify=verify, types=types)
 
         newest = self.latest()
         for pending in self._saver.pending():
@@ -335,6 +371,8 @@ class AsyncCheckpointer:
                     first_error = error
                 continue
             self._rolled_back = newest is not None and candidate < newest
+            if strict and select is None:
+                self._note_restored(state, candidate)
             self._policy.restored(candidate)
             return candidate
         if first_error is not None:
@@ -348,6 +386,22 @@ class AsyncCheckpointer:
         if found is None:
             raise NotCommittedError(f"{self.root}: nothing is committed yet", path=self.root, step=None)
         return found
+
+    def _note_restored(self, state: Any, step: int) -> None:
+        """Groups that now hold what a step has need not be written again, if they are said to be unchanged."""
+        if not isinstance(state, Mapping):
+            return
+        runs = self._roots.holding(step)
+        made = runs[0].committed(step)
+        groups = {
+            name: value for name, value in state.items() if isinstance(name, str) and is_looked_into(value)
+        }
+        if made is None or not groups:
+            return
+        own = {name: Borrowed(name, step, runs[0].folder(step), made.archives[0]) for name in groups}
+        lent = {borrowed.group: borrowed for borrowed in made.unchanged if borrowed.group in groups}
+        with suppress(UnsupportedStateError):
+            self._groups.restored(groups, {**own, **lent}, runs)
 
     def _catch_up_behind(self, run: Run) -> None:
         """In the background, after a save that reached this root: give it what it has missed before."""
@@ -367,7 +421,8 @@ class AsyncCheckpointer:
 
     def _steps_in_flight(self) -> Collection[int]:
         undecided = [p.handle.step for p in self._saver.pending() if not p.settled.done()]
-        return {step for step in undecided if step is not None}
+        lent = {b.step for attempt in self._attempts if not attempt.is_over for b in attempt.borrowed}
+        return {step for step in undecided if step is not None} | lent
 
     def __repr__(self) -> str:
         return f"<AsyncCheckpointer {self.root} {self._saver!r}>"
@@ -384,9 +439,10 @@ class _StepTarget:
         token: str,
         overwrite: bool,
         record: Mapping[str, Any],
+        attempt: Attempt,
     ) -> None:
         self._owner, self._run, self._step, self._token = checkpointer, run, step, token
-        self._overwrite, self._record = overwrite, record
+        self._overwrite, self._record, self._attempt = overwrite, record, attempt
         self._rolled_back, self._retire = checkpointer._rolled_back, checkpointer._retire
         self._replaces: tuple[Manifest, str] | None = None
         self._announced = False
@@ -430,7 +486,9 @@ class _StepTarget:
             replaces=self._replaces,
             retire=retire,
             record=self._record,
+            unchanged=self._attempt.borrowed,
         )
+        self._owner._groups.committed(self._run, self._step, archive, self._attempt)
         if not late:
             self._owner._rolled_back = False
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards

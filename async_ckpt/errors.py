@@ -29,6 +29,12 @@ class TornSnapshotError(CheckpointError):
     names: tuple[str, ...]
 
 
+class NotUnchangedError(CheckpointError):
+    """A group that was said to be `unchanged` has changed since it was saved; nothing was written. `names` lists what."""
+
+    names: tuple[str, ...]
+
+
 class StorageUnavailableError(CheckpointError):
     """The place to write to, or read from, refused. `path` says where; the cause is kept."""
 

@@ -10,7 +10,7 @@ import mmap as mmap_module
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -18,15 +18,16 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 
 from .commit.manifest import NAME as MANIFEST
-from .commit.manifest import Archive, parse
+from .commit.manifest import Archive, Manifest, parse
 from .commit.roots import Roots
 from .commit.run import Run
 from .errors import CorruptCheckpointError, NotCommittedError, StorageUnavailableError
 from .handle import SaveHandle
-from .load import OpenArchive, Select, load_state
+from .load import OpenArchive, Part, load_parts, load_state
 from .saver import Saver
 from .snapshot.host_copy import HostCopy, HostMemory
 from .spans import wall_time
+from .state.tree import Select
 from .storage.base import Reader, Sink, Storage
 from .storage.compressed import Zstd, compressing, decompressing
 from .storage.local import temps_of
@@ -45,6 +46,7 @@ def save(
     path: Where,
     *,
     guard: Any = None,
+    select: Select = None,
     also: SaveHandle | None = None,
     compression: Compression = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -56,6 +58,7 @@ def save(
     The file appears whole, or replaces what was there, when it is durable; until then nothing is visible. One such
     save is under way at a time: the next call waits for it, and the wait is in its report. Host memory is kept for
     the next save; `release()` gives it back.
+    `select`: save only this part: a name, a glob over dotted paths ("*.lora_*"), or several.
     `compression`: "zstd", or `Zstd(level=…, threads=…)`; a path that ends in ".zst" is compressed without it, too. The
     report's `num_bytes` are those of the archive, its destination's those that were written.
     `also`: the handle of an `export_hf` (or a wrapped function) of the same moment; what it copies to the host is not
@@ -66,7 +69,9 @@ def save(
     """
     place = {"storage_options": storage_options, "engine": engine, "fs": fs}
     target = FileTarget.at(path, place, compression)
-    return _default_saver().save(obj, lambda: [target], step=None, guard=guard, also=host_copy_of(also))
+    return _default_saver().save(
+        lambda: obj, lambda: [target], step=None, guard=guard, select=select, also=host_copy_of(also)
+    )
 
 
 def host_copy_of(handle: SaveHandle | None) -> HostCopy | None:
@@ -121,7 +126,7 @@ def load(
 
 
 def state_of(
-    archive: OpenArchive,
+    parts: Sequence[Part],
     *,
     map_location: str | torch.device | None,
     select: Select,
@@ -129,75 +134,110 @@ def state_of(
     mmap: bool,
     types: Iterable[type],
 ) -> Any:
-    """Build the state, from the file itself or from a map of it."""
-    if not mmap:
-        return load_state(archive, map_location=map_location, select=select, trust=trust, types=types)
-    if map_location is not None and torch.device(map_location).type != "cpu":
+    """Build the state, from the files themselves or from maps of them."""
+    if mmap and map_location is not None and torch.device(map_location).type != "cpu":
         raise ValueError("mmap=True makes views of the file, which lie on the CPU; leave map_location out")
-    if scheme_of(archive.path) is not None:
-        raise ValueError(f"mmap=True maps a local file, and {archive.path} is none; leave it out")
-    with open(archive.path, "rb") as file:
-        mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
-    return load_state(archive, select=select, trust=trust, types=types, mmap=mapped)
+
+    def load(part: Part) -> Any:
+        return load_state(
+            part.archive,
+            map_location=map_location,
+            select=select,
+            trust=trust,
+            types=types,
+            mmap=_mapped(part.archive.path) if mmap else None,
+            groups=part.groups,
+        )
+
+    return load_parts(parts, load)
 
 
-def from_step(roots: Roots, step: int, use: Callable[[OpenArchive], T], *, verify: bool) -> T:
-    """What `use` makes of the archive of a committed step. Where several roots hold it, the first that is sound counts.
+def _mapped(path: str) -> mmap_module.mmap:
+    if scheme_of(path) is not None or path.endswith(".zst"):
+        raise ValueError(f"mmap=True maps a local file as it is, and {path} is none; leave it out")
+    with open(path, "rb") as file:
+        return mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
+
+
+def from_step(roots: Roots, step: int, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
+    """What `use` makes of the archives of a committed step. Where several roots hold it, the first that is sound counts.
 
     Raises NotCommittedError, CorruptCheckpointError, StorageUnavailableError.
     """
     holders = roots.holding(step)
     for run in holders[:-1]:
         try:
-            with _open_committed(run, step, verify=verify) as archive:
-                return use(archive)
+            with _open_committed(run, step, verify=verify) as parts:
+                return use(parts)
         except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
             warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
-    with _open_committed(holders[-1], step, verify=verify) as archive:
-        return use(archive)
+    with _open_committed(holders[-1], step, verify=verify) as parts:
+        return use(parts)
 
 
 @contextlib.contextmanager
-def _open_committed(run: Run, step: int, *, verify: bool) -> Iterator[OpenArchive]:
-    """The archive of a committed step, compared with its manifest. Raises NotCommittedError."""
-    told = run.manifest(step).archives[0]
+def _open_committed(run: Run, step: int, *, verify: bool) -> Iterator[list[Part]]:
+    """The archives of a committed step, compared with its manifest. Raises NotCommittedError."""
+    made = run.manifest(step)
     try:
-        reader = run.storage.open(run.archive_path(step, told))
+        reader = run.storage.open(run.archive_path(step, made.archives[0]))
     except FileNotFoundError:  # replaced or deleted between the two reads: what the manifest says now counts
-        told = run.manifest(step).archives[0]
-        reader = _open_named(run.storage, run.archive_path(step, told))
-    with _checked(reader, told, run.storage.locate(run.archive_path(step, told)), verify) as archive:
-        yield archive
+        made = run.manifest(step)
+        reader = _open_named(run.storage, run.archive_path(step, made.archives[0]))
+    shown = run.storage.locate(run.archive_path(step, made.archives[0]))
+    with _with_borrowed(reader, made, shown, run.storage, verify) as parts:
+        yield parts
 
 
 @contextlib.contextmanager
-def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[OpenArchive]:
+def _with_borrowed(
+    reader: Reader, made: Manifest, shown: str, root: Storage, verify: bool
+) -> Iterator[list[Part]]:
+    """The step's own archive, which is open already, and those that it has borrowed groups from."""
+    lent: dict[tuple[str, Archive], set[str]] = {}
+    for borrowed in made.unchanged:
+        lent.setdefault((borrowed.folder, borrowed.archive), set()).add(borrowed.group)
+    with contextlib.ExitStack() as opened:
+        parts = [Part(opened.enter_context(_checked(reader, made.archives[0], shown, verify)))]
+        for (folder, told), groups in lent.items():
+            path = f"{folder}/{told.name}"
+            checked = _checked(_open_named(root, path), told, root.locate(path), verify)
+            parts.append(Part(opened.enter_context(checked), frozenset(groups)))
+        yield parts
+
+
+@contextlib.contextmanager
+def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[list[Part]]:
     """A file, the folder of a step, or the root of a run."""
     file = opened_as_file(path, place)
     if file is not None:
         reader, shown = file
         with reader:
-            yield OpenArchive(decompressing(reader, shown), path=shown, verify=verify)
+            yield [Part(OpenArchive(decompressing(reader, shown), path=shown, verify=verify))]
         return
     storage = storage_at(path, **place)
     if storage.exists(MANIFEST):
-        told = parse(storage.read(MANIFEST)[0], path=storage.locate(MANIFEST)).archives[0]
-        with _checked(_open_named(storage, told.name), told, storage.locate(told.name), verify) as archive:
-            yield archive
+        made = parse(storage.read(MANIFEST)[0], path=storage.locate(MANIFEST))
+        name = made.archives[0].name
+        root = (
+            storage_at(parent_and_name(path, fs=place.get("fs"))[0], **place) if made.unchanged else storage
+        )
+        with _with_borrowed(_open_named(storage, name), made, storage.locate(name), root, verify) as parts:
+            yield parts
         return
     run = Run(storage, clock=wall_time)
     step = run.latest()
     if step is None:
         where = storage.locate("")
         raise NotCommittedError(f"{where}: no committed checkpoint there", path=where, step=None)
-    with _open_committed(run, step, verify=verify) as archive:
-        yield archive
+    with _open_committed(run, step, verify=verify) as parts:
+        yield parts
 
 
 def opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | None:
     """The object at a path, if it is one and no folder."""
     try:
-        parent, name = parent_and_name(path, fs=place["fs"])
+        parent, name = parent_and_name(path, fs=place.get("fs"))
     except ValueError:  # the root of a bucket
         return None
     storage = storage_at(parent, **place)
@@ -267,7 +307,7 @@ class FileTarget:
     @classmethod
     def at(cls, path: Where, place: dict[str, Any], compression: Compression = None) -> Self:
         """What the user said, checked. `place` are the options of its URL."""
-        parent, name = parent_and_name(path, fs=place["fs"])
+        parent, name = parent_and_name(path, fs=place.get("fs"))
         storage, how = storage_at(parent, **place), _how(compression, name)
         return cls(storage if how is None else compressing(storage, how), name)
 

@@ -11,12 +11,11 @@ unpickler takes it, and nothing is allocated on the file's word: all tensors tog
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import io
 import mmap as mmap_module
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -29,10 +28,10 @@ from .snapshot.crew import Crew, num_cpus
 from .snapshot.device import as_integers, flat_bytes, host_pointer, memmove
 from .snapshot.pool import Segment, SegmentPool, advise_huge_pages
 from .spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
-from .state.tree import Path, Stored, decode, dtype_named, replaced
+from .state.tree import Path, Select, Stored, decode, dtype_named, replaced, selector
 from .storage.base import Reader
 
-Select = str | Sequence[str] | None
+Groups = Collection[str] | None
 Verify = bool | Literal["first"]
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
@@ -157,17 +156,22 @@ class OpenArchive:
 
     # --- the tree ---------------------------------------------------------------------------------------------
 
-    def tree(self, *, select: Select = None, types: Iterable[type] = ()) -> tuple[Any, list[Stored]]:
-        """The saved structure with a `Stored` for each leaf that is not in the index itself, and a list of these."""
+    def tree(
+        self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
+    ) -> tuple[Any, list[Stored]]:
+        """The saved structure with a `Stored` for each leaf that is not in the index itself, and a list of these.
+
+        With `groups`, only of these top-level entries.
+        """
         try:
-            value, stored = decode(self.index.skeleton, types=types, keep=_selector(select))
+            value, stored = decode(self.index.skeleton, types=types, keep=_selector(select, groups))
             self._check_stored(stored)
         except ValueError as error:
             raise self.corrupt(f"its skeleton cannot be read ({error})") from error
-        if select is not None and value is None:
-            groups = ", ".join(sorted({str(t.path[0]) for t in self.index.tensors if t.path}))
+        if (select is not None or groups is not None) and value is None:
+            there = ", ".join(sorted({str(t.path[0]) for t in self.index.tensors if t.path}))
             raise KeyError(
-                f"select={select!r} matches nothing in {self.path}; it holds {groups or 'no named tensors'}"
+                f"select={select!r} matches nothing in {self.path}; it holds {there or 'no named tensors'}"
             )
         self._check_members(stored)
         return value, stored
@@ -264,6 +268,7 @@ def load_state(
     trust: bool = False,
     types: Iterable[type] = (),
     mmap: mmap_module.mmap | None = None,
+    groups: Groups = None,
 ) -> Any:
     """Build the state that was saved, on the CPU or on the device `map_location`; tied tensors come back tied.
 
@@ -271,7 +276,7 @@ def load_state(
     (or, verified, now).
     """
     device = _CPU if map_location is None else torch.device(map_location)
-    value, stored = archive.tree(select=select, types=types)
+    value, stored = archive.tree(select=select, types=types, groups=groups)
     objects = archive.objects(stored, trust=trust)
     on_host = {archive.primary(s.number) for s in stored if s.kind in ("ndarray", "bytes")}
     numbers = sorted({archive.primary(s.number) for s in stored if s.kind != "object"})
@@ -288,6 +293,32 @@ def load_state(
         return archive.leaf(leaf, tensors[archive.primary(leaf.number)], device)
 
     return replaced(value, give)
+
+
+class Part(NamedTuple):
+    """One archive of those that a state is in, and which of its top-level entries count; None: all that it has."""
+
+    archive: OpenArchive
+    groups: Groups = None
+
+
+def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
+    """The state that is in one archive, or in several: the first has the step's own, the others what it borrows.
+
+    Raises KeyError when `load` does for each.
+    """
+    if len(parts) == 1:
+        return load(parts[0])
+    merged: dict[Any, Any] = {}
+    errors: list[KeyError] = []
+    for part in parts:
+        try:
+            merged.update(load(part))
+        except KeyError as error:
+            errors.append(error)
+    if len(errors) == len(parts):
+        raise errors[0]
+    return merged
 
 
 class Wanted(NamedTuple):
@@ -429,20 +460,12 @@ def _widened(extent: Extent, granule: int, limit: int) -> Extent:
     return Extent(begin, max(extent.end, min(align_up(extent.end, granule), limit)) - begin)
 
 
-def _selector(select: Select) -> Callable[[Path], bool] | None:
-    """Whether a path is selected: by its name, by the name of what it is in, or by a glob over the dotted path."""
-    if select is None:
-        return None
-    patterns = [select] if isinstance(select, str) else list(select)
-
-    def selected(path: Path) -> bool:
-        dotted = ".".join(map(str, path))
-        return any(
-            dotted == pattern or dotted.startswith(f"{pattern}.") or fnmatch.fnmatchcase(dotted, pattern)
-            for pattern in patterns
-        )
-
-    return selected
+def _selector(select: Select, groups: Groups) -> Callable[[Path], bool] | None:
+    """Whether a path is selected, and in one of these top-level entries."""
+    chosen = selector(select)
+    if groups is None:
+        return chosen
+    return lambda path: bool(path) and path[0] in groups and (chosen is None or chosen(path))
 
 
 def _mapped(archive: OpenArchive, number: int, mapped: mmap_module.mmap) -> torch.Tensor:

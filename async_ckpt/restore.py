@@ -11,20 +11,20 @@ through that.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from .errors import CorruptCheckpointError, StateMismatchError
-from .load import OpenArchive, Select, Verify, Wanted, fill
+from .load import OpenArchive, Part, Verify, Wanted, fill
 from .state.capture import why_not
-from .state.tree import Path, Stored, dtype_name, replaced
+from .state.tree import Path, Select, Stored, dtype_name, replaced
 
 
 def restore_state(
-    archive: OpenArchive,
+    parts: Sequence[Part],
     live: Any,
     *,
     select: Select = None,
@@ -33,25 +33,57 @@ def restore_state(
     verify: Verify = True,
     types: Iterable[type] = (),
 ) -> None:
-    """Fill live objects from an archive. Top-level entries of the archive that `live` lacks are left alone.
+    """Fill live objects from one archive or several: the first has the step's own, the others what it borrows.
 
-    `verify="first"` reads everything twice and never half-writes. With `strict=False`, missing and unexpected names
-    are passed over; shapes and dtypes must match all the same.
-    Raises StateMismatchError before anything is written, CorruptCheckpointError with `partly_overwritten`.
+    Top-level entries of the archives that `live` lacks are left alone. `verify="first"` reads everything twice and never
+    half-writes. With `strict=False`, missing and unexpected names are passed over; shapes and dtypes must match all the
+    same. Raises StateMismatchError before anything is written, CorruptCheckpointError with `partly_overwritten`.
     """
-    saved, stored = archive.tree(select=select, types=types)
-    match = _Match(archive, archive.objects(stored, trust=trust), select is not None)
     _check_root(live)
-    match.visit(live, saved, ())
-    match.raise_problems(strict)
-    wanted = list(match.wanted.values())
+    matches: list[tuple[_Match, Any]] = []
+    errors: list[KeyError] = []
+    shares = list(_shares(parts, live))
+    for part, share in shares:
+        try:
+            saved, stored = part.archive.tree(select=select, types=types, groups=part.groups)
+        except KeyError as error:  # nothing that was selected is in this one
+            errors.append(error)
+            continue
+        match = _Match(part.archive, part.archive.objects(stored, trust=trust), select is not None)
+        match.visit(share, saved, ())
+        matches.append((match, share))
+    if len(errors) == len(shares):
+        raise errors[0]
+    for match, _ in matches:
+        match.raise_problems(strict)
     if verify == "first":
-        fill(archive, wanted, copy=False)
-    with _partly_overwritten(archive):
-        fill(archive, wanted)
-        with torch.no_grad():
-            for action in match.actions:
-                action()
+        for match, _ in matches:
+            fill(match.archive, list(match.wanted.values()), copy=False)
+    for match, share in matches:
+        with _partly_overwritten(match.archive):
+            fill(match.archive, list(match.wanted.values()))
+            with torch.no_grad():
+                for action in match.actions:
+                    action()
+        if share is not live:
+            live.update(share)
+
+
+def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:
+    """What each archive is to fill of the live objects."""
+    if len(parts) == 1:
+        yield parts[0], live
+        return
+    if not isinstance(live, MutableMapping):
+        raise TypeError(
+            f"this step has borrowed groups from an earlier one; restore them into a dict of groups, not a {type(live).__qualname__}"
+        )
+    borrowed = {group for part in parts[1:] for group in part.groups or ()}
+    yield parts[0], {key: value for key, value in live.items() if key not in borrowed}
+    for part in parts[1:]:
+        share = {key: live[key] for key in part.groups or () if key in live}
+        if share:
+            yield part._replace(groups=frozenset(share)), share
 
 
 def _check_root(live: Any) -> None:
@@ -89,7 +121,7 @@ class _Match:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
-        self._archive, self._objects = archive, objects
+        self.archive, self._objects = archive, objects
         self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
         self._partial = partial  # something was selected: what else is live was not asked for
 
@@ -104,7 +136,7 @@ class _Match:
         ]
         shown = "\n  ".join(lines[:50]) + (f"\n  … and {len(lines) - 50} more" if len(lines) > 50 else "")
         raise StateMismatchError(
-            f"{self._archive.path} does not fit the live state, of which nothing was overwritten:\n  {shown}",
+            f"{self.archive.path} does not fit the live state, of which nothing was overwritten:\n  {shown}",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             mismatched=tuple(self.mismatched),
@@ -141,7 +173,7 @@ class _Match:
         if not (isinstance(saved, Stored) and saved.kind == "tensor"):
             self._differs(path, "is a tensor here", saved)
             return live
-        told = self._archive.index.tensors[saved.number]
+        told = self.archive.index.tensors[saved.number]
         dtype = dtype_name(live.dtype)
         why = why_not(live)
         if why:
@@ -207,7 +239,7 @@ class _Match:
             if not (isinstance(value, Stored) and value.kind == "tensor"):
                 made[key] = self._materialized(value)
                 continue
-            told = self._archive.index.tensors[value.number]
+            told = self.archive.index.tensors[value.number]
             fits = type(now) is torch.Tensor and (tuple(now.shape), dtype_name(now.dtype)) == (
                 told.shape,
                 told.dtype,
@@ -215,7 +247,7 @@ class _Match:
             if not fits:
                 # As torch does: `step` stays on the host unless the update kernel reads it from the device.
                 device = param.device if key != "step" or step_on_device else torch.device("cpu")
-                now = self._archive.empty(self._archive.primary(value.number), device)
+                now = self.archive.empty(self.archive.primary(value.number), device)
             self._want(value.number, now)
             made[key] = now
 
@@ -273,13 +305,13 @@ class _Match:
         def give(leaf: Stored) -> Any:
             if leaf.kind == "object":
                 return self._objects[leaf.number]
-            number = self._archive.primary(leaf.number)
+            number = self.archive.primary(leaf.number)
             if leaf.kind == "bytes":
-                return self._archive.read(self._archive.index.tensors[number].extent)
+                return self.archive.read(self.archive.index.tensors[number].extent)
             if number not in self._new:
-                self._new[number] = self._archive.empty(number, torch.device("cpu"))
+                self._new[number] = self.archive.empty(number, torch.device("cpu"))
                 self._want(number, self._new[number])
-            return self._archive.leaf(leaf, self._new[number], torch.device("cpu"))
+            return self.archive.leaf(leaf, self._new[number], torch.device("cpu"))
 
         return replaced(saved, give)
 
@@ -294,7 +326,7 @@ class _Match:
         return live
 
     def _want(self, number: int, tensor: torch.Tensor) -> None:
-        number = self._archive.primary(number)
+        number = self.archive.primary(number)
         self.wanted[number, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor)
 
     def _differs(self, path: Path, here: str, saved: Any) -> None:
@@ -346,6 +378,11 @@ def _is_optimizer_state(saved: Any) -> bool:
 
 def _on_device(group: dict[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
+
+
+def is_looked_into(live: Any) -> bool:
+    """Whether taking a state dict of it is nothing but looking: a plain module, a container, a tensor."""
+    return isinstance(live, torch.Tensor | MutableMapping | list | tuple) or _is_plain_module(live)
 
 
 def _is_filled_in_place(live: Any) -> bool:

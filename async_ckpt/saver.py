@@ -29,6 +29,7 @@ from .snapshot.stager import Snapshot
 from .spans import Clock, Spans, monotonic, wall_time
 from .spec import BLOCK_BYTES, MIB, SEGMENT_BYTES
 from .state.capture import Capture, capture
+from .state.tree import Select
 from .worker import Pending, abandon, get_worker, wait_for
 
 OnOverlap = Literal["wait", "skip"]
@@ -116,18 +117,20 @@ class Saver:
 
     def save(
         self,
-        state: Any,
+        state: Callable[[], Any],
         make_targets: Callable[[], Sequence[Target]],
         *,
         step: int | None,
         guard: Any,
+        select: Select = None,
+        captured_as: Callable[[Capture], None] = lambda _: None,
         rule: CommitRule = "all",
         skipped_path: str = "",
         also: HostCopy | None = None,
     ) -> SaveHandle:
-        """Begin a save. `make_targets` is called once it is this save's turn, and may refuse it.
+        """Begin a save. `make_targets` and then `state` are called once it is this save's turn, and may refuse it.
 
-        What `also` has copied to the host of this moment's state is taken from there.
+        `captured_as` is told what is saved. What `also` has copied to the host of this moment's state is taken from there.
 
         Raises UnsupportedStateError, ClosedError, what `make_targets` raises, and under `strict` the last unseen error.
         """
@@ -140,7 +143,8 @@ class Saver:
         snapshot: Snapshot | None = None
         try:
             targets = make_targets()
-            captured = capture(state)
+            captured = capture(state(), select)
+            captured_as(captured)
             snapshot, handle, start = self._set_up(
                 captured, targets, rule, step, optimizers, spans, call_seconds, also
             )

@@ -818,10 +818,10 @@ def test_a_manifest_from_a_newer_version_says_so(tmp_path):
     with open_run(tmp_path) as ckpt:
         ckpt.save(state_at(1), step=1).result()
         path = tmp_path / "step_00000001/manifest.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2, "archives": "elsewhere"}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3, "archives": "elsewhere"}))
         with pytest.raises(FormatVersionError) as caught:
             ckpt.load(1)
-    assert caught.value.version == 2
+    assert caught.value.version == 3
 
 
 def test_an_archive_that_was_swapped_for_another_is_found(tmp_path):

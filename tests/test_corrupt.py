@@ -1045,7 +1045,7 @@ def test_a_manifest_that_lies_is_a_corrupt_step(lie: Any, small_run: Path) -> No
 
 def test_a_manifest_from_the_future_is_told_apart_from_damage(small_run: Path) -> None:
     path = small_run / "step_00000002" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
     with AsyncCheckpointer(small_run) as ckpt:
         for read in (
             ckpt.load,
@@ -1054,7 +1054,7 @@ def test_a_manifest_from_the_future_is_told_apart_from_damage(small_run: Path) -
         ):
             with pytest.raises(FormatVersionError) as caught:
                 read()
-            assert caught.value.version == 2
+            assert caught.value.version == 3
 
 
 def test_a_damaged_step_of_a_module_and_its_optimizer_is_healed_by_the_older_one(tmp_path: Path) -> None:

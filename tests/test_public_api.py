@@ -18,6 +18,7 @@ NAMES = [
     "DestinationBusyError",
     "FormatVersionError",
     "NotCommittedError",
+    "NotUnchangedError",
     "NothingWrittenError",
     "PeerFailedError",
     "Progress",
@@ -59,7 +60,7 @@ NAMES = [
 
 # name -> its parameters: `*` divides off what must be given by name, `=` shows a default.
 SIGNATURES = {
-    async_ckpt.save: "(obj, path, *, guard=None, also=None, compression=None, storage_options=None, engine=None, fs=None)",
+    async_ckpt.save: "(obj, path, *, guard=None, select=None, also=None, compression=None, storage_options=None, engine=None, fs=None)",
     async_ckpt.pack: (
         "(destination, *, compression=None, scratch=None, storage_options=None, engine=None, fs=None)"
     ),
@@ -96,7 +97,9 @@ SIGNATURES = {
         "deadline_margin_seconds=30.0, commit='all', storage_options=None, engine=None, fs=None)"
     ),
     AsyncCheckpointer.save: (
-        "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None, also=None)"
+        "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None, "
+        "select=None, also=None, "
+        "unchanged=())"
     ),
     AsyncCheckpointer.should_save: "(self, step)",
     AsyncCheckpointer.load: (
@@ -203,7 +206,7 @@ def test_the_errors_are_what_callers_already_catch():
     assert issubclass(async_ckpt.ClosedError, RuntimeError)
     assert issubclass(async_ckpt.StorageFullError, async_ckpt.StorageUnavailableError)
     errors = [v for n, v in vars(async_ckpt).items() if n.endswith("Error")]
-    assert len(errors) == 18
+    assert len(errors) == 19
     assert all(issubclass(error, CheckpointError) for error in errors)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ..errors import CorruptCheckpointError, FormatVersionError
 
 NAME: Final = "manifest.json"
-VERSION: Final = 1
+VERSION: Final = 2  # of what this library reads; a manifest without `unchanged` is still of version 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,16 @@ class Archive:
     name: str
     num_bytes: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A top-level group of the state that was not written again: it is in the archive of an earlier step."""
+
+    group: str
+    step: int
+    folder: str
+    archive: Archive
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,7 @@ class Manifest:
     archives: tuple[Archive, ...]
     replaces: tuple[str, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
+    unchanged: tuple[Borrowed, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -48,7 +59,10 @@ class Manifest:
 
     def dump(self) -> bytes:
         return (
-            json.dumps({"format": "async_ckpt", "version": VERSION, **asdict(self)}, indent=1) + "\n"
+            json.dumps(
+                {"format": "async_ckpt", "version": 2 if self.unchanged else 1, **asdict(self)}, indent=1
+            )
+            + "\n"
         ).encode()
 
 
@@ -63,9 +77,7 @@ def parse(data: bytes, *, path: str) -> Manifest:
                 path=path,
                 version=raw["version"],
             )
-        archives = tuple(
-            Archive(_file_name(a["name"]), int(a["num_bytes"]), str(a["digest"])) for a in raw["archives"]
-        )
+        archives = tuple(map(_archive, raw["archives"]))
         if not archives:
             raise ValueError("it names no archive")
         return Manifest(
@@ -76,13 +88,28 @@ def parse(data: bytes, *, path: str) -> Manifest:
             archives,
             tuple(map(str, raw.get("replaces", ()))),
             dict(raw.get("record", {})),
+            tuple(
+                Borrowed(str(b["group"]), int(b["step"]), _folder_name(b["folder"]), _archive(b["archive"]))
+                for b in raw.get("unchanged", ())
+            ),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not a manifest ({error!r:.300})", path=path) from error
+
+
+def _archive(raw: Mapping[str, Any]) -> Archive:
+    return Archive(_file_name(raw["name"]), int(raw["num_bytes"]), str(raw["digest"]))
 
 
 def _file_name(name: object) -> str:
     """A manifest may name only what lies beside it."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._~-]{0,254}", name):
         raise ValueError(f"{name!r:.300} is not a file name")
+    return name
+
+
+def _folder_name(name: object) -> str:
+    """And what it borrows lies in a folder beside its own."""
+    if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0.][^/\\\0]{0,254}", name):
+        raise ValueError(f"{name!r:.300} is not the name of a step's folder")
     return name

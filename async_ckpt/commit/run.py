@@ -31,7 +31,7 @@ from ..errors import (
 from ..spans import Clock
 from ..storage.base import Storage
 from . import journal, manifest
-from .manifest import Archive, Manifest
+from .manifest import Archive, Borrowed, Manifest
 from .naming import STEP_FORMAT, TRACKER, Tracker, folder_pattern, tracker_of
 from .retention import Retention
 
@@ -139,6 +139,7 @@ class Run:
         replaces: tuple[Manifest, str] | None,
         retire: bool,
         record: Mapping[str, Any] | None = None,
+        unchanged: tuple[Borrowed, ...] = (),
     ) -> Manifest:
         """Make the durable archives of an attempt the step's checkpoint. From here on it is true; then `announce` it.
 
@@ -148,7 +149,9 @@ class Run:
             self._retire_above(step)
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
-        made = Manifest(step, attempt, len(archives), self._clock(), archives, earlier, record or {})
+        made = Manifest(
+            step, attempt, len(archives), self._clock(), archives, earlier, record or {}, unchanged
+        )
         path = f"{self.folder(step)}/{manifest.NAME}"
         try:
             if replaces is None:
@@ -179,8 +182,7 @@ class Run:
             raise _exists(made.step) from error
         with self._announcing:
             self._known.pop(made.step, None)
-        for archive in replaces[0].archives if replaces else ():
-            self.storage.delete(self.archive_path(made.step, archive))
+        self._delete_replaced(made.step, replaces[0] if replaces else None)
 
     def committed(self, step: int) -> Manifest | None:
         """The step's manifest; None where there is none that can be read."""
@@ -207,8 +209,7 @@ class Run:
 
     def retain(self, step: int, *, replaced: Manifest | None, in_flight: Collection[int]) -> list[int]:
         """Delete what `overwrite` and retention leave behind; the manifest goes first. Returns the deleted steps."""
-        for archive in replaced.archives if replaced else ():
-            self.storage.delete(self.archive_path(step, archive))
+        self._delete_replaced(step, replaced)
         steps = self.steps()
         tracked = self._tracked()
         safe_from = step if tracked is None else min(step, tracked)
@@ -226,8 +227,14 @@ class Run:
         return doomed
 
     def doomed(self, commits: Mapping[int, Manifest | None], *, protected: Collection[int] = ()) -> list[int]:
-        """The steps that retention does not keep at this hour."""
-        return self.retention.doomed(commits, now=self._clock(), protected=protected)
+        """The steps that retention does not keep at this hour, and that no step which it keeps has borrowed from."""
+        doomed = self.retention.doomed(commits, now=self._clock(), protected=protected)
+        while True:
+            kept = [made for step, made in commits.items() if step not in doomed and made is not None]
+            needed = {borrowed.step for made in kept for borrowed in made.unchanged}
+            if needed.isdisjoint(doomed):
+                return doomed
+            doomed = [step for step in doomed if step not in needed]
 
     def manifests(self, steps: Iterable[int]) -> dict[int, Manifest | None]:
         """The manifests of committed steps, read once; None for one that is damaged. Deleted ones are left out."""
@@ -258,7 +265,7 @@ class Run:
             if step is not None and archives and archives != self._named(step):
                 dead = self.storage.sweep(folder, archives, delete=False, decided=decided)
                 # Looked at again after the locks: a writer gives its lock up only once its manifest is there.
-                named = self._named(step)
+                named = {*self._named(step), *(self._borrowed(step) if dead else ())}
                 dead = [name for name in dead if name not in named]
             for name in dead:
                 self.storage.delete(f"{folder}/{name}")
@@ -287,6 +294,18 @@ class Run:
             return []
 
     # --- parts ------------------------------------------------------------------------------------------------
+
+    def _borrowed(self, step: int) -> set[str]:
+        """Archives of a step that later ones have borrowed from, also if the step itself names another by now."""
+        made = self.manifests(later for later in self.steps() if later > step).values()
+        return {b.archive.name for m in made if m is not None for b in m.unchanged if b.step == step}
+
+    def _delete_replaced(self, step: int, replaced: Manifest | None) -> None:
+        """What `overwrite` leaves behind."""
+        borrowed = self._borrowed(step) if replaced else set()
+        for archive in replaced.archives if replaced else ():
+            if archive.name not in borrowed:
+                self.storage.delete(self.archive_path(step, archive))
 
     def _folders(self) -> list[int]:
         found = (self._step_pattern.fullmatch(name) for name in self.storage.names(""))

@@ -17,24 +17,29 @@ import torch
 
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES, Json, TensorSpec
-from .tree import Encoder, Path, dtype_name
+from .tree import Encoder, Path, Select, dtype_name, is_omitted, selector
 
+Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """One state: `tensors[i]` holds the bytes of `specs[i]`. Aliases are listed, and stored once."""
+    """One state: `tensors[i]` holds the bytes of `specs[i]`. Aliases are listed, and stored once.
+
+    `marks[i]` are the address and the version counter of what the user gave; None for a copy that was made here.
+    """
 
     specs: list[TensorSpec]
     tensors: list[torch.Tensor]
     skeleton: str
     objects: bytes | None
+    marks: list[Mark | None]
 
 
-def capture(state: Any) -> Capture:
-    """Take a state apart.
+def capture(state: Any, select: Select = None) -> Capture:
+    """Take a state apart; with `select`, only the part of it with these names.
 
     Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
     quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that no pickle takes.
@@ -45,20 +50,23 @@ def capture(state: Any) -> Capture:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        node = Encoder(walk.leaf).encode(state)
+        node = Encoder(walk.leaf, selector(select)).encode(state)
+        if is_omitted(node):
+            raise KeyError(f"select={select!r} matches nothing in the state")
         skeleton = json.dumps(node, separators=(",", ":"))
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply to be stored", path="") from error
     finally:
         if collecting:
             gc.enable()
-    return Capture(walk.specs, walk.tensors, skeleton, walk.pickled())
+    return Capture(walk.specs, walk.tensors, skeleton, walk.pickled(), walk.marks)
 
 
 class _Walk:
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
+        self.marks: list[Mark | None] = []
         self._objects: list[Any] = []
         self._object_paths: list[str] = []
         self._at: dict[int, int] = {}  # the first tensor at an address
@@ -81,6 +89,7 @@ class _Walk:
         if pointer is None and (why := why_not(tensor)):
             where = _dotted(path)
             raise UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
+        self.marks.append((pointer, tensor._version) if pointer and not tensor.is_inference() else None)
         if tensor.device.type not in ("cpu", "cuda"):
             tensor = tensor.detach().cpu()  # mps, xpu, …: no side stream here, one plain copy
         number = len(self.specs)
@@ -95,6 +104,7 @@ class _Walk:
 
     def _bytes(self, data: Any, path: Path, dtype: str, shape: tuple[int, ...]) -> int:
         raw = bytearray(data) if isinstance(data, bytes) else data
+        self.marks.append(None)
         self.specs.append(TensorSpec(path, dtype, shape))
         self.tensors.append(
             torch.frombuffer(raw, dtype=torch.uint8)

@@ -11,6 +11,7 @@ decoding imports nothing.
 from __future__ import annotations
 
 import base64
+import fnmatch
 import math
 import struct
 import sys
@@ -25,6 +26,7 @@ from ..errors import UnsupportedStateError
 from ..spec import Json
 
 Path = tuple[Any, ...]
+Select = str | Sequence[str] | None
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 # Bytes from here on are stored like a tensor: base64 in the index would cost a third more, and every reader's time.
@@ -33,28 +35,57 @@ _STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
 _OMITTED: Final = object()
 
 
-class Encoder:
-    """One walk over a state. `leaf` gets what is neither container nor plain value, and returns its node."""
+def selector(select: Select) -> Callable[[Path], bool] | None:
+    """Whether a path is selected: by its name, by the name of what it is in, or by a glob over the dotted path."""
+    if select is None:
+        return None
+    patterns = [select] if isinstance(select, str) else list(select)
 
-    def __init__(self, leaf: Callable[[Any, Path], Json]) -> None:
-        self._leaf = leaf
+    def selected(path: Path) -> bool:
+        dotted = ".".join(map(str, path))
+        return any(
+            dotted == pattern or dotted.startswith(f"{pattern}.") or fnmatch.fnmatchcase(dotted, pattern)
+            for pattern in patterns
+        )
+
+    return selected
+
+
+def is_omitted(node: Json) -> bool:
+    """Nothing was selected of a whole state."""
+    return node is _OMITTED
+
+
+class Encoder:
+    """One walk over a state. `leaf` gets what is neither container nor plain value, and returns its node.
+
+    Leaves whose path `keep` turns down are left out, and so are containers that end up without any.
+    """
+
+    def __init__(self, leaf: Callable[[Any, Path], Json], keep: Callable[[Path], bool] | None = None) -> None:
+        self._leaf, self._keep = leaf, keep
         self._open: set[int] = set()  # containers between the root and here: meeting one again is a cycle
 
     def encode(self, value: Any, path: Path = ()) -> Json:
         """The node for `value`. Raises UnsupportedStateError for a cycle, or a key that cannot be stored."""
         kind = type(value)
         if kind in _SCALARS:
-            return _scalar_node(value)
+            return _scalar_node(value) if self._is_kept(path) else _OMITTED
         if isinstance(value, torch.Tensor):
-            return self._leaf(value, path)
+            return self._leaf(value, path) if self._is_kept(path) else _OMITTED
         if kind is not dict and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
             return self._inside(value, path, lambda: self.encode(value.state_dict(), path))
         if isinstance(value, dict):
             return self._inside(value, path, lambda: self._dict(value, path))
         if isinstance(value, list | tuple):
             return self._inside(value, path, lambda: self._sequence(value, path))
+        if not self._is_kept(path):
+            return _OMITTED
         node = _plain_node(value)
         return self._leaf(value, path) if node is None else node
+
+    def _is_kept(self, path: Path) -> bool:
+        return self._keep is None or self._keep(path)
 
     def _inside(self, container: Any, path: Path, encode: Callable[[], Json]) -> Json:
         if id(container) in self._open:
@@ -70,7 +101,11 @@ class Encoder:
         items = []
         for key, item in value.items():
             inner = (*path, key)
-            items.append([_key_node(key, inner), self.encode(item, inner)])
+            node = self.encode(item, inner)
+            if node is not _OMITTED:
+                items.append([_key_node(key, inner), node])
+        if self._keep is not None and not items:
+            return _OMITTED
         if not isinstance(value, OrderedDict):
             return {"dict": items}
         # What `Module.state_dict` hangs on its result; modules read their version from it when they load.
@@ -81,8 +116,14 @@ class Encoder:
 
     def _sequence(self, value: Sequence[Any], path: Path) -> Json:
         if isinstance(value, torch.Size):
-            return {"size": list(value)}
+            return {"size": list(value)} if self._is_kept(path) else _OMITTED
         nodes = [self.encode(item, (*path, i)) for i, item in enumerate(value)]
+        if self._keep is not None:
+            nodes = [node for node in nodes if node is not _OMITTED]
+            if not nodes:
+                return _OMITTED
+            if isinstance(value, tuple) and len(nodes) < len(value):
+                return {"tuple": nodes}
         if isinstance(value, list):
             return {"list": nodes}
         fields = getattr(value, "_fields", None)

@@ -1,0 +1,384 @@
+"""Groups that are said to be unchanged are not written again, and parts of a state may be saved alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import async_ckpt
+from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, NotUnchangedError
+
+BIG = 300_000  # bytes that a frozen group has at least, and a step without it has not
+
+
+class Training:
+    """A policy that is trained, and a frozen reference."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(50, 50)
+        self.reference = torch.nn.Linear(300, 300)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def step(self) -> None:
+        self.model(torch.randn(2, 50)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "ref": self.reference, "optimizer": self.optimizer, "epoch": 3}
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+def save(ckpt: AsyncCheckpointer, training: Training, step: int, **options: Any) -> int:
+    """The bytes that a step took."""
+    training.step()
+    return ckpt.save(training.state, step=step, **{"unchanged": {"ref"}, **options}).result().num_bytes
+
+
+def borrowed_steps(root: Path, step: int) -> list[int]:
+    manifest = json.loads((root / f"step_{step:08d}" / "manifest.json").read_text())
+    return [row["step"] for row in manifest["unchanged"]]
+
+
+def assert_equal(loaded: dict[str, Any], training: Training) -> None:
+    assert set(loaded) == set(training.state)
+    for name, live in (("ref", training.reference), ("model", training.model)):
+        for key, tensor in live.state_dict().items():
+            assert torch.equal(loaded[name][key], tensor)
+
+
+def test_an_unchanged_group_is_written_once_and_read_from_every_step(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        sizes = [save(ckpt, training, step) for step in (1, 2, 3)]
+        assert sizes[0] > sizes[1] + BIG
+        assert sizes[1] == sizes[2]
+        assert borrowed_steps(tmp_path, 1) == []
+        assert borrowed_steps(tmp_path, 2) == borrowed_steps(tmp_path, 3) == [1]
+        assert_equal(ckpt.load(), training)
+        assert_equal(async_ckpt.load(tmp_path), training)
+        assert_equal(async_ckpt.load(tmp_path / "step_00000003"), training)
+        assert_equal(ckpt.load(mmap=True), training)
+
+
+def test_restore_fills_borrowed_groups_too(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+    other = Training()
+    state = {**other.state, "epoch": 0}
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        assert ckpt.restore(state) == 2
+    assert state["epoch"] == 3
+    assert_equal(
+        {"model": other.model.state_dict(), "ref": other.reference.state_dict(), "optimizer": 0, "epoch": 3},
+        training,
+    )
+
+
+def test_select_reaches_into_borrowed_groups(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+        assert list(ckpt.load(select="ref")) == ["ref"]
+        assert list(ckpt.load(select="model")) == ["model"]
+        assert list(ckpt.load(select="ref.bias")["ref"]) == ["bias"]
+        assert set(ckpt.load(select="*.bias")) == {"model", "ref"}
+        with pytest.raises(KeyError, match="matches nothing"):
+            ckpt.load(select="nothing")
+        torch.nn.init.zeros_(training.reference.bias)
+        ckpt.restore({"ref": training.reference}, select="ref.bias")
+        assert training.reference.bias.abs().sum() > 0
+
+
+def test_what_does_not_fit_a_borrowed_group_is_told_before_anything_is_written(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+        live = {"model": torch.nn.Linear(50, 50), "ref": torch.nn.Linear(300, 301)}
+        before = live["model"].weight.clone()
+        with pytest.raises(async_ckpt.StateMismatchError, match="ref"):
+            ckpt.restore(live)
+        assert torch.equal(live["model"].weight, before)
+
+
+def test_a_borrowed_group_needs_a_dict_to_be_restored_into(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+        with pytest.raises(TypeError, match="dict of groups"):
+            ckpt.restore(training.model)
+
+
+@pytest.mark.parametrize("how", ["in place", "other memory", "another shape", "plain value", "a name more"])
+def test_a_group_that_has_changed_all_the_same_is_refused_by_name(tmp_path, training, how):
+    training.reference = {"w": torch.randn(300, 300), "scale": 1.0}
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        save(ckpt, training, 1)
+        reference = training.reference
+        if how == "in place":
+            reference["w"].mul_(2)
+        elif how == "other memory":
+            reference["w"] = reference["w"].clone()
+        elif how == "another shape":
+            reference["w"] = reference["w"][:299]
+        elif how == "plain value":
+            reference["scale"] = 2.0
+        else:
+            reference["more"] = torch.zeros(1)
+        with pytest.raises(NotUnchangedError, match=r"leave it out of unchanged=") as caught:
+            save(ckpt, training, 2)
+        expected = {"plain value": "plain values", "a name more": "ref.more"}.get(how, "ref.w")
+        assert caught.value.names == (expected,)
+        assert ckpt.steps() == [1]
+        assert save(ckpt, training, 2, unchanged=()) > BIG
+        assert save(ckpt, training, 3) < BIG
+        assert torch.equal(ckpt.load()["ref"]["w"], reference["w"])
+
+
+@pytest.mark.parametrize("leaf", [np.ones(3), {1, 2}, b"x" * 5000])
+def test_what_has_no_version_counter_cannot_be_said_to_be_unchanged(tmp_path, training, leaf):
+    training.reference = {"w": torch.randn(3), "leaf": leaf}
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        save(ckpt, training, 1)
+        with pytest.raises(NotUnchangedError):
+            save(ckpt, training, 2)
+
+
+@pytest.mark.parametrize("name", ["nothing", "epoch"])
+def test_a_name_that_is_no_group_is_refused(tmp_path, training, name):
+    with AsyncCheckpointer(tmp_path) as ckpt, pytest.raises(ValueError, match=f"'{name}'"):
+        save(ckpt, training, 1, unchanged={name})
+
+
+def test_a_state_of_nothing_but_unchanged_groups_is_refused(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        state = {"ref": training.reference}
+        ckpt.save(state, step=1, unchanged="ref").result()
+        with pytest.raises(ValueError, match="nothing to save"):
+            ckpt.save(state, step=2, unchanged="ref")
+
+
+def test_a_refused_save_does_not_stand_in_the_way_of_the_next(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        with pytest.raises(ValueError, match="nothing"):
+            save(ckpt, training, 1, unchanged={"nothing"})
+        save(ckpt, training, 1)
+        assert ckpt.steps() == [1]
+
+
+def test_retention_keeps_what_later_steps_borrow_from_and_no_longer(tmp_path, training):
+    with AsyncCheckpointer(tmp_path, keep_last=2) as ckpt:
+        for step in range(1, 6):
+            save(ckpt, training, step)
+        ckpt.wait()
+        assert ckpt.steps() == [1, 4, 5]
+        assert_equal(ckpt.load(4) | {"model": training.model.state_dict()}, training)
+        save(ckpt, training, 6, unchanged=())
+        save(ckpt, training, 7)
+        ckpt.wait()
+        assert ckpt.steps() == [6, 7]
+
+
+def test_a_step_that_others_borrow_from_may_be_overwritten(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        save(ckpt, training, 1)
+        save(ckpt, training, 2)
+        old = {key: tensor.clone() for key, tensor in training.reference.state_dict().items()}
+        torch.nn.init.zeros_(training.reference.weight)
+        save(ckpt, training, 1, overwrite=True, unchanged=())
+        ckpt.wait()
+        assert torch.equal(ckpt.load(2)["ref"]["weight"], old["weight"])
+        assert torch.equal(ckpt.load(1)["ref"]["weight"], training.reference.weight)
+    with AsyncCheckpointer(tmp_path) as ckpt:  # whose first save sweeps
+        save(ckpt, training, 3)
+        ckpt.wait()
+        assert torch.equal(ckpt.load(2)["ref"]["weight"], old["weight"])
+
+
+def test_the_step_itself_is_nothing_to_borrow_from_when_it_is_overwritten(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        save(ckpt, training, 1)
+        assert save(ckpt, training, 1, overwrite=True) > BIG
+        assert_equal(ckpt.load(), training)
+
+
+def test_after_a_restart_a_restored_group_is_known_to_be_written(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+    other = Training()
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        ckpt.restore(other.state)
+        assert save(ckpt, other, 3) < BIG
+        assert borrowed_steps(tmp_path, 3) == [1]
+        assert_equal(ckpt.load(), other)
+
+
+def test_a_group_that_was_restored_in_part_is_written(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        save(ckpt, training, 1)
+    other = Training()
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        ckpt.restore(other.state, select="ref.bias")
+        assert save(ckpt, other, 2) > BIG
+
+
+def test_after_a_rollback_groups_are_borrowed_from_below_only(tmp_path, training):
+    with AsyncCheckpointer(tmp_path, on_rollback="retire") as ckpt:
+        save(ckpt, training, 1, unchanged=())
+        save(ckpt, training, 5, unchanged=())
+        ckpt.restore(training.state, step=1)
+        save(ckpt, training, 3)
+        assert borrowed_steps(tmp_path, 3) == [1]
+        assert ckpt.steps() == [1, 3]
+
+
+def test_an_archive_that_is_missing_is_told_with_its_step(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+        shutil.rmtree(tmp_path / "step_00000001")
+        with pytest.raises(CorruptCheckpointError, match="step_00000001"):
+            ckpt.load(2)
+
+
+@pytest.mark.parametrize("folder", ["../elsewhere", "", "..", "/etc", 3])
+def test_a_manifest_that_borrows_from_elsewhere_is_refused(tmp_path, training, folder):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+        path = tmp_path / "step_00000002/manifest.json"
+        told = json.loads(path.read_text())
+        told["unchanged"][0]["folder"] = folder
+        path.write_text(json.dumps(told))
+        with pytest.raises(CorruptCheckpointError):
+            ckpt.load(2)
+
+
+def test_a_reader_that_knows_nothing_of_borrowing_is_told_by_the_version(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+    versions = [
+        json.loads((tmp_path / f"step_0000000{n}/manifest.json").read_text())["version"] for n in (1, 2)
+    ]
+    assert versions == [1, 2]
+
+
+def test_several_roots_borrow_each_from_itself(tmp_path, training):
+    with AsyncCheckpointer([tmp_path / "a", tmp_path / "b"]) as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+    for root in ("a", "b"):
+        assert_equal(async_ckpt.load(tmp_path / root), training)
+
+
+def test_a_root_that_was_away_is_caught_up_with_what_a_step_borrows_from(tmp_path, training):
+    with AsyncCheckpointer(tmp_path / "a") as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+    with AsyncCheckpointer([tmp_path / "a", tmp_path / "b"], keep_last=1) as ckpt:
+        ckpt.catch_up()
+    assert_equal(async_ckpt.load(tmp_path / "b"), training)
+
+
+def test_a_group_that_one_root_lacks_is_written(tmp_path, training):
+    with AsyncCheckpointer(tmp_path / "a") as ckpt:
+        save(ckpt, training, 1)
+    with AsyncCheckpointer([tmp_path / "a", tmp_path / "b"]) as ckpt:
+        ckpt.restore(training.state)
+        assert save(ckpt, training, 2) > BIG
+
+
+def test_a_store_serves_borrowed_groups(s3, training):
+    s3.make_bucket("unchanged")
+    root = f"s3://unchanged/{os.urandom(4).hex()}"
+    with AsyncCheckpointer(root, storage_options=s3.options) as ckpt:
+        assert save(ckpt, training, 1) > BIG > save(ckpt, training, 2)
+        assert_equal(ckpt.load(), training)
+    assert_equal(async_ckpt.load(f"{root}/step_00000002", storage_options=s3.options), training)
+
+
+def test_a_process_killed_between_two_saves_leaves_what_is_needed(tmp_path):
+    script = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+torch.set_num_threads(1)
+from async_ckpt import AsyncCheckpointer
+from test_unchanged import Training, save
+training = Training()
+ckpt = AsyncCheckpointer({str(tmp_path)!r}, keep_last=1)
+for step in (1, 2, 3):
+    save(ckpt, training, step)
+ckpt.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script], check=False)
+    other = Training()
+    with AsyncCheckpointer(tmp_path, keep_last=1) as ckpt:
+        assert ckpt.restore(other.state) == 3
+        assert save(ckpt, other, 4) < BIG
+        ckpt.wait()
+        assert ckpt.steps() == [1, 4]
+        assert_equal(ckpt.load(), other)
+
+
+# --- parts ----------------------------------------------------------------------------------------------------
+
+
+class Adapted(torch.nn.Module):
+    """A base model with an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(300, 300)
+        self.lora_A = torch.nn.Linear(300, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, 300, bias=False)
+
+
+def test_an_adapter_is_saved_alone_by_a_glob_and_restored_into_the_whole_model(tmp_path):
+    model = Adapted()
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        report = ckpt.save({"model": model, "epoch": 1}, step=1, select=["model.lora_*", "epoch"]).result()
+        assert report.num_bytes < BIG
+        loaded = ckpt.load()
+        assert list(loaded["model"]) == ["lora_A.weight", "lora_B.weight"]
+        assert loaded["epoch"] == 1
+        other = Adapted()
+        base = other.base.weight.clone()
+        ckpt.restore({"model": other, "epoch": 0}, strict=False)
+        assert torch.equal(other.lora_A.weight, model.lora_A.weight)
+        assert torch.equal(other.base.weight, base)
+
+
+def test_a_part_of_a_one_off_save_is_chosen_the_same_way(tmp_path):
+    state = {"a": [torch.ones(2), {"b": torch.zeros(3)}], "c": (1, 2), "d": torch.Size([3])}
+    async_ckpt.save(state, tmp_path / "x.tar", select="*.b").result()
+    loaded = async_ckpt.load(tmp_path / "x.tar")
+    assert list(loaded) == ["a"]
+    assert torch.equal(loaded["a"][0]["b"], torch.zeros(3))
+    with pytest.raises(KeyError, match="matches nothing in the state"):
+        async_ckpt.save(state, tmp_path / "y.tar", select="z")
+
+
+def test_a_part_is_nothing_to_borrow_from(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        save(ckpt, training, 1, unchanged=(), select="ref.bias")
+        assert save(ckpt, training, 2) > BIG
+        with pytest.raises(ValueError, match="exclude each other"):
+            save(ckpt, training, 3, select="model")
