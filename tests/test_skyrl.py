@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from examples.dispatch import LocalDispatch, Trainee
 from safetensors.torch import load_file
 from support import difference
 from torch import nn
@@ -23,6 +22,7 @@ from async_ckpt import RngState
 from async_ckpt.integrations.skyrl import CheckpointBackend
 from async_ckpt.testing import FaultyProxy
 from async_ckpt.testing.servers import Server
+from examples.dispatch import LocalDispatch, Trainee
 
 WORLD_SIZE = 3
 RANK_FILES = [
@@ -285,6 +285,26 @@ def test_a_load_waits_for_the_save_to_its_path(trained, tmp_path, proxy, through
     assert order == [True]
 
 
+def test_a_load_waits_for_the_save_to_its_path_by_any_other_name(trained, tmp_path, proxy, through, bucket):
+    """Archives go one after the other: the one on the disk waits for the one that is held up."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    hold = proxy.delay(None, method="PUT")
+
+    def let_it_go(model_id: str) -> None:
+        if hold.hits:
+            hold.clear()
+
+    options = {"storage_options": through, "scratch": tmp_path / "scratch"}
+    with backend_of(trained, validate=let_it_go, **options) as backend:
+        backend.save_checkpoint(f"s3://{bucket}/a.tar.gz", "a")
+        hold.wait()
+        backend.save_checkpoint(tmp_path / "link" / "x.tar.gz", "a")
+        backend.load_checkpoint(tmp_path / "real" / "x.tar.gz", "a")
+
+    assert hold.hits
+
+
 def test_a_load_of_what_could_not_be_saved_raises_what_went_wrong(trained, tmp_path, proxy, through, bucket):
     """Until somebody has seen it: what lies at the path from before is not what the caller means."""
     path = f"s3://{bucket}/a.tar.gz"
@@ -303,7 +323,12 @@ def test_a_load_of_what_could_not_be_saved_raises_what_went_wrong(trained, tmp_p
     assert difference(state_of(trained), before) is None
 
 
-@pytest.mark.parametrize("end", ["wait", "close", "with"])
+def leave(backend: CheckpointBackend) -> None:
+    with backend:
+        pass
+
+
+@pytest.mark.parametrize("end", [CheckpointBackend.wait, CheckpointBackend.close, leave])
 def test_a_failed_save_is_a_warning_at_the_next_one_and_raised_at_the_end(
     trained, tmp_path, proxy, through, bucket, end
 ):
@@ -317,11 +342,7 @@ def test_a_failed_save_is_a_warning_at_the_next_one_and_raised_at_the_end(
         following = backend.save_checkpoint(f"s3://{bucket}/2.tar.gz", "a")
 
     with pytest.raises(async_ckpt.StorageUnavailableError):
-        if end == "with":
-            with backend:
-                pass
-        else:
-            getattr(backend, end)()
+        end(backend)
     assert following.result().status == "committed"
 
 
@@ -577,7 +598,7 @@ def test_a_marker_is_not_loaded_as_weights(trained, tmp_path):
     before = state_of(trained)
     with backend_of(trained) as backend:
         backend.save_sampler_checkpoint(tmp_path / "x.tar.gz", "a", persist=False)
-        with pytest.raises(async_ckpt.NotCommittedError, match="mere marker.*persist=False"):
+        with pytest.raises(async_ckpt.NotCommittedError, match=r"mere marker.*persist=False"):
             backend.load_checkpoint(tmp_path / "x.tar.gz", "a")
 
     assert difference(state_of(trained), before) is None
