@@ -30,6 +30,7 @@ from .errors import (
     UnsupportedStateError,
     UntrustedObjectError,
 )
+from .export import export_hf
 from .functional import load, release, save
 from .handle import SaveHandle
 from .pack import pack, pack_folder
@@ -49,6 +50,7 @@ from .report import Destination, Progress, SaveReport
 from .state.rng import RngState
 from .storage.compressed import Zstd
 from .unpack import extract, unpack
+from .wrap import wrap
 
 __version__ = "0.1.0"
 
@@ -81,6 +83,7 @@ __all__ = [
     "Zstd",
     "download_directory",
     "exists",
+    "export_hf",
     "extract",
     "isdir",
     "list_dir",
@@ -96,4 +99,5 @@ __all__ = [
     "save",
     "unpack",
     "upload_directory",
+    "wrap",
 ]

@@ -24,7 +24,7 @@ from .commit.retention import Best, Retention
 from .commit.roots import Roots
 from .commit.run import Run
 from .errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StorageUnavailableError
-from .functional import from_step, state_of
+from .functional import from_step, host_copy_of, state_of
 from .handle import SaveHandle
 from .load import OpenArchive, Select, Verify
 from .policy import MARGIN_SECONDS, Deadline, SavePolicy
@@ -170,6 +170,7 @@ class AsyncCheckpointer:
         record: Mapping[str, Any] | None = None,
         rolling: bool = False,
         ttl_seconds: float | None = None,
+        also: SaveHandle | None = None,
     ) -> SaveHandle:
         """Begin to save `state` as `step`; returns as soon as the caller may go on training.
 
@@ -179,6 +180,7 @@ class AsyncCheckpointer:
         and stands in its line of `checkpoints.jsonl`; a float that is not finite becomes None there. A `rolling` save is
         deleted once a newer step is committed, one with `ttl_seconds` by the first save after these have passed, whatever
         the `keep_` options say; both are marks in the record, and such steps count for none of these options.
+        `also` is the handle of an `export_hf` of the same moment: what that copies to the host is not copied again.
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle. (A
         store is not asked on this thread: there a step that exists, or lies behind, ends in the handle as well.)
         """
@@ -198,6 +200,7 @@ class AsyncCheckpointer:
             guard=self._guard if guard is _UNSET else guard,
             rule=self._commit,
             skipped_path=first.storage.locate(first.folder(step)),
+            also=host_copy_of(also),
         )
         self._policy.follow(step, handle)
         return handle

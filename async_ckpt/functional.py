@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from .errors import CorruptCheckpointError, NotCommittedError, StorageUnavailabl
 from .handle import SaveHandle
 from .load import OpenArchive, Select, load_state
 from .saver import Saver
+from .snapshot.host_copy import HostCopy, HostMemory
 from .spans import wall_time
 from .storage.base import Reader, Sink, Storage
 from .storage.compressed import Zstd, compressing, decompressing
@@ -35,6 +36,7 @@ T = TypeVar("T")
 Compression = Zstd | Literal["zstd"] | None
 
 _saver: Saver | None = None
+host_memory = HostMemory()  # of whole tensors, for foreign writers
 _saver_lock = threading.Lock()
 
 
@@ -43,6 +45,7 @@ def save(
     path: Where,
     *,
     guard: Any = None,
+    also: SaveHandle | None = None,
     compression: Compression = None,
     storage_options: Mapping[str, Any] | None = None,
     engine: Engine | None = None,
@@ -55,19 +58,29 @@ def save(
     the next save; `release()` gives it back.
     `compression`: "zstd", or `Zstd(level=…, threads=…)`; a path that ends in ".zst" is compressed without it, too. The
     report's `num_bytes` are those of the archive, its destination's those that were written.
+    `also`: the handle of an `export_hf` (or a wrapped function) of the same moment; what it copies to the host is not
+    copied again. Each has its own handle.
     `path` may be a URL ("s3://bucket/x.tar"); `storage_options`, `engine` and `fs` are as for AsyncCheckpointer.
     Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
     an unknown scheme, a name that is too long); all else ends in the handle.
     """
     place = {"storage_options": storage_options, "engine": engine, "fs": fs}
-    target = FileTarget(path, place, compression)
-    return _default_saver().save(obj, lambda: [target], step=None, guard=guard)
+    target = FileTarget.at(path, place, compression)
+    return _default_saver().save(obj, lambda: [target], step=None, guard=guard, also=host_copy_of(also))
+
+
+def host_copy_of(handle: SaveHandle | None) -> HostCopy | None:
+    """Raises TypeError for a handle of another kind of save."""
+    if handle is not None and (not isinstance(handle, SaveHandle) or handle.host_copy is None):
+        raise TypeError("also= takes the handle that export_hf, or a wrapped function, has just returned")
+    return None if handle is None else handle.host_copy
 
 
 def release() -> None:
-    """Give back the host memory that one-off saves keep for the next one."""
+    """Give back the host memory that one-off saves and wrapped functions keep for the next one."""
     if _saver is not None:
         _saver.pool.release()
+    host_memory.release()
 
 
 def load(
@@ -251,12 +264,15 @@ def _default_saver() -> Saver:
 class FileTarget:
     """One object at a path of the user's choice: durable is committed."""
 
-    def __init__(self, path: Where, place: dict[str, Any], compression: Compression = None) -> None:
-        parent, self._name = parent_and_name(path, fs=place["fs"])
-        self.storage = storage_at(parent, **place)
-        how = _how(compression, self._name)
-        if how is not None:
-            self.storage = compressing(self.storage, how)
+    @classmethod
+    def at(cls, path: Where, place: dict[str, Any], compression: Compression = None) -> Self:
+        """What the user said, checked. `place` are the options of its URL."""
+        parent, name = parent_and_name(path, fs=place["fs"])
+        storage, how = storage_at(parent, **place), _how(compression, name)
+        return cls(storage if how is None else compressing(storage, how), name)
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.storage, self._name = storage, name
         self.path = self.storage.locate(self._name)
         if not self.storage.remote and Path(self.path).is_dir():
             example = os.path.join(self.path, "checkpoint.tar")

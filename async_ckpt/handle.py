@@ -17,6 +17,7 @@ from typing import Any
 from .errors import ClosedError
 from .report import Progress, SaveReport
 from .snapshot.crew import LibraryThread, Task
+from .snapshot.host_copy import HostCopy
 
 _log = logging.getLogger("async_ckpt")
 
@@ -47,6 +48,7 @@ class SaveHandle(Future[SaveReport]):
         self._pid = os.getpid()
         self._callbacks_lock = threading.Lock()
         self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
+        self.host_copy: HostCopy | None = None  # the whole tensors that it is made from: what `also=` takes
         self.looked_at = False  # somebody has seen how it ended; a race here costs one superfluous warning
         self.set_running_or_notify_cancel()
         super().add_done_callback(lambda _: self._run_callbacks_soon())

@@ -5,9 +5,11 @@ In: a folder. Out: a handle. Knows nothing of: what is in the files.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,8 +18,12 @@ from .errors import NothingWrittenError
 from .format.tarball import Tarball
 from .functional import Compression, FileTarget
 from .handle import SaveHandle
-from .saver import Saver
-from .snapshot.files import Source, scan
+from .report import Progress, SaveReport
+from .save import OffLoop, SaveJob, follow_up, run_save
+from .saver import Files, Saver
+from .snapshot.crew import running_future
+from .snapshot.files import FileFill, scan
+from .spans import Spans
 from .storage.local import translated
 from .storage.scratch import Scratch
 from .storage.url import Engine, Where
@@ -90,7 +96,7 @@ def pack(
     The folder lies beside a local destination, where every node sees it, and otherwise in the system's temp folder or
     in `scratch`. `compression` is as for `save`, the rest as for AsyncCheckpointer.
     """
-    target = FileTarget(
+    target = FileTarget.at(
         destination, {"storage_options": storage_options, "engine": engine, "fs": fs}, compression
     )
     name = target.path.rstrip("/").rpartition("/")[2] if target.storage.remote else Path(target.path).name
@@ -114,7 +120,7 @@ def pack_folder(
     source = Path(folder).absolute()
     if not source.is_dir():
         raise NotADirectoryError(f"{source} is no folder; give the folder that is to be packed")
-    target = FileTarget(
+    target = FileTarget.at(
         destination, {"storage_options": storage_options, "engine": engine, "fs": fs}, compression
     )
     if not target.storage.remote and Path(target.path).resolve().is_relative_to(source.resolve()):
@@ -123,26 +129,78 @@ def pack_folder(
 
 
 def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHandle:
-    def plan() -> tuple[Tarball, Sequence[Source]]:
-        with translated(folder):
-            entries, sources = scan(folder)
+    saver = files_saver()
+    return saver.take_on(_Packing(saver, folder, target, scratch))
+
+
+class _Packing:
+    """The errand of one folder."""
+
+    def __init__(self, saver: Saver, folder: Path, target: FileTarget, scratch: Scratch | None) -> None:
+        self._saver, self._folder, self._target, self._scratch = saver, folder, target, scratch
+        self.path = target.path
+        self.staged = running_future()
+        self._spans = Spans()
+        self._job: SaveJob | None = None
+        self._given_up: BaseException | None = None
+
+    @property
+    def progress(self) -> Progress:
+        return self._job.drain.progress if self._job else Progress(0, 0, 0)
+
+    def give_up(self, error: BaseException) -> None:
+        self._given_up = error
+        if self._job is not None:
+            self._job.drain.fail(error)
+
+    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+        if turn is not None:
+            await asyncio.wrap_future(turn)
+        job, fill = await off_loop(self._set_up)
+        fill.completion.add_done_callback(self._pass_on)
+        with self._saver.relieved_by(job.drain):
+            fill.begin()
+            return await run_save(job, off_loop)
+
+    def _set_up(self) -> tuple[SaveJob, FileFill]:
+        called = running_future()
+        called.set_result(0.0)  # nobody was held
+        job, fill = self._saver.files_job(self._scan(), self._target, self._spans, called)
+        self._job = job
+        if self._given_up is not None:
+            job.drain.fail(self._given_up)
+        return job, fill
+
+    def _scan(self) -> Files:
+        with translated(self._folder):
+            entries, sources = scan(self._folder)
         if len(entries) == 1:
-            raise NothingWrittenError(f"nothing was written into {folder}; {target.path} is left as it was")
-        return Tarball(entries), sources
+            raise NothingWrittenError(
+                f"nothing was written into {self._folder}; {self.path} is left as it was"
+            )
+        return Files(Tarball(entries), sources)
 
-    def cleanup() -> None:
-        if scratch is not None:
-            scratch.remove()
+    def _pass_on(self, ended: Future[None]) -> None:
+        error = ended.exception()
+        if error is None:
+            self.staged.set_result(None)
+        else:
+            self.staged.set_exception(error)
 
-    def keep(error: BaseException) -> None:
-        if scratch is not None:
-            if isinstance(error, NothingWrittenError):
-                scratch.remove()
-            else:
-                scratch.keep()
-                error.add_note(f"async_ckpt: what was to be packed is kept in {scratch.folder}")
+    def failed(self, error: BaseException) -> None:
+        if self._scratch is None:
+            return
+        if isinstance(error, NothingWrittenError):
+            self._scratch.remove()
+        else:  # it may be all that there is of this checkpoint
+            self._scratch.keep()
+            error.add_note(f"async_ckpt: what was to be packed is kept in {self._scratch.folder}")
 
-    return files_saver().save_files(plan, target, cleanup=cleanup, keep=keep)
+    async def afterwards(self, off_loop: OffLoop) -> None:
+        assert self._job is not None
+        await follow_up(self._job, off_loop)
+        if self._scratch is not None:
+            await off_loop(self._scratch.remove)
 
 
 def files_saver() -> Saver:

@@ -5,24 +5,25 @@ In: states and targets. Out: handles. Knows nothing of: steps that exist, retent
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from .errors import ClosedError
 from .format.layout import Image, Layout, TensorPlan, lay_out
 from .handle import SaveHandle
 from .report import Progress, SaveReport
-from .save import CommitRule, Drain, SaveJob, Target, follow_up, run_save
+from .save import CommitRule, Drain, OffLoop, SaveJob, Target, follow_up, run_save
 from .snapshot.crew import running_future
 from .snapshot.device import first_device
 from .snapshot.files import FileFill, Source
 from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
+from .snapshot.host_copy import HostCopy
 from .snapshot.pool import LIVENESS_SECONDS, MIN_SEGMENTS, SegmentPool
 from .snapshot.stager import Snapshot
 from .spans import Clock, Spans, monotonic, wall_time
@@ -39,6 +40,35 @@ class FileImage(Image, Protocol):
     @property
     def runs(self) -> Sequence[tuple[int, int]]:
         """(file, offset in it) of each run."""
+
+
+class Files(NamedTuple):
+    """Files, and the image of what is made of them."""
+
+    image: FileImage
+    sources: Sequence[Source]
+
+
+class Errand(Protocol):
+    """A save that others make than the stager: of files, or by somebody's function."""
+
+    path: str
+    staged: Future[None]  # resolved when the caller may change what is saved
+
+    @property
+    def progress(self) -> Progress: ...
+
+    def give_up(self, error: BaseException) -> None:
+        """The process, or the user, waits for it no more. From any thread."""
+
+    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+        """Once `turn` has come, make it durable and visible; or raise what went wrong."""
+
+    def failed(self, error: BaseException) -> None:
+        """It has raised this: leave no trace of it. Blocks."""
+
+    async def afterwards(self, off_loop: OffLoop) -> None:
+        """It is true; clean up."""
 
 
 class Saver:
@@ -93,8 +123,11 @@ class Saver:
         guard: Any,
         rule: CommitRule = "all",
         skipped_path: str = "",
+        also: HostCopy | None = None,
     ) -> SaveHandle:
         """Begin a save. `make_targets` is called once it is this save's turn, and may refuse it.
+
+        What `also` has copied to the host of this moment's state is taken from there.
 
         Raises UnsupportedStateError, ClosedError, what `make_targets` raises, and under `strict` the last unseen error.
         """
@@ -109,7 +142,7 @@ class Saver:
             targets = make_targets()
             captured = capture(state)
             snapshot, handle, start = self._set_up(
-                captured, targets, rule, step, optimizers, spans, call_seconds
+                captured, targets, rule, step, optimizers, spans, call_seconds, also
             )
             start()
             snapshot.begin()
@@ -132,8 +165,10 @@ class Saver:
         optimizers: Optimizers,
         spans: Spans,
         call_seconds: Future[float],
+        also: HostCopy | None,
     ) -> tuple[Snapshot, SaveHandle, Callable[[], None]]:
         """Plan the archive; what is returned last starts its story, which waits for the segments of the snapshot."""
+        frozen = also.take_over(captured.tensors) if also is not None else frozenset()
         device = first_device(captured.tensors)
         layout = self._lay_out(captured, step)
         worker = get_worker()
@@ -149,7 +184,7 @@ class Saver:
             self._max_in_flight > 1 or self._waits_for_others(layout, targets)
         ):
             # What is copied up front could fill the pool, and wait there for what is copied later.
-            deferred = frozenset()
+            deferred = frozen = frozenset()
         if device is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
             self.pool.reserve(drain.num_segments, worker.copiers, pin=device)
@@ -167,6 +202,8 @@ class Saver:
             clock=self._clock,
             put=drain.put,
             check=drain.check,
+            frozen=frozen,
+            after=also.completion if also is not None else None,
         )
         handle = SaveHandle(
             step=step,
@@ -214,92 +251,71 @@ class Saver:
 
         return snapshot, handle, lambda: worker.start(pending, run_save(job, worker.off_loop), afterwards)
 
-    def save_files(
-        self,
-        scan: Callable[[], tuple[FileImage, Sequence[Source]]],
-        target: Target,
-        *,
-        cleanup: Callable[[], None],
-        keep: Callable[[BaseException], None],
-    ) -> SaveHandle:
-        """Begin to stream files to a target; `scan`, in the background, says which.
+    def take_on(self, errand: Errand) -> SaveHandle:
+        """Have a save made that needs no staging here. No call waits; errands run one at a time, in their order.
 
-        `cleanup` follows the commit; `keep` is told of what went wrong before the handle is.
-
-        One such save is under way at a time, in the order of the calls; no call waits. Raises ClosedError.
+        Raises ClosedError.
         """
         self._report_unseen()
         self._refuse_if_forked()
         with self._changed:
             self._refuse_if_closed()
             self._num_admitted += 1
-        spans, worker = Spans(self._clock), get_worker()
-        staged, call_seconds = running_future(), running_future()
-        under_way: list[SaveJob] = []
-        given_up: list[BaseException] = []
-
-        def give_up(error: BaseException) -> None:
-            given_up.append(error)
-            for job in under_way:
-                job.drain.fail(error)
-
+        worker = get_worker()
         handle = SaveHandle(
             step=None,
-            path=target.path,
-            staging=staged,
-            progress=lambda: under_way[0].drain.progress if under_way else Progress(0, 0, 0),
+            path=errand.path,
+            staging=errand.staged,
+            progress=lambda: errand.progress,
             submit_callbacks=worker.callbacks.submit,
         )
-        pending = Pending(handle, give_up, self._exit_timeout)
+        pending = Pending(handle, errand.give_up, self._exit_timeout)
         turn = self._follow(pending)
-
-        def set_up() -> tuple[SaveJob, FileFill]:
-            image, sources = scan()
-            size = self.pool.segment_bytes
-            drain = Drain(image, size, self._admit_bytes(image, [target]), worker.background.submit)
-            fill = FileFill(
-                sources,
-                image.runs,
-                image.segments(size),
-                order=self._next_order(),
-                pool=self.pool,
-                crew=worker.copiers,
-                clock=self._clock,
-                put=drain.put,
-                check=drain.check,
-            )
-            writers = worker.writers().submit
-            return SaveJob(
-                None, image, 0, [target], "all", drain, spans, None, call_seconds, fill, lambda _: writers
-            ), fill
 
         async def story() -> SaveReport:
             try:
-                if turn is not None:
-                    await asyncio.wrap_future(turn)
-                job, fill = await worker.off_loop(set_up)
-                under_way.append(job)
-                for error in given_up:
-                    job.drain.fail(error)
-                self.pool.add_reliever(job.drain.relieve)
-                pending.finished.add_done_callback(lambda _: self.pool.remove_reliever(job.drain.relieve))
-                fill.completion.add_done_callback(lambda ended: _pass_on(ended, staged))
-                fill.begin()
-                return await run_save(job, worker.off_loop)
+                return await errand.run(turn, worker.off_loop)
             except BaseException as error:
-                if not staged.done():
-                    staged.set_exception(error)
+                if not errand.staged.done():
+                    errand.staged.set_exception(error)
                 failure = error
-                await worker.off_loop(lambda: keep(failure))
+                await worker.off_loop(lambda: errand.failed(failure))
                 raise
 
-        async def afterwards() -> None:
-            await follow_up(under_way[0], worker.off_loop)
-            await worker.off_loop(cleanup)
-
-        worker.start(pending, story(), afterwards)
-        call_seconds.set_result(spans.total())
+        worker.start(pending, story(), lambda: errand.afterwards(worker.off_loop))
         return handle
+
+    def files_job(
+        self, files: Files, target: Target, spans: Spans, call_seconds: Future[float]
+    ) -> tuple[SaveJob, FileFill]:
+        """What streams files to a target: begin the fill, then `run_save`. May take a while, for 100,000 files."""
+        worker, size = get_worker(), self.pool.segment_bytes
+        drain = Drain(files.image, size, self._admit_bytes(files.image, [target]), worker.background.submit)
+        fill = FileFill(
+            files.sources,
+            files.image.runs,
+            files.image.segments(size),
+            order=self._next_order(),
+            pool=self.pool,
+            crew=worker.copiers,
+            clock=self._clock,
+            put=drain.put,
+            check=drain.check,
+        )
+        writers = worker.writers().submit
+        job = SaveJob(
+            None, files.image, 0, [target], "all", drain, spans, None, call_seconds, fill, lambda _: writers
+        )
+        return job, fill
+
+    @contextmanager
+    def relieved_by(self, drain: Drain) -> Iterator[None]:
+        """Meanwhile, whoever waits for memory may have what this drain's sinks can do without."""
+        self.pool.add_reliever(drain.relieve)
+        try:
+            yield
+        finally:
+            self.pool.remove_reliever(drain.relieve)
 
     def prewarm(self, state: Any) -> None:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
@@ -489,14 +505,6 @@ class Saver:
 
     def __repr__(self) -> str:
         return f"<Saver {self._num_admitted}/{self._max_in_flight} in flight, {self.pool!r}>"
-
-
-def _pass_on(ended: Future[None], to: Future[None]) -> None:
-    error = ended.exception()
-    if error is None:
-        to.set_result(None)
-    else:
-        to.set_exception(error)
 
 
 def _failed(handle: SaveHandle) -> bool:

@@ -38,6 +38,7 @@ NAMES = [
     "Zstd",
     "download_directory",
     "exists",
+    "export_hf",
     "extract",
     "isdir",
     "list_dir",
@@ -53,11 +54,12 @@ NAMES = [
     "save",
     "unpack",
     "upload_directory",
+    "wrap",
 ]
 
 # name -> its parameters: `*` divides off what must be given by name, `=` shows a default.
 SIGNATURES = {
-    async_ckpt.save: "(obj, path, *, guard=None, compression=None, storage_options=None, engine=None, fs=None)",
+    async_ckpt.save: "(obj, path, *, guard=None, also=None, compression=None, storage_options=None, engine=None, fs=None)",
     async_ckpt.pack: (
         "(destination, *, compression=None, scratch=None, storage_options=None, engine=None, fs=None)"
     ),
@@ -94,7 +96,7 @@ SIGNATURES = {
         "deadline_margin_seconds=30.0, commit='all', storage_options=None, engine=None, fs=None)"
     ),
     AsyncCheckpointer.save: (
-        "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None)"
+        "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None, also=None)"
     ),
     AsyncCheckpointer.should_save: "(self, step)",
     AsyncCheckpointer.load: (

@@ -38,6 +38,10 @@ class Gate:
         self._lock = threading.Lock()
         self._pending: set[Held] = set()  # under _lock
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        """Of a copied optimizer: the copy is for saving, and never steps."""
+        return Gate()
+
     def close(self, snapshot: Held) -> None:
         with self._lock:
             self._pending.add(snapshot)

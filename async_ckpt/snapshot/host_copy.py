@@ -21,6 +21,7 @@ import torch
 from ..format.layout import cut, slices
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
+from ..state.capture import why_not
 from .crew import Crew, local_world_size
 from .device import first_device
 from .guard import Optimizers, deferrable, gate_of
@@ -31,6 +32,8 @@ from .stager import Snapshot
 _ALIGNMENT: Final = 512
 _SHARE_OF_FREE: Final = 0.5
 _MAX_IDLE: Final = 8
+
+_Key = tuple[torch.device, int, int]  # of a storage
 
 
 class HostMemory:
@@ -171,11 +174,10 @@ class HostCopy:
         crew: Crew,
         clock: Clock,
     ) -> None:
-        sources: dict[tuple[torch.device, int, int], _Source] = {}
+        sources: dict[_Key, _Source] = {}
         of_each: list[_Source] = []
         for tensor, name in zip(tensors, names, strict=True):
-            storage = tensor.untyped_storage()
-            key = (tensor.device, storage.data_ptr(), storage.nbytes())
+            key = _key(tensor)
             source = sources.get(key)
             if source is None:
                 source = sources[key] = _Source(tensor, name)
@@ -190,7 +192,8 @@ class HostCopy:
         # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
         owner = (ctypes.c_ubyte * self._buffer.num_bytes).from_buffer(self._buffer._map, self._buffer._begin)
         weakref.finalize(owner, memory.give_back, self._buffer).atexit = False
-        self.tensors = _rebuilt(tensors, of_each, owner)
+        self.tensors, storages = _rebuilt(tensors, of_each, owner)
+        self._storages = {key: storages[id(source)] for key, source in sources.items()}
 
     def _stage(self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock) -> Snapshot:
         assert self._buffer is not None
@@ -223,15 +226,33 @@ class HostCopy:
         """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
         self.snapshot.begin()
 
+    def take_over(self, tensors: list[torch.Tensor]) -> frozenset[int]:
+        """Put the copies made here in the place of what they are copies of; their numbers.
+
+        Their bytes are there when `completion` has resolved. Nothing is found once it was let go of.
+        """
+        found = set()
+        for i, tensor in enumerate(tensors):
+            storage = self._storages.get(_key(tensor)) if why_not(tensor) is None else None
+            if storage is not None:
+                tensors[i] = _like(tensor, storage)
+                found.add(i)
+        return frozenset(found)
+
     def let_go(self) -> None:
         """The copies have served; the next one may have the memory. Idempotent."""
         if self._buffer is not None:
             self._buffer = None
-            self.tensors = []
+            self.tensors, self._storages = [], {}
             self._memory.let_go(max(1, self.num_bytes))
 
     def __repr__(self) -> str:
         return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def _place(parts: Sequence[_Source]) -> int:
@@ -258,7 +279,9 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tens
     return alias.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner: Any) -> list[torch.Tensor]:
+def _rebuilt(
+    tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner: Any
+) -> tuple[list[torch.Tensor], dict[int, torch.UntypedStorage]]:
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []
     with torch.inference_mode(False), torch.no_grad():
@@ -267,7 +290,7 @@ def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner:
             if storage is None:
                 storage = storages[id(source)] = _storage(owner, source)
             copies.append(_like(tensor, storage))
-    return copies
+    return copies, storages
 
 
 def _storage(owner: Any, source: _Source) -> torch.UntypedStorage:

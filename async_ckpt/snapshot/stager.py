@@ -14,6 +14,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -73,6 +74,8 @@ class Snapshot(Held):
         clock: Clock,
         put: Put,
         check: Callable[[], None],
+        frozen: frozenset[int] = frozenset(),
+        after: Future[None] | None = None,
     ) -> None:
         self._specs, self._tensors = specs, tensors
         self._order, self._deferred, self._gates = order, deferred, gates
@@ -83,7 +86,9 @@ class Snapshot(Held):
         self._begun = clock()
         # `num_tail` segments are kept by the drain until all others are written; at least one must stay free.
         may_hold = min(pool.max_segments // 2, pool.max_segments - num_tail - 1)
-        self._now, self._later = _split(segments, deferred, may_hold)
+        # `frozen` tensors change no more, and have their bytes `after` another copy has ended.
+        self._frozen, self._after = frozen, after
+        self._now, self._later = _split(segments, deferred | frozen, may_hold)
         # Set up by `_look_at_tensors`, then only read, by all copying threads.
         self._pointers = [0] * len(tensors)
         self._dense = [False] * len(tensors)
@@ -111,6 +116,8 @@ class Snapshot(Held):
         """
         try:
             self._look_at_tensors()
+            if self._after is not None and self._needs_frozen_now():
+                self._after.result()
             for device in self._devices.values():
                 device.follow_training()
             if self._devices:
@@ -163,6 +170,11 @@ class Snapshot(Held):
         if self._devices or self._deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
             self._alive = [tensor.untyped_storage() for tensor in self._tensors]
+
+    def _needs_frozen_now(self) -> bool:
+        return not self._frozen or any(
+            piece.tensor in self._frozen for job in self._now for piece in job.pieces
+        )
 
     def _num_helpers(self) -> int:
         """Threads worth having beside the caller's: none to enqueue device copies, which is one thread's work."""
@@ -265,6 +277,8 @@ class Snapshot(Held):
 
     def _fill_later(self) -> None:
         try:
+            if self._after is not None:
+                self._after.result()
             # One processor stays with the training.
             self._fill(self._later, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1)
             self._all_enqueued()

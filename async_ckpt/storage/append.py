@@ -5,10 +5,12 @@ In: bytes of any length, in order. Out: an object whose size was not known befor
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Final
 
 from ..snapshot.crew import Crew
+from ..snapshot.device import memmove
 from ..snapshot.pool import LIVENESS_SECONDS, Lease, SegmentPool
 from ..spec import MIB
 from .base import Sink, Storage
@@ -48,7 +50,11 @@ class Appender:
                 self._lease = self._pool.lease((0, number), pin=None, check=self.check)
             begin = self.num_bytes % _SEGMENT_BYTES
             part = data[: _SEGMENT_BYTES - begin]
-            self._lease.segment.view[begin : begin + len(part)] = part
+            if part.readonly:
+                self._lease.segment.view[begin : begin + len(part)] = part
+            else:  # the same, off the GIL
+                source = ctypes.addressof(ctypes.c_char.from_buffer(part))
+                memmove(self._lease.segment.address + begin, source, len(part))
             self.num_bytes += len(part)
             data = data[len(part) :]
             if self.num_bytes % _SEGMENT_BYTES == 0:

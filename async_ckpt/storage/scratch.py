@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -94,17 +94,18 @@ def sync_all(path: Path) -> int:
     return num_bytes
 
 
-def publish(written: Path, target: Path) -> None:
+def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = lambda _: False) -> None:
     """Rename a durable file or folder to its place, at once and durably.
 
     A file takes the place of a file. A folder that is there keeps what was not written anew, as if it had been written
-    into: it is exchanged for one that has both. Raises FileExistsError when one is a file and the other a folder.
+    into, `replaced` names excepted: it is exchanged for one that has both. Raises FileExistsError when one is a file
+    and the other a folder.
     """
     if target.is_dir() and not target.is_symlink():
         if not written.is_dir():
             raise IsADirectoryError(f"{target} is a folder, and a file was written; give another name")
         if any(target.iterdir()):
-            _publish_over(written, target)
+            _publish_over(written, target, replaced)
         else:
             os.replace(written, target)
     elif written.is_dir() and os.path.lexists(target):
@@ -114,19 +115,19 @@ def publish(written: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def _publish_over(written: Path, target: Path) -> None:
+def _publish_over(written: Path, target: Path, replaced: Callable[[str], bool]) -> None:
     """Exchange a folder for a new one that also has those of its files that were not written again."""
-    _link_missing(target, written)
+    _link_missing(target, written, replaced)
     _exchange(written, target)
     # Someone else may have put a file there between the two lines.
-    _link_missing(written, target)
+    _link_missing(written, target, replaced)
     sync_folder(target)
 
 
-def _link_missing(source: Path, target: Path) -> None:
+def _link_missing(source: Path, target: Path, replaced: Callable[[str], bool]) -> None:
     for path in sorted(source.rglob("*")):
         to = target / path.relative_to(source)
-        if os.path.lexists(to):
+        if os.path.lexists(to) or replaced(path.name):
             continue
         if path.is_dir() and not path.is_symlink():
             to.mkdir(stat.S_IMODE(path.stat().st_mode))
