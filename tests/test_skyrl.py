@@ -582,12 +582,20 @@ def test_a_sampler_checkpoint_is_the_export_of_the_model(trained, tmp_path):
     assert everything_below(path.parent) == [path.name]
 
 
-def test_weights_that_are_not_to_be_kept_leave_a_marker_as_skyrl_writes_it(trained, tmp_path):
-    path = tmp_path / "model_a" / "sampler_weights" / "x.tar.gz"
-    with backend_of(trained) as backend:
-        backend.save_sampler_checkpoint(path, "a", persist=False)
+@pytest.mark.parametrize("in_store", [False, True])
+def test_weights_that_are_not_to_be_kept_leave_a_marker_as_skyrl_writes_it(
+    trained, tmp_path, s3, bucket, in_store
+):
+    name = "model_a/sampler_weights/x.tar.gz"
+    place = CloudPath(f"s3://{bucket}/{name}", tmp_path / "cache") if in_store else tmp_path / name
+    with backend_of(trained, storage_options=s3.options) as backend:
+        backend.save_sampler_checkpoint(place, "a", persist=False)
+    if in_store:
+        (tmp_path / name).parent.mkdir(parents=True)
+        s3.client.download_file(bucket, name, str(tmp_path / name))
 
-    with tarfile.open(path, "r:") as tar:
+    assert everything_below((tmp_path / name).parent) == ["x.tar.gz"]
+    with tarfile.open(tmp_path / name, "r:") as tar:
         (member,) = tar.getmembers()
         told = tar.extractfile(member).read()
     assert (member.name, member.isreg()) == ("MARKER", True)

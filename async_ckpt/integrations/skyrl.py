@@ -16,21 +16,20 @@ import inspect
 import io
 import os
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 from weakref import WeakSet, WeakValueDictionary
 
 from ..errors import CheckpointError, ClosedError
-from ..format.layout import SegmentPlan, slices
-from ..functional import FileTarget
 from ..handle import SaveHandle
 from ..pack import files_saver, pack
 from ..spans import monotonic
-from ..storage.url import Engine, Where, parent_and_name, storage_at
+from ..storage.url import Engine, Where, parent_and_name, storage_at, text_of
 from ..unpack import unpack
 from ..worker import Pending, wait_for
+from ..wrap import wrap
 
 _MARKER: Final = "MARKER"
 
@@ -222,7 +221,8 @@ class CheckpointBackend:
 
     def _sampler_saved(self, output_path: Where, role: str, model_id: str, persist: bool) -> SaveHandle:
         if not persist:
-            return self._follow(_marked(FileTarget(output_path, self._place), model_id))
+            mark = wrap(_write_marker, destination="file", file_object=True, **self._place)
+            return self._follow(mark(text_of(output_path), model_id))
 
         def write(folder: str) -> None:
             self._export(model=role, export_dir=folder, tokenizer=self._tokenizer, model_id=model_id)
@@ -261,28 +261,13 @@ class CheckpointBackend:
         return f"<CheckpointBackend of {self._role}, {num_saves} saves under way>"
 
 
-class _Marker:
-    """The archive that stands for weights which were not to be kept: a tar of one member, byte for byte SkyRL's form."""
-
-    digests = None
-    runs: Sequence[tuple[int, int]] = ()
-
-    def __init__(self, text: str) -> None:
-        file, told = io.BytesIO(), text.encode()
-        with tarfile.open(fileobj=file, mode="w") as tar:
-            info = tarfile.TarInfo(_MARKER)
-            info.size = len(told)
-            tar.addfile(info, io.BytesIO(told))
-        self._image = file.getvalue()
-        self.file_bytes = len(self._image)
-
-    def segments(self, segment_bytes: int) -> list[SegmentPlan]:
-        return slices(self.file_bytes, segment_bytes, {}, [(0, self._image)])
-
-
-def _marked(target: FileTarget, model_id: str) -> SaveHandle:
-    marker = _Marker(f"The weights of {model_id} are in the inference engines alone (persist=False).\n")
-    return files_saver().save_files(lambda: (marker, ()), target, cleanup=lambda: None, keep=lambda _: None)
+def _write_marker(file: Any, model_id: str) -> None:
+    """A tar of one member, in the form of SkyRL's own."""
+    told = f"The weights of {model_id} are in the inference engines alone (persist=False).\n".encode()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        info = tarfile.TarInfo(_MARKER)
+        info.size = len(told)
+        tar.addfile(info, io.BytesIO(told))
 
 
 def _required(dispatch: Dispatch, name: str) -> Callable[..., Any]:
