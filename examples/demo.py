@@ -9,20 +9,17 @@ Knows nothing of: where that is.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import async_ckpt
 from examples.picture import draw
+from examples.process import events, running
 from examples.screen import Screen
 from examples.trace import Event, Trace
 
@@ -103,8 +100,8 @@ class Demo:
         trace = Trace(way)
         command = [sys.executable, "-m", "examples.train", way, self.place(way, folder)]
         command += ["--steps", str(STEPS), "--every", str(EVERY)]
-        with self.screen.following(trace, steps=STEPS) as show, _running(command) as process:
-            for event in _events(process):
+        with self.screen.following(trace, steps=STEPS) as show, running(command) as process:
+            for event in events(process):
                 trace.add(event)
                 show(event)
                 if trace.killed_in is None and _in_mid_save(event) and event["step"] >= kill_from:
@@ -168,23 +165,6 @@ class Demo:
     def _uncommitted_files(self, step: int) -> list[Path]:
         """Of a step without a manifest, that is: every file. None in a store."""
         return [] if self.in_store else list(Path(self.root, "demo-killed", f"step_{step:08d}").glob("*"))
-
-
-@contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        except BaseException:  # a Ctrl-C here must not leave a training behind
-            process.kill()
-            raise
-
-
-def _events(process: subprocess.Popen[str]) -> Iterator[Event]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.endswith("\n"):  # a kill may cut the last one
-            yield json.loads(line)
 
 
 def _in_mid_save(event: Event) -> bool:

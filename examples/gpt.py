@@ -5,6 +5,7 @@ In: sizes. Out: a model, and batches that the global torch generator alone decid
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,12 +81,25 @@ class GPT(nn.Module):
         return loss
 
 
-def batches(sizes: Sizes, *, max_bytes: int = 4 << 20) -> Callable[[], Tensor]:
-    """Draws batches of the standard library's source: which ones, the global torch generator decides."""
+def digest(model: nn.Module) -> str:
+    """One hash over every bit of every weight."""
+    sha = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        sha.update(tensor.numpy().tobytes())
+    return sha.hexdigest()
+
+
+def corpus(*, max_bytes: int = 4 << 20) -> Tensor:
+    """The source files of the standard library, one after the other, as bytes."""
     text = bytearray()
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         text += path.read_bytes()
-    data = torch.frombuffer(text[:max_bytes], dtype=torch.uint8)
+    return torch.frombuffer(text[:max_bytes], dtype=torch.uint8)
+
+
+def batches(sizes: Sizes) -> Callable[[], Tensor]:
+    """Draws batches of the text: which ones, the global torch generator decides."""
+    data = corpus()
 
     def draw() -> Tensor:
         starts = torch.randint(len(data) - sizes.context, (sizes.batch, 1))

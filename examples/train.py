@@ -10,7 +10,6 @@ Run it again after a Ctrl-C or a SIGKILL: it goes on from the last commit.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 import time
@@ -23,7 +22,7 @@ import torch
 
 import async_ckpt
 from examples.baselines import TarSaver
-from examples.gpt import GPT, Sizes, batches
+from examples.gpt import GPT, Sizes, batches, digest
 
 WAYS: Final = ("async_ckpt", "tar", "tar.gz", "nothing")
 
@@ -102,13 +101,6 @@ class Training:
             self.log.tell("step", step=step, loss=value.hex(), begin=begin, end=self.log.now())
             yield step
 
-    def digest(self) -> str:
-        """One hash over every bit of every weight."""
-        sha = hashlib.sha256()
-        for tensor in self.model.state_dict().values():
-            sha.update(tensor.numpy().tobytes())
-        return sha.hexdigest()
-
 
 class Watch:
     """Tells how far each save is until it is durable. Its one thread ends with the `with` block."""
@@ -183,7 +175,7 @@ def main() -> None:
     else:
         saver = TarSaver(Path(args.root), compression="gz" if args.way == "tar.gz" else "")
         train_with_tar(training, saver, steps=args.steps, every=args.every)
-    log.tell("end", end=log.now(), digest=training.digest())
+    log.tell("end", end=log.now(), digest=digest(training.model))
 
 
 if __name__ == "__main__":

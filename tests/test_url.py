@@ -59,6 +59,20 @@ def test_any_other_path_that_was_a_url_is_told_from_a_folder(url):
         storage_at(Path(url))
 
 
+def test_what_stands_for_an_object_in_a_store_is_its_url_and_not_its_copy_in_a_cache(tmp_path):
+    """As a path of cloudpathlib does; a Path has a URL too, which is no better than the path."""
+
+    class CloudPath:
+        def as_uri(self) -> str:
+            return "s3://bucket/run/x.tar"
+
+        def __fspath__(self) -> str:
+            return str(tmp_path / "x.tar")
+
+    assert parent_and_name(CloudPath()) == ("s3://bucket/run", "x.tar")
+    assert parent_and_name(Path("run/x y.tar")) == (str(Path("run").absolute()), "x y.tar")
+
+
 @pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/", "s3://bucket/p/", "memory://"])
 def test_an_object_needs_a_name(url):
     with pytest.raises(ValueError, match="names no object"):

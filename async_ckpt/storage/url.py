@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -137,11 +137,13 @@ def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
 
 def text_of(path: Where) -> str:
     """A path as text. Raises TypeError and ValueError for what is none."""
-    if not isinstance(path, str | os.PathLike):
+    # What stands for an object in a store (cloudpathlib) has a path as well: that of its copy in a cache on the disk.
+    as_uri = None if isinstance(path, str | PurePath) else getattr(path, "as_uri", None)
+    if as_uri is None and not isinstance(path, str | os.PathLike):
         raise TypeError(
             f"a checkpoint goes to a path or URL, not to a {type(path).__qualname__}; pass a string or a Path"
         )
-    text = os.fspath(path)
+    text = os.fspath(path) if as_uri is None else as_uri()
     if not isinstance(text, str):
         raise TypeError("a checkpoint goes to a path of text, not of bytes")
     if not text:

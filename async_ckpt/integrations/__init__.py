@@ -1,0 +1,1 @@
+"""Other projects' ways of calling: one module for each, imported on use."""

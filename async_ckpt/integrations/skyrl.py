@@ -1,0 +1,310 @@
+"""`CheckpointBackend`: the checkpoint calls of SkyRL's Tinker backend, with no tenant waiting for a tar or an upload.
+
+In: an object with the methods of SkyRL's `WorkerDispatch`, paths, ids of models. Out: archives as SkyRL reads and
+writes them, a handle for each; models loaded from them. Knows nothing of: what the workers write, GPUs, databases.
+
+A save has two halves. The dispatch's is its caller's: the workers write their files into a folder, and the models are
+free again when they have. The rest needs no worker: that folder becomes one plain tar on a disk or in a store behind
+the caller's back, and what is at the path is whole, or is what was there before. A checkpoint is there when its handle
+is done, not when the call returns: an engine marks it as completed in `handle.add_done_callback`, or after `await handle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+import os
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+from weakref import WeakSet, WeakValueDictionary
+
+from ..errors import CheckpointError, ClosedError
+from ..handle import SaveHandle
+from ..pack import files_saver, pack
+from ..spans import monotonic
+from ..storage.url import Engine, Where, parent_and_name, storage_at, text_of
+from ..unpack import unpack
+from ..worker import Pending, wait_for
+from ..wrap import wrap
+
+_MARKER: Final = "MARKER"
+
+
+class Dispatch(Protocol):
+    """What every `WorkerDispatch` has. Where its methods take a `model_id`, they are given it.
+
+    Newer ones also have `finalize_pending_saves(model)`, which returns when the files of a save are complete, and
+    `async save_weights_for_sampler(model_id=None)`, which sends the weights to the inference engines.
+    """
+
+    def save_checkpoint(self, model: str, ckpt_dir: str, tokenizer: Any = None) -> object:
+        """Have every worker write its files of model, optimizer and scheduler."""
+
+    def load_checkpoint(
+        self,
+        model: str,
+        ckpt_dir: str,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+    ) -> object:
+        """Have every worker read its files."""
+
+    def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> object:
+        """Write the model in the form that inference engines read."""
+
+
+class CheckpointBackend:
+    """Saves and loads the models of one dispatch.
+
+    Args:
+        dispatch: whatever has SkyRL's methods; which of the newer ones it has is looked up once, here.
+        role: the name under which the dispatch knows the models ("policy"), or a mapping from a model's id to that name,
+            which may change: then only its ids are known.
+        validate: called first, once in every call, with the model's id; it raises for one that cannot be saved or loaded.
+        tokenizer: handed to the dispatch with every save.
+        lora: the models are adapters of one base, so that the inference engines have to be told whose weights they get.
+        scratch: the folder below which the workers write and read; by default beside an archive on a disk. For a URL it is
+            the system's temp folder, which workers on other nodes do not see: give a shared one.
+        storage_options: of the client of a URL; this and the next two are as for AsyncCheckpointer.
+        engine: which client that is.
+        fs: an fsspec filesystem to use for every path.
+
+    Paths are strings, Paths, URLs, or objects of cloudpathlib. The dispatch is called on the caller's thread, as ever; give
+    it one call at a time. Archives are streamed one after the other, in the order of the calls. A save that failed is a
+    warning at the next one, and is raised by `wait` and `close`, unless somebody has looked at its handle.
+    """
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        *,
+        role: str | Mapping[str, str] = "policy",
+        validate: Callable[[str], object] | None = None,
+        tokenizer: Any = None,
+        lora: bool = False,
+        scratch: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        engine: Engine | None = None,
+        fs: Any = None,
+    ) -> None:
+        self._save = _required(dispatch, "save_checkpoint")
+        self._load = _required(dispatch, "load_checkpoint")
+        self._export = _required(dispatch, "save_hf_model")
+        self._finalize = _optional(dispatch, "finalize_pending_saves")
+        self._send = _optional(dispatch, "save_weights_for_sampler")
+        self._role, self._validate, self._tokenizer, self._lora = role, validate, tokenizer, lora
+        self._scratch = scratch
+        self._place: dict[str, Any] = {"storage_options": storage_options, "engine": engine, "fs": fs}
+        # Whatever is under way, or has failed unseen, is held by the saver of all files; the rest may go.
+        self._handles: WeakSet[SaveHandle] = WeakSet()
+        self._newest: WeakValueDictionary[str, SaveHandle] = WeakValueDictionary()  # by path
+        self._closed = False
+
+    # --- saving -----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, output_path: Where, model_id: str) -> SaveHandle:
+        """Save model, optimizer and scheduler as one tar; returns when the workers have written their files.
+
+        Raises ValueError for a model that is not known, before anything is written, and what the dispatch raises, with
+        nothing left of the save.
+        """
+        role = self._begin(model_id)
+
+        def write(folder: str) -> None:
+            self._save(model=role, ckpt_dir=folder, tokenizer=self._tokenizer, model_id=model_id)
+            if self._finalize is not None:
+                self._finalize(model=role, model_id=model_id)
+
+        return self._packed(output_path, write)
+
+    def save_sampler_checkpoint(self, output_path: Where, model_id: str, persist: bool = True) -> SaveHandle:
+        """Send the weights to the inference engines, and save them as the export that others can sample from.
+
+        With `persist=False` the archive is a mere marker, which no load takes for weights. The sending, for a dispatch that
+        does it, is waited for. On the thread of a running event loop nothing can wait for it: there this raises RuntimeError,
+        before anything is done, and `save_sampler_checkpoint_async` is for it.
+        """
+        role = self._begin(model_id)
+        if self._send is not None:
+            _refuse_running_loop()
+            asyncio.run(self._send_weights(model_id))
+        return self._sampler_saved(output_path, role, model_id, persist)
+
+    async def save_sampler_checkpoint_async(
+        self, output_path: Where, model_id: str, persist: bool = True
+    ) -> SaveHandle:
+        """The same on an event loop, which goes on while the weights are sent: `report = await (await …)`."""
+        role = self._begin(model_id)
+        if self._send is not None:
+            await self._send_weights(model_id)
+        return self._sampler_saved(output_path, role, model_id, persist)
+
+    # --- loading ----------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: Where, model_id: str, load_optimizer: bool = True) -> None:
+        """Load a model, with or without its optimizer and scheduler, from any tar: ours, SkyRL's, gzip or not.
+
+        A save to that very path is waited for; where it has failed, and nobody has looked at it, that is raised. What was
+        unpacked is removed, however the dispatch ends.
+        Raises ValueError for a model that is not known, FileNotFoundError, NotCommittedError for a mere marker,
+        CorruptCheckpointError, UnsafeArchiveError, and what the dispatch raises.
+        """
+        role = self._role_of(model_id)
+        parent, name = parent_and_name(checkpoint_path, fs=self._place["fs"])
+        storage = storage_at(parent, **self._place)
+        self._wait_for_save_to(_key(storage.locate(name)))
+        # Reading makes no folders: where there is none, there is no archive either.
+        beside = None if storage.remote or not Path(parent).is_dir() else parent
+        with unpack(checkpoint_path, scratch=self._scratch or beside, **self._place) as folder:
+            self._load(
+                model=role,
+                ckpt_dir=str(folder),
+                load_optimizer_states=load_optimizer,
+                load_lr_scheduler_states=load_optimizer,
+                model_id=model_id,
+            )
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for every save begun so far, the removal of its files included, and raise the first error not yet seen."""
+        deadline = None if timeout is None else monotonic() + timeout
+        for pending in self._pending():
+            left = None if deadline is None else max(0.0, deadline - monotonic())
+            if not wait_for(pending.finished, left):
+                raise TimeoutError(f"{pending.handle!r} is still under way after {timeout} s")
+        self._raise_unseen()
+
+    def close(self) -> None:
+        """Wait for every save and raise the first error nobody has looked at; save no more. Idempotent."""
+        self._closed = True
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            error.add_note(f"async_ckpt: a save failed too: {type(failed).__name__}: {failed}")
+
+    # --- parts ------------------------------------------------------------------------------------------------
+
+    def _begin(self, model_id: str) -> str:
+        """What every save asks first; the role of its model."""
+        if self._closed:
+            raise ClosedError("this backend is closed; make a new one to save")
+        return self._role_of(model_id)
+
+    def _role_of(self, model_id: str) -> str:
+        if self._validate is not None:
+            self._validate(model_id)
+        if isinstance(self._role, str):
+            return self._role
+        if model_id not in self._role:
+            known = ", ".join(map(repr, self._role)) or "none"
+            raise ValueError(f"there is no model {model_id!r} here (known: {known:.500}); create it first")
+        return self._role[model_id]
+
+    async def _send_weights(self, model_id: str) -> None:
+        assert self._send is not None
+        await self._send(model_id=model_id if self._lora else None)
+
+    def _sampler_saved(self, output_path: Where, role: str, model_id: str, persist: bool) -> SaveHandle:
+        if not persist:
+            mark = wrap(_write_marker, destination="file", file_object=True, **self._place)
+            return self._follow(mark(text_of(output_path), model_id))
+
+        def write(folder: str) -> None:
+            self._export(model=role, export_dir=folder, tokenizer=self._tokenizer, model_id=model_id)
+
+        return self._packed(output_path, write)
+
+    def _packed(self, output_path: Where, write: Callable[[str], None]) -> SaveHandle:
+        with pack(output_path, scratch=self._scratch, **self._place) as folder:
+            write(str(folder))
+        return self._follow(folder.handle)
+
+    def _follow(self, handle: SaveHandle) -> SaveHandle:
+        self._handles.add(handle)
+        self._newest[_key(handle.path)] = handle
+        return handle
+
+    def _pending(self) -> list[Pending]:
+        """Our saves that are under way, and those that have failed without anybody having looked."""
+        return [pending for pending in files_saver().pending() if pending.handle in self._handles]
+
+    def _wait_for_save_to(self, key: str) -> None:
+        handle = self._newest.get(key)
+        if handle is not None and not handle.looked_at:
+            handle.result()
+
+    def _raise_unseen(self) -> None:
+        unseen = [pending.handle for pending in self._pending() if not pending.handle.looked_at]
+        errors = [error for handle in unseen if handle.done() and (error := handle.exception()) is not None]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"another save failed too: {type(other).__name__}: {other}")
+            raise errors[0]
+
+    def __repr__(self) -> str:
+        num_saves = sum(not pending.handle.done() for pending in self._pending())
+        return f"<CheckpointBackend of {self._role}, {num_saves} saves under way>"
+
+
+def _write_marker(file: Any, model_id: str) -> None:
+    """A tar of one member, in the form of SkyRL's own."""
+    told = f"The weights of {model_id} are in the inference engines alone (persist=False).\n".encode()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        info = tarfile.TarInfo(_MARKER)
+        info.size = len(told)
+        tar.addfile(info, io.BytesIO(told))
+
+
+def _required(dispatch: Dispatch, name: str) -> Callable[..., Any]:
+    found = _optional(dispatch, name)
+    if found is None:
+        raise TypeError(
+            f"{type(dispatch).__qualname__} has no {name}; give an object like SkyRL's WorkerDispatch"
+        )
+    return found
+
+
+def _optional(dispatch: Dispatch, name: str) -> Callable[..., Any] | None:
+    """A method of the dispatch, to be called with a `model_id` even where it takes none."""
+    method: Callable[..., Any] | None = getattr(dispatch, name, None)
+    if method is None:
+        return None
+    parameters = inspect.signature(method).parameters.values()
+    if any(p.name == "model_id" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return method
+
+    def without_id(*, model_id: str | None, **arguments: Any) -> Any:  # noqa: ARG001
+        return method(**arguments)
+
+    return without_id
+
+
+def _refuse_running_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "an event loop runs on this thread, and sending weights would hold it; "
+        "await save_sampler_checkpoint_async instead"
+    )
+
+
+def _key(path: str) -> str:
+    """One name for every spelling of a path on a disk."""
+    return path if "://" in path else os.path.realpath(path)

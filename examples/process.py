@@ -1,0 +1,32 @@
+"""A training as a process of its own, so that a kill is a kill.
+
+In: a command. Out: the events that it tells. Knows nothing of: what they mean to whom.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from examples.trace import Event
+
+
+@contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Its lines are to be read by `events`. It does not outlive the block."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        except BaseException:  # a Ctrl-C here must not leave a training behind
+            process.kill()
+            raise
+
+
+def events(process: subprocess.Popen[str]) -> Iterator[Event]:
+    """All of them, until it has closed its output."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.endswith("\n"):  # a kill may cut the last one
+            yield json.loads(line)

@@ -1,0 +1,94 @@
+"""What tinker's client is to a training loop, with its server in the same process: a model that is trained by calls.
+
+In: batches of text, names of checkpoints. Out: losses, paths of archives. Knows nothing of: loops, when to save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from async_ckpt import SaveHandle, paths
+from async_ckpt.integrations.skyrl import CheckpointBackend
+from examples.dispatch import LocalDispatch, Trainee
+from examples.gpt import GPT, Sizes
+
+MODEL_ID: Final = "model_a"
+_WORLD_SIZE: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A checkpoint on its way. `path` holds one once `result_async` has returned."""
+
+    path: str
+    handle: SaveHandle
+
+    async def result_async(self) -> Saving:
+        await self.handle
+        return self
+
+
+class TrainingClient:
+    """One owner's model. Within a `with` block; at its end every save has ended, and one that nobody saw fail is raised."""
+
+    def __init__(self, checkpoints_base: str, sizes: Sizes) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(sizes)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-4)
+        scheduler = torch.optim.lr_scheduler.StepLR(self._optimizer, step_size=10, gamma=0.9)
+        trainee = Trainee(self.model, self._optimizer, scheduler, {"model_type": "bytes", **asdict(sizes)})
+        dispatch = LocalDispatch({MODEL_ID: trainee}, world_size=_WORLD_SIZE)
+        self._scheduler = scheduler
+        self._backend = CheckpointBackend(dispatch, role={MODEL_ID: "policy"}, tokenizer=ByteTokenizer())
+        self._base = f"{checkpoints_base.rstrip('/')}/{MODEL_ID}"
+
+    async def forward_backward_async(self, text: Tensor) -> float:
+        """The loss of a batch; its gradients are kept for the step."""
+        self._optimizer.zero_grad()
+        loss = self.model.loss(text)
+        loss.backward()
+        return float(loss.item())
+
+    async def optim_step_async(self) -> None:
+        self._optimizer.step()
+        self._scheduler.step()
+
+    async def save_state_async(self, name: str) -> Saving:
+        """All that training goes on from: back as soon as the workers have written it down."""
+        path = f"{self._base}/{name}.tar.gz"
+        return Saving(path, self._backend.save_checkpoint(path, MODEL_ID))
+
+    async def save_weights_for_sampler_async(self, name: str) -> Saving:
+        path = f"{self._base}/sampler_weights/{name}.tar.gz"
+        return Saving(path, await self._backend.save_sampler_checkpoint_async(path, MODEL_ID))
+
+    async def load_state_with_optimizer_async(self, path: str) -> None:
+        self._backend.load_checkpoint(path, MODEL_ID, load_optimizer=True)
+
+    async def delete_async(self, path: str) -> None:
+        """Delete a checkpoint, which may be gone already."""
+        with suppress(FileNotFoundError):
+            await asyncio.to_thread(paths.remove, path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._backend.__exit__(kind, error, trace)
+
+
+class ByteTokenizer:
+    """Every byte is a token."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByteTokenizer"}\n')

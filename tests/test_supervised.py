@@ -1,0 +1,192 @@
+"""The supervised loop of examples/, as a process: killed, resumed, refused by its store; no batch twice, none left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_ckpt.testing import FaultyProxy
+from async_ckpt.testing.servers import Server
+from examples.supervised import Journal
+
+REPOSITORY = Path(__file__).parent.parent
+STEPS = 48
+
+
+class Loop:
+    """The loop with a tiny model, in a folder for its log, with its archives in a bucket behind a proxy."""
+
+    def __init__(self, log: Path, server: Server, proxy: FaultyProxy) -> None:
+        self.log = log
+        self.bucket = f"supervised-{uuid.uuid4().hex[:12]}"
+        self.command = [sys.executable, "-m", "examples.supervised", str(log), "--toy"]
+        self.command += ["--store", f"s3://{self.bucket}/runs"]
+        told = {"region": "us-east-1", **server.options, "endpoint_url": proxy.endpoint}
+        (log.parent / "tmp").mkdir(exist_ok=True)
+        self.environment = {
+            **os.environ,
+            "TMPDIR": str(log.parent / "tmp"),  # for what kills and failures leave
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            **{
+                f"AWS_{name.upper()}": told[name]
+                for name in ("region", "access_key_id", "secret_access_key", "endpoint_url")
+            },
+        }
+        server.make_bucket(self.bucket)
+        self._server = server
+
+    def start(self) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self.command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self) -> tuple[dict[int, str], str]:
+        """The loss of every step, and what was said on stderr."""
+        with self.start() as process:
+            out, err = process.communicate()
+        assert process.returncode == 0, err
+        return losses(out), err
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.log / "checkpoints.jsonl").read_text().splitlines()]
+
+    @property
+    def names(self) -> list[str]:
+        return [record["name"] for record in self.records]
+
+    @property
+    def archives(self) -> list[str]:
+        return [key.removeprefix("runs/model_a/") for key in self._server.keys(self.bucket)]
+
+
+def losses(out: str) -> dict[int, str]:
+    events = [json.loads(line) for line in out.splitlines()]
+    return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+
+
+KEPT = [f"{step:06d}.tar.gz" for step in (12, 24, 36, 48)] + ["final.tar.gz", "sampler_weights/final.tar.gz"]
+
+
+@pytest.fixture
+def proxy(s3: Server) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3.endpoint) as started:
+        yield started
+
+
+@pytest.fixture
+def loop(tmp_path: Path, s3: Server, proxy: FaultyProxy) -> Loop:
+    return Loop(tmp_path / "log", s3, proxy)
+
+
+def test_a_run_that_is_killed_in_a_save_goes_on_at_the_next_batch_bit_for_bit(tmp_path, s3, proxy, loop):
+    """The upload of step 20 is held up until the kill, which so hits it for certain; 16 is the end of an epoch."""
+    whole, _ = Loop(tmp_path / "whole", s3, proxy).run()
+    hold = proxy.delay(None, method="PUT", target=loop.bucket + ".*000020")
+    with loop.start() as process:
+        hold.wait()
+        process.kill()
+        out, _ = process.communicate()
+    before = losses(out)
+    hold.clear()
+    assert process.returncode == -signal.SIGKILL
+    assert loop.names == ["000004", "000008", "000012", "000016"]
+    assert (loop.records[-1]["epoch"], loop.records[-1]["batch"]) == (1, 0)
+
+    after, _ = loop.run()
+
+    assert list(after) == list(range(17, STEPS + 1))
+    assert before | after == whole
+    assert before == {step: whole[step] for step in before}
+    assert loop.archives == KEPT
+
+
+def test_records_are_what_tinkers_cookbook_reads_and_a_finished_run_adds_none(loop):
+    loop.run()
+    names = loop.names
+
+    assert loop.records[2] == {
+        "name": "000012",
+        "batch": 12,
+        "epoch": 0,
+        "state_path": f"s3://{loop.bucket}/runs/model_a/000012.tar.gz",
+    }
+    assert loop.records[3]["rolling"] is True
+    assert loop.records[-1] == {
+        "name": "final",
+        "batch": 0,
+        "epoch": 3,
+        "final": True,
+        "state_path": f"s3://{loop.bucket}/runs/model_a/final.tar.gz",
+        "sampler_path": f"s3://{loop.bucket}/runs/model_a/sampler_weights/final.tar.gz",
+    }
+
+    again, _ = loop.run()
+
+    assert again == {}
+    assert loop.names == names
+
+
+def test_a_checkpoint_that_fails_leaves_no_record_and_the_rolling_one_before_it(loop, proxy):
+    """Training goes on; what the failed one would have replaced goes with the next that succeeds."""
+    denied = proxy.answer("AccessDenied", method="PUT", target="0000(08|12)")
+    hold = proxy.delay(None, method="PUT", target="000016")
+    with loop.start() as process:
+        hold.wait()
+        assert loop.archives == ["000004.tar.gz"]
+        assert loop.names == ["000004"]
+        hold.clear()
+        out, err = process.communicate()
+
+    assert denied.hits
+    assert list(losses(out)) == list(range(1, STEPS + 1))
+    assert "checkpoint 000008 was not saved; training goes on" in err
+    assert "000008" not in loop.names
+    assert "000012" not in loop.names
+    assert loop.archives == KEPT[1:]
+
+
+def test_a_final_checkpoint_that_fails_ends_the_run(loop, proxy):
+    proxy.answer("AccessDenied", method="PUT", target="sampler_weights")
+    with loop.start() as process:
+        _, err = process.communicate()
+
+    assert process.returncode == 1
+    assert "StorageUnavailableError" in err
+    assert "final" not in loop.names
+
+
+def test_a_line_that_a_kill_has_torn_does_not_count_and_spoils_no_other(tmp_path):
+    Journal(tmp_path).append({"name": "000004", "state_path": "a"})
+    with open(tmp_path / "checkpoints.jsonl", "ab") as file:
+        file.write(b'{"name": "000008", "sta')
+
+    journal = Journal(tmp_path)
+    assert [record["name"] for record in journal.records] == ["000004"]
+    journal.append({"name": "000012", "state_path": "b"})
+    journal.append({"name": "000016", "sampler_path": "c"})
+
+    assert [record["name"] for record in Journal(tmp_path).records] == ["000004", "000012", "000016"]
+    assert Journal(tmp_path).last_with("state_path") == {"name": "000012", "state_path": "b"}
+
+
+def test_the_whole_story_is_told_at_toy_size(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.supervised", "--toy"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "every loss is that of the uninterrupted run, bit for bit" in done.stdout
