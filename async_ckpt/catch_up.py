@@ -51,12 +51,12 @@ def _copy_step(source: Run, to: Run, step: int, check: Callable[[], None]) -> No
     """Copy the archives of a step, then commit it. What is copied stays locked until then, so that nobody sweeps it."""
     replaced = to.found(step)
     made = source.manifest(step)
-    for earlier in sorted({borrowed.step for borrowed in made.unchanged}):
+    for earlier in sorted({other.step for other in made.elsewhere} - {step}):
         there = to.committed(earlier)
         if there is None or there.attempt != source.manifest(earlier).attempt:
             _copy_step(source, to, earlier, check)  # what it has borrowed from comes first
     with contextlib.ExitStack() as sinks:
-        for archive in made.archives:
+        for archive in made.own_archives:
             _copy(source, to, step, archive, check, sinks)
         to.adopt(made, replaces=replaced)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import torch
 
 from .catch_up import catch_up
-from .commit.manifest import Archive, Borrowed, Manifest
+from .commit.manifest import Archive, Elsewhere, Manifest
 from .commit.naming import STEP_FORMAT, TRACKER, Tracker
 from .commit.record import plain_record
 from .commit.retention import Best, Retention
@@ -38,11 +38,12 @@ from .restore import is_looked_into, restore_state
 from .save import CommitRule
 from .saver import OnOverlap, Saver
 from .spans import wall_time
+from .spec import BLOCK_BYTES, align_up
 from .state.tree import Select
 from .storage.base import Sink, Storage
 from .storage.local import LocalStorage
 from .storage.url import Engine, Where, storage_at
-from .unchanged import Attempt, UnchangedGroups
+from .unchanged import Attempt, UnchangedGroups, driver_of
 from .worker import get_worker
 
 _UNSET: Any = object()
@@ -183,6 +184,7 @@ class AsyncCheckpointer:
         select: Select = None,
         also: SaveHandle | None = None,
         unchanged: Collection[str] = (),
+        driver: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
         """Begin to save `state` as `step`; returns as soon as the caller may go on training.
 
@@ -200,6 +202,8 @@ class AsyncCheckpointer:
         again: the manifest points to the archive that has them, which stays as long as that is so. One that was not saved
         yet is written. The statement is checked: NotUnchangedError when one of its tensors is not the same memory, or
         was written to.
+        `driver` is what one process holds for all ranks (dataloader, actors): more entries of the state, up to 64 MiB, that
+        are written to an archive of their own beside the ranks', and come back with every load.
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle. (A
         store is not asked on this thread: there a step that exists, or lies behind, ends in the handle as well.)
         """
@@ -211,6 +215,8 @@ class AsyncCheckpointer:
             )
         plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
         token, attempt = os.urandom(4).hex(), Attempt()
+        if driver is not None:
+            attempt.driver = driver_of(driver, state, step=step)
 
         def make_targets() -> list[_StepTarget]:
             return [
@@ -398,8 +404,8 @@ class AsyncCheckpointer:
         }
         if made is None or not groups:
             return
-        own = {name: Borrowed(name, step, runs[0].folder(step), made.archives[0]) for name in groups}
-        lent = {borrowed.group: borrowed for borrowed in made.unchanged if borrowed.group in groups}
+        own = {name: Elsewhere(name, step, runs[0].folder(step), made.archives[0]) for name in groups}
+        lent = {borrowed.group: borrowed for borrowed in made.elsewhere if borrowed.group in groups}
         with suppress(UnsupportedStateError):
             self._groups.restored(groups, {**own, **lent}, runs)
 
@@ -446,6 +452,7 @@ class _StepTarget:
         self._rolled_back, self._retire = checkpointer._rolled_back, checkpointer._retire
         self._replaces: tuple[Manifest, str] | None = None
         self._announced = False
+        self._driver_sink: Sink | None = None
         self._name = run.attempt_path(step, token)
         self.storage = run.storage
         self.path = run.storage.locate(self._name)
@@ -486,8 +493,9 @@ class _StepTarget:
             replaces=self._replaces,
             retire=retire,
             record=self._record,
-            unchanged=self._attempt.borrowed,
+            elsewhere=(*self._attempt.borrowed, *self._write_driver()),
         )
+        self._close_driver()
         self._owner._groups.committed(self._run, self._step, archive, self._attempt)
         if not late:
             self._owner._rolled_back = False
@@ -495,7 +503,33 @@ class _StepTarget:
             self._run.announce()
             self._announced = True
 
+    def _write_driver(self) -> list[Elsewhere]:
+        """Beside the rank's archive, before the manifest that names both; what of the state is in it."""
+        driver = self._attempt.driver
+        if driver is None:
+            return []
+        path, num_bytes = self._run.driver_path(self._step, self._token), len(driver.image)
+        # By a sink, which keeps others from sweeping it before the manifest is there.
+        sink = self._driver_sink = self.storage.create(
+            path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
+        )
+        try:
+            sink.write(0, memoryview(driver.image), _Kept())
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+        archive = Archive(path.rpartition("/")[2], num_bytes, driver.digest)
+        folder = self._run.folder(self._step)
+        return [Elsewhere(group, self._step, folder, archive) for group in driver.groups]
+
+    def _close_driver(self) -> None:
+        """Its fate is decided."""
+        if self._driver_sink is not None:
+            self._driver_sink.close()
+
     def discard(self) -> None:
+        self._close_driver()
         self._run.discard(self._step, self._token)
 
     def afterwards(self) -> None:
@@ -517,6 +551,14 @@ class _StepTarget:
         hanging = [future for future in self._owner._hanging.get(self._run, ()) if not future.done()]
         self._owner._hanging[self._run] = [*hanging, quiet]
         get_worker().note_hanging(quiet)
+
+
+class _Kept:
+    """Memory that stays as long as anybody looks at it."""
+
+    def retain(self) -> None: ...
+
+    def release(self) -> None: ...
 
 
 def _storages(roots: Sequence[Where], options: Any, engine: Engine | None, fs: Any) -> list[Storage]:

@@ -195,7 +195,7 @@ def _with_borrowed(
 ) -> Iterator[list[Part]]:
     """The step's own archive, which is open already, and those that it has borrowed groups from."""
     lent: dict[tuple[str, Archive], set[str]] = {}
-    for borrowed in made.unchanged:
+    for borrowed in made.elsewhere:
         lent.setdefault((borrowed.folder, borrowed.archive), set()).add(borrowed.group)
     with contextlib.ExitStack() as opened:
         parts = [Part(opened.enter_context(_checked(reader, made.archives[0], shown, verify)))]
@@ -220,7 +220,7 @@ def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[list
         made = parse(storage.read(MANIFEST)[0], path=storage.locate(MANIFEST))
         name = made.archives[0].name
         root = (
-            storage_at(parent_and_name(path, fs=place.get("fs"))[0], **place) if made.unchanged else storage
+            storage_at(parent_and_name(path, fs=place.get("fs"))[0], **place) if made.elsewhere else storage
         )
         with _with_borrowed(_open_named(storage, name), made, storage.locate(name), root, verify) as parts:
             yield parts

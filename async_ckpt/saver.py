@@ -15,19 +15,20 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 from .errors import ClosedError
+from .format import digests
 from .format.layout import Image, Layout, TensorPlan, lay_out
 from .handle import SaveHandle
 from .report import Progress, SaveReport
 from .save import CommitRule, Drain, OffLoop, SaveJob, Target, follow_up, run_save
 from .snapshot.crew import running_future
-from .snapshot.device import first_device
+from .snapshot.device import fill_image, first_device
 from .snapshot.files import FileFill, Source
 from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
 from .snapshot.host_copy import HostCopy
 from .snapshot.pool import LIVENESS_SECONDS, MIN_SEGMENTS, SegmentPool
 from .snapshot.stager import Snapshot
 from .spans import Clock, Spans, monotonic, wall_time
-from .spec import BLOCK_BYTES, MIB, SEGMENT_BYTES
+from .spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up
 from .state.capture import Capture, capture
 from .state.tree import Select
 from .worker import Pending, abandon, get_worker, wait_for
@@ -509,6 +510,32 @@ class Saver:
 
     def __repr__(self) -> str:
         return f"<Saver {self._num_admitted}/{self._max_in_flight} in flight, {self.pool!r}>"
+
+
+def small_archive(state: Any, *, step: int, max_bytes: int) -> tuple[bytes, str]:
+    """The archive of a small state, made at once in memory, and its digest. Raises ValueError when it is too large."""
+    captured = capture(state)
+    layout = lay_out(
+        TensorPlan(captured.specs),
+        skeleton=captured.skeleton,
+        objects=captured.objects,
+        step=step,
+        mtime=int(wall_time()),
+    )
+    if layout.file_bytes > max_bytes:
+        raise ValueError(
+            f"{layout.file_bytes:,} bytes are too many for one put (at most {max_bytes:,}); put tensors into the state"
+        )
+    image = bytearray(layout.file_bytes)
+    (plan,) = layout.segments(align_up(layout.file_bytes, BLOCK_BYTES))
+    for at, data in plan.literals:
+        image[at : at + len(data)] = data
+    fill_image(image, plan.pieces, captured.tensors)
+    covered = layout.digests.data.offset
+    blocks = (memoryview(image)[at : min(at + BLOCK_BYTES, covered)] for at in range(0, covered, BLOCK_BYTES))
+    tail = digests.dump(covered, b"".join(map(digests.block_digest, blocks)))
+    image[covered : covered + len(tail)] = tail
+    return bytes(image), digests.self_digest(tail)
 
 
 def _failed(handle: SaveHandle) -> bool:

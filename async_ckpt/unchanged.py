@@ -11,14 +11,17 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-from .commit.manifest import Archive, Borrowed
+from .commit.manifest import Archive, Elsewhere
 from .commit.run import Run
 from .errors import NotUnchangedError
 from .handle import SaveHandle
-from .spec import Json, TensorSpec
+from .saver import small_archive
+from .spec import MIB, Json, TensorSpec
 from .state.capture import Capture, Mark, capture
+
+_MAX_DRIVER_BYTES: Final = 64 * MIB
 
 
 class Look:
@@ -72,17 +75,39 @@ class _GroupLook:
 class _Written:
     """Where a group was written last, and how it looked then."""
 
-    borrowed: Borrowed
+    borrowed: Elsewhere
     look: Look
     runs: set[Run] = field(default_factory=set)
+
+
+class Driver(NamedTuple):
+    """The archive of what one process holds for all ranks."""
+
+    image: bytes
+    digest: str
+    groups: tuple[str, ...]
+
+
+def driver_of(driver: Mapping[str, Any], state: Any, *, step: int) -> Driver:
+    """Raises ValueError for entries without a name, or with one that the state has too, and for too many bytes."""
+    for name in driver:
+        if not isinstance(name, str) or (isinstance(state, Mapping) and name in state):
+            raise ValueError(
+                f"driver={name!r}: its entries need names of their own, which the state does not have"
+            )
+    if not isinstance(state, Mapping):
+        raise ValueError("driver= adds entries to a state, which must be a dict then")
+    image, digest = small_archive(driver, step=step, max_bytes=_MAX_DRIVER_BYTES)
+    return Driver(image, digest, tuple(driver))
 
 
 class Attempt:
     """One save: what it borrows, and how what it writes looks. Made on the caller's thread, then only read."""
 
     def __init__(self) -> None:
-        self.borrowed: tuple[Borrowed, ...] = ()
+        self.borrowed: tuple[Elsewhere, ...] = ()
         self.look: Look | None = None
+        self.driver: Driver | None = None
         self.handle: SaveHandle | None = None
 
     @property
@@ -102,7 +127,7 @@ class UnchangedGroups:
 
     def without(
         self, state: Any, names: Collection[str], *, step: int, runs: Sequence[Run]
-    ) -> tuple[Any, tuple[Borrowed, ...]]:
+    ) -> tuple[Any, tuple[Elsewhere, ...]]:
         """The state without those of the named groups that are committed at all these runs already; and where they are.
 
         Raises ValueError for a name that is no group of the state, NotUnchangedError for one that has changed.
@@ -146,12 +171,12 @@ class UnchangedGroups:
             for group in attempt.look.groups:
                 before = self._written.get(group)
                 if before is None or before.borrowed.archive.name != archive.name:
-                    before = _Written(Borrowed(group, step, run.folder(step), archive), attempt.look)
+                    before = _Written(Elsewhere(group, step, run.folder(step), archive), attempt.look)
                 before.runs.add(run)
                 kept[group] = before
             self._written = kept
 
-    def restored(self, state: Any, parts: Mapping[str, Borrowed], runs: Collection[Run]) -> None:
+    def restored(self, state: Any, parts: Mapping[str, Elsewhere], runs: Collection[Run]) -> None:
         """Live groups hold what these archives do: they need not be written again either."""
         look = Look(capture(state))
         with self._lock:

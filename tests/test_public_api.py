@@ -98,8 +98,7 @@ SIGNATURES = {
     ),
     AsyncCheckpointer.save: (
         "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None, "
-        "select=None, also=None, "
-        "unchanged=())"
+        "select=None, also=None, unchanged=(), driver=None)"
     ),
     AsyncCheckpointer.should_save: "(self, step)",
     AsyncCheckpointer.load: (

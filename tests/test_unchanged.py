@@ -51,7 +51,7 @@ def save(ckpt: AsyncCheckpointer, training: Training, step: int, **options: Any)
 
 def borrowed_steps(root: Path, step: int) -> list[int]:
     manifest = json.loads((root / f"step_{step:08d}" / "manifest.json").read_text())
-    return [row["step"] for row in manifest["unchanged"]]
+    return [row["step"] for row in manifest["elsewhere"]]
 
 
 def assert_equal(loaded: dict[str, Any], training: Training) -> None:
@@ -263,7 +263,7 @@ def test_a_manifest_that_borrows_from_elsewhere_is_refused(tmp_path, training, f
             save(ckpt, training, step)
         path = tmp_path / "step_00000002/manifest.json"
         told = json.loads(path.read_text())
-        told["unchanged"][0]["folder"] = folder
+        told["elsewhere"][0]["folder"] = folder
         path.write_text(json.dumps(told))
         with pytest.raises(CorruptCheckpointError):
             ckpt.load(2)
@@ -382,3 +382,82 @@ def test_a_part_is_nothing_to_borrow_from(tmp_path, training):
         assert save(ckpt, training, 2) > BIG
         with pytest.raises(ValueError, match="exclude each other"):
             save(ckpt, training, 3, select="model")
+
+
+# --- what one process holds for all ranks ---------------------------------------------------------------------
+
+
+def driver_state() -> dict[str, Any]:
+    return {"dataloader": {"epoch": 2, "order": torch.randperm(1000)}, "actor": {"seen": 7, "seed": (1, 2)}}
+
+
+def test_driver_state_has_an_archive_of_its_own_and_comes_back_with_the_rest(tmp_path, training):
+    driver = driver_state()
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        path = Path(ckpt.save(training.state, step=1, driver=driver).result().path)
+        beside = list(path.parent.glob("driver.*.tar"))
+        assert len(beside) == 1
+        own = async_ckpt.load(beside[0])
+        assert set(own) == {"dataloader", "actor"}
+        assert set(async_ckpt.load(path)) == set(training.state)
+        loaded = ckpt.load()
+        assert torch.equal(loaded.pop("dataloader")["order"], driver["dataloader"]["order"])
+        assert loaded.pop("actor") == driver["actor"]
+        assert_equal(loaded, training)
+        live = {**Training().state, "dataloader": {"epoch": 0, "order": torch.zeros(1000, dtype=torch.int64)}}
+        ckpt.restore(live)
+        assert torch.equal(live["dataloader"]["order"], driver["dataloader"]["order"])
+        assert live["dataloader"]["epoch"] == 2
+
+
+def test_driver_state_is_that_of_the_call(tmp_path, training):
+    driver = driver_state()
+    order = driver["dataloader"]["order"].clone()
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        handle = ckpt.save(training.state, step=1, driver=driver)
+        driver["dataloader"]["order"].zero_()
+        handle.result()
+        assert torch.equal(ckpt.load()["dataloader"]["order"], order)
+
+
+def test_driver_state_goes_with_its_step(tmp_path, training):
+    with AsyncCheckpointer([tmp_path / "a", tmp_path / "b"], keep_last=1) as ckpt:
+        for step in (1, 2):
+            ckpt.save(training.state, step=step, driver=driver_state(), unchanged={"ref"})
+        ckpt.save(training.state, step=2, driver={"other": 1}, overwrite=True)
+        ckpt.wait()
+        for root in ("a", "b"):
+            left = [path.name.split(".")[0] for path in (tmp_path / root / "step_00000002").glob("*.tar")]
+            assert sorted(left) == ["driver", "rank_00000"]
+            assert async_ckpt.load(tmp_path / root)["other"] == 1
+
+
+def test_driver_state_is_copied_to_a_root_that_was_away(tmp_path, training):
+    with AsyncCheckpointer(tmp_path / "a") as ckpt:
+        ckpt.save(training.state, step=1, driver=driver_state()).result()
+    with AsyncCheckpointer([tmp_path / "a", tmp_path / "b"]) as ckpt:
+        ckpt.catch_up()
+    assert async_ckpt.load(tmp_path / "b")["actor"] == driver_state()["actor"]
+
+
+def test_driver_state_of_an_attempt_that_fails_is_removed(tmp_path, training):
+    with AsyncCheckpointer(tmp_path) as ckpt, AsyncCheckpointer(tmp_path) as other:
+        slow = ckpt.save({"w": torch.zeros(20_000_000)}, step=1, driver=driver_state())
+        other.save({"w": torch.zeros(1)}, step=1)
+        for each in (ckpt, other):
+            try:
+                each.wait()
+            except async_ckpt.StepExistsError:
+                pass
+        assert slow.done()
+        assert len(list((tmp_path / "step_00000001").glob("rank_*.tar"))) == 1
+        named = json.loads((tmp_path / "step_00000001/manifest.json").read_text())["elsewhere"]
+        assert len(list((tmp_path / "step_00000001").glob("driver.*.tar"))) == bool(named)
+
+
+@pytest.mark.parametrize("driver", [{"model": 1}, {3: 1}, {"big": torch.zeros(20_000_000)}])
+def test_driver_state_that_cannot_stand_beside_the_state_is_refused(tmp_path, training, driver):
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        with pytest.raises(ValueError, match=r"names of their own|too many"):
+            ckpt.save(training.state, step=1, driver=driver)
+        ckpt.save(training.state, step=1).result()

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ..errors import CorruptCheckpointError, FormatVersionError
 
 NAME: Final = "manifest.json"
-VERSION: Final = 2  # of what this library reads; a manifest without `unchanged` is still of version 1
+VERSION: Final = 2  # of what this library reads; a manifest without `elsewhere` is still of version 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,10 @@ class Archive:
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
-    """A top-level group of the state that was not written again: it is in the archive of an earlier step."""
+class Elsewhere:
+    """A top-level group of the state that is in another archive than its rank's: of an earlier step, since it has not
+    changed since; or of this step, since one rank wrote it for all.
+    """
 
     group: str
     step: int
@@ -51,16 +53,22 @@ class Manifest:
     archives: tuple[Archive, ...]
     replaces: tuple[str, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
-    unchanged: tuple[Borrowed, ...] = ()
+    elsewhere: tuple[Elsewhere, ...] = ()
+
+    @property
+    def own_archives(self) -> tuple[Archive, ...]:
+        """All that lie in this step's folder."""
+        beside = {other.archive: None for other in self.elsewhere if other.step == self.step}
+        return (*self.archives, *beside)
 
     @property
     def num_bytes(self) -> int:
-        return sum(archive.num_bytes for archive in self.archives)
+        return sum(archive.num_bytes for archive in self.own_archives)
 
     def dump(self) -> bytes:
         return (
             json.dumps(
-                {"format": "async_ckpt", "version": 2 if self.unchanged else 1, **asdict(self)}, indent=1
+                {"format": "async_ckpt", "version": 2 if self.elsewhere else 1, **asdict(self)}, indent=1
             )
             + "\n"
         ).encode()
@@ -89,8 +97,8 @@ def parse(data: bytes, *, path: str) -> Manifest:
             tuple(map(str, raw.get("replaces", ()))),
             dict(raw.get("record", {})),
             tuple(
-                Borrowed(str(b["group"]), int(b["step"]), _folder_name(b["folder"]), _archive(b["archive"]))
-                for b in raw.get("unchanged", ())
+                Elsewhere(str(b["group"]), int(b["step"]), _folder_name(b["folder"]), _archive(b["archive"]))
+                for b in raw.get("elsewhere", ())
             ),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -3,6 +3,7 @@
 In: a storage and the naming of its steps. Out: commits that are whole or not there. Knows nothing of: tensors, threads.
 
     <root>/step_00000500/rank_00000.<attempt>.tar     never written again once a manifest names it
+    <root>/step_00000500/driver.<attempt>.tar         only if there is driver state, which one rank writes for all
     <root>/step_00000500/manifest.json                written last; its presence is the commit
     <root>/latest                                     the tracker: the newest step, for people, scripts and trainers
     <root>/checkpoints.jsonl                          one line per commit
@@ -31,13 +32,13 @@ from ..errors import (
 from ..spans import Clock
 from ..storage.base import Storage
 from . import journal, manifest
-from .manifest import Archive, Borrowed, Manifest
+from .manifest import Archive, Elsewhere, Manifest
 from .naming import STEP_FORMAT, TRACKER, Tracker, folder_pattern, tracker_of
 from .retention import Retention
 
 # A manifest that a rollback has retired: still there for whoever wants it back, no longer a commit.
 _RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
-_ARCHIVE: Final = re.compile(r"rank_\d{5,}\.[0-9a-f]{8}\.tar")
+_ARCHIVE: Final = re.compile(r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar")
 _TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp|\.async_ckpt-probe-[0-9a-f]+")
 # Whoever is refused a move of the tracker has met a writer that was faster. So many in a row are a store that refuses all.
 _TRACKER_TRIES: Final = 20
@@ -120,6 +121,9 @@ class Run:
     def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str:
         return f"{self.folder(step)}/rank_{rank:05d}.{attempt}.tar"
 
+    def driver_path(self, step: int, attempt: str) -> str:
+        return f"{self.folder(step)}/driver.{attempt}.tar"
+
     def found(self, step: int) -> tuple[Manifest, str] | None:
         """The step's manifest, if it is committed, and its version: what `overwrite` will replace, and nothing else."""
         try:
@@ -139,7 +143,7 @@ class Run:
         replaces: tuple[Manifest, str] | None,
         retire: bool,
         record: Mapping[str, Any] | None = None,
-        unchanged: tuple[Borrowed, ...] = (),
+        elsewhere: tuple[Elsewhere, ...] = (),
     ) -> Manifest:
         """Make the durable archives of an attempt the step's checkpoint. From here on it is true; then `announce` it.
 
@@ -150,7 +154,7 @@ class Run:
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
         made = Manifest(
-            step, attempt, len(archives), self._clock(), archives, earlier, record or {}, unchanged
+            step, attempt, len(archives), self._clock(), archives, earlier, record or {}, elsewhere
         )
         path = f"{self.folder(step)}/{manifest.NAME}"
         try:
@@ -203,9 +207,10 @@ class Run:
 
     def discard(self, step: int, attempt: str) -> None:
         """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
-        path = self.attempt_path(step, attempt)
-        if path.rpartition("/")[2] not in self._named(step):
-            self.storage.delete(path)
+        named = self._named(step)
+        for path in (self.attempt_path(step, attempt), self.driver_path(step, attempt)):
+            if path.rpartition("/")[2] not in named:
+                self.storage.delete(path)
 
     def retain(self, step: int, *, replaced: Manifest | None, in_flight: Collection[int]) -> list[int]:
         """Delete what `overwrite` and retention leave behind; the manifest goes first. Returns the deleted steps."""
@@ -231,7 +236,7 @@ class Run:
         doomed = self.retention.doomed(commits, now=self._clock(), protected=protected)
         while True:
             kept = [made for step, made in commits.items() if step not in doomed and made is not None]
-            needed = {borrowed.step for made in kept for borrowed in made.unchanged}
+            needed = {borrowed.step for made in kept for borrowed in made.elsewhere}
             if needed.isdisjoint(doomed):
                 return doomed
             doomed = [step for step in doomed if step not in needed]
@@ -298,12 +303,12 @@ class Run:
     def _borrowed(self, step: int) -> set[str]:
         """Archives of a step that later ones have borrowed from, also if the step itself names another by now."""
         made = self.manifests(later for later in self.steps() if later > step).values()
-        return {b.archive.name for m in made if m is not None for b in m.unchanged if b.step == step}
+        return {b.archive.name for m in made if m is not None for b in m.elsewhere if b.step == step}
 
     def _delete_replaced(self, step: int, replaced: Manifest | None) -> None:
         """What `overwrite` leaves behind."""
         borrowed = self._borrowed(step) if replaced else set()
-        for archive in replaced.archives if replaced else ():
+        for archive in replaced.own_archives if replaced else ():
             if archive.name not in borrowed:
                 self.storage.delete(self.archive_path(step, archive))
 
@@ -335,7 +340,7 @@ class Run:
                     return self.storage.names(folder)
                 except FileNotFoundError:  # deleted or replaced this moment: look again
                     return self._named(step)
-                names += [archive.name for archive in parsed.archives]
+                names += [archive.name for archive in parsed.own_archives]
         return sorted(names)
 
     def _retire_above(self, step: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -180,6 +180,15 @@ def dense_blocks(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[i
         part = tensor[row] if row_bytes > _BLOCK_BYTES else tensor[row : row + num_rows]
         for inner, block in dense_blocks(part, begin - offset, end - offset):
             yield offset + inner, block
+
+
+def fill_image(image: bytearray, pieces: Iterable[Piece], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy pieces into ordinary memory, one after the other: for what is small."""
+    target = torch.frombuffer(image, dtype=torch.uint8)
+    for begin, number, source, length in pieces:
+        for offset, block in dense_blocks(tensors[number], source, source + length):
+            at = begin + offset - source
+            target[at : at + block.numel()].copy_(block)
 
 
 def first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
