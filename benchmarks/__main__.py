@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import torch
 
 from . import figures, table
+from .compression import compression
 from .environment import describe
 from .gpu import gpu
 from .setting import Setting
@@ -31,6 +32,7 @@ MEASURES: Final[dict[str, Measure]] = {
     "restore": figures.restore,
     "memory": figures.memory,
     "training": figures.training,
+    "compression": compression,
     "import_time": figures.import_time,
 }
 
