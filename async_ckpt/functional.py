@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap as mmap_module
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,6 @@ from .handle import SaveHandle
 from .load import OpenArchive, Part, load_parts, load_state
 from .saver import Saver
 from .snapshot.host_copy import HostCopy, HostMemory
-from .spans import wall_time
 from .state.tree import Select
 from .storage.base import Reader, Sink, Storage
 from .storage.compressed import Zstd, compressing, decompressing
@@ -167,25 +167,31 @@ def from_step(roots: Roots, step: int, use: Callable[[Sequence[Part]], T], *, ve
     holders = roots.holding(step)
     for run in holders[:-1]:
         try:
-            with _open_committed(run, step, verify=verify) as parts:
+            with _open_step(run, step, verify=verify) as parts:
                 return use(parts)
         except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
             warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
-    with _open_committed(holders[-1], step, verify=verify) as parts:
+    with _open_step(holders[-1], step, verify=verify) as parts:
         return use(parts)
 
 
+def _open_step(run: Run, step: int, *, verify: bool) -> contextlib.AbstractContextManager[list[Part]]:
+    return _open_committed(run.storage, run.folder(step), lambda: run.manifest(step), verify=verify)
+
+
 @contextlib.contextmanager
-def _open_committed(run: Run, step: int, *, verify: bool) -> Iterator[list[Part]]:
-    """The archives of a committed step, compared with its manifest. Raises NotCommittedError."""
-    made = run.manifest(step)
+def _open_committed(
+    root: Storage, folder: str, read: Callable[[], Manifest], *, verify: bool
+) -> Iterator[list[Part]]:
+    """The archives of a committed step, compared with its manifest, which `read` gives. Raises NotCommittedError."""
+    made = read()
     try:
-        reader = run.storage.open(run.archive_path(step, made.archives[0]))
+        reader = root.open(f"{folder}/{made.archives[0].name}")
     except FileNotFoundError:  # replaced or deleted between the two reads: what the manifest says now counts
-        made = run.manifest(step)
-        reader = _open_named(run.storage, run.archive_path(step, made.archives[0]))
-    shown = run.storage.locate(run.archive_path(step, made.archives[0]))
-    with _with_borrowed(reader, made, shown, run.storage, verify) as parts:
+        made = read()
+        reader = _open_named(root, f"{folder}/{made.archives[0].name}")
+    shown = root.locate(f"{folder}/{made.archives[0].name}")
+    with _with_borrowed(reader, made, shown, root, verify) as parts:
         yield parts
 
 
@@ -225,13 +231,31 @@ def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[list
         with _with_borrowed(_open_named(storage, name), made, storage.locate(name), root, verify) as parts:
             yield parts
         return
-    run = Run(storage, clock=wall_time)
-    step = run.latest()
-    if step is None:
+    folder = _newest_folder(storage)
+    if folder is None:
         where = storage.locate("")
         raise NotCommittedError(f"{where}: no committed checkpoint there", path=where, step=None)
-    with _open_committed(run, step, verify=verify) as parts:
+
+    def read() -> Manifest:
+        path = f"{folder}/{MANIFEST}"
+        try:
+            return parse(storage.read(path)[0], path=storage.locate(path))
+        except FileNotFoundError:  # deleted since: by retention, which leaves a newer one
+            raise NotCommittedError(
+                f"{storage.locate(folder)} was deleted this moment; load again", path=path, step=None
+            ) from None
+
+    with _open_committed(storage, folder, read, verify=verify) as parts:
         yield parts
+
+
+def _newest_folder(storage: Storage) -> str | None:
+    """The folder of a run's newest step, whatever its steps are called: the last number in its name says which."""
+    numbered = [(int(found[-1]), name) for name in storage.names("") if (found := re.findall(r"\d+", name))]
+    for _, name in sorted(numbered, reverse=True):
+        if storage.exists(f"{name}/{MANIFEST}"):
+            return name
+    return None
 
 
 def opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | None:

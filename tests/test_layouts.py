@@ -509,3 +509,13 @@ def test_on_a_store_the_tracker_stays_with_what_is_newer_and_the_journal_names_n
     assert first.state_path is not None
     assert first.state_path.startswith("s3://layouts/run/global_step_100/rank_00000.")
     assert_is_state(async_ckpt.load(first.state_path, storage_options=s3.options), 100)
+
+
+@pytest.mark.parametrize("step_format", ["step_{:08d}", "global_step_{}", "global_step{}", "v2-{}"])
+def test_a_run_is_loaded_by_its_root_whatever_its_steps_are_called(tmp_path, step_format):
+    with AsyncCheckpointer(tmp_path, step_format=step_format) as ckpt:
+        for step in (9, 10, 100):
+            ckpt.save({"w": torch.tensor(step)}, step=step).result()
+    (tmp_path / "global_step_2000").mkdir()  # of another writer: no commit
+
+    assert async_ckpt.load(tmp_path)["w"] == 100
