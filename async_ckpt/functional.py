@@ -23,6 +23,7 @@ from .commit.manifest import Archive, Manifest, parse
 from .commit.roots import Roots
 from .commit.run import Run
 from .errors import CorruptCheckpointError, NotCommittedError, StorageUnavailableError
+from .format import zstd
 from .handle import SaveHandle
 from .load import OpenArchive, Part, load_parts, load_state
 from .saver import Saver
@@ -153,10 +154,13 @@ def state_of(
 
 
 def _mapped(path: str) -> mmap_module.mmap:
-    if scheme_of(path) is not None or path.endswith(".zst"):
-        raise ValueError(f"mmap=True maps a local file as it is, and {path} is none; leave it out")
+    if scheme_of(path) is not None:
+        raise ValueError(f"mmap=True maps a local file, and {path} is none; leave it out")
     with open(path, "rb") as file:
-        return mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
+        mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
+    if zstd.begins(mapped[:4]):
+        raise ValueError(f"mmap=True maps a file as it is, and {path} is compressed; leave it out")
+    return mapped
 
 
 def from_step(roots: Roots, step: int, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:

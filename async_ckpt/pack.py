@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .errors import NothingWrittenError
+from .errors import ClosedError, NothingWrittenError, StorageUnavailableError
 from .format.tarball import Tarball
 from .functional import Compression, FileTarget
 from .handle import SaveHandle
@@ -33,12 +34,20 @@ _PathType: Any = type(Path())
 _HOST_BYTES = 256 * 1024 * 1024
 
 _saver: Saver | None = None
+_saver_lock = threading.Lock()
 
 
 class Folder(_PathType):  # type: ignore[misc]
     """A `pathlib.Path`; once the block that it belongs to is left, `handle` is that of the save."""
 
-    handle: SaveHandle
+    _handle: SaveHandle | None = None
+
+    @property
+    def handle(self) -> SaveHandle:
+        """The save, once the block has been left."""
+        if self._handle is None:
+            raise RuntimeError("there is no handle before the block has been left without an exception")
+        return self._handle
 
 
 class Pack:
@@ -47,15 +56,12 @@ class Pack:
     def __init__(self, target: FileTarget, scratch: Path, name: str) -> None:
         self._target, self._parent, self._name = target, scratch, name
         self._scratch: Scratch | None = None
-        self._folder: Folder | None = None
-        self._handle: SaveHandle | None = None
+        self._folder = Folder(scratch)  # once the block is entered, the one to write into
 
     @property
     def handle(self) -> SaveHandle:
         """The save, once the block has been left."""
-        if self._handle is None:
-            raise RuntimeError("there is no handle before the block has been left without an exception")
-        return self._handle
+        return self._folder.handle
 
     def __enter__(self) -> Folder:
         if self._scratch is not None:
@@ -68,15 +74,18 @@ class Pack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._scratch is not None
-        assert self._folder is not None
-        scratch = self._scratch
         if error is not None:
-            scratch.remove()
-            return
-        self._handle = self._folder.handle = _stream(scratch.folder, self._target, scratch)
+            self._scratch.__exit__(kind, error, trace)
+        elif not self._scratch.belongs_here:
+            raise ClosedError(
+                f"{self._folder} belongs to the process that was forked from; leave the block there"
+            )
+        else:
+            self._folder._handle = _stream(self._scratch.folder, self._target, self._scratch)
 
     def __repr__(self) -> str:
-        return f"<Pack {self._target.path}{f' {self._handle!r}' if self._handle else ''}>"
+        handle = self._folder._handle
+        return f"<Pack {self._target.path}{f' {handle!r}' if handle else ''}>"
 
 
 def pack(
@@ -90,9 +99,10 @@ def pack(
 ) -> Pack:
     """A folder for existing code to fill, in a `with` block; what it holds becomes the archive at `destination`.
 
-    Leaving the block returns at once, and `folder.handle` is there; the folder is then streamed as one plain tar (members `./…`; modes, links and
-    holes kept), and removed once that is committed. Leaving it by an exception publishes nothing. When the save
-    fails the folder stays, and the error says where. Packs are streamed one after the other.
+    Leaving the block returns at once, and `folder.handle` is there; the folder is then streamed as one plain tar
+    (members `./…`; modes, links and holes kept), and removed once that is committed. Leaving it by an exception
+    publishes nothing. When the save fails the folder stays, and the error says where. Packs are streamed one after
+    the other, in the order in which their blocks were left: of two with one destination, the later one stays there.
     The folder lies beside a local destination, where every node sees it, and otherwise in the system's temp folder or
     in `scratch`. `compression` is as for `save`, the rest as for AsyncCheckpointer.
     """
@@ -120,27 +130,34 @@ def pack_folder(
     source = Path(folder).absolute()
     if not source.is_dir():
         raise NotADirectoryError(f"{source} is no folder; give the folder that is to be packed")
+    source = source.resolve()
     target = FileTarget.at(
         destination, {"storage_options": storage_options, "engine": engine, "fs": fs}, compression
     )
-    if not target.storage.remote and Path(target.path).resolve().is_relative_to(source.resolve()):
+    if not target.storage.remote and Path(target.path).resolve().is_relative_to(source):
         raise ValueError(f"{target.path} lies in {source}, which would pack itself; write it elsewhere")
     return _stream(source, target, None)
 
 
 def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHandle:
-    saver = files_saver()
-    return saver.take_on(_Packing(saver, folder, target, scratch))
+    packing = _Packing(files_saver(), folder, target, scratch)
+    try:
+        handle = packing.saver.take_on(packing)
+    except ClosedError as error:  # the interpreter is exiting
+        packing.failed(error)
+        raise
+    packing.called.set_result(packing.spans.total())
+    return handle
 
 
 class _Packing:
     """The errand of one folder."""
 
     def __init__(self, saver: Saver, folder: Path, target: FileTarget, scratch: Scratch | None) -> None:
-        self._saver, self._folder, self._target, self._scratch = saver, folder, target, scratch
+        self.saver, self._folder, self._target, self._scratch = saver, folder, target, scratch
         self.path = target.path
         self.staged = running_future()
-        self._spans = Spans()
+        self.spans, self.called = Spans(), running_future()  # `called` is when the caller has its handle
         self._job: SaveJob | None = None
         self._given_up: BaseException | None = None
 
@@ -158,14 +175,15 @@ class _Packing:
             await asyncio.wrap_future(turn)
         job, fill = await off_loop(self._set_up)
         fill.completion.add_done_callback(self._pass_on)
-        with self._saver.relieved_by(job.drain):
+        with self.saver.relieved_by(job.drain):
             fill.begin()
-            return await run_save(job, off_loop)
+            try:
+                return await run_save(job, off_loop)
+            finally:  # until then it reads from the folder
+                await off_loop(fill.completion.exception)
 
     def _set_up(self) -> tuple[SaveJob, FileFill]:
-        called = running_future()
-        called.set_result(0.0)  # nobody was held
-        job, fill = self._saver.files_job(self._scan(), self._target, self._spans, called)
+        job, fill = self.saver.files_job(self._scan(), self._target, self.spans, self.called)
         self._job = job
         if self._given_up is not None:
             job.drain.fail(self._given_up)
@@ -190,11 +208,14 @@ class _Packing:
     def failed(self, error: BaseException) -> None:
         if self._scratch is None:
             return
-        if isinstance(error, NothingWrittenError):
-            self._scratch.remove()
-        else:  # it may be all that there is of this checkpoint
-            self._scratch.keep()
-            error.add_note(f"async_ckpt: what was to be packed is kept in {self._scratch.folder}")
+        try:
+            if isinstance(error, NothingWrittenError):
+                self._scratch.remove()
+            else:  # it may be all that there is of this checkpoint
+                self._scratch.keep()
+                error.add_note(f"async_ckpt: what was to be packed is kept in {self._scratch.folder}")
+        except StorageUnavailableError as failure:
+            error.add_note(f"async_ckpt: {failure}")
 
     async def afterwards(self, off_loop: OffLoop) -> None:
         assert self._job is not None
@@ -206,6 +227,17 @@ class _Packing:
 def files_saver() -> Saver:
     """One for all files of the process, made on first use."""
     global _saver
-    if _saver is None or not _saver.belongs_here:
-        _saver = Saver(host_bytes=_HOST_BYTES)
-    return _saver
+    with _saver_lock:
+        if _saver is None:
+            _saver = Saver(host_bytes=_HOST_BYTES)
+        return _saver
+
+
+def _forget_saver() -> None:
+    """In a forked child: a saver of its own, and who held the lock is not here to release it."""
+    global _saver, _saver_lock
+    _saver, _saver_lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_saver)

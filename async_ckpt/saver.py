@@ -263,10 +263,10 @@ class Saver:
         """
         self._report_unseen()
         self._refuse_if_forked()
+        worker = get_worker()
         with self._changed:
             self._refuse_if_closed()
             self._num_admitted += 1
-        worker = get_worker()
         handle = SaveHandle(
             step=None,
             path=errand.path,
@@ -276,6 +276,8 @@ class Saver:
         )
         pending = Pending(handle, errand.give_up, self._exit_timeout)
         turn = self._follow(pending)
+        # What the next one needs is little, and soon there again.
+        pending.finished.add_done_callback(lambda _: self.pool.release())
 
         async def story() -> SaveReport:
             try:
@@ -302,7 +304,7 @@ class Saver:
             files.image.segments(size),
             order=self._next_order(),
             pool=self.pool,
-            crew=worker.copiers,
+            crew=worker.readers,
             clock=self._clock,
             put=drain.put,
             check=drain.check,

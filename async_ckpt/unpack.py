@@ -13,13 +13,15 @@ import contextlib
 import gzip
 import io
 import os
+import re
+import stat
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 from .errors import CorruptCheckpointError, NotCommittedError, UnsafeArchiveError
 from .format import zstd
@@ -34,17 +36,11 @@ from .storage.url import Engine, Where, shown
 # What a checkpoint may be made of; the one of 100,000 files is a tenth of it.
 MAX_MEMBERS: Final = 1_000_000
 _GZIP_MAGIC: Final = b"\x1f\x8b"
-# Headers are read as a whole: one that says that it is longer than any name or list of attributes is a bomb.
+# Headers, and maps of holes, are read as a whole: no name and no list of attributes is as long as this.
 _MAX_HEADER_BYTES: Final = MIB
-_HEADERS: Final = frozenset(
-    {
-        tarfile.XHDTYPE,
-        tarfile.XGLTYPE,
-        tarfile.SOLARIS_XHDTYPE,
-        tarfile.GNUTYPE_LONGNAME,
-        tarfile.GNUTYPE_LONGLINK,
-    }
-)
+_MAX_NAME_BYTES: Final = 4096
+# A number that long makes `tarfile` take a time that grows with its square (CVE-2024-6232); no name has one either.
+_LONG_NUMBER: Final = re.compile(rb"[0-9]{256}")
 # SkyRL writes such an archive where weights were not to be kept.
 _MARKER: Final = "MARKER"
 _BUFFER_BYTES: Final = MIB
@@ -72,16 +68,16 @@ def extract(
     target = Path(folder).absolute()
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"{target} is there already, and not an empty folder; give a new one")
-    place = {"storage_options": storage_options, "engine": engine, "fs": fs}
-    scratch = Scratch(target.parent, target.name)
-    try:
+    place = target.resolve()
+    with Scratch(place.parent, place.name) as scratch:
         limits = _Limits(max_bytes, max_file_bytes, max_members)
-        _extract(source, scratch.folder, limits, place)
+        _extract(
+            source, scratch.folder, limits, {"storage_options": storage_options, "engine": engine, "fs": fs}
+        )
         with translated(target):
-            os.replace(scratch.folder, target)
-            scratch.folder.mkdir()
-    finally:
-        scratch.remove()
+            if place.is_dir():  # its owner decides who may look into it
+                scratch.folder.chmod(stat.S_IMODE(place.stat().st_mode))
+            os.replace(scratch.folder, place)
     return target
 
 
@@ -102,25 +98,15 @@ def unpack(
     It lies in the system's temp folder or in `scratch`. Everything else is as for `extract`.
     """
     parent = Path(tempfile.gettempdir() if scratch is None else scratch).absolute()
-    owner = Scratch(parent, "unpacked")
-    try:
-        yield extract(
-            source,
-            owner.folder / "unpacked",
-            max_bytes=max_bytes,
-            max_file_bytes=max_file_bytes,
-            max_members=max_members,
-            storage_options=storage_options,
-            engine=engine,
-            fs=fs,
-        )
-    finally:
-        owner.remove()
+    with Scratch(parent, "unpacked") as own:
+        limits = _Limits(max_bytes, max_file_bytes, max_members)
+        _extract(source, own.folder, limits, {"storage_options": storage_options, "engine": engine, "fs": fs})
+        yield own.folder
 
 
 @dataclass(slots=True)
 class _Limits:
-    """What may still come."""
+    """What may come, and what has come so far."""
 
     max_bytes: int | None
     max_file_bytes: int | None
@@ -128,14 +114,21 @@ class _Limits:
     num_bytes: int = 0
     num_members: int = 0
 
-
-@dataclass(slots=True)
-class _Seen:
-    """Members so far, by their path in parts: what a later one may lie in, or link to."""
-
-    folders: set[tuple[str, ...]] = field(default_factory=lambda: {()})
-    files: set[tuple[str, ...]] = field(default_factory=set)
-    links: set[tuple[str, ...]] = field(default_factory=set)
+    def take(self, member: tarfile.TarInfo, num_members: int, path: str) -> None:
+        """Count a member, and the folders that come with it. Raises UnsafeArchiveError when it is too much."""
+        self.num_members += num_members
+        self.num_bytes += member.size
+        for name, limit, found in (
+            ("max_members", self.max_members, self.num_members),
+            ("max_file_bytes", self.max_file_bytes, member.size),
+            ("max_bytes", self.max_bytes, self.num_bytes),
+        ):
+            if limit is not None and found > limit:
+                raise UnsafeArchiveError(
+                    f"{path}: the member {member.name[:200]!r} goes beyond {name}={limit:,}; raise it if that is right",
+                    path=path,
+                    member=member.name[:200],
+                )
 
 
 def _extract(source: Where, folder: Path, limits: _Limits, place: dict[str, Any]) -> None:
@@ -144,25 +137,13 @@ def _extract(source: Where, folder: Path, limits: _Limits, place: dict[str, Any]
         raise FileNotFoundError(f"{shown(os.fspath(source))}: there is no such archive")
     reader, path = opened
     with ReadAhead(reader) as raw, _damage_told(path):
-        content: Any = _Forward(_decompressed(raw, path))
-        with tarfile.open(fileobj=content, mode="r:", tarinfo=_Info) as tar:
-            tar.copybufsize = _BUFFER_BYTES  # type: ignore[attr-defined]  # it copies by 16 KiB otherwise
-            _extract_members(tar, folder, limits, path)
+        content = _Forward(_decompressed(raw, path))
+        with tarfile.open(fileobj=cast(Any, content), mode="r:", tarinfo=_Info) as tar:
+            _extract_members(tar, content, folder, limits, path)
         _expect_end(content, path)
-
-
-def _extract_members(tar: tarfile.TarFile, folder: Path, limits: _Limits, path: str) -> None:
-    seen = _Seen()
-    while (member := tar.next()) is not None:
-        tar.members.clear()  # type: ignore[attr-defined]  # or it would keep all of them
-        parts = _checked(member, seen, path)
-        _count(member, limits, folder, path)
-        if not parts:
-            continue  # the folder itself
-        with translated(folder.joinpath(*parts)):
-            tar.extract(member, folder, filter="data")
-    if seen.files == {(_MARKER,)} and len(seen.folders) == 1 and not seen.links:
-        text = (folder / _MARKER).read_bytes()[:300].decode(errors="replace").strip()
+    if os.listdir(folder) == [_MARKER] and not (folder / _MARKER).is_dir():
+        with open(folder / _MARKER, "rb") as file:
+            text = file.read(300).decode(errors="replace").strip()
         raise NotCommittedError(
             f"{path} is a mere marker, without weights: it was saved with persist=False ({text}); save it with persist=True",
             path=path,
@@ -170,8 +151,29 @@ def _extract_members(tar: tarfile.TarFile, folder: Path, limits: _Limits, path: 
         )
 
 
-def _checked(member: tarfile.TarInfo, seen: _Seen, path: str) -> tuple[str, ...]:
-    """The member's path in parts, when nothing speaks against it. Raises UnsafeArchiveError."""
+def _extract_members(
+    tar: tarfile.TarFile, content: _Forward, folder: Path, limits: _Limits, path: str
+) -> None:
+    tar.copybufsize = _BUFFER_BYTES  # type: ignore[attr-defined]  # it copies by 16 KiB otherwise
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # type: ignore[attr-defined]  # or it would keep all of them
+        if member.size < 0:
+            raise _DamagedError("it has a member of less than no bytes")
+        with translated(folder / member.name, needed_bytes=member.size, passing=(gzip.BadGzipFile,)):
+            num_folders = _checked(member, folder, path)
+            limits.take(member, 1 + num_folders, path)
+            _expect_room(member, folder)
+            content.header_bytes = None
+            tar.extract(member, folder, filter="data")
+        content.header_bytes = _MAX_HEADER_BYTES
+        if len(str(tar.pax_headers)) > _MAX_HEADER_BYTES:  # those of all members that follow add up
+            raise _DamagedError("its global headers are too long")
+    if not limits.num_members:
+        raise _DamagedError("it holds nothing")
+
+
+def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
+    """How many folders on the way to a member are not there yet. Raises UnsafeArchiveError for what would do harm."""
 
     def refuse(why: str) -> NoReturn:
         name = member.name[:200]
@@ -181,63 +183,72 @@ def _checked(member: tarfile.TarInfo, seen: _Seen, path: str) -> tuple[str, ...]
             member=name,
         )
 
-    parts = tuple(part for part in member.name.split("/") if part not in ("", "."))
+    parts = _parts(member.name)
+    if len(os.fsencode(member.name)) > _MAX_NAME_BYTES:
+        refuse("has a name that is too long")
     if member.name.startswith("/") or os.path.isabs(member.name):
         refuse("has an absolute name")
     if ".." in parts or (os.sep != "/" and any(os.sep in part for part in parts)):
         refuse("leads out of the folder")
-    for depth in range(1, len(parts)):
-        if parts[:depth] in seen.links or parts[:depth] in seen.files:
-            refuse("lies behind a link, or in a file")
-        seen.folders.add(parts[:depth])
-    if member.isdir():
-        if parts in seen.links or parts in seen.files:
-            refuse("is there already")
-        seen.folders.add(parts)
-        return parts
-    if not parts or parts in seen.links or parts in seen.files or parts in seen.folders:
+    kinds = _kinds(folder, parts)
+    if any(kind != stat.S_IFDIR for kind in kinds[: len(parts) - 1]):
+        refuse("lies behind a link, or in a file")
+    if len(kinds) == len(parts) and not (member.isdir() and set(kinds) <= {stat.S_IFDIR}):
         refuse("is there already")
     if member.issym():
         if not stays_inside("/".join(parts), member.linkname):
             refuse(f"links to {member.linkname[:200]!r}, out of the folder")
-        seen.links.add(parts)
     elif member.islnk():
-        target = tuple(part for part in member.linkname.split("/") if part not in ("", "."))
-        if member.linkname.startswith("/") or target not in seen.files:
+        target = _parts(member.linkname)
+        found = _kinds(folder, target)
+        if (
+            member.linkname.startswith("/")
+            or ".." in target
+            or len(found) < len(target)
+            or found[-1:] != [stat.S_IFREG]
+        ):
             refuse(f"links to {member.linkname[:200]!r}, which is no file before it")
-        seen.files.add(parts)
-    elif member.isreg():
-        seen.files.add(parts)
-    else:
+    elif not (member.isreg() or member.isdir()):
         refuse("is a device, a pipe, or something else that is no file")
-    return parts
+    return max(0, len(parts) - 1 - len(kinds))
 
 
-def _count(member: tarfile.TarInfo, limits: _Limits, folder: Path, path: str) -> None:
-    limits.num_members += 1
-    limits.num_bytes += max(0, member.size)
-    told: tuple[str, int | None] | None = None
-    if limits.num_members > limits.max_members:
-        told = "max_members", limits.max_members
-    elif limits.max_file_bytes is not None and member.size > limits.max_file_bytes:
-        told = "max_file_bytes", limits.max_file_bytes
-    elif limits.max_bytes is not None and limits.num_bytes > limits.max_bytes:
-        told = "max_bytes", limits.max_bytes
-    if told:
-        raise UnsafeArchiveError(
-            f"{path}: the member {member.name[:200]!r} goes beyond {told[0]}={told[1]:,}; raise it if that is right",
-            path=path,
-            member=member.name[:200],
-        )
-    sparse = getattr(member, "sparse", None)
-    needed = member.size if sparse is None else sum(length for _, length in sparse)
+def _parts(name: str) -> list[str]:
+    return [part for part in name.split("/") if part not in ("", ".")]
+
+
+def _kinds(folder: Path, parts: Sequence[str]) -> list[int]:
+    """What lies there, part by part, as far as it is there and no link would be followed."""
+    kinds: list[int] = []
+    place = str(folder)
+    for part in parts:
+        place = os.path.join(place, part)
+        try:
+            kinds.append(stat.S_IFMT(os.lstat(place).st_mode))
+        except FileNotFoundError:
+            break
+        if kinds[-1] != stat.S_IFDIR:
+            break
+    return kinds
+
+
+def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
+    """Raises StorageFullError when the disk has no room for a member, whose map of holes must be a true one."""
+    runs: Any = member.sparse
+    needed, end = member.size, 0
+    if runs is not None:
+        needed = 0
+        for offset, length in runs:
+            if length and (length < 0 or not end <= offset <= member.size - length):
+                raise _DamagedError("its map of holes cannot be true")
+            needed, end = needed + length, max(end, offset + length)
     free = free_bytes_at(folder) if needed > _BUFFER_BYTES else None
     if free is not None and needed > free:
         raise full(folder, needed, free)
 
 
 class _Info(tarfile.TarInfo):
-    """A header that is not what it should be is an error; `tarfile` takes it for the end."""
+    """A header that is not what it should be is an error; `tarfile` takes some for the end."""
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> _Info:
@@ -247,10 +258,8 @@ class _Info(tarfile.TarInfo):
             raise
         except tarfile.HeaderError as error:
             raise _DamagedError("it is cut off" if len(buf) < tarfile.BLOCKSIZE else str(error)) from error
-        if info.type in _HEADERS and not 0 <= info.size <= _MAX_HEADER_BYTES:
-            raise _DamagedError(f"it has a header of {info.size:,} bytes")
         if info.size < 0:
-            raise _DamagedError("it has a member of less than no bytes")
+            raise _DamagedError("it has a header of less than no bytes")
         return info
 
 
@@ -292,13 +301,30 @@ def _decompressed(raw: io.RawIOBase, path: str) -> Any:
     magic = buffered.peek(4)[:4]
     if magic.startswith(_GZIP_MAGIC):
         return gzip.GzipFile(fileobj=buffered)
-    if magic == zstd.MAGIC:
+    if zstd.begins(magic):
         try:
             import zstandard
         except ImportError:
             raise ImportError(f'{path} is compressed; pip install "async_ckpt[zstd]"') from None
-        return zstandard.ZstdDecompressor().stream_reader(buffered, read_across_frames=True)
+        return zstandard.ZstdDecompressor().stream_reader(
+            cast(Any, _Followed(buffered)), read_across_frames=True
+        )
     return buffered
+
+
+class _Followed:
+    """Frames on their way to a decompressor, which does not tell when the last one is cut off."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._frames = zstd.Follower()
+
+    def read(self, num_bytes: int) -> bytes:
+        data: bytes = self._file.read(num_bytes)
+        self._frames.feed(data)
+        if not data and not self._frames.is_whole:
+            raise EOFError("it is cut off")
+        return data
 
 
 class _Forward:
@@ -312,6 +338,7 @@ class _Forward:
         self._at = 0  # of the next byte of `file`
         self._last = b""  # the byte before it
         self._wanted = 0
+        self.header_bytes: int | None = _MAX_HEADER_BYTES  # that may still be read; None while data is
 
     def tell(self) -> int:
         return self._wanted
@@ -323,12 +350,23 @@ class _Forward:
         return position
 
     def read(self, num_bytes: int) -> bytes:
+        if self.header_bytes is None:
+            return self._read(num_bytes)
+        self.header_bytes -= num_bytes
+        if self.header_bytes < 0:
+            raise _DamagedError("it has a header that is too long")
+        data = self._read(num_bytes)
+        if _LONG_NUMBER.search(data):
+            raise _DamagedError("it has a header that makes no sense")
+        return data
+
+    def _read(self, num_bytes: int) -> bytes:
         while self._at < self._wanted:
             if not self._take(min(_BUFFER_BYTES, self._wanted - self._at)):
                 return b""
         if self._wanted < self._at and num_bytes:
             self._wanted += 1
-            return self._last + self.read(num_bytes - 1)
+            return self._last + self._read(num_bytes - 1)
         data = self._take(num_bytes)
         self._wanted = self._at
         return data
@@ -347,6 +385,7 @@ class _Forward:
 
 def _expect_end(content: _Forward, path: str) -> None:
     """Nothing but zeros may follow the end of the archive."""
+    content.header_bytes = None
     while rest := content.read(_BUFFER_BYTES):
         if rest.strip(b"\0"):
             raise CorruptCheckpointError(

@@ -2,9 +2,9 @@
 
 In: stories (coroutines) that belong to handles. Out: resolved handles. Knows nothing of: what a save is made of.
 
-One worker serves the process. Its helpers: `copiers` fill segments, `writers` drain them and give way to training,
-`callers` run blocking calls for the loop, `callbacks` run the users' callbacks. At interpreter exit pending saves are drained by a hook that
-runs before the interpreter joins its threads.
+One worker serves the process. Its helpers: `copiers` fill segments, `readers` do so from files, `writers` drain them;
+these two give way to training. `callers` run blocking calls for the loop, `callbacks` run the users' callbacks. At
+interpreter exit pending saves are drained by a hook that runs before the interpreter joins its threads.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Worker:
         self.pid = os.getpid()
         self.stopped = False
         self.copiers = Crew("copy", 32)
+        self.readers = Crew("read", 8, background=True)
         self.background = Crew("background", 4, background=True)
         self._writers: dict[str, Crew] = {}  # under _lock
         self._hanging: list[Future[None]] = []  # under _lock
@@ -154,7 +155,8 @@ class Worker:
             lost = [handle for handle in self._unseen if not handle.looked_at]
         for handle in lost:
             error = handle.exception()
-            _tell_loss(handle, f"{type(error).__name__}: {error}")
+            notes = getattr(error, "__notes__", [])
+            _tell_loss(handle, "; ".join([f"{type(error).__name__}: {error}", *notes]))
         for handle in stuck:
             if not handle.done():
                 _tell_loss(handle, "it was given up, but a write of it has not returned")

@@ -83,6 +83,8 @@ class WholeFile:
     digests = None
 
     def __init__(self, num_bytes: int) -> None:
+        if num_bytes < 1:
+            raise ValueError("an empty file has no segments; write it as a small object")
         self.file_bytes = num_bytes
         self.runs = [(0, 0)]
 
@@ -104,7 +106,7 @@ def stays_inside(name: str, target: str) -> bool:
 def _header(entry: Entry) -> bytes:
     """The member's header, and for a file with holes the map of what is between them, which belongs to its data."""
     plain = entry.kind == tarfile.REGTYPE and not entry.is_sparse and entry.num_bytes < 8**11
-    if plain and entry.name.isascii() and len(entry.name) <= tar.MAX_NAME_BYTES and entry.mtime >= 0:
+    if plain and entry.name.isascii() and len(entry.name) <= tar.MAX_NAME_BYTES and 0 <= entry.mtime < 8**11:
         # `tarfile` would make the same block, in ten times the time: too long where there are 100,000 files.
         return tar.header(entry.name, entry.num_bytes, mtime=entry.mtime, mode=entry.mode)
     info = tarfile.TarInfo(entry.name)
@@ -115,9 +117,10 @@ def _header(entry: Entry) -> bytes:
         return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
     told = _map(entry)
     folder, _, base = entry.name.rpartition("/")
-    info.name = f"{folder}/GNUSparseFile.0/{base}"
     info.size = len(told) + sum(length for _, length in entry.runs)
     info.pax_headers = {
+        # First, since `tarfile` goes by the last name that it is told.
+        "path": f"{folder}/GNUSparseFile.0/{base}",
         "GNU.sparse.major": "1",
         "GNU.sparse.minor": "0",
         "GNU.sparse.name": entry.name,

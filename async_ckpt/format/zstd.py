@@ -1,6 +1,7 @@
-"""The table at the end of a compressed archive that says where each frame begins.
+"""The table at the end of a compressed archive that says where each frame begins; and where frames end.
 
-In: sizes of frames. Out: the bytes of the table, and the sizes back. Knows nothing of: what is in the frames.
+In: sizes of frames, or their bytes. Out: the bytes of the table, and the sizes back. Knows nothing of: what is in the
+frames.
 
 The zstd seekable format, version 0.1.0 (https://github.com/facebook/zstd/blob/dev/contrib/seekable_format): ordinary
 frames, and a skippable one behind them, so `zstd -d` and `tar --zstd` read the file as if the table were not there.
@@ -9,12 +10,12 @@ frames, and a skippable one behind them, so `zstd -d` and `tar --zstd` read the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Final, NamedTuple
 
-MAGIC: Final = b"\x28\xb5\x2f\xfd"  # of a frame, and so of a file
+_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 FOOTER_BYTES: Final = 9
-_SKIPPABLE: Final = 0x184D2A5E
+_SKIPPABLE: Final = 0x184D2A5E  # of the 16 magic numbers that say so, the one that a seek table has
 _SEEKABLE: Final = 0x8F92EAB1
 _HEADER: Final = struct.Struct("<II")  # magic, bytes that follow
 _ENTRY: Final = struct.Struct("<II")  # compressed, uncompressed
@@ -22,6 +23,15 @@ _FOOTER: Final = struct.Struct("<IBI")  # frames, descriptor, magic
 _MAX_FRAMES: Final = 0x8000000
 _CHECKSUMS: Final = 0x80
 _RESERVED: Final = 0x7C
+
+
+def begins(data: bytes | bytearray) -> bool:
+    """Whether what begins with these bytes is made of frames; the first may be one to be skipped."""
+    return data[:4] == _MAGIC or _is_skippable(data[:4])
+
+
+def _is_skippable(magic: bytes | bytearray) -> bool:
+    return len(magic) == 4 and int.from_bytes(magic, "little") & ~0xF == _SKIPPABLE & ~0xF
 
 
 class Frame(NamedTuple):
@@ -63,6 +73,62 @@ def parse(table: bytes, *, data_bytes: int) -> list[Frame]:
     if sum(frame.compressed for frame in frames) != data_bytes:
         raise ValueError("the seek table tells of other frames than there are")
     return frames
+
+
+class Follower:
+    """Follows a stream from frame to frame (RFC 8878, section 3), to tell whether it ends with one.
+
+    A decompressor does not tell: it takes the beginning of a frame for as much as it gives.
+    """
+
+    def __init__(self) -> None:
+        self._skip = 0  # bytes that say nothing
+        self._between = True  # there may be an end here
+        self._head = b""  # of what is looked at next
+        self._steps = self._follow()
+        self._wanted = next(self._steps)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the stream may end here."""
+        return self._between and not self._skip and not self._head
+
+    def feed(self, data: bytes) -> None:
+        """The next bytes. Raises ValueError where no frame begins."""
+        at = 0
+        while at < len(data):
+            skipped = min(self._skip, len(data) - at)
+            self._skip, at = self._skip - skipped, at + skipped
+            more = data[at : at + self._wanted - len(self._head)]
+            self._head, at = self._head + more, at + len(more)
+            if len(self._head) == self._wanted:
+                head, self._head = self._head, b""
+                self._wanted = self._steps.send(head)
+
+    def _follow(self) -> Generator[int, bytes, None]:
+        """Yields how many bytes to look at, behind those to skip."""
+        while True:
+            self._between = True
+            magic = yield 4
+            self._between = False
+            if _is_skippable(magic):
+                self._skip = int.from_bytes((yield 4), "little")
+            elif magic == _MAGIC:
+                yield from self._follow_frame()
+            else:
+                raise ValueError("something that is no frame follows one")
+
+    def _follow_frame(self) -> Generator[int, bytes, None]:
+        descriptor = (yield 1)[0]
+        in_one = descriptor >> 5 & 1  # then there is no byte for the window, and one at least for the size
+        self._skip = (1 - in_one) + (0, 1, 2, 4)[descriptor & 3] + (in_one, 2, 4, 8)[descriptor >> 6]
+        last = 0
+        while not last:
+            head = int.from_bytes((yield 3), "little")
+            last, is_one_byte_repeated = head & 1, head >> 1 & 3 == 1
+            self._skip = 1 if is_one_byte_repeated else head >> 3
+        if descriptor & 4:
+            self._skip += 4  # a checksum
 
 
 def _entry_bytes(descriptor: int) -> int:

@@ -28,6 +28,8 @@ _GROWTH: Final = 1 / 128
 _SLACK_BYTES: Final = 1024 * 1024
 _MAX_LEVEL: Final = 22
 _NUM_CACHED: Final = 4
+# The smallest block of a frame is 4 bytes, and makes 128 KiB: what claims to be more lies about its size.
+_MAX_RATIO: Final = 128 * 1024 // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,9 @@ def compressing(storage: Storage, how: Zstd) -> Storage:
 
 def decompressing(reader: Reader, path: str) -> Reader:
     """What is in an object: itself, or if it is compressed what it was made of. Raises CorruptCheckpointError."""
-    magic = bytearray(min(len(zstd.MAGIC), reader.num_bytes))
+    magic = bytearray(min(4, reader.num_bytes))
     reader.read_into(0, memoryview(magic))
-    return ZstdReader(reader, path) if magic == zstd.MAGIC else reader
+    return ZstdReader(reader, path) if zstd.begins(magic) else reader
 
 
 class ZstdSink:
@@ -115,7 +117,7 @@ class ZstdSink:
         self._next = 0  # the next to be appended
         self._num_compressing = 0
         self._appending = False
-        self._given_up = False
+        self._error: BaseException | None = None
         self._frames: list[zstd.Frame] = []  # of whoever appends
         self._local = threading.local()
 
@@ -130,21 +132,21 @@ class ZstdSink:
     def write(self, offset: int, data: memoryview, lease: Held) -> None:
         lease.retain()
         with self._lock:
-            refused = self._given_up
-            if not refused:
+            refused = self._error
+            if refused is None:
                 self._held[offset // self._segment_bytes] = (data, lease)
-        if refused:
+        if refused is not None:
             lease.release()
-            self._out.check()
+            raise refused
         try:
-            while (number := self._take()) is not None:
-                self._compress(number)
+            while (taken := self._take()) is not None:
+                self._compress(*taken)
                 self._append_what_is_due()
         except BaseException as error:
             self._fail(error)
             raise
 
-    def _take(self) -> int | None:
+    def _take(self) -> tuple[int, memoryview, Held] | None:
         """A segment to compress: the earliest, unless enough threads are at it or its turn is far away."""
         with self._lock:
             number = min(self._held, default=None)
@@ -152,22 +154,15 @@ class ZstdSink:
             if number is None or self._num_compressing >= limit or number > self._next + 2 * limit:
                 return None
             self._num_compressing += 1
-            self._ready[number] = []
-            return number
+            return number, *self._held.pop(number)
 
-    def _compress(self, number: int) -> None:
-        with self._lock:
-            data, lease = self._held.pop(number, (None, None))
-        frames: list[tuple[bytes, int]] = []
+    def _compress(self, number: int, data: memoryview, lease: Held) -> None:
         try:
-            if data is not None:
-                compressor = self._compressor()
-                for begin in range(0, len(data), BLOCK_BYTES):
-                    block = data[begin : begin + BLOCK_BYTES]
-                    frames.append((compressor.compress(block), len(block)))
+            compressor = self._compressor()
+            blocks = (data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES))
+            frames = [(compressor.compress(block), len(block)) for block in blocks]
         finally:
-            if lease is not None:
-                lease.release()
+            lease.release()
             with self._lock:
                 self._num_compressing -= 1
         with self._lock:
@@ -183,7 +178,7 @@ class ZstdSink:
         """In file order, by one thread at a time; the others leave theirs to that one."""
         while True:
             with self._lock:
-                if self._appending or self._given_up or not self._ready.get(self._next):
+                if self._appending or self._error or self._next not in self._ready:
                     return
                 self._appending = True
                 frames = self._ready.pop(self._next)
@@ -214,7 +209,7 @@ class ZstdSink:
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            self._given_up = True
+            self._error = self._error or error
             held, self._held = self._held, {}
         for _, lease in held.values():
             lease.release()
@@ -286,7 +281,7 @@ class ZstdReader:
             raise self._corrupt(
                 f"{error}; it is cut off, or was compressed by another program: then use unpack()"
             ) from error
-        if any(not 0 < frame.uncompressed <= BLOCK_BYTES for frame in frames):
+        if any(not 0 < f.uncompressed <= min(BLOCK_BYTES, f.compressed * _MAX_RATIO) for f in frames):
             raise self._corrupt("its frames are not those of an archive; use unpack()")
         return frames
 

@@ -39,7 +39,8 @@ class ReadAhead(io.RawIOBase):
     def readinto(self, target: Any) -> int:
         self._ask()
         if not self._chunk and self._ahead:
-            self._chunk = self._ahead.popleft().result()
+            self._chunk = self._ahead[0].result()  # only then let go of it: `close` waits for what is here
+            del self._ahead[0]
             self._ask()
         view = memoryview(target).cast("B")
         part = self._chunk[: len(view)]

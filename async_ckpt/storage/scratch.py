@@ -15,8 +15,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
+from ..errors import StorageUnavailableError
 from .local import (
     TEMP_SUFFIX,
     create_locked,
@@ -30,39 +32,75 @@ from .local import (
 )
 
 _FOLDER_SUFFIX: Final = ".d"
+_INNER: Final = "files"
 _EXCHANGE: Final = 2
 
 
 class Scratch:
-    """A new folder in `parent`, for what is to be called `name`."""
+    """A new folder in `parent`, for what is to be called `name`; other users of the machine cannot look into it.
+
+    As a context manager it is removed in the end. It belongs to the process that made it: a forked child leaves it
+    alone.
+    """
 
     def __init__(self, parent: Path, name: str) -> None:
         with translated(parent):
             make_folder(parent)
             _sweep(parent, name)
             self._lock, self._fd = create_locked(parent / name)
-            self.folder = _folder_of(self._lock)
-            self.folder.mkdir(0o777)
+            self._outer, self._pid = _folder_of(self._lock), os.getpid()
+            self.folder = self._outer / _INNER
+            try:
+                self._outer.mkdir(0o700)
+                self.folder.mkdir()  # with the mode that the user's umask gives every folder
+            except BaseException:
+                self._delete()
+                raise
+
+    @property
+    def belongs_here(self) -> bool:
+        """False in a child that was forked after this folder was made."""
+        return os.getpid() == self._pid
 
     def remove(self) -> None:
         """Remove it with all that is in it. Idempotent. Raises StorageUnavailableError when it cannot be."""
-        if self._fd < 0:
-            return
-        with translated(self.folder):
-            shutil.rmtree(self.folder)
-            os.unlink(self._lock)
-        fd, self._fd = self._fd, -1
-        forget(fd)
+        if self._fd >= 0 and self.belongs_here:
+            with translated(self.folder):
+                self._delete()
 
     def keep(self) -> None:
         """It is all that there is of something: leave it, for its owner to look at. It is never swept."""
+        if self._fd >= 0 and self.belongs_here:
+            kept = self._lock.with_name(self._lock.name.removesuffix(TEMP_SUFFIX) + ".kept")
+            with translated(self.folder):
+                os.rename(self._outer, kept)
+                self.folder = kept / _INNER
+                self._let_go()
+
+    def _delete(self) -> None:
+        if self._outer.exists():
+            shutil.rmtree(self._outer)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """The lock goes last: a folder without one is swept."""
         fd, self._fd = self._fd, -1
-        if fd >= 0:
-            kept = self.folder.with_name(self.folder.name.replace(TEMP_SUFFIX + _FOLDER_SUFFIX, ".kept"))
-            os.rename(self.folder, kept)
-            self.folder = kept
+        forget(fd)
+        with suppress(FileNotFoundError):  # whoever swept it in this moment found nothing else
             os.unlink(self._lock)
-            forget(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.remove()
+        except StorageUnavailableError as failure:
+            if error is None:
+                raise
+            error.add_note(f"async_ckpt: {failure}")
 
     def __repr__(self) -> str:
         return f"<Scratch {self.folder}{'' if self._fd >= 0 else ' (let go)'}>"
