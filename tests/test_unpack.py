@@ -863,6 +863,13 @@ def test_a_byte_that_is_wrong_in_what_is_compressed_is_damage(place, packed):
         refused(place, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], CorruptCheckpointError)
 
 
+def test_a_checksum_that_is_wrong_in_the_middle_of_a_member_is_damage(place):
+    data = plain_tar([member("a", random.Random(2).randbytes(2 * MIB))])
+    first, rest = bytearray(gzip.compress(data[:MIB])), gzip.compress(data[MIB:])
+    first[-8] ^= 1
+    refused(place, bytes(first) + rest, CorruptCheckpointError)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=6), st.data())
 def test_an_archive_with_any_bytes_wrong_is_extracted_or_a_checkpoint_error(changes, data):
@@ -1018,7 +1025,7 @@ class Recorder:
             self.asked.append((offset, len(target)))
             self.inside += 1
         try:
-            if self.waits_at is not None and offset >= self.waits_at:
+            if offset == self.waits_at:
                 self.reached.set()
                 self.go_on.wait(60)
             if self.fails_at is not None and offset >= self.fails_at:
@@ -1093,6 +1100,7 @@ def test_an_interrupted_read_leaves_nobody_reading_from_what_is_closed(recorded,
         with pytest.raises(KeyboardInterrupt):
             file.read(10)
     recorded.reached.wait(60)
+    until(lambda: recorded.inside == 1)  # the one that nobody waits for any more
     closing = Call(file.close)
     closing.wait_until_inside("exception")
     assert recorded.closed == 0
