@@ -12,11 +12,13 @@ import os
 import shutil
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from ..snapshot.crew import LibraryThread
 from .local import (
     TEMP_SUFFIX,
     create_locked,
@@ -66,6 +68,19 @@ class Scratch:
 
     def __repr__(self) -> str:
         return f"<Scratch {self.folder}{'' if self._fd >= 0 else ' (let go)'}>"
+
+
+def refuse_in_running(folder: Path) -> None:
+    """Raise ValueError for what a function that runs in such a folder would save there in the background.
+
+    It cannot wait for it, and the folder is gone when the function has returned.
+    """
+    inside = any(part.endswith(TEMP_SUFFIX + _FOLDER_SUFFIX) for part in folder.parts)
+    if inside and isinstance(threading.current_thread(), LibraryThread):
+        raise ValueError(
+            f"{folder} is where a wrapped function is just writing, and goes when that returns: nothing can be saved "
+            "there in the background; call a plain function, such as .__wrapped__ of a wrapped one"
+        )
 
 
 def files_in(folder: Path) -> Iterator[Path]:
