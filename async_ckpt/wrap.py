@@ -43,7 +43,7 @@ from .state.arguments import closed_over, copied, tensors_in
 from .storage.append import Appender
 from .storage.base import Storage
 from .storage.local import LocalStorage, temps_of, translated
-from .storage.scratch import Scratch, publish, refuse_in_running, sync_all
+from .storage.scratch import Scratch, publish, refuse_in_running, refuse_misfit, sync_all
 from .storage.url import Engine, parent_and_name, storage_at
 from .worker import get_worker
 
@@ -481,8 +481,12 @@ class _Call:
             names = temps_of(where.name, where.storage.names(""))
             where.storage.sweep("", names, delete=True)
         self._out = Appender(where.storage, where.name, limit_bytes=2 * self._host_bytes + _LIMIT_BYTES)
-        with _File(self._out) as file:
-            self._call(file)
+        try:
+            with _File(self._out) as file:
+                self._call(file)
+        except BaseException:
+            self._out.check()  # what the sink met, whatever the function has made of it
+            raise
         self._num_bytes = self._out.num_bytes
         if not self._num_bytes:
             raise NothingWrittenError(f"{self._options.name} wrote nothing; {self.path} is left as it was")
@@ -514,8 +518,11 @@ class _Call:
             self._num_retries = self._out.sink.num_retries
         elif not self._where.storage.remote:
             with translated(self._where.parent, passing=(FileExistsError, IsADirectoryError)):
-                for path in self._written:
-                    publish(path, self._where.parent / path.name)
+                targets = {path: self._where.parent / path.name for path in self._written}
+                for path, target in targets.items():  # all of them, before the first is visible
+                    refuse_misfit(path, target)
+                for path, target in targets.items():
+                    publish(path, target)
 
     async def _upload(self, off_loop: OffLoop) -> None:
         assert self._scratch is not None

@@ -113,20 +113,26 @@ def publish(written: Path, target: Path) -> None:
     """Rename a durable file or folder to its place, at once and durably.
 
     A file takes the place of a file. A folder that is there keeps what was not written anew, as if it had been written
-    into: it is exchanged for one that has both. Raises FileExistsError when one is a file and the other a folder.
+    into: it is exchanged for one that has both. Raises what `refuse_misfit` does.
     """
-    if target.is_dir() and not target.is_symlink():
-        if not written.is_dir():
-            raise IsADirectoryError(f"{target} is a folder, and a file was written; give another name")
-        if any(target.iterdir()):
-            _publish_over(written, target)
-        else:
-            os.replace(written, target)
-    elif written.is_dir() and os.path.lexists(target):
-        raise FileExistsError(f"{target} is a file, and a folder was written; give another name")
+    refuse_misfit(written, target)
+    if _is_folder(target) and any(target.iterdir()):
+        _publish_over(written, target)
     else:
         os.replace(written, target)
     sync_folder(target.parent)
+
+
+def refuse_misfit(written: Path, target: Path) -> None:
+    """Raise IsADirectoryError or FileExistsError when one is a file and the other a folder."""
+    if _is_folder(target) and not written.is_dir():
+        raise IsADirectoryError(f"{target} is a folder, and a file was written; give another name")
+    if written.is_dir() and os.path.lexists(target) and not _is_folder(target):
+        raise FileExistsError(f"{target} is a file, and a folder was written; give another name")
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _publish_over(written: Path, target: Path) -> None:
