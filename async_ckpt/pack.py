@@ -32,7 +32,7 @@ _PathType: Any = type(Path())
 # Files are read while others are written: what a pack needs is a few segments, however large the folder is.
 _HOST_BYTES = 256 * 1024 * 1024
 
-_saver: Saver | None = None
+_saver = Saver(host_bytes=_HOST_BYTES)
 
 
 class Folder(_PathType):  # type: ignore[misc]
@@ -204,8 +204,15 @@ class _Packing:
 
 
 def files_saver() -> Saver:
-    """One for all files of the process, made on first use."""
-    global _saver
-    if _saver is None or not _saver.belongs_here:
-        _saver = Saver(host_bytes=_HOST_BYTES)
+    """One for all files of the process."""
     return _saver
+
+
+def _forget_saver() -> None:
+    """In a forked child: one of its own."""
+    global _saver
+    _saver = Saver(host_bytes=_HOST_BYTES)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_saver)

@@ -124,6 +124,9 @@ def wrap(
     once. An existing folder keeps what was not written again. When it raises, the handle carries that, and nothing
     is visible. At a URL, files appear one by one, and those that end in ".json" last.
 
+    A module or an optimizer takes longer to copy than what its state_dict() gives. What the function does under
+    Python's lock, as pickling does in part, slows training: the figure "wrapped" of the benchmarks says how much.
+
     Args:
         fn: any function that writes to a path.
         destination: which argument says where: its name, or its position. By default the one that is called so

@@ -31,6 +31,7 @@ MEASURES: Final[dict[str, Measure]] = {
     "restore": figures.restore,
     "memory": figures.memory,
     "training": figures.training,
+    "wrapped": figures.wrapped,
     "import_time": figures.import_time,
 }
 

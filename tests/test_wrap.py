@@ -1015,6 +1015,13 @@ def test_a_hundred_calls_leave_no_threads_descriptors_or_memory(tmp_path):
     assert async_ckpt.functional.host_memory()._idle_bytes() <= 32 * MIB
 
 
+def test_release_gives_the_memory_back(tmp_path):
+    wrap(torch.save)(torch.ones(1000), tmp_path / "x.pt").result()
+    async_ckpt.release()
+
+    assert repr(async_ckpt.functional.host_memory()) == "<HostMemory 0 bytes lent, 0 buffers idle>"
+
+
 # --- functions within functions ----------------------------------------------------------------------------------
 
 
