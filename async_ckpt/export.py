@@ -297,7 +297,7 @@ class _Export:
             list(weights.tensors.values()),
             names,
             optimizers=optimizers,
-            memory=host_memory,
+            memory=host_memory(),
             crew=get_worker().copiers,
             clock=monotonic,
         )

@@ -261,7 +261,7 @@ class Saver:
 
         Raises ClosedError.
         """
-        self._report_unseen()
+        self._report_unseen(stacklevel=5)
         self._refuse_if_forked()
         worker = get_worker()
         with self._changed:
@@ -285,8 +285,10 @@ class Saver:
             except BaseException as error:
                 if not errand.staged.done():
                     errand.staged.set_exception(error)
-                failure = error
-                await worker.off_loop(lambda: errand.failed(failure))
+                try:
+                    await worker.off_loop(partial(errand.failed, error))
+                except Exception as another:
+                    error.add_note(f"async_ckpt: cleaning up after it failed too: {another}")
                 raise
 
         worker.start(pending, story(), lambda: errand.afterwards(worker.off_loop))
@@ -457,7 +459,7 @@ class Saver:
     def _unseen(self) -> list[SaveHandle]:
         return [p.handle for p in self.pending() if _failed(p.handle) and not p.handle.looked_at]
 
-    def _report_unseen(self) -> None:
+    def _report_unseen(self, stacklevel: int = 4) -> None:
         if self._strict:
             self._raise_unseen()
         for handle in self._unseen():
@@ -467,7 +469,7 @@ class Saver:
                 warnings.warn(
                     f"{handle.path} was not saved: {type(error).__name__}: {error}",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=stacklevel,
                 )
 
     def _raise_unseen(self) -> None:

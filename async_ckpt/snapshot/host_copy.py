@@ -10,10 +10,13 @@ streams, guard, tripwires - is the stager's. Storages are copied, not tensors: w
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -22,7 +25,7 @@ from ..format.layout import cut, slices
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
 from ..state.capture import why_not
-from .crew import Crew, local_world_size
+from .crew import Crew, LibraryThread, local_world_size
 from .device import first_device
 from .guard import Optimizers, deferrable, gate_of
 from .pool import LIVENESS_SECONDS, Lease, Segment, free_memory_bytes
@@ -40,29 +43,32 @@ class HostMemory:
     """Buffers for host copies, used again and again. From any thread.
 
     Copies that are under way hold no more than `max_bytes` together, by default half of what is free: the next one
-    waits. What code keeps of a copy after its end is that code's memory.
+    waits. What code keeps of a copy after its end is that code's memory. Kept for the next copies is no more than
+    twice what was ever needed at one time, which is enough for several that differ in size.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
+        self._pid = os.getpid()
+        # Finalizers add to it, and they may run in the middle of anything, so it is used without the lock.
+        self._idle: deque[Segment] = deque()
         self._changed = threading.Condition()
-        self._idle: list[Segment] = []  # under _changed, like all below
-        self._num_lent = 0
+        self._num_lent = 0  # under _changed, like all below
         self._lent_bytes = 0
+        self._most_bytes = 0
 
     def take(self, num_bytes: int, *, device: torch.device | None) -> Segment:
         """Wait for a buffer of at least this size, page-locked for `device`. One copy alone is never refused."""
+        # In a callback, or in a function that runs on a copy, it would wait for itself.
+        may_wait = not isinstance(threading.current_thread(), LibraryThread)
         with self._changed:
-            while self._num_lent and self._lent_bytes + num_bytes > self._limit():
+            while may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
                 self._changed.wait(LIVENESS_SECONDS)
             self._num_lent += 1
             self._lent_bytes += num_bytes
-            fitting = [s for s in self._idle if num_bytes <= s.num_bytes <= 2 * num_bytes]
-            segment = min(fitting, key=lambda s: s.num_bytes, default=None)
-            if segment is not None:
-                self._idle.remove(segment)
+            self._most_bytes = max(self._most_bytes, self._lent_bytes)
         try:
-            segment = segment or self._new(num_bytes)
+            segment = self._fitting(num_bytes) or self._new(num_bytes)
             if device is not None and not segment.pinned:
                 segment.pin(device)  # refused: the copy is slower, and right
         except BaseException:
@@ -79,25 +85,33 @@ class HostMemory:
 
     def give_back(self, segment: Segment) -> None:
         """Nobody looks at it any more."""
-        with self._changed:
-            self._idle.append(segment)
-            self._idle.sort(key=lambda s: s.num_bytes)
-            dropped = self._idle[:-_MAX_IDLE]
-            del self._idle[:-_MAX_IDLE]
-        for old in dropped:
-            old.free()
+        if os.getpid() != self._pid:  # forked since: the memory was left behind
+            return
+        self._idle.append(segment)
+        with suppress(IndexError):  # another thread has taken the last one
+            while len(self._idle) > _MAX_IDLE or self._idle_bytes() > 2 * self._most_bytes:
+                self._idle.popleft().free()
 
     def release(self) -> None:
         """Give the memory that is not in use back to the system."""
-        with self._changed:
-            idle, self._idle = self._idle, []
-        for segment in idle:
-            segment.free()
+        with suppress(IndexError):
+            while True:
+                self._idle.popleft().free()
+
+    def _fitting(self, num_bytes: int) -> Segment | None:
+        """The smallest idle buffer that is large enough, and not far too large."""
+        fitting = [s for s in self._idle.copy() if num_bytes <= s.num_bytes <= 2 * num_bytes]
+        for segment in sorted(fitting, key=lambda s: s.num_bytes):
+            with suppress(ValueError):  # another thread has taken it
+                self._idle.remove(segment)
+                return segment
+        return None
 
     def _new(self, num_bytes: int) -> Segment:
-        with self._changed:
-            held = self._lent_bytes + sum(s.num_bytes for s in self._idle)
-            scarce = held > self._limit()
+        if self._max_bytes is None:
+            scarce = num_bytes > self._spare_bytes()
+        else:
+            scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
         if scarce:
             self.release()
         return Segment(num_bytes)
@@ -105,8 +119,14 @@ class HostMemory:
     def _limit(self) -> int:
         if self._max_bytes is not None:
             return self._max_bytes
-        held = self._lent_bytes + sum(s.num_bytes for s in self._idle)
-        return held + int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size())
+        return self._lent_bytes + self._idle_bytes() + self._spare_bytes()
+
+    def _idle_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self._idle.copy())
+
+    @staticmethod
+    def _spare_bytes() -> int:
+        return int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size())
 
     def __repr__(self) -> str:
         return f"<HostMemory {self._lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
@@ -188,12 +208,21 @@ class HostCopy:
         self.num_bytes = _place(parts)
         device = first_device(source.tensor for source in parts)
         self._buffer: Segment | None = memory.take(max(1, self.num_bytes), device=device)
-        self.snapshot = self._stage(parts, optimizers, crew, clock)
-        # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
-        owner = (ctypes.c_ubyte * self._buffer.num_bytes).from_buffer(self._buffer._map, self._buffer._begin)
-        weakref.finalize(owner, memory.give_back, self._buffer).atexit = False
-        self.tensors, storages = _rebuilt(tensors, of_each, owner)
-        self._storages = {key: storages[id(source)] for key, source in sources.items()}
+        try:
+            self.snapshot = self._stage(parts, optimizers, crew, clock)
+            # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
+            owner = (ctypes.c_ubyte * self._buffer.num_bytes).from_buffer(
+                self._buffer._map, self._buffer._begin
+            )
+            weakref.finalize(owner, memory.give_back, self._buffer).atexit = False
+            self.tensors = _rebuilt(tensors, of_each, owner)
+            self._storages = {
+                _key(tensor): copy.untyped_storage()
+                for tensor, copy in zip(tensors, self.tensors, strict=True)
+            }
+        except BaseException:
+            self.let_go()
+            raise
 
     def _stage(self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock) -> Snapshot:
         assert self._buffer is not None
@@ -279,18 +308,18 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tens
     return alias.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _rebuilt(
-    tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner: Any
-) -> tuple[list[torch.Tensor], dict[int, torch.UntypedStorage]]:
+def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner: Any) -> list[torch.Tensor]:
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []
     with torch.inference_mode(False), torch.no_grad():
         for tensor, source in zip(tensors, of_each, strict=True):
-            storage = storages.get(id(source))
+            # Storages that are one for torch stay one. Others may lie at the same address, and do so again.
+            key = tensor.untyped_storage()._cdata
+            storage = storages.get(key)
             if storage is None:
-                storage = storages[id(source)] = _storage(owner, source)
+                storage = storages[key] = _storage(owner, source)
             copies.append(_like(tensor, storage))
-    return copies, storages
+    return copies
 
 
 def _storage(owner: Any, source: _Source) -> torch.UntypedStorage:
@@ -307,13 +336,6 @@ def _like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         copy = torch.conj(copy)
     if tensor.is_neg():
         copy = torch._neg_view(copy)
-    needs_grad = tensor.requires_grad and tensor.is_leaf
-    kind: Callable[..., torch.Tensor] | None = {
-        torch.nn.Parameter: torch.nn.Parameter,
-        torch.nn.Buffer: torch.nn.Buffer,
-    }.get(type(tensor))
-    if kind is torch.nn.Parameter:
-        return torch.nn.Parameter(copy, requires_grad=needs_grad)
-    if kind is not None:
-        return kind(copy, persistent=tensor.persistent)  # type: ignore[attr-defined]
-    return copy.requires_grad_(needs_grad)
+    if type(tensor) is torch.Tensor:
+        return copy.requires_grad_(tensor.requires_grad)
+    return torch.Tensor._make_subclass(type(tensor), copy, tensor.requires_grad)

@@ -352,6 +352,7 @@ class Snapshot(Held):
         for gate in self._gates:
             gate.open(self)
         self._now, self._later, self._tensors, self._alive, self._tripwires = [], [], [], [], None
+        self._specs, self._pointers, self._dense = [], [], []  # a handle may be kept for long
         self.stage_seconds = self._clock() - self._begun
         if error is None:
             self.completion.set_result(None)

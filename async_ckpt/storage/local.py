@@ -182,6 +182,7 @@ class LocalSink:
     def __init__(self, target: Path, num_bytes: int, *, exact: bool, remove_folder: bool) -> None:
         self._target = target
         self.num_bytes = num_bytes
+        self._exact = exact
         self._remove_folder = remove_folder
         self._temp, self._fd = create_locked(target)
         self._direct = False
@@ -198,7 +199,7 @@ class LocalSink:
             raise
 
     def write(self, offset: int, data: memoryview, lease: Held | None = None) -> None:  # noqa: ARG002
-        with translated(self._target, needed_bytes=self.num_bytes):
+        with translated(self._target, needed_bytes=self.num_bytes if self._exact else offset + len(data)):
             while data:
                 direct = self._direct
                 try:
@@ -328,8 +329,9 @@ def sync_folder(folder: Path) -> None:
 
 def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullError:
     free = "less" if free_bytes is None else f"{free_bytes:,}"
+    needed = f"{needed_bytes:,} bytes needed, {free} free" if needed_bytes else "there is no room left"
     return StorageFullError(
-        f"{path}: {needed_bytes:,} bytes needed, {free} free; delete old steps or lower keep_last, then save again",
+        f"{path}: {needed}; delete old steps or lower keep_last, then save again",
         path=str(path),
         needed_bytes=needed_bytes,
         free_bytes=free_bytes,
