@@ -180,7 +180,8 @@ class AsyncCheckpointer:
         and stands in its line of `checkpoints.jsonl`; a float that is not finite becomes None there. A `rolling` save is
         deleted once a newer step is committed, one with `ttl_seconds` by the first save after these have passed, whatever
         the `keep_` options say; both are marks in the record, and such steps count for none of these options.
-        `also` is the handle of an `export_hf` of the same moment: what that copies to the host is not copied again.
+        `also` is the handle of an `export_hf` of the same moment, nothing having changed in between: what that copies to
+        the host is not copied again.
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle. (A
         store is not asked on this thread: there a step that exists, or lies behind, ends in the handle as well.)
         """

@@ -98,8 +98,8 @@ def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = la
     """Rename a durable file or folder to its place, at once and durably.
 
     A file takes the place of a file. A folder that is there keeps what was not written anew, as if it had been written
-    into, `replaced` names excepted: it is exchanged for one that has both. Raises FileExistsError when one is a file
-    and the other a folder.
+    into, the paths in it that are `replaced` excepted: it is exchanged for one that has both. Raises FileExistsError
+    when one is a file and the other a folder.
     """
     if target.is_dir() and not target.is_symlink():
         if not written.is_dir():
@@ -126,8 +126,9 @@ def _publish_over(written: Path, target: Path, replaced: Callable[[str], bool]) 
 
 def _link_missing(source: Path, target: Path, replaced: Callable[[str], bool]) -> None:
     for path in sorted(source.rglob("*")):
-        to = target / path.relative_to(source)
-        if os.path.lexists(to) or replaced(path.name):
+        inner = path.relative_to(source)
+        to = target / inner
+        if os.path.lexists(to) or replaced(inner.as_posix()):
             continue
         if path.is_dir() and not path.is_symlink():
             to.mkdir(stat.S_IMODE(path.stat().st_mode))
@@ -156,7 +157,7 @@ def _sweep(parent: Path, name: str) -> None:
     """Remove what dead writers of this name left."""
     names = os.listdir(parent)
     for temp in temps_of(name, names):
-        if _folder_of(parent / temp).name in names and is_dead(parent / temp, delete=True):
+        if is_dead(parent / temp, delete=True):  # also one that died before its folder was made, or after it went
             shutil.rmtree(_folder_of(parent / temp), ignore_errors=True)
     locks = set(os.listdir(parent))
     for folder in names:
