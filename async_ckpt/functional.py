@@ -63,8 +63,8 @@ def save(
     `select`: save only this part: a name, a glob over dotted paths ("*.lora_*"), or several.
     `compression`: "zstd", or `Zstd(level=…, threads=…)`; a path that ends in ".zst" is compressed without it, too. The
     report's `num_bytes` are those of the archive, its destination's those that were written.
-    `also`: the handle of an `export_hf` (or a wrapped function) of the same moment; what it copies to the host is not
-    copied again. Each has its own handle.
+    `also`: the handle of an `export_hf` of the same moment, nothing having changed in between; what it copies to the
+    host is not copied again. Each has its own handle.
     `path` may be a URL ("s3://bucket/x.tar"); `storage_options`, `engine` and `fs` are as for AsyncCheckpointer.
     Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
     an unknown scheme, a name that is too long); all else ends in the handle.
@@ -79,7 +79,7 @@ def save(
 def host_copy_of(handle: SaveHandle | None) -> HostCopy | None:
     """Raises TypeError for a handle of another kind of save."""
     if handle is not None and (not isinstance(handle, SaveHandle) or handle.host_copy is None):
-        raise TypeError("also= takes the handle that export_hf, or a wrapped function, has just returned")
+        raise TypeError("also= takes the handle that export_hf has just returned")
     return None if handle is None else handle.host_copy
 
 

@@ -174,6 +174,7 @@ class Saver:
     ) -> tuple[Snapshot, SaveHandle, Callable[[], None]]:
         """Plan the archive; what is returned last starts its story, which waits for the segments of the snapshot."""
         frozen = also.take_over(captured.tensors) if also is not None else frozenset()
+        after = also.completion if also is not None and frozen else None
         device = first_device(captured.tensors)
         layout = self._lay_out(captured, step)
         worker = get_worker()
@@ -208,7 +209,7 @@ class Saver:
             put=drain.put,
             check=drain.check,
             frozen=frozen,
-            after=also.completion if also is not None else None,
+            after=after,
         )
         handle = SaveHandle(
             step=step,

@@ -408,7 +408,6 @@ class _Call:
         except BaseException:
             self._copy.let_go()
             raise
-        handle.host_copy = self._copy
         self._copy.begin()
         return handle
 

@@ -381,13 +381,13 @@ def test_what_cannot_be_uploaded_is_kept_and_the_error_says_where(bucket, proxy,
     (note,) = error.__notes__
     kept = Path(note.rpartition("kept in ")[2])
     assert (kept / "x.bin").read_bytes() == b"x" * size
-    assert kept.parent == scratch
+    assert kept.parents[1] == scratch
     assert bucket.keys() == []
 
     proxy.clear()
     save(bucket.url("runs/x.bin")).result()
     assert bucket.keys() == ["runs/x.bin"]
-    assert names(scratch) == [f"{kept.name}/x.bin"]  # nobody sweeps it
+    assert names(scratch) == [f"{kept.parent.name}/files/x.bin"]  # nobody sweeps it
 
 
 def test_an_upload_that_is_cut_is_tried_again(bucket, proxy, scratch):
@@ -444,4 +444,4 @@ def test_scratch_for_a_store_is_in_the_systems_temp_folder(bucket, monkeypatch, 
 
     wrap(save, storage_options=bucket.server.options)(bucket.url("x")).result()
 
-    assert Path(seen[0]).parents[1] == tmp_path
+    assert Path(seen[0]).parents[2] == tmp_path

@@ -20,16 +20,16 @@ from contextlib import suppress
 from typing import Any, Final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..format.layout import cut, slices
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
-from ..state.capture import why_not
 from .crew import Crew, LibraryThread, local_world_size
 from .device import first_device
 from .guard import Optimizers, deferrable, gate_of
 from .pool import LIVENESS_SECONDS, Lease, Segment, free_memory_bytes
-from .stager import Snapshot
+from .stager import Snapshot, version_of
 
 # Vector loads, and what CUDA aligns its own allocations to.
 _ALIGNMENT: Final = 512
@@ -177,6 +177,20 @@ class _Source:
             self.tensor, self.name, self.whole = tensor.detach(), name, True
 
 
+class _Copied:
+    """A storage that was copied, which is not kept alive: its memory may be another's when its copy is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, copy: torch.UntypedStorage) -> None:
+        self._source, self._version = StorageWeakRef(tensor.untyped_storage()), version_of(tensor)
+        self._copy = copy
+
+    def instead_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The copy of a tensor in that storage; None where it is gone, or was written to."""
+        if self._source.expired() or self._version != version_of(tensor):
+            return None
+        return _like(tensor, self._copy)
+
+
 class HostCopy:
     """Ordinary tensors (dense memory of their own, on the CPU or CUDA), copied to the host.
 
@@ -216,10 +230,9 @@ class HostCopy:
             )
             weakref.finalize(owner, memory.give_back, self._buffer).atexit = False
             self.tensors = _rebuilt(tensors, of_each, owner)
-            self._storages = {
-                _key(tensor): copy.untyped_storage()
-                for tensor, copy in zip(tensors, self.tensors, strict=True)
-            }
+            pairs = zip(tensors, self.tensors, strict=True)
+            self._copied = {_key(tensor): _Copied(tensor, copy.untyped_storage()) for tensor, copy in pairs}
+            self._pid = os.getpid()
         except BaseException:
             self.let_go()
             raise
@@ -258,21 +271,25 @@ class HostCopy:
     def take_over(self, tensors: list[torch.Tensor]) -> frozenset[int]:
         """Put the copies made here in the place of what they are copies of; their numbers.
 
-        Their bytes are there when `completion` has resolved. Nothing is found once it was let go of.
+        Their bytes are there when `completion` has resolved. What has changed since is left, as far as its version
+        tells, and so is all once it was let go of, and in a forked child, which has not this memory.
         """
+        copied = self._copied if os.getpid() == self._pid else {}
         found = set()
-        for i, tensor in enumerate(tensors):
-            storage = self._storages.get(_key(tensor)) if why_not(tensor) is None else None
-            if storage is not None:
-                tensors[i] = _like(tensor, storage)
-                found.add(i)
+        with torch.inference_mode(False), torch.no_grad():
+            for i, tensor in enumerate(tensors):
+                there = copied.get(_key(tensor))
+                copy = there.instead_of(tensor) if there is not None else None
+                if copy is not None:
+                    tensors[i] = copy
+                    found.add(i)
         return frozenset(found)
 
     def let_go(self) -> None:
         """The copies have served; the next one may have the memory. Idempotent."""
         if self._buffer is not None:
             self._buffer = None
-            self.tensors, self._storages = [], {}
+            self.tensors, self._copied = [], {}
             self._memory.let_go(max(1, self.num_bytes))
 
     def __repr__(self) -> str:

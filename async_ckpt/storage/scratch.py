@@ -151,7 +151,7 @@ def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = la
     """Rename a durable file or folder to its place, at once and durably.
 
     A file takes the place of a file. A folder that is there keeps what was not written anew, as if it had been written
-    into, `replaced` names excepted: it is exchanged for one that has both. Raises what `refuse_misfit` does.
+    into, the paths in it that are `replaced` excepted: it is exchanged for one that has both. Raises what `refuse_misfit` does.
     """
     refuse_misfit(written, target)
     if _is_folder(target) and any(target.iterdir()):
@@ -184,8 +184,9 @@ def _publish_over(written: Path, target: Path, replaced: Callable[[str], bool]) 
 
 def _link_missing(source: Path, target: Path, replaced: Callable[[str], bool]) -> None:
     for path in sorted(source.rglob("*")):
-        to = target / path.relative_to(source)
-        if os.path.lexists(to) or replaced(path.name):
+        inner = path.relative_to(source)
+        to = target / inner
+        if os.path.lexists(to) or replaced(inner.as_posix()):
             continue
         if path.is_dir() and not path.is_symlink():
             to.mkdir(stat.S_IMODE(path.stat().st_mode))
