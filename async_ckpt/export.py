@@ -200,8 +200,6 @@ class _Export:
         self._spans, self._called = spans, called
         self.path = storage.locate("")
         self._small = {**weights.files, **beside}
-        if weights.stem == "model":
-            self._small.pop(ADAPTER_CONFIG, None)
         tensors = list(weights.tensors.values())
         self._total_bytes = sum(map(len, self._small.values())) + sum(tensor.nbytes for tensor in tensors)
         self._num_tensors = len(tensors)

@@ -341,6 +341,28 @@ def test_every_dtype_that_safetensors_knows_keeps_every_bit(out):
     assert_same(weights_in(out), state)
 
 
+def test_every_tensor_begins_on_a_multiple_of_its_item_size(out):
+    """Whoever maps the file looks at it in place."""
+    dtypes = [
+        torch.int8,
+        torch.float64,
+        torch.bool,
+        torch.float16,
+        torch.float32,
+        torch.uint8,
+        torch.bfloat16,
+    ]
+    state = {f"w{i}": torch.ones(3, dtype=dtype) for i, dtype in enumerate(dtypes)}
+    async_ckpt.export_hf(state, out).result()
+
+    data = (out / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert [
+        name for name in state if (8 + length + header[name]["data_offsets"][0]) % state[name].itemsize
+    ] == []
+
+
 def test_tensors_that_are_not_dense_are_written_as_they_read(out):
     base = torch.arange(4_000_000.0).view(2000, 2000)
     state = {
@@ -979,9 +1001,10 @@ def test_a_disk_without_room_is_told_before_a_byte_is_written_and_a_read_only_on
         pytest.skip("mounting a file system needs root")
     try:
         async_ckpt.export_hf({"w": torch.ones(1000)}, mount / "model", config_folder).result()
+        state = {"v": torch.ones(MIB // 4), "w": torch.ones(MIB // 2)}
         with pytest.raises(StorageFullError) as caught:
-            async_ckpt.export_hf({"w": torch.ones(3 * MIB // 4)}, mount / "model", config_folder).result()
-        assert caught.value.needed_bytes > 3 * MIB > 2 * MIB > (caught.value.free_bytes or 0)
+            async_ckpt.export_hf(state, mount / "model", config_folder, max_shard_bytes=MIB).result()
+        assert caught.value.needed_bytes > 3 * MIB > 2 * MIB > (caught.value.free_bytes or 0)  # of all shards
         assert_only(mount, "model")
         assert_same(weights_in(mount / "model"), {"w": torch.ones(1000)})
 
@@ -1299,12 +1322,12 @@ def test_what_was_seen_to_change_since_the_export_is_read_again(tmp_path, held_b
 
 def test_memory_that_has_become_anothers_is_not_taken_for_what_was_exported(tmp_path, held_back):
     memory = bytearray(4096)
-    first = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
+    first = torch.frombuffer(memory, dtype=torch.float32)
+    unseen_write(first, 1)
     also = async_ckpt.export_hf({"w": first}, tmp_path / "hf")
     del first
     second = torch.frombuffer(memory, dtype=torch.float32)
-    second.data.fill_(2)
-    assert second._version == 0
+    unseen_write(second, 2)
     async_ckpt.save({"w": second}, tmp_path / "x.tar", also=also).result()
     held_back.set()
     also.result()
@@ -1401,6 +1424,18 @@ def test_a_torn_export_tears_the_checkpoint_that_is_made_from_it(tmp_path, no_co
         assert error.names == ("w.weight",)
     assert not (tmp_path / "x.tar").exists()
     assert not (tmp_path / "outer").exists() or os.listdir(tmp_path / "outer") == []
+
+
+def test_an_export_that_was_torn_before_has_nothing_to_give(tmp_path, no_copying):
+    model, optimizer = trained(8)
+    also = async_ckpt.export_hf(model, tmp_path / "hf", guard=optimizer)
+    with torch.no_grad():
+        model["w"].weight.add_(1)
+    no_copying.set()
+    assert isinstance(also.exception(), TornSnapshotError)
+    async_ckpt.save({"model": model}, tmp_path / "x.tar", also=also).result()
+
+    assert_same(async_ckpt.load(tmp_path / "x.tar")["model"], state_of(model))
 
 
 def test_a_torn_checkpoint_leaves_the_export_alone(tmp_path, no_copying):

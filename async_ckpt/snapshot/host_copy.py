@@ -276,13 +276,12 @@ class HostCopy:
         """
         copied = self._copied if os.getpid() == self._pid else {}
         found = set()
-        with torch.inference_mode(False), torch.no_grad():
-            for i, tensor in enumerate(tensors):
-                there = copied.get(_key(tensor))
-                copy = there.instead_of(tensor) if there is not None else None
-                if copy is not None:
-                    tensors[i] = copy
-                    found.add(i)
+        for i, tensor in enumerate(tensors):
+            there = copied.get(_key(tensor))
+            copy = there.instead_of(tensor) if there is not None else None
+            if copy is not None:
+                tensors[i] = copy
+                found.add(i)
         return frozenset(found)
 
     def let_go(self) -> None:
