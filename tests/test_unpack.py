@@ -19,6 +19,7 @@ import threading
 import tracemalloc
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -1072,7 +1073,7 @@ def test_closing_early_waits_for_what_reads_and_lets_all_threads_end(recorded):
     file.read(10)
     recorded.reached.wait(60)
     closing = Call(file.close)
-    closing.wait_until_inside("close")
+    closing.wait_until_inside("exception")
     assert recorded.closed == 0
     recorded.go_on.set()
     closing.outcome()
@@ -1082,24 +1083,22 @@ def test_closing_early_waits_for_what_reads_and_lets_all_threads_end(recorded):
 
 
 def test_an_interrupted_read_leaves_nobody_reading_from_what_is_closed(recorded, monkeypatch):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     recorded.waits_at = 0
     file = ReadAhead(recorded)
-    reading = Call(lambda: file.read(10))
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            file.read(10)
     recorded.reached.wait(60)
-    reading.wait_until_inside("result")
-    import ctypes
-
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(reading.ident), ctypes.py_object(KeyboardInterrupt)
-    )
     closing = Call(file.close)
-    closing.wait_until_inside("close")
+    closing.wait_until_inside("exception")
     assert recorded.closed == 0
     recorded.go_on.set()
     closing.outcome()
-    with contextlib.suppress(KeyboardInterrupt, ValueError):
-        reading.outcome()
-    assert not recorded.closed_inside
+    assert (recorded.closed, recorded.closed_inside) == (1, False)
 
 
 def test_what_a_read_has_met_is_raised_in_its_place_and_again(recorded):

@@ -80,7 +80,8 @@ class _CompressedStorage:
 
 
 def compressing(storage: Storage, how: Zstd) -> Storage:
-    """The same place, where archives become `how`."""
+    """The same place, where archives become `how`. Raises ImportError."""
+    _package()
     return cast(Storage, _CompressedStorage(storage, how))
 
 

@@ -542,6 +542,7 @@ class ObjectSink:
         self._num_arrived = 0
         self._next = 0  # the first segment that this attempt has not asked for
         self._all_written = False
+        self._is_wanted = False  # somebody waits for memory: the next segment that has been sent is let go of
         self._given_up = False
         self._over = False  # the thread has ended, or is about to: nothing more is sent
         self._error: BaseException | None = None
@@ -573,6 +574,7 @@ class ObjectSink:
     def relieve(self) -> bool:
         with self._changed:
             idle = [number for number in self._idle() if number < self._next]
+            self._is_wanted = not idle
             if not idle:
                 return False
             self.retryable = False
@@ -658,7 +660,9 @@ class ObjectSink:
             leases = [self._pieces.pop(number).lease for number in self._idle()]
         for lease in leases:
             lease.release()
-        if self._is_multipart and (self.num_retries or (error and retry.is_transient(error))):
+        # Also where it could not be made again as a whole, which the cause of the error tells.
+        broke_off = error is not None and any(map(retry.is_transient, (error, error.__cause__ or error)))
+        if self._is_multipart and (self.num_retries or broke_off):
             self._storage.abort_uploads(self._path)
         with self._changed:  # requests that were broken off let go a moment later, in `_let_go`
             self._changed.wait_for(lambda: not self._pieces, _LET_GO_SECONDS)
@@ -739,9 +743,12 @@ class ObjectSink:
             self._moved_at = monotonic()
             piece = self._pieces[number]
             piece.num_views -= 1
-            released = (self._over or self._given_up) and not piece.num_views
+            wanted = self._is_wanted and number < self._next
+            released = (wanted or self._over or self._given_up) and not piece.num_views
             if released:
                 del self._pieces[number]
+                if wanted:
+                    self.retryable = self._is_wanted = False
             self._changed.notify_all()
         if released:
             piece.lease.release()
