@@ -519,7 +519,8 @@ class ObjectSink:
     """One object on its way up: a thread of its own sends the segments in file order, as they come.
 
     A segment stays on loan until the object is finished, so that all can be sent again if an attempt fails, or until
-    it has been sent and its memory is needed elsewhere; never less long than the upload looks at it.
+    it has been sent and its memory is needed elsewhere; never less long than the upload looks at it. Who has asked
+    for memory while all was being sent gets that of the next segment that has been, without asking again.
     """
 
     def __init__(
