@@ -196,7 +196,8 @@ class AsyncCheckpointer:
         the `keep_` options say; both are marks in the record, and such steps count for none of these options.
         `select` saves only a part: a name, a glob over dotted paths such as "*.lora_*", or several; `restore(strict=False)`
         then leaves the rest alone.
-        `also` is the handle of an `export_hf` of the same moment: what that copies to the host is not copied again.
+        `also` is the handle of an `export_hf` of the same moment, nothing having changed in between: what that copies to
+        the host is not copied again.
         `unchanged` names groups, entries at the top level of the state, that have not changed since they were last saved,
         or restored, by this checkpointer: a frozen reference policy, the base model under LoRA. They are not written
         again: the manifest points to the archive that has them, which stays as long as that is so. One that was not saved

@@ -32,13 +32,14 @@ from .state.tree import Select
 from .storage.base import Reader, Sink, Storage
 from .storage.compressed import Zstd, compressing, decompressing
 from .storage.local import temps_of
+from .storage.scratch import refuse_in_running
 from .storage.url import Engine, Where, parent_and_name, scheme_of, storage_at
 
 T = TypeVar("T")
 Compression = Zstd | Literal["zstd"] | None
 
 _saver: Saver | None = None
-host_memory = HostMemory()  # of whole tensors, for foreign writers
+_host_memory = HostMemory()
 _saver_lock = threading.Lock()
 
 
@@ -62,8 +63,8 @@ def save(
     `select`: save only this part: a name, a glob over dotted paths ("*.lora_*"), or several.
     `compression`: "zstd", or `Zstd(level=…, threads=…)`; a path that ends in ".zst" is compressed without it, too. The
     report's `num_bytes` are those of the archive, its destination's those that were written.
-    `also`: the handle of an `export_hf` (or a wrapped function) of the same moment; what it copies to the host is not
-    copied again. Each has its own handle.
+    `also`: the handle of an `export_hf` of the same moment, nothing having changed in between; what it copies to the
+    host is not copied again. Each has its own handle.
     `path` may be a URL ("s3://bucket/x.tar"); `storage_options`, `engine` and `fs` are as for AsyncCheckpointer.
     Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
     an unknown scheme, a name that is too long); all else ends in the handle.
@@ -78,7 +79,7 @@ def save(
 def host_copy_of(handle: SaveHandle | None) -> HostCopy | None:
     """Raises TypeError for a handle of another kind of save."""
     if handle is not None and (not isinstance(handle, SaveHandle) or handle.host_copy is None):
-        raise TypeError("also= takes the handle that export_hf, or a wrapped function, has just returned")
+        raise TypeError("also= takes the handle that export_hf has just returned")
     return None if handle is None else handle.host_copy
 
 
@@ -86,7 +87,12 @@ def release() -> None:
     """Give back the host memory that one-off saves and wrapped functions keep for the next one."""
     if _saver is not None:
         _saver.pool.release()
-    host_memory.release()
+    _host_memory.release()
+
+
+def host_memory() -> HostMemory:
+    """Memory for whole tensors, of which foreign writers get copies: one for the process."""
+    return _host_memory
 
 
 def load(
@@ -313,8 +319,8 @@ def _checked(reader: Reader, told: Archive, shown: str, verify: bool) -> Iterato
 
 def _forget_saver() -> None:
     """In a forked child: a saver of its own, and who held the lock is not here to release it."""
-    global _saver, _saver_lock
-    _saver, _saver_lock = None, threading.Lock()
+    global _saver, _saver_lock, _host_memory
+    _saver, _saver_lock, _host_memory = None, threading.Lock(), HostMemory()
 
 
 if hasattr(os, "register_at_fork"):
@@ -345,6 +351,8 @@ class FileTarget:
         if not self.storage.remote and Path(self.path).is_dir():
             example = os.path.join(self.path, "checkpoint.tar")
             raise IsADirectoryError(f"{self.path} is a folder; give the path of a file, such as {example}")
+        if not self.storage.remote:
+            refuse_in_running(Path(self.path).parent)
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         if not self.storage.remote:

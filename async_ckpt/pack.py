@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,8 +32,7 @@ _PathType: Any = type(Path())
 # Files are read while others are written: what a pack needs is a few segments, however large the folder is.
 _HOST_BYTES = 256 * 1024 * 1024
 
-_saver: Saver | None = None
-_saver_lock = threading.Lock()
+_saver = Saver(host_bytes=_HOST_BYTES)
 
 
 class Folder(_PathType):  # type: ignore[misc]
@@ -225,18 +223,14 @@ class _Packing:
 
 
 def files_saver() -> Saver:
-    """One for all files of the process, made on first use."""
-    global _saver
-    with _saver_lock:
-        if _saver is None:
-            _saver = Saver(host_bytes=_HOST_BYTES)
-        return _saver
+    """One for all files of the process."""
+    return _saver
 
 
 def _forget_saver() -> None:
-    """In a forked child: a saver of its own, and who held the lock is not here to release it."""
-    global _saver, _saver_lock
-    _saver, _saver_lock = None, threading.Lock()
+    """In a forked child: one of its own."""
+    global _saver
+    _saver = Saver(host_bytes=_HOST_BYTES)
 
 
 if hasattr(os, "register_at_fork"):

@@ -174,6 +174,7 @@ class Saver:
     ) -> tuple[Snapshot, SaveHandle, Callable[[], None]]:
         """Plan the archive; what is returned last starts its story, which waits for the segments of the snapshot."""
         frozen = also.take_over(captured.tensors) if also is not None else frozenset()
+        after = also.completion if also is not None and frozen else None
         device = first_device(captured.tensors)
         layout = self._lay_out(captured, step)
         worker = get_worker()
@@ -208,7 +209,7 @@ class Saver:
             put=drain.put,
             check=drain.check,
             frozen=frozen,
-            after=also.completion if also is not None else None,
+            after=after,
         )
         handle = SaveHandle(
             step=step,
@@ -261,7 +262,7 @@ class Saver:
 
         Raises ClosedError.
         """
-        self._report_unseen()
+        self._report_unseen(stacklevel=5)
         self._refuse_if_forked()
         worker = get_worker()
         with self._changed:
@@ -285,8 +286,10 @@ class Saver:
             except BaseException as error:
                 if not errand.staged.done():
                     errand.staged.set_exception(error)
-                failure = error
-                await worker.off_loop(lambda: errand.failed(failure))
+                try:
+                    await worker.off_loop(partial(errand.failed, error))
+                except Exception as another:
+                    error.add_note(f"async_ckpt: cleaning up after it failed too: {another}")
                 raise
 
         worker.start(pending, story(), lambda: errand.afterwards(worker.off_loop))
@@ -457,7 +460,7 @@ class Saver:
     def _unseen(self) -> list[SaveHandle]:
         return [p.handle for p in self.pending() if _failed(p.handle) and not p.handle.looked_at]
 
-    def _report_unseen(self) -> None:
+    def _report_unseen(self, stacklevel: int = 4) -> None:
         if self._strict:
             self._raise_unseen()
         for handle in self._unseen():
@@ -467,7 +470,7 @@ class Saver:
                 warnings.warn(
                     f"{handle.path} was not saved: {type(error).__name__}: {error}",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=stacklevel,
                 )
 
     def _raise_unseen(self) -> None:

@@ -92,19 +92,19 @@ class Worker:
 
     async def off_loop(self, fn: Callable[[], T], /) -> T:
         """Run a blocking call on a helper thread; its result, or what it raised."""
-        ended: asyncio.Future[T] = self._loop.create_future()
+        outcome: Future[T] = Future()
+        ended = self._loop.create_future()
 
         def call() -> None:
             try:
-                value = fn()
-            except BaseException as caught:
-                error = caught
-                self._loop.call_soon_threadsafe(lambda: ended.set_exception(error))
-            else:
-                self._loop.call_soon_threadsafe(lambda: ended.set_result(value))
+                outcome.set_result(fn())
+            except BaseException as error:  # of any kind: asyncio's futures do not take a StopIteration
+                outcome.set_exception(error)
+            self._loop.call_soon_threadsafe(ended.set_result, None)
 
         self.callers.submit(call)
-        return await ended
+        await ended
+        return outcome.result()
 
     def start(
         self,
@@ -262,7 +262,8 @@ def _note_exit_status() -> None:
 
     def noting_exit(status: Any = None, /) -> NoReturn:
         global _exit_code
-        _exit_code = status
+        if threading.current_thread() is threading.main_thread():  # elsewhere it ends no process
+            _exit_code = status
         really_exit(status)
 
     noting_exit._notes_status = True  # type: ignore[attr-defined]

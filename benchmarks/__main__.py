@@ -32,6 +32,7 @@ MEASURES: Final[dict[str, Measure]] = {
     "restore": figures.restore,
     "memory": figures.memory,
     "training": figures.training,
+    "wrapped": figures.wrapped,
     "compression": compression,
     "import_time": figures.import_time,
 }

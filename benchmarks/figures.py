@@ -8,7 +8,9 @@ Between samples `wait` lets retention end, for deleting a file of 2 GiB keeps a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
@@ -16,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from async_ckpt import AsyncCheckpointer, SaveHandle, SaveReport
+from async_ckpt import AsyncCheckpointer, SaveHandle, SaveReport, save, wrap
 
 from . import probe
 from .limits import MIB, NUM_READERS, READ_BYTES, SEGMENT_BYTES, WarmMemory, drop_cache, torch_save_seconds
@@ -62,6 +64,20 @@ class Saves:
 
     def archive(self) -> Path:
         return next(Path(self.checkpointer.root).glob("step_*/*.tar"))
+
+
+class Calls:
+    """One call after the other of a function that saves to a path and returns a handle. Its memory is warm."""
+
+    def __init__(self, fn: Callable[[Any, Path], SaveHandle], state: Callable[[], Any], path: Path) -> None:
+        self._fn, self._state, self._path = fn, state, path
+        self.end(self.begin())
+
+    def begin(self) -> SaveHandle:
+        return self._fn(self._state(), self._path)
+
+    def end(self, handle: SaveHandle) -> SaveReport:
+        return handle.result()
 
 
 def stall(setting: Setting) -> dict[str, Figure]:
@@ -209,23 +225,81 @@ def import_time(setting: Setting) -> dict[str, Figure]:
 
 def training(setting: Setting) -> dict[str, Figure]:
     """One thread trains and one core is free. A step that a save overlaps is compared with those without."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _one_thread():
         subject = Training(setting.training_bytes, batch=32)
         saves = Saves(setting.folder / "training", subject.state, guard=subject.optimizer)
         with saves.checkpointer:
             windows = [_slowed(subject, saves) for _ in range(setting.rounds)]
+    pairs = [(window.lost, window.save) for window in windows]
+    title = "training seconds lost to one guarded save"
+    return {"training": Figure(title, "s", "seconds of the save", Target("≤", 0.05), pairs, _told(windows))}
+
+
+def wrapped(setting: Setting) -> dict[str, Figure]:
+    """Pickling in the background holds Python's lock for a part of its time; `save` pickles no tensor."""
+    folder = setting.folder / "wrapped"
+    folder.mkdir(parents=True)
+    with _one_thread():
+        subject = Training(setting.training_bytes, batch=32)
+        by_pickle = Calls(wrap(torch.save, guard=subject.optimizer), subject.state_dict, folder / "x.pt")
+        by_save = Calls(partial(save, guard=subject.optimizer), subject.state_dict, folder / "x.tar")
+        windows = [(_slowed(subject, by_pickle), _slowed(subject, by_save)) for _ in range(setting.rounds)]
+        plain = [torch_save_seconds(subject.state_dict(), folder / "plain.pt") for _ in windows]
+    pairs = [(ours.lost, seconds) for (ours, _), seconds in zip(windows, plain, strict=True)]
+    other = median(archive.lost for _, archive in windows) * 1e3
+    note = f"{_told([ours for ours, _ in windows])}; async_ckpt.save of the same loses {other:+.0f} ms"
+    title = "training seconds lost to one guarded wrap(torch.save)"
+    return {
+        "wrapped": Figure(title, "s", "torch.save + fsync", None, pairs, note),
+        "wrapped_python": _python_beside(setting, folder),
+    }
+
+
+def _python_beside(setting: Setting, folder: Path) -> Figure:
+    """What needs Python's lock for every instruction is slowed most, and most by tensors that are small."""
+    state = small_tensors(setting.num_small)
+    by_pickle = Calls(wrap(torch.save), lambda: state, folder / "small.pt")
+    by_save = Calls(save, lambda: state, folder / "small.tar")
+    samples = [(_python_lost(by_pickle), _python_lost(by_save)) for _ in range(setting.rounds)]
+    share = median(lost / seconds for _, (lost, seconds) in samples)
+    title = f"seconds that a thread of pure Python loses beside wrap(torch.save), {setting.num_small:,} tensors of 1 KiB"
+    note = f"beside async_ckpt.save: {share:.0%} of its seconds"
+    return Figure(title, "s", "seconds of the save", None, [ours for ours, _ in samples], note)
+
+
+def _python_lost(saves: Calls) -> tuple[float, float]:
+    """Seconds that such a thread loses while a save runs in the background, and those that it runs for."""
+
+    def count() -> None:
+        for _ in range(20_000):
+            pass
+
+    usual = median(_clocked(count)[0] for _ in range(50))
+    handle, begin, num_counts = saves.begin(), perf_counter(), 0
+    while not handle.done():
+        count()
+        num_counts += 1
+    seconds = perf_counter() - begin
+    saves.end(handle)
+    return seconds - num_counts * usual, seconds
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _told(windows: Sequence[_Window]) -> str:
     lost, own, noise = (median(values) * 1e3 for values in zip(*(w[:3] for w in windows), strict=True))
-    note = (
+    return (
         f"{lost:+.0f} ms, of which the training thread itself is busy {own:+.0f} ms; "
         f"as many steps without a save are off by {noise:.0f} ms"
     )
-    pairs = [(window.lost, window.save) for window in windows]
-    title = "training seconds lost to one guarded save"
-    return {"training": Figure(title, "s", "seconds of the save", Target("≤", 0.05), pairs, note)}
 
 
 class _Window(NamedTuple):
@@ -240,7 +314,7 @@ class _Window(NamedTuple):
     save: float
 
 
-def _slowed(subject: Training, saves: Saves) -> _Window:
+def _slowed(subject: Training, saves: Saves | Calls) -> _Window:
     undisturbed = [_clocked(subject.step) for _ in range(_UNDISTURBED_STEPS)]
     handles: list[SaveHandle] = []
 

@@ -8,6 +8,7 @@ What is measured is this process, all threads of it, from the call until the che
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -115,11 +116,12 @@ def upload_memory(setting: Setting) -> dict[str, Row]:
 def two_roots(setting: Setting) -> dict[str, Row]:
     """Beside the store alone, which is what it may cost; and beside the disk alone, which here is the slower of the two."""
     state = {"model": tensors(setting.store_bytes)}
+    names = map(str, itertools.count())  # a run of its own for each
 
     def beside(alone: str, endpoint: str) -> list[tuple[float, float]]:
-        options = _options(endpoint)
-        disk, store = str(setting.folder / "two"), f"s3://{_BUCKET}/two"
-        root = f"s3://{_BUCKET}/one" if alone == "store" else str(setting.folder / "one")
+        options, name = _options(endpoint), next(names)
+        disk, store = str(setting.folder / name / "two"), f"s3://{_BUCKET}/{name}/two"
+        root = f"s3://{_BUCKET}/{name}/one" if alone == "store" else str(setting.folder / name / "one")
         one = Saves(root, state, storage_options=options if alone == "store" else None)
         two = Saves([disk, store], state, storage_options=options)
         with one.checkpointer, two.checkpointer:

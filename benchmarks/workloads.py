@@ -40,6 +40,9 @@ class Training:
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
 
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.state.items()}
+
     def step(self) -> None:
         self.forward_backward()
         self.optimizer.step()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_b import Gate
 
 from async_ckpt.testing import moto_server, rclone_server
 from async_ckpt.testing.servers import Server
@@ -22,6 +23,14 @@ def _seeded() -> None:
 def archive(tmp_path: Path) -> Path:
     """Where a test may save one archive."""
     return tmp_path / "x.tar"
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """A point where a function waits for the test, or for its end."""
+    made = Gate()
+    yield made
+    made.open()
 
 
 @pytest.fixture(scope="session")

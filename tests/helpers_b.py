@@ -67,6 +67,23 @@ class Thrown(Exception):
     """What a test throws, and recognises again."""
 
 
+class Gate:
+    """A point in a function where it waits for the test."""
+
+    def __init__(self) -> None:
+        self._reached, self._go = threading.Event(), threading.Event()
+
+    def passed(self) -> None:
+        self._reached.set()
+        assert self._go.wait(PATIENCE), "the test has left a function waiting"
+
+    def wait_reached(self) -> None:
+        assert self._reached.wait(PATIENCE), "nobody came"
+
+    def open(self) -> None:
+        self._go.set()
+
+
 class Call(threading.Thread):
     """A call on another thread; `outcome()` waits for it, and raises what it raised."""
 

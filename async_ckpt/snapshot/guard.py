@@ -102,22 +102,29 @@ def deferrable(
     """
     if not optimizers or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return frozenset()
-    guarded: set[int] = set()
+    guarded: dict[int, int] = {}  # how many bytes from an address on
     for optimizer in optimizers:
         if not any(group.get("capturable") for group in optimizer.param_groups):
-            guarded.update(_pointers(optimizer))
+            for tensor in _dense(optimizer):
+                at, num_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+                guarded[at] = max(num_bytes, guarded.get(at, 0))
     return frozenset(
         i
         for i, (spec, tensor) in enumerate(zip(specs, tensors, strict=True))
-        if spec.num_bytes >= DEFERRED_BYTES and tensor.is_contiguous() and tensor.data_ptr() in guarded
+        if spec.num_bytes >= DEFERRED_BYTES
+        and tensor.is_contiguous()
+        # What only begins like a parameter, such as a flat buffer of which it is the first, holds more than that.
+        and spec.num_bytes <= guarded.get(tensor.data_ptr(), 0)
     )
 
 
-def _pointers(optimizer: torch.optim.Optimizer) -> Iterable[int]:
+def _dense(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """The tensors of an optimizer that it alone changes, as far as they lie in one piece."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     on_host = all(p.device.type == "cpu" for p in params)
-    yield from (p.data_ptr() for p in params if type(p) in (torch.Tensor, torch.nn.Parameter))
+    yield from (p for p in params if type(p) in (torch.Tensor, torch.nn.Parameter) and p.is_contiguous())
     for state in optimizer.state.values():
         for value in state.values() if isinstance(state, dict) else ():
-            if type(value) is torch.Tensor and (on_host or value.device.type == "cuda"):
-                yield value.data_ptr()
+            ours = type(value) is torch.Tensor and (on_host or value.device.type == "cuda")
+            if ours and value.is_contiguous():
+                yield value

@@ -10,23 +10,26 @@ streams, guard, tripwires - is the stager's. Storages are copied, not tensors: w
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..format.layout import cut, slices
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
-from ..state.capture import why_not
-from .crew import Crew, local_world_size
+from .crew import Crew, LibraryThread, local_world_size
 from .device import first_device
 from .guard import Optimizers, deferrable, gate_of
 from .pool import LIVENESS_SECONDS, Lease, Segment, free_memory_bytes
-from .stager import Snapshot
+from .stager import Snapshot, version_of
 
 # Vector loads, and what CUDA aligns its own allocations to.
 _ALIGNMENT: Final = 512
@@ -40,29 +43,32 @@ class HostMemory:
     """Buffers for host copies, used again and again. From any thread.
 
     Copies that are under way hold no more than `max_bytes` together, by default half of what is free: the next one
-    waits. What code keeps of a copy after its end is that code's memory.
+    waits. What code keeps of a copy after its end is that code's memory. Kept for the next copies is no more than
+    twice what was ever needed at one time, which is enough for several that differ in size.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
+        self._pid = os.getpid()
+        # Finalizers add to it, and they may run in the middle of anything, so it is used without the lock.
+        self._idle: deque[Segment] = deque()
         self._changed = threading.Condition()
-        self._idle: list[Segment] = []  # under _changed, like all below
-        self._num_lent = 0
+        self._num_lent = 0  # under _changed, like all below
         self._lent_bytes = 0
+        self._most_bytes = 0
 
     def take(self, num_bytes: int, *, device: torch.device | None) -> Segment:
         """Wait for a buffer of at least this size, page-locked for `device`. One copy alone is never refused."""
+        # In a callback, or in a function that runs on a copy, it would wait for itself.
+        may_wait = not isinstance(threading.current_thread(), LibraryThread)
         with self._changed:
-            while self._num_lent and self._lent_bytes + num_bytes > self._limit():
+            while may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
                 self._changed.wait(LIVENESS_SECONDS)
             self._num_lent += 1
             self._lent_bytes += num_bytes
-            fitting = [s for s in self._idle if num_bytes <= s.num_bytes <= 2 * num_bytes]
-            segment = min(fitting, key=lambda s: s.num_bytes, default=None)
-            if segment is not None:
-                self._idle.remove(segment)
+            self._most_bytes = max(self._most_bytes, self._lent_bytes)
         try:
-            segment = segment or self._new(num_bytes)
+            segment = self._fitting(num_bytes) or self._new(num_bytes)
             if device is not None and not segment.pinned:
                 segment.pin(device)  # refused: the copy is slower, and right
         except BaseException:
@@ -79,25 +85,33 @@ class HostMemory:
 
     def give_back(self, segment: Segment) -> None:
         """Nobody looks at it any more."""
-        with self._changed:
-            self._idle.append(segment)
-            self._idle.sort(key=lambda s: s.num_bytes)
-            dropped = self._idle[:-_MAX_IDLE]
-            del self._idle[:-_MAX_IDLE]
-        for old in dropped:
-            old.free()
+        if os.getpid() != self._pid:  # forked since: the memory was left behind
+            return
+        self._idle.append(segment)
+        with suppress(IndexError):  # another thread has taken the last one
+            while len(self._idle) > _MAX_IDLE or self._idle_bytes() > 2 * self._most_bytes:
+                self._idle.popleft().free()
 
     def release(self) -> None:
         """Give the memory that is not in use back to the system."""
-        with self._changed:
-            idle, self._idle = self._idle, []
-        for segment in idle:
-            segment.free()
+        with suppress(IndexError):
+            while True:
+                self._idle.popleft().free()
+
+    def _fitting(self, num_bytes: int) -> Segment | None:
+        """The smallest idle buffer that is large enough, and not far too large."""
+        fitting = [s for s in self._idle.copy() if num_bytes <= s.num_bytes <= 2 * num_bytes]
+        for segment in sorted(fitting, key=lambda s: s.num_bytes):
+            with suppress(ValueError):  # another thread has taken it
+                self._idle.remove(segment)
+                return segment
+        return None
 
     def _new(self, num_bytes: int) -> Segment:
-        with self._changed:
-            held = self._lent_bytes + sum(s.num_bytes for s in self._idle)
-            scarce = held > self._limit()
+        if self._max_bytes is None:
+            scarce = num_bytes > self._spare_bytes()
+        else:
+            scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
         if scarce:
             self.release()
         return Segment(num_bytes)
@@ -105,8 +119,14 @@ class HostMemory:
     def _limit(self) -> int:
         if self._max_bytes is not None:
             return self._max_bytes
-        held = self._lent_bytes + sum(s.num_bytes for s in self._idle)
-        return held + int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size())
+        return self._lent_bytes + self._idle_bytes() + self._spare_bytes()
+
+    def _idle_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self._idle.copy())
+
+    @staticmethod
+    def _spare_bytes() -> int:
+        return int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size())
 
     def __repr__(self) -> str:
         return f"<HostMemory {self._lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
@@ -157,6 +177,20 @@ class _Source:
             self.tensor, self.name, self.whole = tensor.detach(), name, True
 
 
+class _Copied:
+    """A storage that was copied, which is not kept alive: its memory may be another's when its copy is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, copy: torch.UntypedStorage) -> None:
+        self._source, self._version = StorageWeakRef(tensor.untyped_storage()), version_of(tensor)
+        self._copy = copy
+
+    def instead_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The copy of a tensor in that storage; None where it is gone, or was written to."""
+        if self._source.expired() or self._version != version_of(tensor):
+            return None
+        return _like(tensor, self._copy)
+
+
 class HostCopy:
     """Ordinary tensors (dense memory of their own, on the CPU or CUDA), copied to the host.
 
@@ -188,12 +222,20 @@ class HostCopy:
         self.num_bytes = _place(parts)
         device = first_device(source.tensor for source in parts)
         self._buffer: Segment | None = memory.take(max(1, self.num_bytes), device=device)
-        self.snapshot = self._stage(parts, optimizers, crew, clock)
-        # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
-        owner = (ctypes.c_ubyte * self._buffer.num_bytes).from_buffer(self._buffer._map, self._buffer._begin)
-        weakref.finalize(owner, memory.give_back, self._buffer).atexit = False
-        self.tensors, storages = _rebuilt(tensors, of_each, owner)
-        self._storages = {key: storages[id(source)] for key, source in sources.items()}
+        try:
+            self.snapshot = self._stage(parts, optimizers, crew, clock)
+            # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
+            owner = (ctypes.c_ubyte * self._buffer.num_bytes).from_buffer(
+                self._buffer._map, self._buffer._begin
+            )
+            weakref.finalize(owner, memory.give_back, self._buffer).atexit = False
+            self.tensors = _rebuilt(tensors, of_each, owner)
+            pairs = zip(tensors, self.tensors, strict=True)
+            self._copied = {_key(tensor): _Copied(tensor, copy.untyped_storage()) for tensor, copy in pairs}
+            self._pid = os.getpid()
+        except BaseException:
+            self.let_go()
+            raise
 
     def _stage(self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock) -> Snapshot:
         assert self._buffer is not None
@@ -229,13 +271,16 @@ class HostCopy:
     def take_over(self, tensors: list[torch.Tensor]) -> frozenset[int]:
         """Put the copies made here in the place of what they are copies of; their numbers.
 
-        Their bytes are there when `completion` has resolved. Nothing is found once it was let go of.
+        Their bytes are there when `completion` has resolved. What has changed since is left, as far as its version
+        tells, and so is all once it was let go of, and in a forked child, which has not this memory.
         """
+        copied = self._copied if os.getpid() == self._pid else {}
         found = set()
         for i, tensor in enumerate(tensors):
-            storage = self._storages.get(_key(tensor)) if why_not(tensor) is None else None
-            if storage is not None:
-                tensors[i] = _like(tensor, storage)
+            there = copied.get(_key(tensor))
+            copy = there.instead_of(tensor) if there is not None else None
+            if copy is not None:
+                tensors[i] = copy
                 found.add(i)
         return frozenset(found)
 
@@ -243,7 +288,7 @@ class HostCopy:
         """The copies have served; the next one may have the memory. Idempotent."""
         if self._buffer is not None:
             self._buffer = None
-            self.tensors, self._storages = [], {}
+            self.tensors, self._copied = [], {}
             self._memory.let_go(max(1, self.num_bytes))
 
     def __repr__(self) -> str:
@@ -279,18 +324,18 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tens
     return alias.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _rebuilt(
-    tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner: Any
-) -> tuple[list[torch.Tensor], dict[int, torch.UntypedStorage]]:
+def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner: Any) -> list[torch.Tensor]:
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []
     with torch.inference_mode(False), torch.no_grad():
         for tensor, source in zip(tensors, of_each, strict=True):
-            storage = storages.get(id(source))
+            # Storages that are one for torch stay one. Others may lie at the same address, and do so again.
+            key = tensor.untyped_storage()._cdata
+            storage = storages.get(key)
             if storage is None:
-                storage = storages[id(source)] = _storage(owner, source)
+                storage = storages[key] = _storage(owner, source)
             copies.append(_like(tensor, storage))
-    return copies, storages
+    return copies
 
 
 def _storage(owner: Any, source: _Source) -> torch.UntypedStorage:
@@ -307,13 +352,6 @@ def _like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         copy = torch.conj(copy)
     if tensor.is_neg():
         copy = torch._neg_view(copy)
-    needs_grad = tensor.requires_grad and tensor.is_leaf
-    kind: Callable[..., torch.Tensor] | None = {
-        torch.nn.Parameter: torch.nn.Parameter,
-        torch.nn.Buffer: torch.nn.Buffer,
-    }.get(type(tensor))
-    if kind is torch.nn.Parameter:
-        return torch.nn.Parameter(copy, requires_grad=needs_grad)
-    if kind is not None:
-        return kind(copy, persistent=tensor.persistent)  # type: ignore[attr-defined]
-    return copy.requires_grad_(needs_grad)
+    if type(tensor) is torch.Tensor:
+        return copy.requires_grad_(tensor.requires_grad)
+    return torch.Tensor._make_subclass(type(tensor), copy, tensor.requires_grad)

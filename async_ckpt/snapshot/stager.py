@@ -352,6 +352,7 @@ class Snapshot(Held):
         for gate in self._gates:
             gate.open(self)
         self._now, self._later, self._tensors, self._alive, self._tripwires = [], [], [], [], None
+        self._specs, self._pointers, self._dense = [], [], []  # a handle may be kept for long
         self.stage_seconds = self._clock() - self._begun
         if error is None:
             self.completion.set_result(None)
@@ -396,7 +397,7 @@ class _Tripwires:
     ) -> None:
         self._devices = devices
         self._tensors = {i: tensors[i] for i in numbers}
-        self._versions = {i: _version(tensors[i]) for i in numbers}
+        self._versions = {i: version_of(tensors[i]) for i in numbers}
         self._views: dict[torch.device, list[torch.Tensor]] = {}
         self._numbers: dict[torch.device, list[int]] = {}
         for i in numbers:
@@ -411,7 +412,7 @@ class _Tripwires:
 
     def look_again(self) -> None:
         """Every copy is done, or enqueued, and no gate is open yet: what is seen now is what was copied."""
-        self._moved = [i for i, version in self._versions.items() if version != _version(self._tensors[i])]
+        self._moved = [i for i, version in self._versions.items() if version != version_of(self._tensors[i])]
         self._after = self._sample()
 
     def torn(self) -> list[int]:
@@ -436,5 +437,6 @@ class _Tripwires:
         return self._devices[device].on_side() if device in self._devices else nullcontext()
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def version_of(tensor: torch.Tensor) -> int | None:
+    """A number that most writes to the tensor's memory change; None where nobody counts."""
     return None if tensor.is_inference() else tensor._version

@@ -182,9 +182,10 @@ class LocalSink:
     def __init__(self, target: Path, num_bytes: int, *, exact: bool, remove_folder: bool) -> None:
         self._target = target
         self.num_bytes = num_bytes
+        self._exact = exact
         self._remove_folder = remove_folder
         self._temp, self._fd = create_locked(target)
-        self._direct = False
+        self._direct = self._began_direct = False
         self._finished = False
         try:
             if exact:
@@ -192,20 +193,22 @@ class LocalSink:
             if _O_DIRECT and fcntl is not None:
                 with suppress(OSError):  # tmpfs and others refuse the flag itself
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | _O_DIRECT)
-                    self._direct = True
+                    self._direct = self._began_direct = True
         except BaseException:
             self.abort()
             raise
 
     def write(self, offset: int, data: memoryview, lease: Held | None = None) -> None:  # noqa: ARG002
-        with translated(self._target, needed_bytes=self.num_bytes):
+        with translated(self._target, needed_bytes=self.num_bytes if self._exact else offset + len(data)):
+            refused = not self._began_direct
             while data:
-                direct = self._direct
                 try:
                     num_written = _pwrite(self._fd, data, offset)
                 except OSError as error:
-                    if not (direct and error.errno in _REFUSES_DIRECT):
+                    # Once for each write: another thread may be turning the file to buffered at this very moment.
+                    if refused or error.errno not in _REFUSES_DIRECT:
                         raise
+                    refused = True
                     self._go_buffered()
                     continue
                 offset += num_written
@@ -328,8 +331,9 @@ def sync_folder(folder: Path) -> None:
 
 def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullError:
     free = "less" if free_bytes is None else f"{free_bytes:,}"
+    needed = f"{needed_bytes:,} bytes needed, {free} free" if needed_bytes else "there is no room left"
     return StorageFullError(
-        f"{path}: {needed_bytes:,} bytes needed, {free} free; delete old steps or lower keep_last, then save again",
+        f"{path}: {needed}; delete old steps or lower keep_last, then save again",
         path=str(path),
         needed_bytes=needed_bytes,
         free_bytes=free_bytes,

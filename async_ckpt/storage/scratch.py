@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from ..errors import StorageUnavailableError
+from ..snapshot.crew import LibraryThread
 from .local import (
     TEMP_SUFFIX,
     create_locked,
@@ -106,6 +108,19 @@ class Scratch:
         return f"<Scratch {self.folder}{'' if self._fd >= 0 else ' (let go)'}>"
 
 
+def refuse_in_running(folder: Path) -> None:
+    """Raise ValueError for what a function that runs in such a folder would save there in the background.
+
+    It cannot wait for it, and the folder is gone when the function has returned.
+    """
+    inside = any(part.endswith(TEMP_SUFFIX + _FOLDER_SUFFIX) for part in folder.parts)
+    if inside and isinstance(threading.current_thread(), LibraryThread):
+        raise ValueError(
+            f"{folder} is where a wrapped function is just writing, and goes when that returns: nothing can be saved "
+            "there in the background; call a plain function, such as .__wrapped__ of a wrapped one"
+        )
+
+
 def files_in(folder: Path) -> Iterator[Path]:
     """Every regular file below a folder, in the order of names."""
     for path in sorted(folder.rglob("*")):
@@ -136,21 +151,26 @@ def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = la
     """Rename a durable file or folder to its place, at once and durably.
 
     A file takes the place of a file. A folder that is there keeps what was not written anew, as if it had been written
-    into, `replaced` names excepted: it is exchanged for one that has both. Raises FileExistsError when one is a file
-    and the other a folder.
+    into, the paths in it that are `replaced` excepted: it is exchanged for one that has both. Raises what `refuse_misfit` does.
     """
-    if target.is_dir() and not target.is_symlink():
-        if not written.is_dir():
-            raise IsADirectoryError(f"{target} is a folder, and a file was written; give another name")
-        if any(target.iterdir()):
-            _publish_over(written, target, replaced)
-        else:
-            os.replace(written, target)
-    elif written.is_dir() and os.path.lexists(target):
-        raise FileExistsError(f"{target} is a file, and a folder was written; give another name")
+    refuse_misfit(written, target)
+    if _is_folder(target) and any(target.iterdir()):
+        _publish_over(written, target, replaced)
     else:
         os.replace(written, target)
     sync_folder(target.parent)
+
+
+def refuse_misfit(written: Path, target: Path) -> None:
+    """Raise IsADirectoryError or FileExistsError when one is a file and the other a folder."""
+    if _is_folder(target) and not written.is_dir():
+        raise IsADirectoryError(f"{target} is a folder, and a file was written; give another name")
+    if written.is_dir() and os.path.lexists(target) and not _is_folder(target):
+        raise FileExistsError(f"{target} is a file, and a folder was written; give another name")
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _publish_over(written: Path, target: Path, replaced: Callable[[str], bool]) -> None:
@@ -164,8 +184,9 @@ def _publish_over(written: Path, target: Path, replaced: Callable[[str], bool]) 
 
 def _link_missing(source: Path, target: Path, replaced: Callable[[str], bool]) -> None:
     for path in sorted(source.rglob("*")):
-        to = target / path.relative_to(source)
-        if os.path.lexists(to) or replaced(path.name):
+        inner = path.relative_to(source)
+        to = target / inner
+        if os.path.lexists(to) or replaced(inner.as_posix()):
             continue
         if path.is_dir() and not path.is_symlink():
             to.mkdir(stat.S_IMODE(path.stat().st_mode))
@@ -194,7 +215,9 @@ def _sweep(parent: Path, name: str) -> None:
     """Remove what dead writers of this name left."""
     names = os.listdir(parent)
     for temp in temps_of(name, names):
-        if _folder_of(parent / temp).name in names and is_dead(parent / temp, delete=True):
+        if is_dead(
+            parent / temp, delete=True
+        ):  # also one that died before its folder was made, or after it went
             shutil.rmtree(_folder_of(parent / temp), ignore_errors=True)
     locks = set(os.listdir(parent))
     for folder in names:

@@ -1,0 +1,447 @@
+"""Where a wrapped function writes to: files and folders of this disk, and stores. All of it appears there, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from helpers_b import MIB, Thrown
+from test_local_storage import mounted, needs_mount
+from test_stores import Bucket, _botocore_reads_its_files_once, through  # noqa: F401
+from test_wrap import _nothing_is_left, names, records, save_folder, save_text  # noqa: F401
+
+import async_ckpt
+from async_ckpt import (
+    DestinationBusyError,
+    StorageFullError,
+    StorageUnavailableError,
+    wrap,
+)
+from async_ckpt.testing import FaultyProxy
+
+STATE = {"w": torch.arange(1000)}
+
+
+def save_tree(tree: dict[str, str], folder: str) -> None:
+    for name, text in tree.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def tree_of(folder: Path) -> dict[str, str]:
+    return {name: Path(folder, name).read_text() for name in names(folder)}
+
+
+# --- this disk ---------------------------------------------------------------------------------------------------
+
+
+def test_a_relative_path_is_meant_from_where_the_call_was_made(tmp_path, monkeypatch, gate):
+    def save(path: str) -> None:
+        gate.passed()
+        save_text("x", path)
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    handle = wrap(save)("out/x")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    gate.open()
+
+    assert handle.result().path == str(tmp_path / "out" / "x")
+    assert names(tmp_path) == ["out/x"]
+
+
+@pytest.mark.parametrize(
+    "name", ["ä ö/ü🙂", "x" * 255, "ü" * 127, "a/b/c/d", ".hidden", "with space ", "-rf", "x/"]
+)
+def test_unusual_names_are_names(tmp_path, name):
+    wrap(save_text)("x", str(tmp_path / name) + ("/" if name.endswith("/") else "")).result()
+    wrap(torch.save)(STATE, str(tmp_path / "s" / name[:250])).result()
+
+    assert (tmp_path / name).read_text() == "x"
+
+
+def test_a_name_that_is_too_long_is_an_error_of_the_call(tmp_path):
+    with pytest.raises(StorageUnavailableError, match="name too long"):
+        wrap(save_text)("x", str(tmp_path / ("x" * 256)))
+
+
+@pytest.mark.parametrize("name", ["/", "..", "../..", "."])
+def test_a_folder_that_could_not_be_replaced_is_refused(tmp_path, monkeypatch, name):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+
+    with pytest.raises(ValueError, match=r"could be replaced|would be replaced"):
+        wrap(save_tree)({"x": "x"}, name)
+    with pytest.raises(ValueError, match="would be replaced"):
+        wrap(save_tree)({"x": "x"}, tmp_path / "a")
+    assert names(tmp_path) == []
+
+
+def test_a_file_takes_the_place_of_a_file(tmp_path):
+    (tmp_path / "x").write_text("old")
+    wrap(save_text)("new", str(tmp_path / "x")).result()
+
+    assert tree_of(tmp_path) == {"x": "new"}
+
+
+@pytest.mark.parametrize("before", [None, {}, {"old": "1", "sub/old": "2", "a": "3", "sub/a": "4"}])
+def test_a_folder_appears_whole_and_keeps_what_was_not_written_again(tmp_path, before):
+    if before is not None:
+        (tmp_path / "x").mkdir()
+        save_tree(before, str(tmp_path / "x"))
+    new = {"a": "A", "sub/a": "SA", "sub/deep/b": "B"}
+    wrap(save_tree)(new, str(tmp_path / "x")).result()
+
+    assert tree_of(tmp_path / "x") == (before or {}) | new
+
+
+def test_a_folder_in_a_folder_takes_the_place_of_a_file_there(tmp_path):
+    save_tree({"x/a": "file", "x/b": "kept"}, str(tmp_path))
+    wrap(save_tree)({"a/inner": "new"}, str(tmp_path / "x")).result()
+
+    assert tree_of(tmp_path / "x") == {"a/inner": "new", "b": "kept"}
+
+
+def test_the_folder_that_a_function_finds_is_there_when_there_was_one(tmp_path):
+    def save(folder: str) -> None:
+        Path(folder, "x").write_text("x")  # makes none
+
+    (tmp_path / "a").mkdir()
+    wrap(save)(str(tmp_path / "a")).result()
+    assert isinstance(wrap(save)(str(tmp_path / "b")).exception(), FileNotFoundError)
+
+    assert names(tmp_path) == ["a/x"]
+
+
+def test_a_file_and_a_folder_do_not_take_each_others_place(tmp_path):
+    save_tree({"file": "old", "folder/a": "old"}, str(tmp_path))
+    over_file = wrap(save_tree)({"x": "new"}, str(tmp_path / "file"))
+    over_folder = wrap(lambda path: (os.rmdir(path), save_text("new", path)))(str(tmp_path / "folder"))
+
+    with pytest.raises(
+        FileExistsError, match="is a file, and a folder was written; give another name"
+    ) as caught:
+        over_file.result()
+    assert "is kept in" in caught.value.__notes__[0]
+    with pytest.raises(IsADirectoryError, match="is a folder, and a file was written; give another name"):
+        over_folder.result()
+    with pytest.raises(IsADirectoryError, match="is a folder; give the path of a file"):
+        wrap(torch.save)(STATE, tmp_path / "folder")
+    kept = {name: text for name, text in tree_of(tmp_path).items() if ".kept" not in name}
+    assert kept == {"file": "old", "folder/a": "old"}
+
+
+def test_of_several_files_none_is_visible_when_one_does_not_fit(tmp_path):
+    def save(path: str) -> None:
+        for name in (path, path + ".index"):
+            Path(name).write_text("new")
+
+    save_tree({"x": "old", "x.index/inner": "old"}, str(tmp_path))
+    assert isinstance(wrap(save)(str(tmp_path / "x")).exception(), IsADirectoryError)
+
+    assert (tmp_path / "x").read_text() == "old"
+
+
+def test_links_are_followed_as_the_function_would_have_followed_them(tmp_path):
+    save_tree({"far/folder/old": "1", "far/file": "1"}, str(tmp_path))
+    links = {"folder": "far/folder", "file": "far/file", "new": "far/new"}
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "parent").symlink_to("far")
+
+    wrap(save_tree)({"a": "2"}, str(tmp_path / "folder")).result()
+    wrap(save_text)("2", str(tmp_path / "file")).result()
+    wrap(torch.save)(STATE, tmp_path / "new").result()
+    wrap(save_text)("2", str(tmp_path / "parent" / "below")).result()
+
+    assert all((tmp_path / name).is_symlink() for name in links)
+    assert sorted(names(tmp_path / "far")) == ["below", "file", "folder/a", "folder/old", "new"]
+    assert (tmp_path / "far" / "file").read_text() == "2"
+
+
+def test_what_is_written_has_the_mode_that_the_function_gives(tmp_path):
+    def save(folder: str) -> None:
+        os.mkdir(folder, 0o750)
+        Path(folder, "run.sh").touch(0o700)
+
+    wrap(save)(str(tmp_path / "x")).result()
+
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "x" / "run.sh").stat().st_mode & 0o777 == 0o700
+
+
+@needs_mount
+@pytest.mark.parametrize("save", [torch.save, save_folder])
+def test_a_folder_that_cannot_be_written_to_is_said(tmp_path, save):
+    with mounted(tmp_path / "frozen", "size=8m") as frozen:
+        subprocess.run(["mount", "-o", "remount,ro", str(frozen)], check=True)
+        with pytest.raises(StorageUnavailableError, match="writable"):
+            wrap(save)(STATE, str(frozen / "x")).result()
+
+
+@needs_mount
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    with mounted(tmp_path / "small", "size=4m") as small:
+        (small / "x").write_text("old")
+        large = np.zeros(8 * MIB, "u1")
+        streamed = wrap(torch.save)(torch.from_numpy(large), small / "x")
+        with pytest.raises(StorageFullError) as caught:
+            streamed.result()
+        assert 4 * MIB < caught.value.needed_bytes <= 9 * MIB
+        written = wrap(lambda a, path: a.tofile(path))(large, str(small / "x"))
+        with pytest.raises(OSError, match=r"[Nn]o space|requested and"):
+            written.result()
+
+        assert tree_of(small) == {"x": "old"}
+        wrap(torch.save)(STATE, small / "x").result()
+
+
+@pytest.mark.parametrize("save", [torch.save, save_folder])
+def test_one_call_at_a_time_writes_to_one_destination(tmp_path, gate, save):
+    def first(path: str) -> None:
+        gate.passed()
+        save_text("x", path)
+
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    blocking = wrap(first)(str(tmp_path / "first"))
+    handle = wrap(save)(STATE, str(tmp_path / "real" / "x"))
+    for spelling in ("real/x", "real/../real/x", "link/x", "./real//x"):
+        with pytest.raises(DestinationBusyError, match="still being written by an earlier save") as caught:
+            wrap(torch.save)(STATE, f"{tmp_path}/{spelling}")
+    assert caught.value.path.endswith("x")
+    other = wrap(save)(STATE, str(tmp_path / "real" / "y"))
+    gate.open()
+    blocking.result()
+    handle.result()
+    other.result()
+
+    wrap(save)(STATE, str(tmp_path / "real" / "x")).result()
+
+
+def test_a_call_that_fails_does_not_keep_its_destination(tmp_path):
+    with pytest.raises(async_ckpt.UnsupportedStateError):
+        wrap(save_text)((n for n in ()), str(tmp_path / "x"))
+    assert isinstance(wrap(lambda path: 1 / 0)(str(tmp_path / "x")).exception(), ZeroDivisionError)
+
+    wrap(save_text)("x", str(tmp_path / "x")).result()
+
+
+# --- stores ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(s3: Any) -> Bucket:
+    made = Bucket(s3)
+    s3.make_bucket(made.name)
+    return made
+
+
+@pytest.fixture
+def proxy(s3: Any) -> Iterator[FaultyProxy]:
+    with FaultyProxy(s3.endpoint) as started:
+        yield started
+
+
+@pytest.fixture
+def scratch(tmp_path) -> Path:
+    return tmp_path / "scratch"
+
+
+@pytest.fixture(params=["obstore", "s3fs"])
+def to_store(request, bucket, scratch) -> Callable[..., Any]:
+    """Wraps a function that writes to the bucket."""
+
+    def wrapped(fn: Any, **options: Any) -> Any:
+        given = {"storage_options": bucket.server.options, "engine": request.param, "scratch": scratch}
+        return wrap(fn, **{**given, **options})
+
+    return wrapped
+
+
+def test_a_file_a_folder_and_a_stream_arrive_at_a_store(tmp_path, bucket, to_store, scratch):
+    big = torch.randint(0, 256, (12 * MIB,), dtype=torch.uint8)
+    torch.save(big, tmp_path / "plain.pt")
+
+    def save(state: torch.Tensor, folder: str) -> None:
+        os.makedirs(folder)
+        np.save(os.path.join(folder, "big.npy"), state.numpy())
+        save_tree({"config.json": "{}", "sub/ü": "x", "empty": ""}, folder)
+
+    stream = to_store(torch.save)(big, bucket.url("runs/x.pt"))
+    folder = to_store(save)(big, bucket.url("runs/folder"))
+    file = to_store(lambda state, path: np.save(path, state.numpy()))(big, bucket.url("y.npy"))
+    text = to_store(save_text)("x", bucket.url("a/b/x.txt"))
+
+    assert stream.result().path == bucket.url("runs/x.pt")
+    assert folder.result().num_bytes == file.result().num_bytes + 3
+    assert text.result().num_tensors == 0
+    assert bucket.keys() == [
+        "a/b/x.txt",
+        *(f"runs/folder/{name}" for name in ("big.npy", "config.json", "empty", "sub/ü")),
+        "runs/x.pt",
+        "y.npy",
+    ]
+    assert bucket.uploads() == []
+    (tmp_path / "y.npy").write_bytes(bucket.read("y.npy"))
+    (tmp_path / "x.pt").write_bytes(bucket.read("runs/x.pt"))
+    assert np.load(tmp_path / "y.npy").tobytes() == bytes(big.numpy())
+    assert records(tmp_path / "x.pt") == records(tmp_path / "plain.pt")
+    assert names(scratch) == []
+
+
+def test_a_bucket_may_be_given_as_a_path_and_the_function_gets_one(bucket, scratch):
+    seen = []
+
+    def save(path: Path) -> None:
+        seen.append(path)
+        path.write_text("x")
+
+    save = wrap(save, storage_options=bucket.server.options, scratch=scratch)
+    save(Path(bucket.url("a/x.txt"))).result()
+
+    assert isinstance(seen[0], Path)
+    assert seen[0].name == "x.txt"
+    assert bucket.keys() == ["a/x.txt"]
+
+
+def test_what_says_that_a_model_is_there_comes_last(bucket, proxy, scratch):
+    save = wrap(save_tree, storage_options=through(proxy, bucket), scratch=scratch)
+    save({"a.json": "{}", "b.bin": "x", "sub/c.json": "{}", "z.bin": "x"}, bucket.url("m")).result()
+
+    assert [request.target.rpartition("/m/")[2] for request in proxy.requests] == [
+        "b.bin",
+        "z.bin",
+        "a.json",
+        "sub/c.json",
+    ]
+
+
+def test_links_in_a_folder_are_followed_on_the_way_to_a_store(tmp_path, bucket, to_store):
+    def save(folder: str) -> None:
+        save_tree({"real/a": "A", "real/b": "B"}, folder)
+        os.symlink("real", os.path.join(folder, "link"))
+        os.symlink("real/a", os.path.join(folder, "a"))
+
+    to_store(save)(bucket.url("m")).result()
+
+    assert bucket.keys() == ["m/a", "m/link/a", "m/link/b", "m/real/a", "m/real/b"]
+
+
+def test_one_call_at_a_time_writes_to_one_url(bucket, to_store, gate):
+    def first(path: str) -> None:
+        gate.passed()
+        save_text("x", path)
+
+    handle = to_store(first)(bucket.url("x"))
+    with pytest.raises(DestinationBusyError):
+        to_store(torch.save)(STATE, bucket.url("x"))
+    gate.open()
+    handle.result()
+    to_store(torch.save)(STATE, bucket.url("x")).result()
+
+
+def test_a_function_that_fails_leaves_nothing_at_a_store_nor_in_its_scratch(bucket, to_store, scratch):
+    def save(state: Any, folder: str) -> None:
+        save_folder(state, folder)
+        raise Thrown("x")
+
+    def stream(state: Any, file: Any) -> None:
+        file.write(bytes(20 * MIB))
+        raise Thrown("x")
+
+    assert isinstance(to_store(save)(STATE, bucket.url("x")).exception(), Thrown)
+    assert isinstance(to_store(stream, file_object=True)(STATE, bucket.url("y")).exception(), Thrown)
+
+    assert bucket.keys() == []
+    assert bucket.uploads() == []
+    assert names(scratch) == []
+
+
+@pytest.mark.parametrize("size", [10, 12 * MIB])
+def test_what_cannot_be_uploaded_is_kept_and_the_error_says_where(bucket, proxy, scratch, size):
+    options = through(proxy, bucket, deadline_seconds=1.0)
+    proxy.answer("AccessDenied", method="PUT")
+    proxy.answer("AccessDenied", method="POST")
+    save = wrap(lambda path: Path(path).write_bytes(b"x" * size), storage_options=options, scratch=scratch)
+    error = save(bucket.url("runs/x.bin")).exception()
+
+    assert isinstance(error, StorageUnavailableError)
+    (note,) = error.__notes__
+    kept = Path(note.rpartition("kept in ")[2])
+    assert (kept / "x.bin").read_bytes() == b"x" * size
+    assert kept.parents[1] == scratch
+    assert bucket.keys() == []
+
+    proxy.clear()
+    save(bucket.url("runs/x.bin")).result()
+    assert bucket.keys() == ["runs/x.bin"]
+    assert names(scratch) == [f"{kept.parent.name}/files/x.bin"]  # nobody sweeps it
+
+
+def test_an_upload_that_is_cut_is_tried_again(bucket, proxy, scratch):
+    fault = proxy.cut_request(100_000, kind="upload_part", times=2)
+    options = through(proxy, bucket)
+    data = os.urandom(20 * MIB)
+    report = wrap(lambda path: Path(path).write_bytes(data), storage_options=options, scratch=scratch)(
+        bucket.url("x")
+    ).result()
+    streamed = wrap(lambda f: f.write(data), file_object=True, storage_options=options)(bucket.url("y"))
+
+    assert streamed.result().num_bytes == report.num_bytes == len(data)
+    assert fault.hits == 2
+    assert bucket.read("x") == bucket.read("y") == data
+
+
+def test_a_stream_that_the_store_refuses_fails_without_a_trace(bucket, proxy):
+    options = through(proxy, bucket, deadline_seconds=1.0)
+    proxy.answer("AccessDenied", method="PUT")
+    proxy.answer("AccessDenied", method="POST")
+    handle = wrap(torch.save, storage_options=options)(torch.ones(5 * MIB), bucket.url("x.pt"))
+
+    assert isinstance(handle.exception(), StorageUnavailableError)
+    assert bucket.keys() == bucket.uploads() == []
+
+
+def test_any_filesystem_of_fsspec_will_do(scratch, tmp_path):
+    url = f"memory://{uuid.uuid4().hex}"
+    wrap(torch.save)(STATE, f"{url}/a/x.pt").result()
+    wrap(save_folder, scratch=scratch)(STATE, f"{url}/m").result()
+    fs = fsspec.filesystem("memory")
+    wrap(save_text, fs=fs, scratch=scratch)("x", url.removeprefix("memory:/") + "/t").result()
+
+    found = sorted(name.removeprefix(url.removeprefix("memory:/")) for name in fs.find(url))
+    assert found == ["/a/x.pt", "/m/config.json", "/m/state.pt", "/t"]
+    with fs.open(f"{url}/m/config.json") as file:
+        assert json.load(file) == {}
+
+
+def test_a_url_without_a_name_is_an_error_of_the_call(scratch):
+    for url in ("s3://bucket", "s3://bucket/", "s3://bucket/a/", "memory://x/.."):
+        with pytest.raises(ValueError, match="names no"):
+            wrap(save_text, scratch=scratch)("x", url)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's temp folder as Linux has it")
+def test_scratch_for_a_store_is_in_the_systems_temp_folder(bucket, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    seen = []
+
+    def save(path: str) -> None:
+        seen.append(path)
+        save_text("x", path)
+
+    wrap(save, storage_options=bucket.server.options)(bucket.url("x")).result()
+
+    assert Path(seen[0]).parents[2] == tmp_path
