@@ -342,7 +342,6 @@ class _Export:
         if self._scratch is not None:
             with translated(Path(self.path)):
                 publish(self._scratch.folder, Path(self.path), replaced=weights.is_own)
-                self._scratch.folder.mkdir(exist_ok=True)  # it is removed with the rest of the scratch
             return
         for name in storage.names(""):
             if weights.is_own(name) and name not in self._shard_names | set(self._small):
