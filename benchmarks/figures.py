@@ -260,7 +260,7 @@ def _python_beside(setting: Setting, folder: Path) -> Figure:
     state = small_tensors(setting.num_small)
     by_pickle = Calls(wrap(torch.save), lambda: state, folder / "small.pt")
     by_save = Calls(save, lambda: state, folder / "small.tar")
-    samples = [(_python_lost(by_pickle), _python_lost(by_save)) for _ in range(setting.rounds)]
+    samples = [(_python_lost(by_pickle), _python_lost(by_save)) for _ in range(setting.few_rounds)]
     share = median(lost / seconds for _, (lost, seconds) in samples)
     title = f"seconds that a thread of pure Python loses beside wrap(torch.save), {setting.num_small:,} tensors of 1 KiB"
     note = f"beside async_ckpt.save: {share:.0%} of its seconds"
