@@ -115,7 +115,11 @@ class Call(threading.Thread):
 def _functions_of(ident: int | None) -> set[str]:
     names = set()
     frame = sys._current_frames().get(ident or 0)
-    while frame is not None:
+    for _ in range(
+        sys.getrecursionlimit()
+    ):  # the thread runs on meanwhile: its frames were seen to lead in a circle
+        if frame is None:
+            break
         names.add(frame.f_code.co_name)
         frame = frame.f_back
     return names
