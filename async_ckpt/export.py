@@ -6,7 +6,6 @@ Knows nothing of: how models call their weights.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import re
@@ -18,17 +17,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from .errand import CopyErrand
 from .format import safetensors
-from .functional import host_memory
 from .handle import SaveHandle
-from .pack import files_saver
-from .report import Destination, Progress, SaveReport
+from .report import Progress
 from .save import OffLoop
 from .snapshot.crew import running_future
 from .snapshot.device import dense_blocks
 from .snapshot.guard import Optimizers, unwrapped
-from .snapshot.host_copy import HostCopy
-from .spans import Spans, monotonic
+from .spans import Spans
 from .state.hub import ADAPTER_CONFIG, Weights, json_bytes, weights_of
 from .state.tree import dtype_name
 from .storage.append import Appender
@@ -36,7 +33,6 @@ from .storage.base import Storage
 from .storage.local import LocalStorage, free_bytes_at, full, translated
 from .storage.scratch import Scratch, publish
 from .storage.url import Engine, Where, storage_at
-from .worker import get_worker
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
 _INDEX: Final = "model.safetensors.index.json"
@@ -102,7 +98,10 @@ def export_hf(
     try:
         beside = {} if config_folder is None else _files_of(Path(config_folder))
         weights = weights_of(state_or_model, beside)
-        return _Export(storage, weights, beside, max_shard_bytes, unwrapped(guard), spans, called).begin()
+        export = _Export(storage, weights, beside, max_shard_bytes, unwrapped(guard), spans, called)
+        handle = export.begin()
+        handle.host_copy = export.copy
+        return handle
     finally:
         called.set_result(spans.total())
 
@@ -183,8 +182,8 @@ def _index(shards: Sequence[_Shard]) -> bytes:
     return json_bytes({"metadata": numbers, "weight_map": where})
 
 
-class _Export:
-    """The errand of one export."""
+class _Export(CopyErrand):
+    """One export."""
 
     def __init__(
         self,
@@ -196,75 +195,36 @@ class _Export:
         spans: Spans,
         called: Future[float],
     ) -> None:
-        self._storage, self._max_shard_bytes = storage, max_shard_bytes
-        self._spans, self._called = spans, called
-        self.path = storage.locate("")
-        self._small = {**weights.files, **beside}
-        tensors = list(weights.tensors.values())
-        self._total_bytes = sum(map(len, self._small.values())) + sum(tensor.nbytes for tensor in tensors)
-        self._num_tensors = len(tensors)
-        self._shard_names: set[str] = set()  # written
-        names = list(weights.tensors)
-        crew = get_worker().copiers
-        self._copy = HostCopy(
-            tensors, names, optimizers=optimizers, memory=host_memory(), crew=crew, clock=monotonic
+        names, tensors = list(weights.tensors), list(weights.tensors.values())
+        super().__init__(
+            storage.locate(""), tensors, names, optimizers=optimizers, spans=spans, called=called
         )
-        # From here on the copy alone keeps the tensors of the model alive.
-        self._weights = weights._replace(tensors=dict(zip(names, self._copy.tensors, strict=True)))
-        self.staged = self._copy.completion
-        self._scratch: Scratch | None = None
-        self._out: Appender | None = None
-        self._num_bytes = self._num_retries = 0
-        self._given_up: BaseException | None = None
-
-    def begin(self) -> SaveHandle:
-        """On the caller's thread: from now on the weights may change."""
-        try:
-            handle = files_saver().take_on(self)
-        except BaseException:
-            self._copy.let_go()
-            raise
-        handle.host_copy = self._copy
-        self._copy.begin()
-        return handle
+        self._storage, self._max_shard_bytes = storage, max_shard_bytes
+        self._small = {**weights.files, **beside}
+        self._total_bytes = sum(map(len, self._small.values())) + sum(tensor.nbytes for tensor in tensors)
+        self._shard_names: set[str] = set()  # written
+        self._weights = weights._replace(tensors=dict(zip(names, self.copy.tensors, strict=True)))
 
     @property
     def progress(self) -> Progress:
         staged = self._total_bytes if self.staged.done() else 0
         return Progress(self._total_bytes, staged, self._num_bytes)
 
-    def give_up(self, error: BaseException) -> None:
-        self._given_up = error
-        if self._out is not None:
-            self._out.fail(error)
+    async def _write(self, off_loop: OffLoop) -> None:
+        await off_loop(self._write_folder)
 
-    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
-        await asyncio.wrap_future(self.staged)
-        if turn is not None:
-            await asyncio.wrap_future(turn)
-        with self._spans.span("write"):
-            await off_loop(self._write)
-        with self._spans.span("commit"):
-            await off_loop(self._commit)
-        return self._report(await asyncio.wrap_future(self._called))
-
-    def failed(self, error: BaseException) -> None:  # noqa: ARG002
+    def failed(self, error: BaseException) -> None:
         self._let_go()
         self._small.clear()
-        if self._out is not None:
-            self._out.abort()
-        if self._scratch is not None:
-            self._scratch.remove()
+        super().failed(error)
 
     async def afterwards(self, off_loop: OffLoop) -> None:
         self._small.clear()
-        if self._scratch is not None:
-            await off_loop(self._scratch.remove)
+        await super().afterwards(off_loop)
 
     # --- blocking, on helper threads --------------------------------------------------------------------------
 
-    def _write(self) -> None:
-        """All but what makes it visible."""
+    def _write_folder(self) -> None:
         if self._weights.stem == "model" and self._storage.exists(ADAPTER_CONFIG):
             raise FileExistsError(
                 f"{self.path} holds an adapter ({ADAPTER_CONFIG}), which would be loaded in place of the model; "
@@ -316,8 +276,7 @@ class _Export:
     def _write_shard(self, place: Storage, shard: _Shard) -> None:
         out = self._out = Appender(place, shard.name, limit_bytes=shard.num_bytes)
         before = self._num_bytes
-        if self._given_up is not None:
-            raise self._given_up
+        self._check()
         out.append(memoryview(shard.head))
         for tensor in shard.tensors.values():
             for _, block in dense_blocks(tensor, 0, tensor.nbytes):
@@ -333,11 +292,9 @@ class _Export:
     def _let_go(self) -> None:
         """Of the copies, and of the model."""
         self._weights = self._weights._replace(tensors={}, as_published=dict)
-        self._copy.let_go()
+        self.copy.let_go()
 
     def _commit(self) -> None:
-        if self._given_up is not None:
-            raise self._given_up
         weights, storage = self._weights, self._storage
         if self._scratch is not None:
             with translated(Path(self.path)):
@@ -348,20 +305,3 @@ class _Export:
                 storage.delete(name)  # shards of the one before, which would be loaded first
         if weights.last in self._small:
             storage.replace(weights.last, self._small[weights.last])
-
-    def _report(self, call_seconds: float) -> SaveReport:
-        seconds, total = self._spans.seconds, self._spans.total()
-        return SaveReport(
-            status="committed",
-            step=None,
-            path=self.path,
-            num_bytes=self._num_bytes,
-            num_tensors=self._num_tensors,
-            stall_seconds=call_seconds + self._copy.snapshot.stall_seconds,
-            stage_seconds=self._copy.snapshot.stage_seconds,
-            write_seconds=seconds["write"],
-            commit_seconds=seconds["commit"],
-            total_seconds=total,
-            retries=self._num_retries,
-            destinations=(Destination(self.path, self._num_bytes, total, self._num_retries),),
-        )

@@ -174,10 +174,10 @@ class Saver:
     ) -> tuple[Snapshot, SaveHandle, Callable[[], None]]:
         """Plan the archive; what is returned last starts its story, which waits for the segments of the snapshot."""
         frozen = also.take_over(captured.tensors) if also is not None else frozenset()
-        after = also.completion if also is not None and frozen else None
         device = first_device(captured.tensors)
         layout = self._lay_out(captured, step)
         worker = get_worker()
+        num_tensors = len(captured.specs)
         drain = Drain(
             layout,
             self.pool.segment_bytes,
@@ -185,32 +185,9 @@ class Saver:
             worker.background.submit,
             may_drop=rule == "any" and len(targets) > 1,
         )
-        deferred = deferrable(optimizers, captured.specs, captured.tensors)
-        if self._is_tight(drain.num_segments) and (
-            self._max_in_flight > 1 or self._waits_for_others(layout, targets)
-        ):
-            # What is copied up front could fill the pool, and wait there for what is copied later.
-            deferred = frozen = frozenset()
-        if device is not None and not deferred:
-            # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
-            self.pool.reserve(drain.num_segments, worker.copiers, pin=device)
-        # From here on the snapshot alone keeps the tensors alive, and lets go of them when it is done.
-        snapshot = Snapshot(
-            captured.specs,
-            captured.tensors,
-            layout.segments(self.pool.segment_bytes),
-            order=self._next_order(),
-            deferred=deferred,
-            gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
-            num_tail=drain.num_tail,
-            pool=self.pool,
-            crew=worker.copiers,
-            clock=self._clock,
-            put=drain.put,
-            check=drain.check,
-            frozen=frozen,
-            after=after,
-        )
+        after = also.completion if also is not None and frozen else None
+        in_turn = self._waits_for_others(layout, targets)
+        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, after, in_turn=in_turn)
         handle = SaveHandle(
             step=step,
             path=targets[0].path,
@@ -229,19 +206,8 @@ class Saver:
         pending = Pending(handle, give_up, self._exit_timeout)
         turn = self._follow(pending)
         job = SaveJob(
-            step,
-            layout,
-            len(captured.specs),
-            targets,
-            rule,
-            drain,
-            spans,
-            turn,
-            call_seconds,
-            snapshot,
-            writers,
+            step, layout, num_tensors, targets, rule, drain, spans, turn, call_seconds, snapshot, writers
         )
-
         self.pool.add_reliever(drain.relieve)
         pending.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
 
@@ -256,6 +222,46 @@ class Saver:
                 await worker.off_loop(reserve)
 
         return snapshot, handle, lambda: worker.start(pending, run_save(job, worker.off_loop), afterwards)
+
+    def _snapshot(
+        self,
+        captured: Capture,
+        layout: Layout,
+        drain: Drain,
+        optimizers: Optimizers,
+        frozen: frozenset[int],
+        after: Future[None] | None,
+        *,
+        in_turn: bool,
+    ) -> Snapshot:
+        """What copies the tensors into the segments that the drain takes; from here on it alone keeps them alive.
+
+        `frozen` are there when `after` has resolved. `in_turn`: a sink may hold a segment until another one has come.
+        """
+        worker, device = get_worker(), first_device(captured.tensors)
+        deferred = deferrable(optimizers, captured.specs, captured.tensors)
+        if self._is_tight(drain.num_segments) and (self._max_in_flight > 1 or in_turn):
+            # What is copied up front could fill the pool, and wait there for what is copied later.
+            deferred = frozen = frozenset()
+        if device is not None and not deferred:
+            # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
+            self.pool.reserve(drain.num_segments, worker.copiers, pin=device)
+        return Snapshot(
+            captured.specs,
+            captured.tensors,
+            layout.segments(self.pool.segment_bytes),
+            order=self._next_order(),
+            deferred=deferred,
+            gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
+            num_tail=drain.num_tail,
+            pool=self.pool,
+            crew=worker.copiers,
+            clock=self._clock,
+            put=drain.put,
+            check=drain.check,
+            frozen=frozen,
+            after=after,
+        )
 
     def take_on(self, errand: Errand) -> SaveHandle:
         """Have a save made that needs no staging here. No call waits; errands run one at a time, in their order.

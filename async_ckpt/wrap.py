@@ -8,7 +8,6 @@ wrote appears under the name that it was given when all of it is durable.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -25,19 +24,19 @@ from typing import Any, Final, NamedTuple, ParamSpec, overload
 
 import torch
 
+from .errand import CopyErrand
 from .errors import DestinationBusyError, NothingWrittenError, UnsupportedStateError
 from .format.tarball import WholeFile
-from .functional import FileTarget, host_memory
+from .functional import FileTarget
 from .handle import SaveHandle
 from .pack import files_saver
-from .report import Destination, Progress, SaveReport
+from .report import Progress
 from .save import OffLoop, SaveJob, run_save
 from .saver import Files
 from .snapshot.crew import running_future
 from .snapshot.files import source_of
 from .snapshot.guard import Optimizers, unwrapped
-from .snapshot.host_copy import HostCopy
-from .spans import Spans, monotonic
+from .spans import Spans
 from .spec import GIB, MIB
 from .state.arguments import closed_over, copied, tensors_in
 from .storage.append import Appender
@@ -45,7 +44,6 @@ from .storage.base import Storage
 from .storage.local import LocalStorage, temps_of, translated
 from .storage.scratch import Scratch, publish, refuse_in_running, refuse_misfit, sync_all
 from .storage.url import Engine, parent_and_name, storage_at
-from .worker import get_worker
 
 P = ParamSpec("P")
 
@@ -351,8 +349,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_parent)
 
 
-class _Call:
-    """The errand of one call."""
+class _Call(CopyErrand):
+    """One call."""
 
     def __init__(
         self,
@@ -364,52 +362,26 @@ class _Call:
         spans: Spans,
         called: Future[float],
     ) -> None:
+        _refuse_closed_over(fn, options.name)
+        given = {bound.names[key]: value for key, value in bound.others.items()}
+        names, tensors = tensors_in({options.name: fn, **given})
+        super().__init__(where.path, tensors, names, optimizers=optimizers, spans=spans, called=called)
         self._where, self._options = where, options
-        self._spans, self._called = spans, called
-        self.path = where.path
-        self._take_arguments(fn, bound, optimizers)
-        self.staged = self._copy.completion
+        self._host_bytes = self.copy.num_bytes
+        # Only of copies: a handle may be kept for long, and must not keep what the caller has let go of.
+        self._arguments: tuple[Callable[..., Any], dict[str | int, Any]] | None
+        try:
+            self._arguments = copied((fn, bound.others), tensors, self.copy.tensors, what=options.name)
+        except BaseException:
+            self.copy.let_go()
+            raise
         self._make = bound.make
         self._as_given: Callable[[str], Any] = type(bound.given) if isinstance(bound.given, Path) else str
         self._grad_mode = torch.is_grad_enabled()
         # Work in the background is for the device that the caller works on.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._scratch: Scratch | None = None
-        self._out: Appender | None = None
         self._job: SaveJob | None = None
         self._written: list[Path] = []  # complete, and durable on this disk
-        self._num_bytes = 0
-        self._num_retries = 0
-        self._given_up: BaseException | None = None
-
-    def _take_arguments(self, fn: Callable[..., Any], bound: _Bound, optimizers: Optimizers) -> None:
-        name = self._options.name
-        _refuse_closed_over(fn, name)
-        given = {bound.names[key]: value for key, value in bound.others.items()}
-        names, tensors = tensors_in({name: fn, **given})
-        self._num_tensors = len(tensors)
-        crew = get_worker().copiers
-        self._copy = HostCopy(
-            tensors, names, optimizers=optimizers, memory=host_memory(), crew=crew, clock=monotonic
-        )
-        self._host_bytes = self._copy.num_bytes
-        # Only of copies: a handle may be kept for long, and must not keep what the caller has let go of.
-        self._arguments: tuple[Callable[..., Any], dict[str | int, Any]] | None
-        try:
-            self._arguments = copied((fn, bound.others), tensors, self._copy.tensors, what=name)
-        except BaseException:
-            self._copy.let_go()
-            raise
-
-    def begin(self) -> SaveHandle:
-        """On the caller's thread: from now on the arguments may change."""
-        try:
-            handle = files_saver().take_on(self)
-        except BaseException:
-            self._copy.let_go()
-            raise
-        self._copy.begin()
-        return handle
 
     @property
     def progress(self) -> Progress:
@@ -418,50 +390,32 @@ class _Call:
         return Progress(total, self._host_bytes if self.staged.done() else 0, done)
 
     def give_up(self, error: BaseException) -> None:
-        self._given_up = error
-        if self._out is not None:
-            self._out.fail(error)
+        super().give_up(error)
         if self._job is not None:
             self._job.drain.fail(error)
 
-    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
-        await asyncio.wrap_future(self.staged)
-        if turn is not None:
-            await asyncio.wrap_future(turn)
-        with self._spans.span("write"):
-            await off_loop(self._stream if self._options.streams else self._write)
-            self._copy.let_go()
-            if self._where.storage.remote and not self._options.streams:
-                await self._upload(off_loop)
-        if self._given_up is not None:
-            raise self._given_up
-        with self._spans.span("commit"):
-            await off_loop(self._commit)
-        return self._report(await asyncio.wrap_future(self._called))
+    async def _write(self, off_loop: OffLoop) -> None:
+        await off_loop(self._stream if self._options.streams else self._fill_scratch)
+        self.copy.let_go()
+        if self._where.storage.remote and not self._options.streams:
+            await self._upload(off_loop)
 
     def failed(self, error: BaseException) -> None:
         self._arguments = None
-        self._copy.let_go()
-        if self._out is not None:
-            self._out.abort()
-        if self._scratch is None:
-            return
-        if self._written:  # the function has done its part, and what it wrote may be all that there is
-            self._scratch.keep()
-            error.add_note(f"async_ckpt: what {self._options.name} wrote is kept in {self._scratch.folder}")
-        else:
-            self._scratch.remove()
+        super().failed(error)
 
-    async def afterwards(self, off_loop: OffLoop) -> None:
-        if self._scratch is not None:
-            await off_loop(self._scratch.remove)
+    def _leave(self, scratch: Scratch, error: BaseException) -> None:
+        if self._written:  # the function has done its part, and what it wrote may be all that there is
+            scratch.keep()
+            error.add_note(f"async_ckpt: what {self._options.name} wrote is kept in {scratch.folder}")
+        else:
+            scratch.remove()
 
     # --- blocking, on helper threads --------------------------------------------------------------------------
 
     def _call(self, where: Any) -> None:
         """The function itself, once."""
-        if self._given_up is not None:
-            raise self._given_up
+        self._check()
         assert self._arguments is not None
         (fn, others), self._arguments = self._arguments, None
         args, kwargs = self._make(others, where)
@@ -494,7 +448,7 @@ class _Call:
         if not self._num_bytes:
             raise NothingWrittenError(f"{self._options.name} wrote nothing; {self.path} is left as it was")
 
-    def _write(self) -> None:
+    def _fill_scratch(self) -> None:
         """Into a folder of its own."""
         where, options = self._where, self._options
         beside = Path(options.scratch or tempfile.gettempdir()) if where.storage.remote else where.parent
@@ -544,30 +498,11 @@ class _Call:
         saver = files_saver()
         job, fill = await off_loop(lambda: saver.files_job(files, target, Spans(), self._called))
         self._job = job
-        if self._given_up is not None:
-            raise self._given_up
+        self._check()
         with saver.relieved_by(job.drain):
             fill.begin()
             report = await run_save(job, off_loop)
         self._num_retries += report.retries
-
-    def _report(self, call_seconds: float) -> SaveReport:
-        seconds, total = self._spans.seconds, self._spans.total()
-        there = Destination(self.path, self._num_bytes, total, self._num_retries)
-        return SaveReport(
-            status="committed",
-            step=None,
-            path=self.path,
-            num_bytes=self._num_bytes,
-            num_tensors=self._num_tensors,
-            stall_seconds=call_seconds + self._copy.snapshot.stall_seconds,
-            stage_seconds=self._copy.snapshot.stage_seconds,
-            write_seconds=seconds["write"],
-            commit_seconds=seconds["commit"],
-            total_seconds=total,
-            retries=self._num_retries,
-            destinations=(there,),
-        )
 
 
 class _File(io.RawIOBase):

@@ -16,7 +16,7 @@ HOUSE = Path(async_ckpt.__file__).parent
 # From top to bottom; a module imports only from its own floor and from those below it.
 FLOORS: list[tuple[str, ...]] = [
     (
-        "__init__", "__main__", "checkpointer", "functional", "pack", "unpack", "wrap", "export", "paths", "cli",
+        "__init__", "__main__", "checkpointer", "functional", "pack", "errand", "unpack", "wrap", "export", "paths", "cli",
         "integrations",
     ),  # face
     ("handle", "worker", "saver", "policy", "unchanged"),  # time
