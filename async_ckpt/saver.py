@@ -20,7 +20,7 @@ from .format.layout import Image, Layout, TensorPlan, lay_out
 from .handle import SaveHandle
 from .report import Progress, SaveReport
 from .save import CommitRule, Drain, OffLoop, SaveJob, Target, follow_up, run_save
-from .snapshot.crew import running_future
+from .snapshot.crew import Crew, running_future
 from .snapshot.device import fill_image, first_device
 from .snapshot.files import FileFill, Source
 from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
@@ -98,6 +98,7 @@ class Saver:
         self._keep_warm = keep_warm
         self._pid = os.getpid()
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
+        self._crews: set[Crew] = set()  # of each of several roots
         self._changed = threading.Condition()
         self._given_up: BaseException | None = None  # the process, or the user, waits for nothing more
         self._closed = False  # under _changed, like all below
@@ -201,7 +202,11 @@ class Saver:
             drain.fail(error)
 
         def writers(target: Target) -> Callable[[Callable[[], None]], None]:
-            return worker.writers(target.storage.locate("") if len(targets) > 1 else "").submit
+            if len(targets) == 1:
+                return worker.writers().submit
+            crew = worker.writers(target.storage.locate(""))
+            self._crews.add(crew)
+            return crew.submit
 
         pending = Pending(handle, give_up, self._exit_timeout)
         turn = self._follow(pending)
@@ -364,6 +369,8 @@ class Saver:
             raise
         finally:
             self.pool.close()
+            for crew in list(self._crews):
+                crew.stop()
         self._raise_unseen()
 
     def check_going_on(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_b import ScriptedStorage, assert_is_state, leftovers, names_below, open_run, state_at
+from helpers_b import ScriptedStorage, assert_is_state, leftovers, names_below, open_run, state_at, until
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, StepBehindError, StepExistsError, StorageUnavailableError
@@ -68,6 +68,18 @@ def test_a_save_goes_to_every_root_and_each_alone_is_a_whole_run(roots):
         assert (root / "latest").read_text() == "step_00000003\n"
     both = [next((root / "step_00000003").glob("*.tar")).read_bytes() for root in roots]
     assert both[0] == both[1]
+
+
+def test_the_threads_that_wrote_to_each_root_end_with_the_run(roots):
+    def writers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if "-write-" in thread.name}
+
+    before = writers()
+    with open_run(roots) as ckpt:
+        ckpt.save(state_at(1, 9), step=1).result()
+        own = writers() - before
+        assert own
+    until(lambda: not any(thread.is_alive() for thread in own))
 
 
 @pytest.mark.parametrize("place", [0, 1])
