@@ -43,6 +43,7 @@ from .state.tree import Select
 from .storage.base import Sink, Storage
 from .storage.local import LocalStorage
 from .storage.url import Engine, Where, storage_at
+from .trace import TraceFile
 from .unchanged import Attempt, UnchangedGroups, driver_of
 from .worker import get_worker
 
@@ -80,6 +81,8 @@ class AsyncCheckpointer:
         deadline_margin_seconds: time that the last save is to leave before the deadline.
         commit: with several roots, "all" makes a save wait for all of them, and fail when one fails; with "any" it is
             committed where it is durable first, and a root that lags or fails is caught up later.
+        trace: a file for what each thread did, and when, of every save: open it in https://ui.perfetto.dev. It is made
+            anew, and whole after each save.
         storage_options: of the client of a URL (endpoint, region, credentials, timeouts); with several roots a list
             gives each its own.
         engine: the client for URLs: "obstore" (the default for s3, gs, az) or "fsspec" ("s3fs" for s3).
@@ -121,6 +124,7 @@ class AsyncCheckpointer:
         deadline: Deadline | None = None,
         deadline_margin_seconds: float = MARGIN_SECONDS,
         commit: CommitRule = "all",
+        trace: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         engine: Engine | None = None,
         fs: Any = None,
@@ -164,6 +168,7 @@ class AsyncCheckpointer:
             strict=strict,
             exit_timeout=exit_timeout,
             keep_warm=True,
+            trace=None if trace is None else TraceFile(trace),
         )
         self._groups = UnchangedGroups()
         self._attempts: list[Attempt] = []  # under way

@@ -26,7 +26,7 @@ from .format.layout import Image
 from .report import Destination, Progress, SaveReport
 from .snapshot.crew import running_future
 from .snapshot.pool import Lease
-from .spans import Spans
+from .spans import NO_TRACE, Spans, Trace
 from .spec import BLOCK_BYTES
 from .storage.base import Sink, Storage
 
@@ -256,7 +256,7 @@ async def _deliver(job: SaveJob, delivery: Delivery, off_loop: OffLoop) -> None:
         await written
         await checked
         delivery.finished = True
-        await off_loop(delivery.sink.finish)
+        await off_loop(job.spans.traced("finish", delivery.sink.finish, path=delivery.target.path))
     except BaseException as error:
         delivery.error = error
         for future in (checked, written):  # nobody waits for them any more
@@ -292,7 +292,8 @@ async def _commit(job: SaveJob, durable: list[Delivery], off_loop: OffLoop) -> N
     """Make it true wherever it is durable. Raises what the save cannot do without."""
     for delivery in durable:
         try:
-            await off_loop(partial(delivery.target.commit, job.archive))
+            commit = partial(delivery.target.commit, job.archive)
+            await off_loop(job.spans.traced("commit", commit, path=delivery.target.path))
             delivery.committed = True
         except BaseException as error:
             delivery.error = error
@@ -440,8 +441,10 @@ class Drain:
         submit: Submit,
         *,
         may_drop: bool = False,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self._layout = layout
+        self._trace = trace
         self.segment_bytes = segment_bytes
         self.max_segments = max_segments
         self._submit = submit
@@ -626,7 +629,8 @@ class Drain:
         try:
             self.check()
             data = piece.lease.segment.view[:num_bytes]
-            lane.sink.write(piece.number * self.segment_bytes, data, _LaneHeld(self, lane, piece.lease))
+            with self._trace.span("write", segment=piece.number, sink=repr(lane.sink)):
+                lane.sink.write(piece.number * self.segment_bytes, data, _LaneHeld(self, lane, piece.lease))
         except BaseException as error:
             self._end(lane, error)
         else:
@@ -700,10 +704,11 @@ class Drain:
 
     def _digest(self, number: int, lease: Lease, num_bytes: int) -> None:
         first = number * self.segment_bytes // BLOCK_BYTES
-        for i, begin in enumerate(range(0, num_bytes, BLOCK_BYTES)):
-            block = lease.segment.view[begin : min(begin + BLOCK_BYTES, num_bytes)]
-            at = (first + i) * digests.DIGEST_BYTES
-            self._digests[at : at + digests.DIGEST_BYTES] = digests.block_digest(block)
+        with self._trace.span("digest", segment=number):
+            for i, begin in enumerate(range(0, num_bytes, BLOCK_BYTES)):
+                block = lease.segment.view[begin : min(begin + BLOCK_BYTES, num_bytes)]
+                at = (first + i) * digests.DIGEST_BYTES
+                self._digests[at : at + digests.DIGEST_BYTES] = digests.block_digest(block)
 
     def _bytes_of(self, number: int) -> int:
         return min(self.segment_bytes, self._layout.file_bytes - number * self.segment_bytes)

@@ -27,10 +27,11 @@ from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
 from .snapshot.host_copy import HostCopy
 from .snapshot.pool import LIVENESS_SECONDS, MIN_SEGMENTS, SegmentPool
 from .snapshot.stager import Snapshot
-from .spans import Clock, Spans, monotonic, wall_time
+from .spans import NO_TRACE, Clock, Spans, monotonic, wall_time
 from .spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up
 from .state.capture import Capture, capture
 from .state.tree import Select
+from .trace import TraceFile
 from .worker import Pending, abandon, get_worker, wait_for
 
 OnOverlap = Literal["wait", "skip"]
@@ -86,6 +87,7 @@ class Saver:
         strict: bool = False,
         exit_timeout: float | None = None,
         keep_warm: bool = False,
+        trace: TraceFile | None = None,
         clock: Clock = monotonic,
     ) -> None:
         if on_overlap not in ("wait", "skip"):
@@ -96,6 +98,7 @@ class Saver:
         self._on_overlap, self._max_in_flight = on_overlap, max_in_flight
         self._strict, self._exit_timeout, self._clock = strict, exit_timeout, clock
         self._keep_warm = keep_warm
+        self._trace_file, self._trace = trace, trace.trace if trace is not None else NO_TRACE
         self._pid = os.getpid()
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
         self._crews: set[Crew] = set()  # of each of several roots
@@ -138,20 +141,24 @@ class Saver:
         """
         optimizers = unwrapped(guard)
         self._report_unseen()
-        spans = Spans(self._clock)
-        if not self._admit():
+        spans = Spans(self._clock, self._trace)
+        with self._trace.span("wait for a place", step=step):
+            admitted = self._admit()
+        if not admitted:
             return _skipped(step, skipped_path)
         call_seconds: Future[float] = running_future()
         snapshot: Snapshot | None = None
         try:
-            targets = make_targets()
-            captured = capture(state(), select)
-            captured_as(captured)
-            snapshot, handle, start = self._set_up(
-                captured, targets, rule, step, optimizers, spans, call_seconds, also
-            )
+            with self._trace.span("plan", step=step):
+                targets = make_targets()
+                captured = capture(state(), select)
+                captured_as(captured)
+                snapshot, handle, start = self._set_up(
+                    captured, targets, rule, step, optimizers, spans, call_seconds, also
+                )
             start()
-            snapshot.begin()
+            with self._trace.span("snapshot", step=step):
+                snapshot.begin()
             return handle
         except BaseException as error:
             if snapshot is None:
@@ -185,6 +192,7 @@ class Saver:
             self._admit_bytes(layout, targets),
             worker.background.submit,
             may_drop=rule == "any" and len(targets) > 1,
+            trace=self._trace,
         )
         after = also.completion if also is not None and frozen else None
         in_turn = self._waits_for_others(layout, targets)
@@ -215,6 +223,10 @@ class Saver:
         )
         self.pool.add_reliever(drain.relieve)
         pending.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
+        if self._trace_file is not None:
+            Future.add_done_callback(handle, lambda _: self._trace.whole(f"save {step}", spans.begin))
+            write = self._trace_file.write
+            pending.finished.add_done_callback(lambda _: worker.background.submit(write))
 
         async def afterwards() -> None:
             try:
@@ -264,6 +276,7 @@ class Saver:
             clock=self._clock,
             put=drain.put,
             check=drain.check,
+            trace=self._trace,
             frozen=frozen,
             after=after,
         )
@@ -344,7 +357,8 @@ class Saver:
         layout = self._lay_out(captured, step=0)
         self._admit_bytes(layout, ())
         num_segments = -(-layout.file_bytes // self.pool.segment_bytes)
-        self.pool.reserve(num_segments, get_worker().copiers, pin=first_device(captured.tensors))
+        with self._trace.span("prewarm"):
+            self.pool.reserve(num_segments, get_worker().copiers, pin=first_device(captured.tensors))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
@@ -372,6 +386,14 @@ class Saver:
             for crew in list(self._crews):
                 crew.stop()
         self._raise_unseen()
+        self._close_trace()
+
+    def _close_trace(self) -> None:
+        if self._trace_file is not None:
+            try:
+                self._trace_file.close()
+            except OSError as error:
+                warnings.warn(f"{self._trace_file!r} is incomplete: {error}", RuntimeWarning, stacklevel=4)
 
     def check_going_on(self) -> None:
         """Raise what ended the work in the background, if anything did."""

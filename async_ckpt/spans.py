@@ -1,15 +1,21 @@
 """The clock, times of day, and spans around the parts of a story.
 
-In: a clock, a time. Out: seconds, by name. Knows nothing of: what is being timed.
+In: a clock, a time. Out: seconds, by name; and a trace of when each thread did what. Knows nothing of: what is timed.
 `time` is imported here and nowhere else but in `storage/retry.py`, so that every other module can be handed a fake.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 Clock = Callable[[], float]
 When = datetime | float
@@ -34,14 +40,72 @@ def epoch_seconds(when: When) -> float:
     return float(when)
 
 
+class Trace:
+    """What each thread does, and when, as events of Chrome's trace format (Perfetto shows them). From any thread."""
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+        self._epoch = wall_time() - clock()  # so that traces of several processes can be laid side by side
+        self._events: deque[dict[str, Any]] = deque()
+        self._named: set[int] = set()  # threads, whose events follow
+
+    def span(self, name: str, **facts: Any) -> AbstractContextManager[None]:
+        """What goes on inside is seen under this name, on the thread that it goes on in."""
+        return self._span(name, facts)
+
+    @contextmanager
+    def _span(self, name: str, facts: dict[str, Any]) -> Iterator[None]:
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._add(name, begin, self._clock(), facts)
+
+    def whole(self, name: str, begin: float) -> None:
+        """What began then, on whatever threads, ends now."""
+        both = {"cat": "async_ckpt", "name": name, "pid": os.getpid(), "tid": 0, "id": f"{begin:.6f}"}
+        for phase, at in (("b", begin), ("e", self._clock())):
+            self._events.append({"ph": phase, "ts": (self._epoch + at) * 1e6, **both})
+
+    def take(self) -> list[dict[str, Any]]:
+        """The events since the last time."""
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def _add(self, name: str, begin: float, end: float, facts: dict[str, Any]) -> None:
+        thread = {"pid": os.getpid(), "tid": threading.get_native_id()}
+        if thread["tid"] not in self._named:
+            self._named.add(thread["tid"])
+            named = {"name": threading.current_thread().name}
+            self._events.append({"ph": "M", "name": "thread_name", **thread, "args": named})
+        at = {"ts": (self._epoch + begin) * 1e6, "dur": (end - begin) * 1e6}
+        self._events.append({"ph": "X", "cat": "async_ckpt", "name": name, **at, **thread, "args": facts})
+
+
+class _NoTrace(Trace):
+    """Nobody looks."""
+
+    def span(self, name: str, **facts: Any) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def whole(self, name: str, begin: float) -> None:
+        """Nothing."""
+
+
+NO_TRACE: Final[Trace] = _NoTrace()
+
+
 class Spans:
     """Seconds spent inside named spans; a name entered twice adds up.
 
     One owner at a time writes: the training thread until `save` returns, then the worker's loop.
     """
 
-    def __init__(self, clock: Clock = monotonic) -> None:
+    def __init__(self, clock: Clock = monotonic, trace: Trace = NO_TRACE) -> None:
         self.clock = clock
+        self.trace = trace
         self.begin = clock()
         self.seconds: dict[str, float] = {}
 
@@ -52,6 +116,15 @@ class Spans:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - begin
+
+    def traced(self, name: str, fn: Callable[[], T], **facts: Any) -> Callable[[], T]:
+        """The same function, seen in the trace of the thread that calls it."""
+
+        def call() -> T:
+            with self.trace.span(name, **facts):
+                return fn()
+
+        return call
 
     def total(self) -> float:
         """Seconds since these spans were made."""

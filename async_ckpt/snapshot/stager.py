@@ -22,7 +22,7 @@ import torch
 
 from ..errors import TornSnapshotError
 from ..format.layout import Piece, SegmentPlan
-from ..spans import Clock
+from ..spans import NO_TRACE, Clock, Trace
 from ..spec import MIB, TensorSpec
 from .crew import Crew, num_cpus, running_future
 from .device import Device, dense_blocks, event_wait, flat_bytes, memmove, synchronize
@@ -74,13 +74,14 @@ class Snapshot(Held):
         clock: Clock,
         put: Put,
         check: Callable[[], None],
+        trace: Trace = NO_TRACE,
         frozen: frozenset[int] = frozenset(),
         after: Future[None] | None = None,
     ) -> None:
         self._specs, self._tensors = specs, tensors
         self._order, self._deferred, self._gates = order, deferred, gates
         self._pool, self._crew, self._clock = pool, crew, clock
-        self._put, self._check = put, check
+        self._put, self._check, self._trace = put, check, trace
         self.completion = running_future()
         self.stage_seconds = 0.0
         self._begun = clock()
@@ -140,7 +141,7 @@ class Snapshot(Held):
 
     def hold(self) -> None:
         """Keep an optimizer's step back: this thread until every copy is enqueued, then its streams until they end."""
-        with self._changed:
+        with self._trace.span("guard"), self._changed:
             if not self._released:
                 self._held_since.append(self._clock())
                 while not self._released:
@@ -214,7 +215,8 @@ class Snapshot(Held):
                     self._lease(job)
                 finally:
                     self._taking.release()
-                self._fill_segment(job)
+                with self._trace.span("stage", segment=job.number):
+                    self._fill_segment(job)
             except BaseException as error:
                 with self._changed:
                     self._error = self._error or error
@@ -298,8 +300,9 @@ class Snapshot(Held):
         """Hand segments on in the order in which their copies were enqueued, as each copy ends."""
         try:
             while (job := self._enqueued.get()) is not None:
-                for device, event in job.events:
-                    event_wait(device, event)
+                with self._trace.span("copy", segment=job.number):
+                    for device, event in job.events:
+                        event_wait(device, event)
                 self._hand_on(job)
             self._complete()
         except BaseException as error:

@@ -1,0 +1,56 @@
+"""The trace of a run as a file that Perfetto and chrome://tracing show as it is.
+
+In: a path, a trace. Out: a JSON array of events, complete after every save. Knows nothing of: what was traced.
+
+The format is Chrome's Trace Event Format (the JSON array one), times in microseconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Final
+
+from .spans import Trace
+
+_END: Final = b"\n]\n"
+
+
+class TraceFile:
+    """Made anew; the events of each save follow when it has ended. From any thread.
+
+    Raises OSError when it cannot be made. What goes wrong later costs no save: `close` raises it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path).absolute()
+        self.trace = Trace()
+        self._lock = threading.Lock()
+        self._is_empty = True
+        self._error: OSError | None = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_bytes(b"[" + _END)
+
+    def write(self) -> None:
+        """Add what was traced since the last time."""
+        with self._lock:
+            lines = [json.dumps(event, default=str).encode() for event in self.trace.take()]
+            if not lines or self._error is not None:
+                return
+            try:
+                with open(self._path, "r+b") as file:
+                    file.seek(-len(_END), os.SEEK_END)
+                    file.write((b"\n" if self._is_empty else b",\n") + b",\n".join(lines) + _END)
+                self._is_empty = False
+            except OSError as error:
+                self._error = error
+
+    def close(self) -> None:
+        self.write()
+        if self._error is not None:
+            raise self._error
+
+    def __repr__(self) -> str:
+        return f"<TraceFile {self._path}>"
