@@ -26,14 +26,17 @@ class Setting:
     rounds: int = 9
     few_rounds: int = 3
     """Of what hardly varies, such as bytes, or takes long."""
+    num_saves: int = 2
+    """Of each kind, in one process."""
+    shape_bytes: int = 1536 * MIB
     store_bytes: int = 1024 * MIB
     served_bytes: int = 256 * MIB
     """What the real servers are given, which take long."""
 
     @classmethod
     def toy(cls, folder: Path) -> Setting:
-        sizes = {"store_bytes": 96 * MIB, "served_bytes": 48 * MIB}
-        return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, **sizes)
+        sizes = {"shape_bytes": 48 * MIB, "store_bytes": 96 * MIB, "served_bytes": 48 * MIB}
+        return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, num_saves=1, **sizes)
 
 
 def side_by_side(rounds: int, measured: Callable[[], T], limit: Callable[[], T]) -> list[tuple[T, T]]:

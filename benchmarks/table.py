@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Figure:
     pairs: Sequence[tuple[float, float]]
     note: str = ""
 
+    GROUP: ClassVar = "figures"
     HEAD: ClassVar = ["what", "measured", "limit", "ratio (quartiles)", "target", "met"]
 
     @property
@@ -75,8 +76,8 @@ class Figure:
         limit = median(limit for _, limit in self.pairs)
         return [
             self.title + (f" ({self.note})" if self.note else ""),
-            f"{_shown(measured)} {self.unit}".strip(),
-            f"{self.limit}: {_shown(limit)} {self.unit}".strip(),
+            f"{shown(measured)} {self.unit}".strip(),
+            f"{self.limit}: {shown(limit)} {self.unit}".strip(),
             f"{median(self.ratios):.3g} ({low:.3g} - {high:.3g})",
             self._target,
             {True: "yes", False: "**no**", None: "-"}[self.met],
@@ -103,6 +104,7 @@ class Peer:
     configuration: str
     pairs: Sequence[tuple[Cost, Cost]]
 
+    GROUP: ClassVar = "peers"
     HEAD: ClassVar = ["upload", "seconds", "async_ckpt", "ratio", "client CPU s/GB", "async_ckpt", "ratio"]
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,13 +127,24 @@ class Peer:
         return median(theirs), median(ours), median(ratios)
 
 
-Row = Figure | Peer
+class Row(Protocol):
+    """A line of a table; those of one kind have one table, and one place in the file."""
+
+    GROUP: ClassVar[str]
+    HEAD: ClassVar[list[str]]
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+    def cells(self) -> list[str]: ...
+
+
 Environment = dict[str, str | int | float]
 
 
 def markdown(rows: Sequence[Row], environment: Environment) -> str:
     where = ", ".join(f"{name} {value}" for name, value in environment.items())
-    tables = [_table(kind, [row for row in rows if isinstance(row, kind)]) for kind in (Figure, Peer)]
+    kinds = dict.fromkeys(type(row) for row in rows)
+    tables = [_table(kind, [row for row in rows if isinstance(row, kind)]) for kind in kinds]
     return "\n".join([*filter(None, tables), f"Medians of pairs measured side by side. {where}.", ""])
 
 
@@ -143,10 +156,9 @@ def _table(kind: type[Row], rows: Sequence[Row]) -> str:
 def write(stem: Path, rows: Mapping[str, Row], environment: Environment) -> None:
     """`stem`.json for programs and `stem`.md for people."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    kinds: dict[type[Row], str] = {Figure: "figures", Peer: "peers"}
     kept: dict[str, Any] = {"environment": environment}
     for name, row in rows.items():
-        kept.setdefault(kinds[type(row)], {})[name] = row.as_dict()
+        kept.setdefault(row.GROUP, {})[name] = row.as_dict()
     stem.with_suffix(".json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     stem.with_suffix(".md").write_text(markdown(list(rows.values()), environment))
 
@@ -165,7 +177,7 @@ def show_in(readme: Path, stem: Path) -> None:
     readme.write_text(before + mark + stem.with_suffix(".md").read_text() + rest)
 
 
-def _shown(value: float) -> str:
+def shown(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

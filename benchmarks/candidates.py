@@ -1,0 +1,524 @@
+"""Every way to save that is compared: one small adapter each, all with the same interface.
+
+In: a folder, what is trained. Out: saves, and the state again. Knows nothing of: clocks, other candidates.
+
+Each runs in the fastest configuration that its documentation gives for one process on this device, and what was chosen
+stands beside it. Where the documentation has the caller wait for the save before, the adapter does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import async_ckpt
+from async_ckpt import SaveHandle
+
+from .workloads import State, Subject
+
+_GZIP_LEVEL: Final = 6
+
+
+class Candidate:
+    """One way to save. At most one save is under way when `save` returns, and `save` may wait for the one before."""
+
+    title: ClassVar[str]
+    configuration: ClassVar[str]
+    package: ClassVar[str] = "torch"
+    durable: ClassVar[bool] = True
+    """It makes its files durable itself; else they are, at its expense, when it says that it is done."""
+    share: ClassVar[float] = 1.0
+    """Of the state, that it is given, because all of it takes minutes; its times are scaled."""
+    synchronous: ClassVar[bool] = False
+    """Its call returns when all is written."""
+    needs_cuda: ClassVar[bool] = False
+    into_objects: ClassVar[bool] = False
+    """It restores modules and optimizers themselves; else their state dicts."""
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        self.folder, self.subject = folder, subject
+
+    @classmethod
+    def why_not(cls) -> str:
+        """Why it cannot run here; empty when it can."""
+        if find_spec(cls.package) is None:
+            return "not installed"
+        return "needs CUDA" if cls.needs_cuda and not torch.cuda.is_available() else ""
+
+    def path(self, number: int) -> Path:
+        """The file or folder of a save."""
+        return self.folder / str(number)
+
+    def prewarm(self) -> None:
+        """What its documentation has one call before the first save."""
+
+    def save(self, number: int) -> None:
+        """Returns when the training may go on."""
+        raise NotImplementedError
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        """Around every step of the optimizer."""
+        return nullcontext()
+
+    def done(self) -> bool:
+        """Whether the last save is."""
+        return True
+
+    def wait(self) -> None:
+        """Return when the last save is complete; raise what it met."""
+
+    @property
+    def stall_seconds(self) -> float:
+        """What the last save held the training up for beyond its call, as far as its steps do not show it."""
+        return 0.0
+
+    def restore(self, number: int, into: State) -> None:
+        """Bring back what was saved, into tensors that are there."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of threads and processes."""
+
+
+# --- synchronous ----------------------------------------------------------------------------------------------
+
+
+class TorchSave(Candidate):
+    title = "torch.save + fsync"
+    synchronous = True
+    configuration = "one file; torch.load(mmap=True), copied into place"
+
+    def save(self, number: int) -> None:
+        with open(self.path(number), "wb") as file:
+            torch.save(self.subject.state_dict(), file)
+            _sync(file)
+
+    def restore(self, number: int, into: State) -> None:
+        copy_into(into, torch.load(self.path(number), mmap=True, weights_only=True))
+
+
+class Tar(Candidate):
+    title = "torch.save, tar"
+    synchronous = True
+    configuration = "torch.save into a folder, tarfile of it, fsync"
+
+    def save(self, number: int) -> None:
+        folder = self.folder / "files"
+        folder.mkdir()
+        torch.save(self.subject.state_dict(), folder / "state.pt")
+        with open(self.path(number), "wb") as file:
+            with self._opened(file) as tar:
+                tar.add(folder, arcname=".")
+            _sync(file)
+        shutil.rmtree(folder)
+
+    def _opened(self, file: Any) -> tarfile.TarFile:
+        return tarfile.open(fileobj=file, mode="w")
+
+    def restore(self, number: int, into: State) -> None:
+        folder = self.folder / "out"
+        with tarfile.open(self.path(number)) as tar:
+            tar.extractall(folder, filter="data")
+        copy_into(into, torch.load(folder / "state.pt", mmap=True, weights_only=True))
+        shutil.rmtree(folder)
+
+
+class Gzip(Tar):
+    title = "torch.save, tar.gz"
+    configuration = f"the same, gzip level {_GZIP_LEVEL}; measured on a sixteenth of the state, and scaled"
+    share = 1 / 16
+
+    def _opened(self, file: Any) -> tarfile.TarFile:
+        return tarfile.open(fileobj=file, mode="w:gz", compresslevel=_GZIP_LEVEL)
+
+
+class Safetensors(Candidate):
+    title = "safetensors.save_file + fsync"
+    synchronous = True
+    configuration = (
+        "tensors under flat names, other values as JSON in the metadata; safe_open, copied into place"
+    )
+    package = "safetensors"
+
+    def save(self, number: int) -> None:
+        flat = dict(leaves(self.subject.state_dict()))
+        tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in flat.items() if name not in tensors}
+        path = self.path(number)
+        _untyped("safetensors.torch").save_file(tensors, path, {"others": json.dumps(others)})
+        with open(path, "rb+") as file:
+            _sync(file)
+
+    def restore(self, number: int, into: State) -> None:
+        with _untyped("safetensors").safe_open(self.path(number), "pt") as file:
+            for name, value in leaves(into):
+                if isinstance(value, torch.Tensor):
+                    value.copy_(file.get_tensor(name))
+
+
+class Dcp(Candidate):
+    title = "dcp.save"
+    synchronous = True
+    configuration = "FileSystemWriter, as many threads as processors; fsyncs"
+
+    def _writer(self, number: int) -> Any:
+        threads = len(os.sched_getaffinity(0))
+        return filesystem.FileSystemWriter(self.path(number), thread_count=threads)
+
+    def save(self, number: int) -> None:
+        state_dict_saver.save(self.subject.state_dict(), storage_writer=self._writer(number), no_dist=True)
+
+    def restore(self, number: int, into: State) -> None:
+        state_dict_loader.load(into, checkpoint_id=self.path(number), no_dist=True)
+
+
+# --- asynchronous ---------------------------------------------------------------------------------------------
+
+
+class DcpAsync(Dcp):
+    title = "dcp.async_save"
+    synchronous = False
+    configuration = "as it comes: the state is copied in the call, written by a thread"
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        super().__init__(folder, subject)
+        self._saved: Future[Any] | None = None
+        self._staged: Future[Any] | None = None
+
+    def _begin(self, number: int) -> Any:
+        return state_dict_saver.async_save(
+            self.subject.state_dict(), storage_writer=self._writer(number), no_dist=True
+        )
+
+    def save(self, number: int) -> None:
+        self.wait()
+        response = self._begin(number)
+        self._staged = getattr(response, "staging_completion", None)
+        self._saved = getattr(response, "upload_completion", response)
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        if self._staged is not None:  # as torchtitan does before the optimizer's step
+            self._staged.result()
+        return nullcontext()
+
+    def done(self) -> bool:
+        return self._saved is None or self._saved.done()
+
+    def wait(self) -> None:
+        if self._saved is not None:
+            self._saved.result()
+
+
+class DcpAsyncCached(DcpAsync):
+    title = "dcp.async_save, cached stager"
+    configuration = (
+        "DefaultStager copies on a thread into memory that it keeps (pinned where there is CUDA); "
+        "the step waits for the copy; written by a thread"
+    )
+    shared: ClassVar[bool] = False
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        super().__init__(folder, subject)
+        cuda = torch.cuda.is_available()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda,
+                use_shared_memory=self.shared,
+                use_async_staging=True,
+                use_non_blocking_copy=cuda,
+            )
+        )
+
+    def _begin(self, number: int) -> Any:
+        return state_dict_saver.async_save(
+            self.subject.state_dict(),
+            storage_writer=self._writer(number),
+            async_stager=self._stager,
+            no_dist=True,
+        )
+
+    def close(self) -> None:
+        self.wait()
+        self._stager.close()
+
+
+class DcpAsyncProcess(DcpAsyncCached):
+    title = "dcp.async_save, process"
+    configuration = "the same stager, into shared memory; written by a process of its own (gloo, one rank)"
+    shared = True
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        super().__init__(folder, subject)
+        store = torch._C._distributed_c10d.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def _begin(self, number: int) -> Any:
+        return state_dict_saver.async_save(
+            self.subject.state_dict(),
+            storage_writer=self._writer(number),
+            async_stager=self._stager,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+
+    def close(self) -> None:
+        super().close()
+        torch.distributed.destroy_process_group()
+
+
+class TorchCheckpointing(Candidate):
+    title = "torch_checkpointing"
+    configuration = (
+        "CheckpointManager, prewarmed, step under its lock, written by its process; use_direct_io=False"
+    )
+    package = "torch_checkpointing"
+    durable = False
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        super().__init__(folder, subject)
+        package = _untyped("torch_checkpointing")
+        storage = _untyped("torch_checkpointing.storage.filesystem").LocalFileSystemStorageConfig(
+            use_direct_io=False  # its default opens what it then cannot write to on ext4
+        )
+        self._manager = package.CheckpointManager.Config(storage_config=storage).build()
+        self._saved: Future[Any] | None = None
+
+    def prewarm(self) -> None:
+        self._manager.prewarm_staging(self.subject.state_dict())
+
+    def save(self, number: int) -> None:
+        self._saved = self._manager.save(str(self.path(number)), self.subject.state_dict())
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        return self._manager.lock()  # type: ignore[no-any-return]
+
+    def done(self) -> bool:
+        return self._saved is None or self._saved.done()
+
+    def wait(self) -> None:
+        if self._saved is not None:
+            self._saved.result()
+
+    def restore(self, number: int, into: State) -> None:
+        self._manager.load(str(self.path(number)), into=into)
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class Lightning(Candidate):
+    title = "Lightning AsyncCheckpointIO"
+    configuration = "over TorchCheckpointIO: clones every tensor in the call, written by a thread"
+    package = "pytorch_lightning"
+    durable = False
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        super().__init__(folder, subject)
+        plugins = _untyped("pytorch_lightning.plugins")
+        self._io = plugins.AsyncCheckpointIO(plugins.TorchCheckpointIO())
+        self._number = 0
+
+    def save(self, number: int) -> None:
+        self._number = number
+        self._io.save_checkpoint(self.subject.state_dict(), self.path(number))
+
+    def done(self) -> bool:
+        return self.path(self._number).exists()  # it tells nobody; the file appears complete
+
+    def wait(self) -> None:
+        self._io.teardown()  # nothing else waits
+
+    def restore(self, number: int, into: State) -> None:
+        copy_into(into, torch.load(self.path(number), mmap=True, weights_only=True))
+
+    def close(self) -> None:
+        self._io.teardown()
+
+
+class Resiliency(Candidate):
+    title = "nvidia-resiliency-ext TorchAsyncCheckpoint"
+    configuration = "persistent worker; finalized before every step, as its documentation has it"
+    package = "nvidia_resiliency_ext"
+    durable = False
+    needs_cuda = True
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        super().__init__(folder, subject)
+        module = _untyped("nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt")
+        self._checkpoint = module.TorchAsyncCheckpoint(persistent_queue=True)
+
+    def save(self, number: int) -> None:
+        self._checkpoint.async_save(self.subject.state_dict(), self.path(number))
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        self._checkpoint.finalize_async_save(blocking=False, no_dist=True)
+        return nullcontext()
+
+    def done(self) -> bool:
+        self._checkpoint.finalize_async_save(blocking=False, no_dist=True)
+        return bool(self._checkpoint._async_calls_queue.get_num_unfinalized_calls() == 0)
+
+    def wait(self) -> None:
+        while not self.done():
+            pass
+
+    def restore(self, number: int, into: State) -> None:
+        copy_into(into, torch.load(self.path(number), mmap=True, weights_only=True))
+
+    def close(self) -> None:
+        self._checkpoint._async_calls_queue.close()
+
+
+# --- this library ---------------------------------------------------------------------------------------------
+
+
+class Ours(Candidate):
+    title = "async_ckpt"
+    configuration = "AsyncCheckpointer, prewarmed; the copy is waited for"
+    package = "async_ckpt"
+    into_objects = True
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        super().__init__(folder, subject)
+        self._checkpointer = async_ckpt.AsyncCheckpointer(folder, **self._options())
+        self._handle: SaveHandle | None = None
+
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"step_{number:08d}"
+
+    def prewarm(self) -> None:
+        self._checkpointer.prewarm(self.subject.state)
+
+    def save(self, number: int) -> None:
+        self._handle = self._checkpointer.save(self.subject.state, step=number)
+
+    def done(self) -> bool:
+        return self._handle is None or self._handle.done()
+
+    def wait(self) -> None:
+        if self._handle is not None:
+            self._handle.result()
+
+    def restore(self, number: int, into: State) -> None:
+        self._checkpointer.restore(into, step=number)
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class OursGuarded(Ours):
+    title = "async_ckpt, guard="
+    configuration = "AsyncCheckpointer(guard=optimizer), prewarmed; the copy overlaps forward and backward"
+
+    def _options(self) -> dict[str, Any]:
+        return {"guard": self.subject.optimizer}
+
+    @property
+    def stall_seconds(self) -> float:
+        assert self._handle is not None
+        return self._handle.result().stall_seconds
+
+
+class OursBudgeted(Ours):
+    title = "async_ckpt, host_bytes="
+    configuration = "a quarter of the state's size as host memory; the copy is waited for"
+
+    def _options(self) -> dict[str, Any]:
+        return {"host_bytes": max(128 << 20, num_bytes_of(self.subject.state_dict()) // 4)}
+
+
+class OursCompressed(Candidate):
+    title = "async_ckpt, zstd"
+    configuration = 'save("x.tar.zst"), level 3'
+    package = "zstandard"
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        super().__init__(folder, subject)
+        self._handle: SaveHandle | None = None
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number}.tar.zst"
+
+    def save(self, number: int) -> None:
+        self._handle = async_ckpt.save(self.subject.state, self.path(number))
+
+    def done(self) -> bool:
+        return self._handle is None or self._handle.done()
+
+    def wait(self) -> None:
+        if self._handle is not None:
+            self._handle.result()
+
+    def restore(self, number: int, into: State) -> None:
+        copy_into(into, async_ckpt.load(self.path(number)))
+
+
+CANDIDATES: Final[dict[str, type[Candidate]]] = {
+    "ours_guarded": OursGuarded,
+    "ours": Ours,
+    "ours_budgeted": OursBudgeted,
+    "ours_zstd": OursCompressed,
+    "torch_checkpointing": TorchCheckpointing,
+    "dcp_async_cached": DcpAsyncCached,
+    "dcp_async_process": DcpAsyncProcess,
+    "dcp_async": DcpAsync,
+    "lightning": Lightning,
+    "resiliency": Resiliency,
+    "dcp": Dcp,
+    "safetensors": Safetensors,
+    "torch_save": TorchSave,
+    "tar": Tar,
+    "gzip": Gzip,
+}
+
+
+# --- states ---------------------------------------------------------------------------------------------------
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of everything that is no container."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from leaves(inner, f"{path}.{number}")
+    else:
+        yield path, value
+
+
+def copy_into(live: State, loaded: State) -> None:
+    found = dict(leaves(loaded))
+    for name, value in leaves(live):
+        if isinstance(value, torch.Tensor):
+            value.copy_(found[name])
+
+
+def num_bytes_of(state: State) -> int:
+    return sum(value.nbytes for _, value in leaves(state) if isinstance(value, torch.Tensor))
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _untyped(package: str) -> Any:
+    """A package without annotations, or that need not be there."""
+    return import_module(package)

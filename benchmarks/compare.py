@@ -1,0 +1,207 @@
+"""The comparison: every candidate in turn, again and again, and how this library stands to the others.
+
+In: a setting. Out: a row for each candidate, and figures held against targets. Knows nothing of: how each one saves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, ClassVar, Final
+
+from . import trial
+from .candidates import CANDIDATES, Candidate
+from .setting import Setting
+from .table import Figure, Row, Target, shown
+
+_OURS: Final = {name for name in CANDIDATES if name.startswith("ours")}
+# Of the table of workloads: this library, and the fastest of each kind beside it.
+_FEW: Final = ("ours", "torch_checkpointing", "dcp_async_cached", "safetensors", "torch_save")
+_GB: Final = 1e9
+Values = Callable[[Mapping[str, Any]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """What one candidate did, in as many processes as there were rounds. `why_not`: it has no numbers."""
+
+    name: str
+    results: Sequence[Mapping[str, Any]]
+    why_not: str = ""
+
+    GROUP: ClassVar = "candidates"
+    HEAD: ClassVar = [
+        "save", "training lost, s", "first save, s", "stall, ms", "durable, s", "GB/s", "CPU s/GB",
+        "memory / state", "disk / state", "restore cold, s", "warm, s", "saves faster than the disk: lost, s each",
+    ]  # fmt: skip
+
+    @property
+    def candidate(self) -> type[Candidate]:
+        return CANDIDATES[self.name]
+
+    def as_dict(self) -> dict[str, Any]:
+        told = {"title": self.candidate.title, "configuration": self.candidate.configuration}
+        if self.why_not:
+            return told | {"not_measured": self.why_not}
+        medians = {name: median(map(value, self.results)) for name, value in VALUES.items()}
+        return told | {"medians": medians, "results": list(self.results)}
+
+    def cells(self) -> list[str]:
+        if self.why_not:
+            return [self.candidate.title, self.why_not, *[""] * (len(self.HEAD) - 2)]
+        at = {name: median(map(value, self.results)) for name, value in VALUES.items()}
+        burst = [result["burst"] for result in self.results if "burst" in result]
+        spoilt = sum(one["of"] - one["same"] for one in burst)
+        hurried = f"{median(one['lost'] for one in burst):.2f}" if burst else "-"
+        return [
+            self.candidate.title,
+            f"{at['lost']:.3f}",
+            f"{at['first']:.3f}",
+            shown(at["stall"] * 1e3),
+            f"{at['durable']:.2f}",
+            f"{at['bandwidth'] / _GB:.2f}",
+            f"{at['processor_per_gb']:.2f}",
+            f"{at['memory']:.2f}",
+            f"{at['disk']:.2f}",
+            f"{at['restore_cold']:.2f}",
+            f"{at['restore_warm']:.2f}",
+            hurried + (f" ({spoilt} hold another state)" if spoilt else ""),
+        ]
+
+
+def _of_later(key: str) -> Values:
+    return lambda result: median(save[key] for save in result["later"])
+
+
+def _of_alone(key: str) -> Values:
+    return lambda result: median(save[key] for save in result["alone"])
+
+
+VALUES: Final[dict[str, Values]] = {
+    "lost": _of_later("lost"),
+    "first": lambda result: result["first"]["lost"],
+    "stall": _of_later("stall"),
+    "durable": _of_alone("durable"),
+    "bandwidth": lambda result: result["num_bytes"] / _of_alone("durable")(result),
+    "processor_per_gb": lambda result: _of_alone("processor")(result) / result["num_bytes"] * _GB,
+    "memory": lambda result: result["peak_bytes"] / result["num_bytes"],
+    "disk": lambda result: result["disk_bytes"] / result["num_bytes"],
+    "restore_cold": lambda result: result["restore_cold"],
+    "restore_warm": lambda result: result["restore_warm"],
+}
+
+
+def comparison(setting: Setting) -> dict[str, Row]:
+    """All of them, saving a training of linear layers under AdamW on one thread."""
+    contenders = _measured(setting, "training", list(CANDIDATES), setting.training_bytes)
+    return {**_against(contenders), **contenders}
+
+
+def _measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: int) -> dict[str, Contender]:
+    """A B C A B C: what else goes on meets all of them."""
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    why_not = {name: CANDIDATES[name].why_not() for name in names}
+    for number, name in itertools.product(range(setting.few_rounds), names):
+        if why_not[name]:
+            continue
+        folder = setting.folder / f"{workload}-{name}-{number}"
+        result = trial.run(name, workload, num_bytes, folder, num_saves=setting.num_saves)
+        if "failed" in result:
+            why_not[name] = f"failed: {result['failed']}"
+        elif not result["same"]:
+            why_not[name] = "void: what it brought back is not what was saved"
+        else:
+            results[name].append(_scaled(result, num_bytes) if CANDIDATES[name].share < 1 else result)
+    return {name: Contender(name, results[name], why_not[name]) for name in names}
+
+
+def _scaled(result: Any, num_bytes: int) -> Any:
+    """Of a part of the state, as if it were all of it."""
+    factor = num_bytes / result["num_bytes"]
+
+    def scale(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: inner if key == "step" else scale(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [scale(inner) for inner in value]
+        return value if isinstance(value, bool) else value * factor
+
+    return scale(result)
+
+
+def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
+    """The targets. A pair is of one round, in which both were measured one soon after the other."""
+    peers = [name for name, contender in contenders.items() if name not in _OURS and contender.results]
+    durable = [name for name in peers if CANDIDATES[name].durable]
+
+    def best(names: Sequence[str], value: str) -> str:
+        return min(names, key=lambda name: median(map(VALUES[value], contenders[name].results)))
+
+    def held(title: str, ours: str, other: str, value: str, limit: float) -> Figure:
+        both = zip(contenders[ours].results, contenders[other].results, strict=False)
+        pairs = [(max(VALUES[value](own), 1e-6), VALUES[value](its)) for own, its in both]
+        return Figure(title, "s", CANDIDATES[other].title, Target("≤", limit), pairs)
+
+    lost = "training seconds lost to a save, later ones"
+    to_durable = "call to durable"
+    figures = {
+        "lost_best": held(lost, "ours_guarded", best(peers, "lost"), "lost", 1.0),
+        "lost_dcp_async": held(lost, "ours_guarded", "dcp_async", "lost", 1 / 20),
+        "lost_tar": held(lost, "ours_guarded", "tar", "lost", 1 / 80),
+        "lost_gzip": held(lost, "ours_guarded", "gzip", "lost", 1 / 1000),
+        "durable_best": held(to_durable, "ours", best(durable, "durable"), "durable", 1 / 2),
+        "durable_tar": held(to_durable, "ours", "tar", "durable", 1 / 8),
+        "durable_gzip": held(to_durable, "ours", "gzip", "durable", 1 / 80),
+        "restore_torch": held("restore, cold", "ours", "torch_save", "restore_cold", 1 / 2),
+    }
+    guarded = contenders["ours_guarded"].results
+    first = [(VALUES["first"](result), 0.1 * result["num_bytes"] / _GB) for result in guarded]
+    title = "training seconds lost to the first save, after prewarm"
+    return {**figures, "lost_first": Figure(title, "s", "0.1 s per GB", Target("≤", 1.0), first)}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One workload, saved by a few candidates."""
+
+    title: str
+    num_bytes: int
+    contenders: Mapping[str, Contender]
+
+    GROUP: ClassVar = "workloads"
+    HEAD: ClassVar = ["state", *(f"{CANDIDATES[name].title}: stall ms / durable s" for name in _FEW)]
+
+    def as_dict(self) -> dict[str, Any]:
+        told = {name: contender.as_dict() for name, contender in self.contenders.items()}
+        return {"title": self.title, "num_bytes": self.num_bytes, "candidates": told}
+
+    def cells(self) -> list[str]:
+        return [f"{self.title}, {self.num_bytes / _GB:.2f} GB", *map(self._cell, _FEW)]
+
+    def _cell(self, name: str) -> str:
+        contender = self.contenders[name]
+        if contender.why_not:
+            return contender.why_not
+        stall, durable = (median(map(VALUES[key], contender.results)) for key in ("stall", "durable"))
+        return f"{shown(stall * 1e3)} / {durable:.2f}"
+
+
+_SHAPES: Final = {
+    "gpt2": "GPT-2 124M with AdamW, fp32",
+    "rank_of_8b": "one rank of an 8B model under FSDP over 8, fewer layers",
+    "lora": "LoRA over a frozen bf16 base",
+    "small": "tensors of 1 KiB",
+    "huge": "one tensor",
+}
+
+
+def shapes(setting: Setting) -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    for workload, title in _SHAPES.items():
+        num_bytes = setting.num_small * 1024 if workload == "small" else setting.shape_bytes
+        contenders = _measured(setting, workload, _FEW, num_bytes)
+        sizes = [result["num_bytes"] for one in contenders.values() for result in one.results]
+        rows[f"shape_{workload}"] = Shape(title, max(sizes, default=0), contenders)
+    return rows

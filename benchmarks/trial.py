@@ -1,0 +1,280 @@
+"""One candidate in a process of its own: what a save costs the training, how long it takes, and whether it is true.
+
+In: a candidate, a workload, a folder. Out: numbers, as JSON. Knows nothing of: other candidates, tables.
+Run as `python -m benchmarks.trial NAME '{…}'` this is such a process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from .candidates import CANDIDATES, Candidate, leaves, num_bytes_of
+from .limits import drop_cache
+from .workloads import WORKLOADS, State, Subject
+
+# On either side of each save; and as long a training between the warming up and the first save.
+_UNDISTURBED_STEPS: Final = 4
+_BETWEEN_SECONDS: Final = 4.0
+_SAMPLE_SECONDS: Final = 0.02
+_NUM_IN_BURST: Final = 4
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+def run(name: str, workload: str, num_bytes: int, folder: Path, *, num_saves: int) -> dict[str, Any]:
+    """In a process of its own, with processes of its own: what `_Trial.measured` says, or why it says nothing."""
+    arguments = {"workload": workload, "num_bytes": num_bytes, "folder": str(folder), "num_saves": num_saves}
+    command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(arguments)]
+    folder.mkdir(parents=True)
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            return {"failed": ended.stderr.strip().splitlines()[-1][:300] if ended.stderr else "no word"}
+        return json.loads(ended.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    finally:
+        shutil.rmtree(folder)
+
+
+class _Trial:
+    """One thread trains, and the other processors are free; save after save, each with the ones before deleted."""
+
+    def __init__(self, candidate: type[Candidate], subject: Subject, folder: Path) -> None:
+        self.subject = subject
+        self.num_bytes = num_bytes_of(subject.state_dict())
+        for _ in range(_UNDISTURBED_STEPS):  # until memory is what training takes
+            subject.forward_backward()
+            subject.optimizer_step()
+        gc.collect()
+        self._before = _held_bytes()
+        self.candidate = candidate(folder, subject)
+        self._number = 0
+
+    def measured(self, num_saves: int) -> dict[str, Any]:
+        self.candidate.prewarm()
+        end = perf_counter() + _BETWEEN_SECONDS
+        while perf_counter() < end:
+            self._step()
+        result: dict[str, Any] = {"num_bytes": self.num_bytes, "first": self._while_training()}
+        result["later"] = [self._while_training() for _ in range(num_saves)]
+        result["alone"] = [self._alone() for _ in range(num_saves)]
+        result["peak_bytes"] = self._peak_bytes()
+        if not self.candidate.synchronous:
+            result["burst"] = self._burst()
+        result["disk_bytes"] = _disk_bytes(self.candidate.path(self._number))
+        result |= self._restored()
+        self.candidate.close()
+        return result
+
+    def _while_training(self) -> dict[str, float]:
+        """Seconds that steps take longer than others do, over all of a save; and what the call and its waits took."""
+        undisturbed = [_seconds(self._step) for _ in range(_UNDISTURBED_STEPS)]
+        begin = perf_counter()
+        self._save()
+        call = perf_counter() - begin
+        held: list[float] = []
+        during = [call + _seconds(lambda: self._step(held))]
+        while not self.candidate.done():
+            during.append(_seconds(lambda: self._step(held)))
+        total = perf_counter() - begin
+        self._finish()
+        undisturbed += [_seconds(self._step) for _ in range(_UNDISTURBED_STEPS)]
+        usual = median(undisturbed)
+        return {
+            "lost": sum(seconds - usual for seconds in during),
+            "stall": max(call + sum(held), self.candidate.stall_seconds),
+            "total": total,
+            "step": usual,
+            "steps": during,  # type: ignore[dict-item]
+        }
+
+    def _alone(self) -> dict[str, float]:
+        """From the call to durable, with nothing else to do; and processor seconds, of child processes too."""
+        processor, begin = _processor_seconds(), perf_counter()
+        self._save()
+        self._finish()
+        seconds = perf_counter() - begin
+        return {"durable": seconds, "processor": _processor_seconds() - processor}
+
+    def _save(self) -> None:
+        self._number += 1
+        self.candidate.save(self._number)
+
+    def _finish(self) -> None:
+        """Until it is durable; then the one before is deleted, so that each finds as much room."""
+        self.candidate.wait()
+        if not self.candidate.durable:
+            _sync(self.candidate.path(self._number))
+        self._delete(self._number - 1)
+
+    def _delete(self, number: int) -> None:
+        path = self.candidate.path(number)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def _step(self, held: list[float] | None = None) -> None:
+        self.subject.forward_backward()
+        begin = perf_counter()
+        with self.candidate.stepping():
+            if held is not None:
+                held.append(perf_counter() - begin)
+            self.subject.optimizer_step()
+
+    def _peak_bytes(self) -> int:
+        """Of host memory in use during a save, beyond what was there before any; shared memory counts once."""
+        ended, peak = threading.Event(), [0]
+
+        def sample() -> None:
+            while not ended.wait(_SAMPLE_SECONDS):
+                peak[0] = max(peak[0], _held_bytes())
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        self._save()
+        self._finish()
+        ended.set()
+        sampler.join()
+        return peak[0] - self._before
+
+    def _burst(self) -> dict[str, Any]:
+        """Saves one step apart, faster than any disk: seconds lost to each; and whether each is of its own moment."""
+        before, first, lost, wanted = self._number, self._number + 1, 0.0, []
+        usual = median(_seconds(self._step) for _ in range(_UNDISTURBED_STEPS))
+        for _ in range(_NUM_IN_BURST):
+            wanted.append(_digest(self.subject.state_dict()))
+            lost += _seconds(self._save)
+            lost += _seconds(self._step) - usual
+        self.candidate.wait()
+        same = 0
+        for number, digest in enumerate(wanted, first):
+            self._bring_back(number)
+            same += _digest(self.subject.state_dict()) == digest
+        self._finish()
+        for number in range(before, self._number):
+            self._delete(number)
+        return {"lost": lost / _NUM_IN_BURST, "same": same, "of": _NUM_IN_BURST}
+
+    def _bring_back(self, number: int) -> float:
+        """Seconds, into tensors that were zeroed before."""
+        live = self.subject.state_dict()
+        for _, tensor in _tensors(live):
+            tensor.zero_()
+        into = self.subject.state if self.candidate.into_objects else live
+        begin = perf_counter()
+        self.candidate.restore(number, into)
+        return perf_counter() - begin
+
+    def _restored(self) -> dict[str, Any]:
+        """Into zeroed tensors: seconds with the pages of the files dropped, and with them there; and the comparison."""
+        wanted = _digest(self.subject.state_dict())
+        for path in _files(self.candidate.path(self._number)):
+            drop_cache(path)
+        cold = self._bring_back(self._number)
+        warm = self._bring_back(self._number)
+        same = _digest(self.subject.state_dict()) == wanted
+        return {"restore_cold": cold, "restore_warm": warm, "same": same}
+
+
+def _tensors(state: State) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, value) for name, value in leaves(state) if isinstance(value, torch.Tensor))
+
+
+def _digest(state: State) -> str:
+    """Of the bits of every tensor, under its name."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in _tensors(state):
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    begin = perf_counter()
+    action()
+    return perf_counter() - begin
+
+
+def _files(path: Path) -> list[Path]:
+    return [p for p in [path, *path.rglob("*")] if p.is_file()]
+
+
+def _sync(path: Path) -> None:
+    for file in [*_files(path), path.parent]:
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def _disk_bytes(path: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in _files(path))
+
+
+def _tree() -> list[int]:
+    """This process and those that it started, and they."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with _gone():
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [os.getpid()]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+def _held_bytes() -> int:
+    """Private memory of all processes, and shared memory once."""
+    private, shared = 0, 0
+    for pid in _tree():
+        with _gone():
+            told = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            private += int(told["RssAnon"].split()[0])
+            shared = max(shared, int(told["RssShmem"].split()[0]))
+    return (private + shared) * 1024
+
+
+def _processor_seconds() -> float:
+    """Of all processes, those that have ended included."""
+    ticks = 0
+    for pid in _tree():
+        with _gone():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / _TICKS
+
+
+@contextmanager
+def _gone() -> Iterator[None]:
+    """A process that has ended meanwhile is left out."""
+    try:
+        yield
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+
+
+def main() -> None:
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    candidate = CANDIDATES[name]
+    subject = WORKLOADS[arguments["workload"]](int(arguments["num_bytes"] * candidate.share))
+    result = _Trial(candidate, subject, Path(arguments["folder"])).measured(arguments["num_saves"])
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
