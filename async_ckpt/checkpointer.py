@@ -81,6 +81,8 @@ class AsyncCheckpointer:
         deadline_margin_seconds: time that the last save is to leave before the deadline.
         commit: with several roots, "all" makes a save wait for all of them, and fail when one fails; with "any" it is
             committed where it is durable first, and a root that lags or fails is caught up later.
+        max_bandwidth: bytes per second that a place is written with at most, over a few segments; the rest of its disk
+            or network is for others. A save takes longer then, and without enough host memory its staging does, too.
         trace: a file for what each thread did, and when, of every save: open it in https://ui.perfetto.dev. It is made
             anew, and whole after each save.
         storage_options: of the client of a URL (endpoint, region, credentials, timeouts); with several roots a list
@@ -124,6 +126,7 @@ class AsyncCheckpointer:
         deadline: Deadline | None = None,
         deadline_margin_seconds: float = MARGIN_SECONDS,
         commit: CommitRule = "all",
+        max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         engine: Engine | None = None,
@@ -168,6 +171,7 @@ class AsyncCheckpointer:
             strict=strict,
             exit_timeout=exit_timeout,
             keep_warm=True,
+            max_bandwidth=max_bandwidth,
             trace=None if trace is None else TraceFile(trace),
         )
         self._groups = UnchangedGroups()

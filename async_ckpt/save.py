@@ -29,6 +29,7 @@ from .snapshot.pool import Lease
 from .spans import NO_TRACE, Spans, Trace
 from .spec import BLOCK_BYTES
 from .storage.base import Sink, Storage
+from .storage.pace import Pace
 
 T = TypeVar("T")
 CommitRule = Literal["all", "any"]
@@ -97,6 +98,7 @@ class SaveJob:
     call_seconds: Future[float]  # resolved when the caller has its handle
     staging: Staging
     writers: Callable[[Target], Submit]
+    pace: Callable[[Target], Pace | None] = lambda _: None
     deliveries: list[Delivery] = field(default_factory=list)
     opened_late: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -126,7 +128,9 @@ async def run_save(job: SaveJob, off_loop: OffLoop) -> SaveReport:
     try:
         with job.spans.span("write"):
             opened = await _open(job, off_loop)
-            lanes = job.drain.open([(d.sink, job.writers(d.target)) for d in opened if d.sink is not None])
+            lanes = job.drain.open(
+                [(d.sink, job.writers(d.target), job.pace(d.target)) for d in opened if d.sink is not None]
+            )
             for delivery, lane in zip(opened, lanes, strict=True):
                 delivery.lane = lane
                 delivery.task = asyncio.create_task(_deliver(job, delivery, off_loop))
@@ -390,9 +394,10 @@ class _Piece:
 class Lane:
     """The way of one archive's segments to one sink. All its state belongs to the drain."""
 
-    def __init__(self, sink: Sink, submit: Submit, num_segments: int) -> None:
+    def __init__(self, sink: Sink, submit: Submit, num_segments: int, pace: Pace | None) -> None:
         self.sink = sink
         self.submit = submit
+        self.pace = pace
         self.written = running_future()  # every segment is taken, or what ended it
         self.quiet = running_future()  # it has ended, and no write to its sink is under way
         self.queue: deque[_Piece] = deque()
@@ -510,9 +515,9 @@ class Drain:
         else:
             self._seal_if_due()
 
-    def open(self, sinks: Sequence[tuple[Sink, Submit]]) -> list[Lane]:
-        """There is somewhere to write to: one lane for each sink, with what runs its writes."""
-        lanes = [Lane(sink, submit, self.num_segments) for sink, submit in sinks]
+    def open(self, sinks: Sequence[tuple[Sink, Submit, Pace | None]]) -> list[Lane]:
+        """There is somewhere to write to: one lane for each sink, with what runs its writes, and how fast."""
+        lanes = [Lane(sink, submit, self.num_segments, pace) for sink, submit, pace in sinks]
         with self._lock:
             failed = self._error
             self._lanes, self._opened = lanes, True
@@ -628,6 +633,8 @@ class Drain:
         num_bytes = self._bytes_of(piece.number)
         try:
             self.check()
+            if lane.pace is not None:
+                lane.pace.wait(num_bytes, partial(self._check_lane, lane))
             data = piece.lease.segment.view[:num_bytes]
             with self._trace.span("write", segment=piece.number, sink=repr(lane.sink)):
                 lane.sink.write(piece.number * self.segment_bytes, data, _LaneHeld(self, lane, piece.lease))
@@ -644,6 +651,11 @@ class Drain:
             lane.num_writing -= 1
         self._settle_lane(lane)
         self._leave()
+
+    def _check_lane(self, lane: Lane) -> None:
+        self.check()
+        if lane.ended:  # dropped: the others go on without it
+            raise StorageUnavailableError(f"{lane.sink!r} was given up", path=repr(lane.sink))
 
     def _end(self, lane: Lane, error: BaseException) -> None:
         if self._may_drop and isinstance(error, StorageUnavailableError):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
 from .errors import ClosedError
@@ -31,6 +32,7 @@ from .spans import NO_TRACE, Clock, Spans, monotonic, wall_time
 from .spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up
 from .state.capture import Capture, capture
 from .state.tree import Select
+from .storage.pace import Pace
 from .trace import TraceFile
 from .worker import Pending, abandon, get_worker, wait_for
 
@@ -87,6 +89,7 @@ class Saver:
         strict: bool = False,
         exit_timeout: float | None = None,
         keep_warm: bool = False,
+        max_bandwidth: float | None = None,
         trace: TraceFile | None = None,
         clock: Clock = monotonic,
     ) -> None:
@@ -94,6 +97,10 @@ class Saver:
             raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
+        if max_bandwidth is not None and not 0 < max_bandwidth < inf:
+            raise ValueError(
+                f"max_bandwidth must be a number of bytes per second, such as 500e6, got {max_bandwidth!r}"
+            )
         self.pool = SegmentPool(_segment_bytes(segment_bytes, host_bytes), max_bytes=host_bytes)
         self._on_overlap, self._max_in_flight = on_overlap, max_in_flight
         self._strict, self._exit_timeout, self._clock = strict, exit_timeout, clock
@@ -102,6 +109,8 @@ class Saver:
         self._pid = os.getpid()
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
         self._crews: set[Crew] = set()  # of each of several roots
+        self._max_bandwidth = max_bandwidth
+        self._paces: dict[str, Pace] = {}  # by place; on the loop's thread alone
         self._changed = threading.Condition()
         self._given_up: BaseException | None = None  # the process, or the user, waits for nothing more
         self._closed = False  # under _changed, like all below
@@ -219,7 +228,18 @@ class Saver:
         pending = Pending(handle, give_up, self._exit_timeout)
         turn = self._follow(pending)
         job = SaveJob(
-            step, layout, num_tensors, targets, rule, drain, spans, turn, call_seconds, snapshot, writers
+            step,
+            layout,
+            num_tensors,
+            targets,
+            rule,
+            drain,
+            spans,
+            turn,
+            call_seconds,
+            snapshot,
+            writers,
+            self._pace,
         )
         self.pool.add_reliever(drain.relieve)
         pending.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
@@ -280,6 +300,12 @@ class Saver:
             frozen=frozen,
             after=after,
         )
+
+    def _pace(self, target: Target) -> Pace | None:
+        """One for each place, whatever the number of saves on their way to it."""
+        if self._max_bandwidth is None:
+            return None
+        return self._paces.setdefault(target.storage.locate(""), Pace(self._max_bandwidth))
 
     def take_on(self, errand: Errand) -> SaveHandle:
         """Have a save made that needs no staging here. No call waits; errands run one at a time, in their order.

@@ -42,7 +42,7 @@ def test_a_writer_that_is_held_up_behind_the_last_write_does_not_leave_the_save_
     plan = TensorPlan([TensorSpec(("model", "w"), "uint8", (5 * MIB,))])
     layout = lay_out(plan, skeleton="{}", objects=None, step=1, mtime=0)
     drain = drain_of(layout, LateToLeave)
-    (lane,) = drain.open([(Discarding(), in_a_thread)])
+    (lane,) = drain.open([(Discarding(), in_a_thread, None)])
     for number, lease in enumerate(leases(drain.num_segments)):
         assert isinstance(lease, Lease)
         drain.put(number, lease)
@@ -64,7 +64,7 @@ def test_a_failed_drain_gives_back_what_it_is_given():
         drain.put(number, lease)
 
     drain.idle.result(60)
-    (lane,) = drain.open([(Discarding(), in_a_thread)])
+    (lane,) = drain.open([(Discarding(), in_a_thread, None)])
     assert isinstance(lane.written.exception(60), OSError)
     assert given[0]._pool.lease((1, 0), pin=None, check=lambda: None)
     assert "0 of" not in repr(given[0]._pool)

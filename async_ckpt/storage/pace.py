@@ -1,0 +1,40 @@
+"""A limit on what one place is written with, so that a save leaves room for others on its disk or network.
+
+In: sizes of writes. Out: waits. Knows nothing of: what is written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from ..spans import Clock, monotonic
+
+_LOOK_SECONDS: Final = 0.2
+
+
+class Pace:
+    """Lets writes begin at such times that no more than `max_bandwidth` bytes per second come of them. From any thread."""
+
+    def __init__(self, max_bandwidth: float, clock: Clock = monotonic) -> None:
+        self._max_bandwidth, self._clock = max_bandwidth, clock
+        self._lock = threading.Lock()
+        self._free_at = clock()  # when what has begun is over, at that bandwidth; under _lock
+
+    def wait(self, num_bytes: int, check: Callable[[], None]) -> None:
+        """Return when so many bytes may be written. `check` is called meanwhile, and raises when they need not be."""
+        begin = self._book(num_bytes)
+        never = threading.Event()
+        while (left := begin - self._clock()) > 0:
+            check()
+            never.wait(min(left, _LOOK_SECONDS))
+
+    def _book(self, num_bytes: int) -> float:
+        with self._lock:
+            begin = max(self._clock(), self._free_at)
+            self._free_at = begin + num_bytes / self._max_bandwidth
+            return begin
+
+    def __repr__(self) -> str:
+        return f"<Pace {self._max_bandwidth / 1e6:,.0f} MB/s>"

@@ -1,0 +1,92 @@
+"""The limit of bandwidth: when writes may begin, and that nobody waits for one that nobody needs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from helpers_b import Call, assert_is_state, leftovers, open_run, scripted, state_at, until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_ckpt import AsyncCheckpointer, StorageFullError
+from async_ckpt.storage.pace import Pace
+
+MIB = 1 << 20
+
+
+@given(
+    sizes=st.lists(st.integers(1, 10**9), min_size=1, max_size=50),
+    pauses=st.lists(st.floats(0, 10), min_size=50, max_size=50),
+)
+def test_no_write_begins_before_those_that_came_earlier_are_over_at_that_bandwidth(sizes, pauses):
+    now = [100.0]
+    pace = Pace(1e6, lambda: now[0])
+    over = 100.0
+    for num_bytes, pause in zip(sizes, pauses, strict=False):
+        now[0] += pause
+        begin = pace._book(num_bytes)
+        assert begin == pytest.approx(max(now[0], over))
+        over = begin + num_bytes / 1e6
+
+
+def test_what_has_time_does_not_wait():
+    def never() -> None:
+        raise AssertionError("it waited")
+
+    Pace(1.0).wait(10**9, never)
+
+
+def test_who_waits_learns_that_nobody_needs_it_any_more():
+    pace, error = Pace(1.0), RuntimeError("given up")
+    errors: list[RuntimeError] = []
+
+    def check() -> None:
+        if errors:
+            raise errors[0]
+
+    pace.wait(10**9, check)
+    waiting = Call(lambda: pace.wait(1, check))
+    waiting.wait_until_inside("wait")
+    errors.append(error)
+    with pytest.raises(RuntimeError, match="given up"):
+        waiting.outcome()
+
+
+def test_a_save_takes_at_least_as_long_as_its_bytes_at_that_bandwidth(tmp_path):
+    with open_run(tmp_path, max_bandwidth=100 * MIB, segment_bytes=4 * MIB) as ckpt:
+        begin = time.perf_counter()
+        report = ckpt.save(state_at(1, 40), step=1).result()
+        # What has begun last need not be over.
+        assert time.perf_counter() - begin >= (report.num_bytes - 4 * MIB) / (100 * MIB)
+        assert_is_state(ckpt.load(1), 1, 40)
+
+
+def test_the_caller_is_not_held_up_by_it(tmp_path):
+    with open_run(tmp_path, max_bandwidth=4 * MIB, segment_bytes=4 * MIB) as ckpt, scripted(ckpt) as disk:
+        handle = ckpt.save(state_at(1, 9), step=1)
+        handle.wait_staged()
+        assert not handle.done()
+        until(lambda: [name for name, _ in disk.calls].count("write") == 1)
+
+
+def test_each_of_several_places_has_the_bandwidth_for_itself(tmp_path):
+    roots = [tmp_path / "near", tmp_path / "far"]
+    with open_run(roots, max_bandwidth=1e12) as ckpt:
+        ckpt.save(state_at(1, 9), step=1).result()
+        assert sorted(ckpt._saver._paces) == sorted(str(root) for root in roots)
+
+
+def test_a_save_that_fails_does_not_go_on_waiting(tmp_path):
+    full = StorageFullError("full", path="x", needed_bytes=2, free_bytes=1)
+    with open_run(tmp_path, max_bandwidth=1.0, segment_bytes=4 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.fail("write", error=full)
+        with pytest.raises(StorageFullError):
+            ckpt.save(state_at(1, 9), step=1).result()
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("inf"), float("nan")])
+def test_what_is_no_bandwidth_is_refused(tmp_path, wrong):
+    with pytest.raises(ValueError, match="max_bandwidth must be a number of bytes per second"):
+        AsyncCheckpointer(tmp_path, max_bandwidth=wrong)
