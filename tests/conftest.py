@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_b import Gate
+from helpers_b import PATIENCE, Gate
 
+from async_ckpt import worker
 from async_ckpt.testing import moto_server, rclone_server
 from async_ckpt.testing.servers import Server
 
@@ -17,6 +18,16 @@ from async_ckpt.testing.servers import Server
 def _seeded() -> None:
     """Every test draws the same numbers, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _ended(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test has left under way ends before its folder is deleted."""
+    if "tmp_path" in request.fixturenames:
+        request.getfixturevalue("tmp_path")  # which then is torn down after this
+    yield
+    for pending in list(worker._worker._pending) if worker._worker is not None else []:
+        pending.finished.exception(PATIENCE)
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ class Refused:
         ("fsync:error=EIO:when=1+", "StorageUnavailableError", errno.EIO),
         ("pwrite64:error=EIO:when=1+", "StorageUnavailableError", errno.EIO),
         ("pwrite64:error=ENOSPC:when=1+", "StorageFullError", errno.ENOSPC),
-        ("pwrite64:error=EDQUOT:when=2+", "StorageFullError", errno.EDQUOT),
+        ("pwrite64:error=EDQUOT:when=1+", "StorageFullError", errno.EDQUOT),
         ("fallocate:error=ENOSPC", "StorageFullError", None),
         ("fallocate:error=EIO", "StorageUnavailableError", errno.EIO),
         ("mkdir:error=EACCES", "StorageUnavailableError", errno.EACCES),

@@ -1460,13 +1460,14 @@ def test_also_takes_the_handle_of_an_export_and_nothing_else(tmp_path):
     state = {"w": torch.ones(3)}
     saved = async_ckpt.save(state, tmp_path / "y.tar")
     wrapped = async_ckpt.wrap(torch.save)(state, tmp_path / "y.pt")
-    for wrong in (saved, wrapped, object(), True, tmp_path, [async_ckpt.export_hf(state, tmp_path / "hf")]):
+    exported = async_ckpt.export_hf(state, tmp_path / "hf")
+    for wrong in (saved, wrapped, object(), True, tmp_path, [exported]):
         with pytest.raises(TypeError, match="also= takes the handle that export_hf"):
             async_ckpt.save(state, tmp_path / "x.tar", also=wrong)
         with open_run(tmp_path / "run") as ckpt, pytest.raises(TypeError, match="also= takes the handle"):
             ckpt.save(state, step=1, also=wrong)
-    saved.result()
-    wrapped.result()
+    for handle in (saved, wrapped, exported):
+        handle.result()
 
     assert not (tmp_path / "x.tar").exists()
 
