@@ -19,14 +19,14 @@ check: .venv/.check        ## lint, formatting, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/.demo         ## the figures of the README, on this machine
+bench: .venv/.bench        ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks
 
 bench-gpu: .venv/.demo     ## the same where there is a CUDA device
-	$(BIN)/python -m benchmarks --gpu
+	$(BIN)/python -m benchmarks gpu
 
 bench-s3: .venv/.bench     ## the same of object stores, beside other clients
-	$(BIN)/python -m benchmarks --stores
+	$(BIN)/python -m benchmarks stores
 
 format: .venv/.check
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 """`python -m benchmarks`: measure, print the table, and keep it with the machine that it was measured on.
 
-In: the command line. Out: a table, benchmarks/results/*.json and .md. Knows nothing of: how a figure is measured.
+In: the command line. Out: tables, benchmarks/results/*.json, .md, .png and .svg. Knows nothing of: how a figure is measured.
 """
 
 from __future__ import annotations
@@ -10,21 +10,43 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
 
-from . import figures, table
+from . import figures
 from .compression import compression
 from .environment import describe
 from .gpu import gpu
 from .setting import Setting
+from .table import Row, markdown, show_in, write
 
 RESULTS: Final = Path(__file__).parent / "results"
 README: Final = Path(__file__).parent.parent / "README.md"
-Measure = Callable[[Setting], Mapping[str, table.Row]]
-MEASURES: Final[dict[str, Measure]] = {
+Measure = Callable[[Setting], Mapping[str, Row]]
+
+
+class Table(NamedTuple):
+    """What is measured together, and kept in one file, under the README's mark of the same name."""
+
+    measures: Mapping[str, Measure]
+    packages: Sequence[str] = ()
+
+
+def _tables() -> dict[str, Callable[[], Table]]:
+    return {
+        "figures": lambda: Table(FIGURES),
+        "comparison": _comparison,
+        "growth": _growth,
+        "shapes": _shapes,
+        "stores": _stores,
+        "gpu": lambda: Table({"gpu": gpu}),
+    }
+
+
+FIGURES: Final[dict[str, Measure]] = {
     "stall": figures.stall,
     "guarded_stall": figures.guarded_stall,
     "durable_bandwidth": figures.durable_bandwidth,
@@ -33,77 +55,108 @@ MEASURES: Final[dict[str, Measure]] = {
     "memory": figures.memory,
     "training": figures.training,
     "wrapped": figures.wrapped,
+    "bandwidth_limit": figures.bandwidth_limit,
     "compression": compression,
     "import_time": figures.import_time,
 }
+_USUAL: Final = ("figures", "comparison", "growth")
 
 
-class Chosen(NamedTuple):
-    """What is measured in one run."""
+# What these import is not needed by the others.
 
-    name: str  # of the result files, and of the mark in the README
-    measures: Mapping[str, Measure]
-    packages: Sequence[str] = ()
+
+def _comparison() -> Table:
+    from . import compare
+
+    return Table({"comparison": compare.comparison}, compare.PACKAGES)
+
+
+def _shapes() -> Table:
+    from . import compare
+
+    return Table({"shapes": compare.shapes}, compare.PACKAGES)
+
+
+def _growth() -> Table:
+    from . import growth
+
+    return Table(growth.MEASURES)
+
+
+def _stores() -> Table:
+    from . import stores
+
+    return Table(stores.MEASURES, stores.PACKAGES)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
-    quick = options.quick or os.environ.get("QUICK") == "1"
-    chosen = _chosen(options)
-    measures = chosen.measures
+    toy = options.quick or os.environ.get("QUICK") == "1"
+    unknown = [name for name in options.table if name not in _tables()]
+    if unknown:
+        parser.error(f"there is no table {unknown[0]}; there are {', '.join(_tables())}")
+    tables = {name: _tables()[name]() for name in options.table or _USUAL}
     if options.only:
-        if options.only not in measures:
-            parser.error(f"--only: there are {', '.join(measures)}")
-        measures = {options.only: measures[options.only]}
+        tables = _only(tables, options.only)
+        if not tables:
+            parser.error(f"--only {options.only}: no table has it")
+    for name, table in tables.items():
+        _measure(name, table, options, toy=toy)
+
+
+def _only(tables: Mapping[str, Table], measure: str) -> dict[str, Table]:
+    return {
+        name: table._replace(measures={measure: table.measures[measure]})
+        for name, table in tables.items()
+        if measure in table.measures
+    }
+
+
+def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool) -> None:
     options.dir.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=options.dir))
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=options.dir)).absolute()
     try:
-        environment = describe(folder, chosen.packages)
-        rows: dict[str, table.Row] = {}
-        for name, measure in measures.items():
-            print(f"measuring {name} …", flush=True)
-            rows |= dict(measure(Setting.toy(folder / name) if quick else Setting(folder / name)))
-            shutil.rmtree(folder / name, ignore_errors=True)
+        environment = describe(folder, table.packages)
+        rows: dict[str, Row] = {}
+        for figure, measure in table.measures.items():
+            print(f"measuring {figure} …", flush=True)
+            rows |= measure(Setting.toy(folder / figure) if toy else Setting(folder / figure))
+            shutil.rmtree(folder / figure, ignore_errors=True)
     finally:
         shutil.rmtree(folder)
         if not any(options.dir.iterdir()):
             options.dir.rmdir()
-    print("\n" + table.markdown(list(rows.values()), environment))
-    stem = _kept_at(options, chosen.name, toy=quick)
-    if stem:
-        table.write(stem, rows, environment)
-    if stem in (RESULTS / "figures", RESULTS / "stores"):
-        table.show_in(README, stem)
+    print("\n" + markdown(list(rows.values()), environment))
+    stem = _kept_at(options, name, toy=toy)
+    if stem is None:
+        return
+    write(stem, rows, environment)
+    if find_spec("matplotlib") is not None:
+        from .plots import draw
 
-
-def _chosen(options: argparse.Namespace) -> Chosen:
-    if options.gpu:
-        return Chosen("figures_gpu", {"gpu": gpu})
-    if options.stores:
-        from . import stores  # and with it clients and servers that the others do not need
-
-        return Chosen("stores", stores.MEASURES, stores.PACKAGES)
-    return Chosen("figures", MEASURES)
+        draw(stem)
+    if stem == RESULTS / name:
+        show_in(README, stem)
 
 
 def _kept_at(options: argparse.Namespace, name: str, *, toy: bool) -> Path | None:
     """Toy sizes and single figures are kept only where the caller says, and so is what could not be measured."""
     if options.out:
-        return Path(options.out).with_suffix("")
-    if toy or options.only or (options.gpu and not torch.cuda.is_available()):
+        return Path(options.out) / name
+    if toy or options.only or (name == "gpu" and not torch.cuda.is_available()):
         return None
     return RESULTS / name
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
+    every = ", ".join(_tables())
+    parser.add_argument("table", nargs="*", help=f"of {every}; by default {', '.join(_USUAL)}")
     parser.add_argument("--quick", action="store_true", help="toy sizes, in seconds; the same as QUICK=1")
-    parser.add_argument("--gpu", action="store_true", help="the figures of a CUDA device instead")
-    parser.add_argument("--stores", action="store_true", help="the figures of object stores instead")
     parser.add_argument("--only", metavar="FIGURE", help="one figure")
     parser.add_argument("--dir", type=Path, default=Path("bench_tmp"), help="folder on the disk to measure")
-    parser.add_argument("--out", help="where the JSON and the table go, without suffix")
+    parser.add_argument("--out", help="folder for the JSON, tables and pictures")
     return parser
 
 

@@ -19,6 +19,7 @@ from .table import Figure, Row, Target, shown
 _OURS: Final = {name for name in CANDIDATES if name.startswith("ours")}
 # Of the table of workloads: this library, and the fastest of each kind beside it.
 _FEW: Final = ("ours", "torch_checkpointing", "dcp_async_cached", "safetensors", "torch_save")
+PACKAGES: Final = ("safetensors", "torch_checkpointing", "pytorch-lightning", "zstandard")
 _GB: Final = 1e9
 Values = Callable[[Mapping[str, Any]], float]
 
@@ -95,7 +96,7 @@ VALUES: Final[dict[str, Values]] = {
 
 def comparison(setting: Setting) -> dict[str, Row]:
     """All of them, saving a training of linear layers under AdamW on one thread."""
-    contenders = _measured(setting, "training", list(CANDIDATES), setting.training_bytes)
+    contenders = _measured(setting, "training", list(CANDIDATES), setting.compare_bytes)
     return {**_against(contenders), **contenders}
 
 
@@ -103,11 +104,11 @@ def _measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: 
     """A B C A B C: what else goes on meets all of them."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     why_not = {name: CANDIDATES[name].why_not() for name in names}
-    for number, name in itertools.product(range(setting.few_rounds), names):
+    for number, name in itertools.product(range(setting.compare_rounds), names):
         if why_not[name]:
             continue
         folder = setting.folder / f"{workload}-{name}-{number}"
-        result = trial.run(name, workload, num_bytes, folder, num_saves=setting.num_saves)
+        result = trial.run(name, workload, num_bytes, folder, setting)
         if "failed" in result:
             why_not[name] = f"failed: {result['failed']}"
         elif not result["same"]:
@@ -181,9 +182,9 @@ class Shape:
         return [f"{self.title}, {self.num_bytes / _GB:.2f} GB", *map(self._cell, _FEW)]
 
     def _cell(self, name: str) -> str:
-        contender = self.contenders[name]
-        if contender.why_not:
-            return contender.why_not
+        contender = self.contenders.get(name)
+        if contender is None or contender.why_not:
+            return contender.why_not if contender else "-"
         stall, durable = (median(map(VALUES[key], contender.results)) for key in ("stall", "durable"))
         return f"{shown(stall * 1e3)} / {durable:.2f}"
 
@@ -201,7 +202,7 @@ def shapes(setting: Setting) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for workload, title in _SHAPES.items():
         num_bytes = setting.num_small * 1024 if workload == "small" else setting.shape_bytes
-        contenders = _measured(setting, workload, _FEW, num_bytes)
+        contenders = _measured(setting, workload, _FEW[: setting.num_shaped], num_bytes)
         sizes = [result["num_bytes"] for one in contenders.values() for result in one.results]
         rows[f"shape_{workload}"] = Shape(title, max(sizes, default=0), contenders)
     return rows

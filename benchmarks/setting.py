@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .limits import MIB
 
@@ -26,16 +26,38 @@ class Setting:
     rounds: int = 9
     few_rounds: int = 3
     """Of what hardly varies, such as bytes, or takes long."""
+    compare_bytes: int = 512 * MIB
+    compare_rounds: int = 2
+    """Of everything that is compared; each has saves of its own."""
     num_saves: int = 2
     """Of each kind, in one process."""
+    between_seconds: float = 3.0
+    """Of training, between the warming up and the first save."""
     shape_bytes: int = 1536 * MIB
+    num_shaped: int = 5
+    """Candidates that save each shape."""
+    growth_bytes: int = 64 * 1024 * MIB
+    """At most; memory says how much of it."""
+    many_saves: int = 200
+    rank_bytes: int = 512 * MIB
     store_bytes: int = 1024 * MIB
     served_bytes: int = 256 * MIB
     """What the real servers are given, which take long."""
 
     @classmethod
     def toy(cls, folder: Path) -> Setting:
-        sizes = {"shape_bytes": 48 * MIB, "store_bytes": 96 * MIB, "served_bytes": 48 * MIB}
+        sizes: dict[str, Any] = {
+            "between_seconds": 0.1,
+            "num_shaped": 1,
+            "compare_bytes": 48 * MIB,
+            "compare_rounds": 1,
+            "shape_bytes": 48 * MIB,
+            "growth_bytes": 128 * MIB,
+            "many_saves": 10,
+            "rank_bytes": 32 * MIB,
+            "store_bytes": 96 * MIB,
+            "served_bytes": 48 * MIB,
+        }
         return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, num_saves=1, **sizes)
 
 

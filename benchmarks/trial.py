@@ -25,19 +25,22 @@ import xxhash
 
 from .candidates import CANDIDATES, Candidate, leaves, num_bytes_of
 from .limits import drop_cache
+from .setting import Setting
 from .workloads import WORKLOADS, State, Subject
 
-# On either side of each save; and as long a training between the warming up and the first save.
-_UNDISTURBED_STEPS: Final = 4
-_BETWEEN_SECONDS: Final = 4.0
+# On either side of each save.
+_UNDISTURBED_STEPS: Final = 3
 _SAMPLE_SECONDS: Final = 0.02
-_NUM_IN_BURST: Final = 4
+_NUM_IN_BURST: Final = 3
+# What takes longer is not repeated within a process.
+_SLOW_SECONDS: Final = 2.5
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-def run(name: str, workload: str, num_bytes: int, folder: Path, *, num_saves: int) -> dict[str, Any]:
+def run(name: str, workload: str, num_bytes: int, folder: Path, setting: Setting) -> dict[str, Any]:
     """In a process of its own, with processes of its own: what `_Trial.measured` says, or why it says nothing."""
-    arguments = {"workload": workload, "num_bytes": num_bytes, "folder": str(folder), "num_saves": num_saves}
+    arguments = {"workload": workload, "num_bytes": num_bytes, "folder": str(folder)}
+    arguments |= {"num_saves": setting.num_saves, "between_seconds": setting.between_seconds}
     command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(arguments)]
     folder.mkdir(parents=True)
     try:
@@ -63,16 +66,18 @@ class _Trial:
         self.candidate = candidate(folder, subject)
         self._number = 0
 
-    def measured(self, num_saves: int) -> dict[str, Any]:
+    def measured(self, num_saves: int, between_seconds: float) -> dict[str, Any]:
         self.candidate.prewarm()
-        end = perf_counter() + _BETWEEN_SECONDS
+        end = perf_counter() + between_seconds
         while perf_counter() < end:
             self._step()
         result: dict[str, Any] = {"num_bytes": self.num_bytes, "first": self._while_training()}
-        result["later"] = [self._while_training() for _ in range(num_saves)]
-        result["alone"] = [self._alone() for _ in range(num_saves)]
+        is_slow = result["first"]["total"] > _SLOW_SECONDS
+        repeats = range(1 if is_slow else num_saves)
+        result["later"] = [self._while_training() for _ in repeats]
+        result["alone"] = [self._alone() for _ in repeats]
         result["peak_bytes"] = self._peak_bytes()
-        if not self.candidate.synchronous:
+        if not (self.candidate.synchronous or is_slow):
             result["burst"] = self._burst()
         result["disk_bytes"] = _disk_bytes(self.candidate.path(self._number))
         result |= self._restored()
@@ -272,8 +277,8 @@ def main() -> None:
     torch.set_num_threads(1)
     candidate = CANDIDATES[name]
     subject = WORKLOADS[arguments["workload"]](int(arguments["num_bytes"] * candidate.share))
-    result = _Trial(candidate, subject, Path(arguments["folder"])).measured(arguments["num_saves"])
-    print(json.dumps(result))
+    made = _Trial(candidate, subject, Path(arguments["folder"]))
+    print(json.dumps(made.measured(arguments["num_saves"], arguments["between_seconds"])))
 
 
 if __name__ == "__main__":

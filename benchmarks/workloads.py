@@ -205,7 +205,7 @@ def huge(num_bytes: int) -> Still:
 
 
 WORKLOADS: Final[dict[str, Callable[[int], Subject]]] = {
-    "training": lambda num_bytes: Training(num_bytes, batch=32),
+    "training": lambda num_bytes: Training(num_bytes, batch=4),
     "gpt2": lambda num_bytes: Gpt2(num_bytes),
     "rank_of_8b": rank_of_8b,
     "lora": lora,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from helpers_b import MIB, SEGMENT, Call, Nursery, Thrown, until
 
 from async_ckpt.snapshot.crew import Crew
+from async_ckpt.snapshot.numa import _node_at, prefer_node
 from async_ckpt.snapshot.pool import MIN_SEGMENTS, Segment, SegmentPool, free_memory_bytes
 
 
@@ -278,3 +281,24 @@ def test_a_crew_keeps_nothing_of_a_task_that_has_ended(crew):
     crew.submit(lambda held=held: None)
     del held
     until(lambda: gone() is None)
+
+
+# --- near a device --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/numa_maps"), reason="the kernel knows no NUMA nodes")
+def test_pages_are_preferred_from_the_node_that_is_told():
+    segment = Segment(4 * MIB)
+    assert prefer_node(segment.address, segment.num_bytes, 0)
+    segment.touch()
+    told = dict(line.split(" ", 1) for line in Path("/proc/self/numa_maps").read_text().splitlines())
+    assert told[f"{segment.address:x}"].startswith("prefer")
+    assert not prefer_node(segment.address, segment.num_bytes, 1000), "there is no such node"
+
+
+def test_a_node_is_known_only_where_the_machine_tells(tmp_path):
+    path = tmp_path / "numa_node"
+    assert _node_at(path) is None
+    for text, node in (("-1\n", None), ("0\n", 0), ("3\n", 3), ("?\n", None)):
+        path.write_text(text)
+        assert _node_at(path) == node

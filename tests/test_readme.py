@@ -1,8 +1,10 @@
 """The README's Python blocks run as they stand."""
 
 import json
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -11,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from async_ckpt.testing import moto_server
+from benchmarks.candidates import CANDIDATES
+from benchmarks.plots import draw
 
 README = Path(__file__).parent.parent / "README.md"
+RESULTS = README.parent / "benchmarks" / "results"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.S)
 
 
@@ -40,36 +45,74 @@ def run_twice(block, tmp_path):
         runpy.run_path(str(script))
 
 
-@pytest.mark.parametrize("name", ["figures", "stores"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.json")))
 def test_readme_shows_the_figures_that_the_benchmark_wrote(name):
-    table = README.parent / "benchmarks" / "results" / f"{name}.md"
+    table = RESULTS / f"{name}.md"
     shown = f"<!-- {name} -->\n\n{table.read_text(encoding='utf-8')}"
     text = README.read_text(encoding="utf-8")
     assert shown + "\n#" in text or text.endswith(shown)
 
 
+@pytest.mark.parametrize("picture", sorted(RESULTS.glob("*.svg")))
+def test_a_picture_is_what_the_kept_figures_make(picture, tmp_path):
+    """As far as its words go, which are the figures; lines differ with the version of the library that draws them."""
+    stem = next(p for p in picture.parent.glob("*.json") if picture.name.startswith(p.stem + "_")).stem
+    shutil.copy(picture.parent / f"{stem}.json", tmp_path)
+    drawn = {path.name: path for path in draw(tmp_path / f"{stem}.json")}
+    words = [
+        re.findall(r"<text[^>]*>(.*?)</text>", p.read_text(), re.DOTALL)
+        for p in (picture, drawn[picture.name])
+    ]
+    assert words[0] == words[1]
+    assert any(words[0])
+
+
+def test_the_readme_has_the_pictures_that_there_are():
+    text = README.read_text(encoding="utf-8")
+    named = re.findall(r"\((benchmarks/results/[^)]+)\)", text)
+    assert sorted(named) == sorted(f"benchmarks/results/{path.name}" for path in RESULTS.glob("*.png"))
+    assert all((README.parent / path).is_file() for path in named)
+
+
 TOY_FIGURES = {
-    "figures": {"stall", "guarded_stall", "durable_bandwidth", "restore", "training"},
-    "stores": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_roots"},
+    "figures": {
+        "figures": {"stall", "guarded_stall", "durable_bandwidth", "restore", "training", "bandwidth_limit"}
+    },
+    "comparison": {
+        "figures": {"lost_best", "lost_tar", "durable_gzip", "restore_torch", "lost_first"},
+        "candidates": set(CANDIDATES),
+    },
+    "growth": {"growth": {"growth_durable", "growth_tensors", "growth_saves_memory", "growth_ranks"}},
+    "shapes": {"workloads": {"shape_gpt2", "shape_rank_of_8b", "shape_lora", "shape_small", "shape_huge"}},
+    "stores": {
+        "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_roots"},
+        "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
+    },
+    "gpu": {"figures": {"gpu_copy", "gpu_call", "gpu_guarded_call", "gpu_loaded"}},
 }
 
 
 @pytest.mark.parametrize("name", TOY_FIGURES)
 def test_the_benchmark_runs_at_toy_size(name, tmp_path):
-    """All figures once, in seconds; their values say nothing at that size."""
+    """Everything once, in seconds; the values say nothing at that size."""
     command = [
         sys.executable,
         "-m",
         "benchmarks",
-        "--quick",
+        name,
         "--dir",
-        str(tmp_path),
+        str(tmp_path / "disk"),
         "--out",
-        str(tmp_path / "toy"),
-        *(["--stores"] if name == "stores" else []),
+        str(tmp_path),
     ]
-    subprocess.run(command, cwd=README.parent, check=True, capture_output=True, timeout=300)
-    kept = json.loads((tmp_path / "toy.json").read_text(encoding="utf-8"))
-    assert TOY_FIGURES[name] <= kept["figures"].keys()
-    if name == "stores":
-        assert {"raw", "s3fs", "boto3", "moto", "rclone"} <= kept["peers"].keys()
+    quick = {**os.environ, "QUICK": "1"}
+    subprocess.run(command, cwd=README.parent, check=True, capture_output=True, timeout=600, env=quick)
+    kept = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    for group, names in TOY_FIGURES[name].items():
+        assert names <= kept[group].keys()
+    void = [
+        row["title"] for row in kept.get("candidates", {}).values() if "void" in row.get("not_measured", "")
+    ]
+    assert void == []
+    failed = [row for row in kept.get("candidates", {}).values() if "failed" in row.get("not_measured", "")]
+    assert failed == []

@@ -68,7 +68,7 @@ class HostMemory:
             self._lent_bytes += num_bytes
             self._most_bytes = max(self._most_bytes, self._lent_bytes)
         try:
-            segment = self._fitting(num_bytes) or self._new(num_bytes)
+            segment = self._fitting(num_bytes) or self._new(num_bytes, device)
             if device is not None and not segment.pinned:
                 segment.pin(device)  # refused: the copy is slower, and right
         except BaseException:
@@ -107,14 +107,14 @@ class HostMemory:
                 return segment
         return None
 
-    def _new(self, num_bytes: int) -> Segment:
+    def _new(self, num_bytes: int, device: torch.device | None) -> Segment:
         if self._max_bytes is None:
             scarce = num_bytes > self._spare_bytes()
         else:
             scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
         if scarce:
             self.release()
-        return Segment(num_bytes)
+        return Segment.near(device, num_bytes)
 
     def _limit(self) -> int:
         if self._max_bytes is not None:

@@ -24,6 +24,7 @@ import torch
 
 from ..spec import KIB, MIB, SEGMENT_BYTES, align_up
 from .crew import Crew, local_world_size
+from .numa import node_of, prefer_node
 
 # Without at least this many a save cannot overlap copying with writing: one being filled, one being written,
 # and up to two that wait for the end of the file.
@@ -63,6 +64,15 @@ class Segment:
         self.view = memoryview(self._map)[self._begin :][:num_bytes]
         self.pinned_for: torch.device | None = None
         self._pid = os.getpid()
+
+    @classmethod
+    def near(cls, device: torch.device | None, num_bytes: int) -> Segment:
+        """A new one, whose pages lie near the device that it is to be pinned for."""
+        segment = cls(num_bytes)
+        node = node_of(device) if device else None
+        if node is not None:
+            prefer_node(segment.address, num_bytes, node)
+        return segment
 
     @property
     def pinned(self) -> bool:
@@ -215,7 +225,7 @@ class SegmentPool:
             if segment is None:
                 self._num_segments += 1
         try:
-            segment = segment or Segment(self.segment_bytes)
+            segment = segment or Segment.near(pin, self.segment_bytes)
         except BaseException:
             with self._changed:
                 self._num_segments -= 1
@@ -243,7 +253,7 @@ class SegmentPool:
 
         def make() -> None:
             try:
-                segment = Segment(self.segment_bytes)
+                segment = Segment.near(pin, self.segment_bytes)
                 segment.touch()
                 if pin:
                     self._pin(segment, pin)

@@ -1,0 +1,201 @@
+"""How the cost of a save grows: with bytes, with tensors, with saves, with ranks on one host.
+
+In: a setting. Out: series of points, and the slope that fits them. Knows nothing of: pictures.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import linear_regression, median
+from time import perf_counter
+from typing import Any, ClassVar, Final
+
+import torch
+
+from async_ckpt import AsyncCheckpointer
+
+from .figures import Saves
+from .limits import MIB, SEGMENT_BYTES, WarmMemory
+from .setting import Setting
+from .table import Row, shown
+from .workloads import small_tensors, tensors
+
+_GB: Final = 1e9
+_WARM_SAVES: Final = 5
+_OF_MEMORY: Final = 1 / 6  # the state, its snapshot, and what the limit is measured with
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """`points` are (x, y); the line through them is fitted by least squares."""
+
+    title: str
+    x: str
+    y: str
+    points: Sequence[tuple[float, float]]
+    per: str
+    """What the slope is told per, such as "s per GB"."""
+    scale: float = 1.0
+    """From y per x to that."""
+    limit: Sequence[tuple[float, float]] = field(default=())
+    """The same of what the machine itself can do."""
+
+    GROUP: ClassVar = "growth"
+    HEAD: ClassVar = ["cost", "grows with", "first", "last", "slope"]
+
+    @property
+    def slope(self) -> float:
+        xs, ys = zip(*self.points, strict=True)
+        return linear_regression(xs, ys).slope * self.scale
+
+    def as_dict(self) -> dict[str, Any]:
+        told = {
+            "title": self.title,
+            "x": self.x,
+            "y": self.y,
+            "points": [list(point) for point in self.points],
+        }
+        return told | {"slope": self.slope, "per": self.per, "limit": [list(point) for point in self.limit]}
+
+    def cells(self) -> list[str]:
+        ends = [f"{shown(y)} {self.y} at {shown(x)}" for x, y in (self.points[0], self.points[-1])]
+        return [self.title, self.x, *ends, f"{self.slope:.3g} {self.per}"]
+
+
+def by_bytes(setting: Setting) -> dict[str, Row]:
+    """As far as memory allows."""
+    most = min(setting.growth_bytes, int(_memory_bytes() * _OF_MEMORY))
+    stalls, durable, limits = [], [], []
+    num_bytes = 64 * MIB
+    while num_bytes <= most:
+        state = tensors(num_bytes)
+        saves = Saves(setting.folder / f"bytes-{num_bytes}", {"model": state})
+        with saves.checkpointer:
+            reports = [saves.run() for _ in range(setting.few_rounds)]
+        del saves
+        warm = WarmMemory(num_bytes, SEGMENT_BYTES)
+        raw = [warm.write_seconds(setting.folder / "raw", num_bytes) for _ in range(setting.few_rounds)]
+        del warm, state
+        gc.collect()
+        size = num_bytes / _GB
+        stalls.append((size, median(report.stall_seconds for report in reports)))
+        durable.append((size, median(report.total_seconds for report in reports)))
+        limits.append((size, median(raw)))
+        num_bytes *= 2
+    return {
+        "growth_stall": Series("stall of save", "GB", "s", stalls, "s per GB"),
+        "growth_durable": Series("call to durable", "GB", "s", durable, "s per GB", limit=limits),
+    }
+
+
+def by_tensors(setting: Setting) -> dict[str, Row]:
+    points = []
+    count = 10
+    while count <= setting.num_small:
+        saves = Saves(setting.folder / f"tensors-{count}", {"model": small_tensors(count)})
+        with saves.checkpointer:
+            stalls = [saves.run().stall_seconds for _ in range(setting.few_rounds)]
+        points.append((float(count), median(stalls) * 1e3))
+        count *= 10
+    title = "stall of save, tensors of 1 KiB, plan known"
+    return {"growth_tensors": Series(title, "tensors", "ms", points, "µs per tensor", scale=1e3)}
+
+
+def by_saves(setting: Setting) -> dict[str, Row]:
+    """What a process holds after one save more."""
+    saves = Saves(setting.folder / "saves", {"model": tensors(16 * MIB)})
+    seconds, memory, descriptors, threads = [], [], [], []
+    with saves.checkpointer:
+        for _ in range(_WARM_SAVES):
+            saves.run()
+        for number in range(setting.many_saves):
+            seconds.append((float(number), saves.run().total_seconds * 1e3))
+            held = _held()
+            memory.append((float(number), held["VmRSS"] / MIB))
+            descriptors.append((float(number), held["descriptors"]))
+            threads.append((float(number), held["Threads"]))
+    title = "{}, after {} saves of 16 MiB"
+    made = {
+        "growth_saves_seconds": ("call to durable", "ms", seconds, "µs per save", 1e3),
+        "growth_saves_memory": ("resident memory", "MiB", memory, "KiB per save", 1024.0),
+        "growth_saves_descriptors": ("open descriptors", "", descriptors, "per save", 1.0),
+        "growth_saves_threads": ("threads", "", threads, "per save", 1.0),
+    }
+    return {
+        name: Series(title.format(what, setting.many_saves), "saves", unit, points, per, scale)
+        for name, (what, unit, points, per, scale) in made.items()
+    }
+
+
+def by_ranks(setting: Setting) -> dict[str, Row]:
+    """Processes of one host, each with a run and a state of its own, that save at the same time."""
+    points = []
+    for count in (1, 2, 4):
+        samples = [_together(setting, count, number) for number in range(setting.few_rounds)]
+        points.append((float(count), median(samples)))
+    size = setting.rank_bytes / _GB
+    title = f"call to durable, {size:.2f} GB for each rank"
+    return {"growth_ranks": Series(title, "ranks", "s", points, "s per rank")}
+
+
+def _together(setting: Setting, count: int, number: int) -> float:
+    """Seconds until the last of them is durable."""
+    children = []
+    for rank in range(count):
+        folder = setting.folder / f"ranks-{count}-{number}-{rank}"
+        command = [sys.executable, "-m", __name__, json.dumps([str(folder), setting.rank_bytes, count])]
+        children.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    for child in children:
+        assert child.stdout is not None
+        child.stdout.readline()  # it is ready
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    return max(float(child.communicate()[0]) for child in children)
+
+
+def _as_rank(folder: str, num_bytes: int, count: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(count)
+    torch.set_num_threads(1)
+    state = {"model": tensors(num_bytes)}
+    with AsyncCheckpointer(folder, keep_last=1) as checkpointer:
+        checkpointer.prewarm(state)
+        checkpointer.save(state, step=1).result()
+        checkpointer.wait()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        begin = perf_counter()
+        checkpointer.save(state, step=2).result()
+        print(perf_counter() - begin)
+
+
+def _held() -> dict[str, float]:
+    told = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "VmRSS": int(told["VmRSS"].split()[0]) * 1024,
+        "Threads": int(told["Threads"]),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+MEASURES: Final[dict[str, Callable[[Setting], dict[str, Row]]]] = {
+    "by_bytes": by_bytes,
+    "by_tensors": by_tensors,
+    "by_saves": by_saves,
+    "by_ranks": by_ranks,
+}
+
+if __name__ == "__main__":
+    _as_rank(*json.loads(sys.argv[1]))

@@ -1,0 +1,151 @@
+"""Pictures of kept results, and of nothing else: each is drawn from the JSON file that the tables are made of.
+
+In: results/*.json. Out: PNG and SVG beside them. Knows nothing of: how anything was measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any, Final
+
+import matplotlib as mpl
+
+mpl.use("agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Kept = Mapping[str, Any]
+
+_OURS: Final = "#0b6e4f"
+_THEIRS: Final = "#8d99ae"
+_LIMIT: Final = "#c1121f"
+_INK: Final = "#22223b"
+# In the timeline: this library, and the three that come next.
+_SHOWN: Final = ("ours_guarded", "torch_checkpointing", "dcp_async_cached", "torch_save")
+_STYLE: Final[dict[Any, Any]] = {
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": _INK,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "async_ckpt",  # the same figures make the same file
+    "figure.constrained_layout.use": True,
+}
+
+
+def draw(stem: Path) -> list[Path]:
+    """Every picture that the results of this name have something for; returns what was written."""
+    kept = json.loads(stem.with_suffix(".json").read_text())
+    written = []
+    with mpl.rc_context(_STYLE):
+        for name, (group, picture) in _PICTURES.items():
+            if kept.get(group):
+                figure = picture(kept[group])
+                for suffix, facts in ((".png", {"Software": None}), (".svg", {"Date": None})):
+                    path = stem.with_name(f"{stem.name}_{name}{suffix}")
+                    figure.savefig(path, dpi=144, metadata=facts)
+                    written.append(path)
+                plt.close(figure)
+    return written
+
+
+def lost(candidates: Kept) -> Figure:
+    """What a save costs the training, of all that were measured, on a scale of powers of ten."""
+    rows = [
+        (told["title"], max(told["medians"]["lost"], 1e-3), name.startswith("ours"))
+        for name, told in candidates.items()
+        if "medians" in told
+    ]
+    rows.sort(key=lambda row: -row[1])
+    figure, axes = plt.subplots(figsize=(7.2, 0.32 * len(rows) + 1.0))
+    bars = axes.barh([title for title, _, _ in rows], [value for _, value, _ in rows], height=0.68)
+    for bar, (_, value, ours) in zip(bars, rows, strict=True):
+        bar.set_color(_OURS if ours else _THEIRS)
+        axes.annotate(f" {value:.3g} s", (value, bar.get_y() + bar.get_height() / 2), va="center", color=_INK)
+    axes.set_xscale("log")
+    axes.margins(x=0.12)
+    axes.set_xlabel("training seconds lost to one save (later saves, median)")
+    return figure
+
+
+def timeline(candidates: Kept) -> Figure:
+    """Steps of a training while one save is under way: as wide as they took, dark where they took longer."""
+    shown = [name for name in _SHOWN if "results" in candidates.get(name, {})]
+    figure, axes = plt.subplots(figsize=(7.2, 0.62 * len(shown) + 1.0))
+    for row, name in enumerate(reversed(shown)):
+        save = candidates[name]["results"][0]["later"][-1]
+        _steps(axes, row, save, _OURS if name.startswith("ours") else _THEIRS)
+        axes.barh(row - 0.32, save["total"], height=0.1, color=_LIMIT)
+    axes.set_yticks(range(len(shown)), [candidates[name]["title"] for name in reversed(shown)])
+    axes.set_xlabel("seconds from the call of save; red: until the save is written")
+    return figure
+
+
+def _steps(axes: Axes, row: int, save: Kept, color: str) -> None:
+    ends = list(itertools.accumulate(save["steps"]))
+    for seconds, end in zip(save["steps"], ends, strict=True):
+        slower = min(1.0, max(0.0, seconds / save["step"] - 1))
+        left, width = end - seconds, seconds
+        axes.barh(
+            row, width, left=left, height=0.5, color=color, alpha=0.35 + 0.65 * slower, edgecolor="white"
+        )
+    for number in range(3):  # steps as they are without a save, to compare
+        axes.barh(
+            row, save["step"], left=ends[-1] + number * save["step"], height=0.5, color=color, alpha=0.2,
+            edgecolor="white",
+        )  # fmt: skip
+
+
+def throughput(growth: Kept) -> Figure:
+    """GB/s to durable by size, and what the disk takes of bare memory."""
+    series = growth["growth_durable"]
+    figure, axes = plt.subplots(figsize=(6.0, 3.4))
+    for points, color, label in (
+        (series["limit"], _LIMIT, "raw O_DIRECT write + fsync"),
+        (series["points"], _OURS, "async_ckpt, call to durable"),
+    ):
+        axes.plot([x for x, _ in points], [x / y for x, y in points], marker="o", color=color, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([x for x, _ in series["points"]], [f"{x:.2g}" for x, _ in series["points"]], minor=False)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("GB")
+    axes.set_ylabel("GB/s")
+    axes.legend(frameon=False)
+    return figure
+
+
+def growth(kept: Kept) -> Figure:
+    """Every series with the line that fits it."""
+    columns = 3
+    rows = -(-len(kept) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(9.6, 2.6 * rows), squeeze=False)
+    for axes in grid.flat[len(kept) :]:
+        axes.set_visible(False)
+    for axes, series in zip(grid.flat, kept.values(), strict=False):
+        xs, ys = [x for x, _ in series["points"]], [y for _, y in series["points"]]
+        axes.plot(xs, ys, "." if len(xs) > 20 else "o", color=_OURS)
+        line = _line(xs, ys)
+        axes.plot([xs[0], xs[-1]], [line(xs[0]), line(xs[-1])], color=_INK, linewidth=0.8)
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{series['title']}\n{series['slope']:.3g} {series['per']}", fontsize=8)
+        axes.set_xlabel(series["x"])
+        axes.set_ylabel(series["y"])
+    return figure
+
+
+def _line(xs: list[float], ys: list[float]) -> Callable[[float], float]:
+    slope, begin = linear_regression(xs, ys)
+    return lambda x: begin + slope * x
+
+
+_PICTURES: Final[dict[str, tuple[str, Callable[[Kept], Figure]]]] = {
+    "lost": ("candidates", lost),
+    "timeline": ("candidates", timeline),
+    "throughput": ("growth", throughput),
+    "growth": ("growth", growth),
+}
