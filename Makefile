@@ -22,7 +22,7 @@ check: .venv/.check        ## lint, formatting, types
 bench: .venv/.bench        ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks
 
-bench-gpu: .venv/.demo     ## the same where there is a CUDA device
+bench-gpu: .venv/.bench    ## the same where there is a CUDA device
 	$(BIN)/python -m benchmarks gpu
 
 bench-s3: .venv/.bench     ## the same of object stores, beside other clients

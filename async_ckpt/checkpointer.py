@@ -43,7 +43,6 @@ from .state.tree import Select
 from .storage.base import Sink, Storage
 from .storage.local import LocalStorage
 from .storage.url import Engine, Where, storage_at
-from .trace import TraceFile
 from .unchanged import Attempt, UnchangedGroups, driver_of
 from .worker import get_worker
 
@@ -83,8 +82,9 @@ class AsyncCheckpointer:
             committed where it is durable first, and a root that lags or fails is caught up later.
         max_bandwidth: bytes per second that a place is written with at most, over a few segments; the rest of its disk
             or network is for others. A save takes longer then, and without enough host memory its staging does, too.
-        trace: a file for what each thread did, and when, of every save: open it in https://ui.perfetto.dev. It is made
-            anew, and whole after each save.
+            Each process has as much for itself; what is copied to catch a root up is not held to it.
+        trace: a file for what each thread of this process did, and when, of every save: open it in
+            https://ui.perfetto.dev. It is made anew, and whole after each save; give each process its own.
         storage_options: of the client of a URL (endpoint, region, credentials, timeouts); with several roots a list
             gives each its own.
         engine: the client for URLs: "obstore" (the default for s3, gs, az) or "fsspec" ("s3fs" for s3).
@@ -172,7 +172,7 @@ class AsyncCheckpointer:
             exit_timeout=exit_timeout,
             keep_warm=True,
             max_bandwidth=max_bandwidth,
-            trace=None if trace is None else TraceFile(trace),
+            trace=trace,
         )
         self._groups = UnchangedGroups()
         self._attempts: list[Attempt] = []  # under way

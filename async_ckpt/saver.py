@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
@@ -21,7 +21,7 @@ from .format.layout import Image, Layout, TensorPlan, lay_out
 from .handle import SaveHandle
 from .report import Progress, SaveReport
 from .save import CommitRule, Drain, OffLoop, SaveJob, Target, follow_up, run_save
-from .snapshot.crew import Crew, running_future
+from .snapshot.crew import running_future
 from .snapshot.device import fill_image, first_device
 from .snapshot.files import FileFill, Source
 from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
@@ -90,7 +90,7 @@ class Saver:
         exit_timeout: float | None = None,
         keep_warm: bool = False,
         max_bandwidth: float | None = None,
-        trace: TraceFile | None = None,
+        trace: str | os.PathLike[str] | None = None,
         clock: Clock = monotonic,
     ) -> None:
         if on_overlap not in ("wait", "skip"):
@@ -105,10 +105,9 @@ class Saver:
         self._on_overlap, self._max_in_flight = on_overlap, max_in_flight
         self._strict, self._exit_timeout, self._clock = strict, exit_timeout, clock
         self._keep_warm = keep_warm
-        self._trace_file, self._trace = trace, trace.trace if trace is not None else NO_TRACE
         self._pid = os.getpid()
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
-        self._crews: set[Crew] = set()  # of each of several roots
+        self._places: set[str] = set()  # that have threads of their own
         self._max_bandwidth = max_bandwidth
         self._paces: dict[str, Pace] = {}  # by place; on the loop's thread alone
         self._changed = threading.Condition()
@@ -122,6 +121,8 @@ class Saver:
         self._warned: list[SaveHandle] = []
         self._reports: list[SaveReport] = []  # the last one only
         self._stall_seconds = 0.0
+        self._trace_file = None if trace is None else TraceFile(trace, clock)
+        self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
         self._num_committed = self._num_failed = self._num_cleanup_failures = self._num_missed = 0
 
     @property
@@ -219,11 +220,11 @@ class Saver:
             drain.fail(error)
 
         def writers(target: Target) -> Callable[[Callable[[], None]], None]:
-            if len(targets) == 1:
+            if len(targets) == 1 and self._max_bandwidth is None:
                 return worker.writers().submit
-            crew = worker.writers(target.storage.locate(""))
-            self._crews.add(crew)
-            return crew.submit
+            place = target.storage.locate("")
+            self._places.add(place)
+            return worker.writers(place).submit
 
         pending = Pending(handle, give_up, self._exit_timeout)
         turn = self._follow(pending)
@@ -409,10 +410,11 @@ class Saver:
             raise
         finally:
             self.pool.close()
-            for crew in list(self._crews):
-                crew.stop()
+            with suppress(ClosedError):  # the interpreter is exiting, and ends all threads
+                for place in list(self._places):
+                    get_worker().stop_writers(place)
+            self._close_trace()
         self._raise_unseen()
-        self._close_trace()
 
     def _close_trace(self) -> None:
         if self._trace_file is not None:

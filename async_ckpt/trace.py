@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from .spans import Trace
+from .spans import Clock, Trace, monotonic
 
 _END: Final = b"\n]\n"
 
@@ -24,9 +24,9 @@ class TraceFile:
     Raises OSError when it cannot be made. What goes wrong later costs no save: `close` raises it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], clock: Clock = monotonic) -> None:
         self._path = Path(path).absolute()
-        self.trace = Trace()
+        self.trace = Trace(clock)
         self._lock = threading.Lock()
         self._is_empty = True
         self._error: OSError | None = None

@@ -78,6 +78,13 @@ class Worker:
                 self._writers[root] = Crew(f"write-{len(self._writers)}", _NUM_WRITERS, background=True)
             return self._writers[root]
 
+    def stop_writers(self, root: str) -> None:
+        """Let its threads end when they have done what there is; who writes there next has new ones."""
+        with self._lock:
+            crew = self._writers.pop(root, None)
+        if crew is not None:
+            crew.stop()
+
     def note_hanging(self, quiet: Future[None]) -> None:
         """Writes that the save went on without; `quiet` resolves when they have returned."""
         with self._lock:

@@ -19,7 +19,7 @@ import torch
 from . import figures
 from .compression import compression
 from .environment import describe
-from .gpu import gpu
+from .gpu import gpu, gpu_comparison
 from .setting import Setting
 from .table import Row, markdown, show_in, write
 
@@ -42,7 +42,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "growth": _growth,
         "shapes": _shapes,
         "stores": _stores,
-        "gpu": lambda: Table({"gpu": gpu}),
+        "gpu": lambda: Table({"gpu": gpu, "gpu_comparison": gpu_comparison}),
     }
 
 

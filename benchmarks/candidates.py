@@ -139,7 +139,9 @@ class Tar(Candidate):
 
 class Gzip(Tar):
     title = "torch.save, tar.gz"
-    configuration = f"the same, gzip level {_GZIP_LEVEL}; measured on a sixteenth of the state, and scaled"
+    configuration = (
+        f"the same, gzip level {_GZIP_LEVEL}; measured on a tenth of the state or less, and scaled"
+    )
     share = 1 / 16
 
     def _opened(self, file: Any) -> tarfile.TarFile:
@@ -437,7 +439,9 @@ class OursGuarded(Ours):
 
 class OursBudgeted(Ours):
     title = "async_ckpt, host_bytes="
-    configuration = "a quarter of the state's size as host memory; the copy is waited for"
+    configuration = (
+        "prewarmed, a quarter of the state's size as host memory, 128 MiB at least; the copy is waited for"
+    )
 
     def _options(self) -> dict[str, Any]:
         return {"host_bytes": max(128 << 20, num_bytes_of(self.subject.state_dict()) // 4)}

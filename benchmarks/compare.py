@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 from . import trial
 from .candidates import CANDIDATES, Candidate
@@ -21,6 +21,10 @@ _OURS: Final = {name for name in CANDIDATES if name.startswith("ours")}
 _FEW: Final = ("ours", "torch_checkpointing", "dcp_async_cached", "safetensors", "torch_save")
 PACKAGES: Final = ("safetensors", "torch_checkpointing", "pytorch-lightning", "zstandard")
 _GB: Final = 1e9
+# Less is no part of the state, but the same with a few bytes more.
+_SCALED_FROM: Final = 1.5
+# What steps differ by on their own: no save is known to cost less.
+_NOISE_SECONDS: Final = 0.005
 Values = Callable[[Mapping[str, Any]], float]
 
 
@@ -96,14 +100,15 @@ VALUES: Final[dict[str, Values]] = {
 
 def comparison(setting: Setting) -> dict[str, Row]:
     """All of them, saving a training of linear layers under AdamW on one thread."""
-    contenders = _measured(setting, "training", list(CANDIDATES), setting.compare_bytes)
+    contenders = measured(setting, "training", list(CANDIDATES), setting.compare_bytes)
     return {**_against(contenders), **contenders}
 
 
-def _measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: int) -> dict[str, Contender]:
-    """A B C A B C: what else goes on meets all of them."""
+def measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: int) -> dict[str, Contender]:
+    """By name. A B C A B C: what else goes on meets all of them."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     why_not = {name: CANDIDATES[name].why_not() for name in names}
+    sizes: list[int] = []
     for number, name in itertools.product(range(setting.compare_rounds), names):
         if why_not[name]:
             continue
@@ -114,13 +119,23 @@ def _measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: 
         elif not result["same"]:
             why_not[name] = "void: what it brought back is not what was saved"
         else:
-            results[name].append(_scaled(result, num_bytes) if CANDIDATES[name].share < 1 else result)
-    return {name: Contender(name, results[name], why_not[name]) for name in names}
+            results[name].append(result)
+            sizes.append(result["num_bytes"])
+    return {
+        name: Contender(
+            name,
+            [] if why_not[name] else [_scaled(result, max(sizes)) for result in results[name]],
+            why_not[name],
+        )
+        for name in names
+    }
 
 
 def _scaled(result: Any, num_bytes: int) -> Any:
     """Of a part of the state, as if it were all of it."""
     factor = num_bytes / result["num_bytes"]
+    if factor < _SCALED_FROM:
+        return result
 
     def scale(value: Any) -> Any:
         if isinstance(value, dict):
@@ -142,8 +157,8 @@ def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
 
     def held(title: str, ours: str, other: str, value: str, limit: float) -> Figure:
         both = zip(contenders[ours].results, contenders[other].results, strict=False)
-        pairs = [(max(VALUES[value](own), 1e-6), VALUES[value](its)) for own, its in both]
-        return Figure(title, "s", CANDIDATES[other].title, Target("≤", limit), pairs)
+        pairs = [tuple(max(VALUES[value](one), _NOISE_SECONDS) for one in pair) for pair in both]
+        return Figure(title, "s", CANDIDATES[other].title, Target("≤", limit), cast("Any", pairs))
 
     lost = "training seconds lost to a save, later ones"
     to_durable = "call to durable"
@@ -202,7 +217,7 @@ def shapes(setting: Setting) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for workload, title in _SHAPES.items():
         num_bytes = setting.num_small * 1024 if workload == "small" else setting.shape_bytes
-        contenders = _measured(setting, workload, _FEW[: setting.num_shaped], num_bytes)
+        contenders = measured(setting, workload, _FEW[: setting.num_shaped], num_bytes)
         sizes = [result["num_bytes"] for one in contenders.values() for result in one.results]
         rows[f"shape_{workload}"] = Shape(title, max(sizes, default=0), contenders)
     return rows

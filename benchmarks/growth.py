@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import linear_regression, median
 from time import perf_counter
@@ -23,7 +24,7 @@ from async_ckpt import AsyncCheckpointer
 
 from .figures import Saves
 from .limits import MIB, SEGMENT_BYTES, WarmMemory
-from .setting import Setting
+from .setting import Setting, side_by_side
 from .table import Row, shown
 from .workloads import small_tensors, tensors
 
@@ -77,12 +78,13 @@ def by_bytes(setting: Setting) -> dict[str, Row]:
     while num_bytes <= most:
         state = tensors(num_bytes)
         saves = Saves(setting.folder / f"bytes-{num_bytes}", {"model": state})
-        with saves.checkpointer:
-            reports = [saves.run() for _ in range(setting.few_rounds)]
-        del saves
         warm = WarmMemory(num_bytes, SEGMENT_BYTES)
-        raw = [warm.write_seconds(setting.folder / "raw", num_bytes) for _ in range(setting.few_rounds)]
-        del warm, state
+        with saves.checkpointer:
+            both = side_by_side(
+                setting.few_rounds, saves.run, partial(warm.write_seconds, setting.folder / "raw", num_bytes)
+            )
+        reports, raw = zip(*both, strict=True)
+        del saves, warm, state
         gc.collect()
         size = num_bytes / _GB
         stalls.append((size, median(report.stall_seconds for report in reports)))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from .limits import MIB
 
 T = TypeVar("T")
+L = TypeVar("L")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Setting:
     between_seconds: float = 3.0
     """Of training, between the warming up and the first save."""
     shape_bytes: int = 1536 * MIB
+    gpu_bytes: tuple[int, ...] = (16 * 1024 * MIB, 64 * 1024 * MIB)
+    """As far as the device has twice as much."""
     num_shaped: int = 5
     """Candidates that save each shape."""
     growth_bytes: int = 64 * 1024 * MIB
@@ -48,6 +51,7 @@ class Setting:
     def toy(cls, folder: Path) -> Setting:
         sizes: dict[str, Any] = {
             "between_seconds": 0.1,
+            "gpu_bytes": (48 * MIB,),
             "num_shaped": 1,
             "compare_bytes": 48 * MIB,
             "compare_rounds": 1,
@@ -61,7 +65,7 @@ class Setting:
         return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, num_saves=1, **sizes)
 
 
-def side_by_side(rounds: int, measured: Callable[[], T], limit: Callable[[], T]) -> list[tuple[T, T]]:
+def side_by_side(rounds: int, measured: Callable[[], T], limit: Callable[[], L]) -> list[tuple[T, L]]:
     """(measured, limit) pairs. Who goes first changes from round to round: the second finds warmer caches."""
     pairs = []
     for number in range(rounds):

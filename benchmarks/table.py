@@ -145,7 +145,7 @@ def markdown(rows: Sequence[Row], environment: Environment) -> str:
     where = ", ".join(f"{name} {value}" for name, value in environment.items())
     kinds = dict.fromkeys(type(row) for row in rows)
     tables = [_table(kind, [row for row in rows if isinstance(row, kind)]) for kind in kinds]
-    return "\n".join([*filter(None, tables), f"Medians of pairs measured side by side. {where}.", ""])
+    return "\n".join([*filter(None, tables), f"Medians of what was measured side by side. {where}.", ""])
 
 
 def _table(kind: type[Row], rows: Sequence[Row]) -> str:

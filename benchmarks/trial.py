@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -34,6 +35,7 @@ _SAMPLE_SECONDS: Final = 0.02
 _NUM_IN_BURST: Final = 3
 # What takes longer is not repeated within a process.
 _SLOW_SECONDS: Final = 2.5
+_PATIENCE_SECONDS: Final = 900
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -44,10 +46,16 @@ def run(name: str, workload: str, num_bytes: int, folder: Path, setting: Setting
     command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(arguments)]
     folder.mkdir(parents=True)
     try:
-        ended = subprocess.run(command, capture_output=True, text=True)
+        # What goes through the system's temp folder must not cross file systems on its way.
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        ended = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=_PATIENCE_SECONDS
+        )
         if ended.returncode:
-            return {"failed": ended.stderr.strip().splitlines()[-1][:300] if ended.stderr else "no word"}
+            return {"failed": (ended.stderr.strip().splitlines() or ["no word"])[-1][:300]}
         return json.loads(ended.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {_PATIENCE_SECONDS} s"}
     finally:
         shutil.rmtree(folder)
 
@@ -56,6 +64,7 @@ class _Trial:
     """One thread trains, and the other processors are free; save after save, each with the ones before deleted."""
 
     def __init__(self, candidate: type[Candidate], subject: Subject, folder: Path) -> None:
+        import_module(candidate.package)  # what it takes is no memory of a save
         self.subject = subject
         self.num_bytes = num_bytes_of(subject.state_dict())
         for _ in range(_UNDISTURBED_STEPS):  # until memory is what training takes
@@ -67,18 +76,22 @@ class _Trial:
         self._number = 0
 
     def measured(self, num_saves: int, between_seconds: float) -> dict[str, Any]:
-        self.candidate.prewarm()
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        prewarm = _seconds(self.candidate.prewarm)
         end = perf_counter() + between_seconds
         while perf_counter() < end:
             self._step()
-        result: dict[str, Any] = {"num_bytes": self.num_bytes, "first": self._while_training()}
+        result: dict[str, Any] = {"num_bytes": self.num_bytes, "prewarm": prewarm}
+        result["first"] = self._while_training()
         is_slow = result["first"]["total"] > _SLOW_SECONDS
         repeats = range(1 if is_slow else num_saves)
         result["later"] = [self._while_training() for _ in repeats]
-        result["alone"] = [self._alone() for _ in repeats]
-        result["peak_bytes"] = self._peak_bytes()
         if not (self.candidate.synchronous or is_slow):
             result["burst"] = self._burst()
+        torch.set_num_threads(num_threads)  # nothing trains any more
+        result["alone"] = [self._alone() for _ in repeats]
+        result["peak_bytes"] = self._peak_bytes()
         result["disk_bytes"] = _disk_bytes(self.candidate.path(self._number))
         result |= self._restored()
         self.candidate.close()
@@ -94,7 +107,7 @@ class _Trial:
         during = [call + _seconds(lambda: self._step(held))]
         while not self.candidate.done():
             during.append(_seconds(lambda: self._step(held)))
-        total = perf_counter() - begin
+        total = call if self.candidate.synchronous else perf_counter() - begin
         self._finish()
         undisturbed += [_seconds(self._step) for _ in range(_UNDISTURBED_STEPS)]
         usual = median(undisturbed)
@@ -110,9 +123,10 @@ class _Trial:
         """From the call to durable, with nothing else to do; and processor seconds, of child processes too."""
         processor, begin = _processor_seconds(), perf_counter()
         self._save()
-        self._finish()
-        seconds = perf_counter() - begin
-        return {"durable": seconds, "processor": _processor_seconds() - processor}
+        self._wait()
+        seconds, processor = perf_counter() - begin, _processor_seconds() - processor
+        self._delete(self._number - 1)
+        return {"durable": seconds, "processor": processor}
 
     def _save(self) -> None:
         self._number += 1
@@ -120,10 +134,13 @@ class _Trial:
 
     def _finish(self) -> None:
         """Until it is durable; then the one before is deleted, so that each finds as much room."""
+        self._wait()
+        self._delete(self._number - 1)
+
+    def _wait(self) -> None:
         self.candidate.wait()
         if not self.candidate.durable:
             _sync(self.candidate.path(self._number))
-        self._delete(self._number - 1)
 
     def _delete(self, number: int) -> None:
         path = self.candidate.path(number)
@@ -139,6 +156,8 @@ class _Trial:
             if held is not None:
                 held.append(perf_counter() - begin)
             self.subject.optimizer_step()
+        if torch.cuda.is_available():  # else a step would end in the time of another
+            torch.cuda.synchronize()
 
     def _peak_bytes(self) -> int:
         """Of host memory in use during a save, beyond what was there before any; shared memory counts once."""
@@ -150,25 +169,27 @@ class _Trial:
 
         sampler = threading.Thread(target=sample)
         sampler.start()
-        self._save()
-        self._finish()
-        ended.set()
-        sampler.join()
+        try:
+            self._save()
+            self._finish()
+        finally:
+            ended.set()
+            sampler.join()
         return peak[0] - self._before
 
     def _burst(self) -> dict[str, Any]:
         """Saves one step apart, faster than any disk: seconds lost to each; and whether each is of its own moment."""
-        before, first, lost, wanted = self._number, self._number + 1, 0.0, []
+        before, first, lost, copies = self._number, self._number + 1, 0.0, []
         usual = median(_seconds(self._step) for _ in range(_UNDISTURBED_STEPS))
         for _ in range(_NUM_IN_BURST):
-            wanted.append(_digest(self.subject.state_dict()))
+            copies.append({name: tensor.clone() for name, tensor in _tensors(self.subject.state_dict())})
             lost += _seconds(self._save)
             lost += _seconds(self._step) - usual
         self.candidate.wait()
         same = 0
-        for number, digest in enumerate(wanted, first):
+        for number, copy in enumerate(copies, first):
             self._bring_back(number)
-            same += _digest(self.subject.state_dict()) == digest
+            same += _digest(self.subject.state_dict()) == _digest(copy)
         self._finish()
         for number in range(before, self._number):
             self._delete(number)
@@ -204,7 +225,7 @@ def _digest(state: State) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in _tensors(state):
         digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
 
@@ -248,8 +269,8 @@ def _held_bytes() -> int:
     for pid in _tree():
         with _gone():
             told = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            private += int(told["RssAnon"].split()[0])
-            shared = max(shared, int(told["RssShmem"].split()[0]))
+            private += int(told.get("RssAnon", "0").split()[0])  # of one that has ended nothing is told
+            shared = max(shared, int(told.get("RssShmem", "0").split()[0]))
     return (private + shared) * 1024
 
 
@@ -274,7 +295,6 @@ def _gone() -> Iterator[None]:
 
 def main() -> None:
     name, arguments = sys.argv[1], json.loads(sys.argv[2])
-    torch.set_num_threads(1)
     candidate = CANDIDATES[name]
     subject = WORKLOADS[arguments["workload"]](int(arguments["num_bytes"] * candidate.share))
     made = _Trial(candidate, subject, Path(arguments["folder"]))

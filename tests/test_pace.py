@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from helpers_b import Call, assert_is_state, leftovers, open_run, scripted, state_at, until
+from helpers_b import Call, ScriptedStorage, assert_is_state, leftovers, open_run, scripted, state_at
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_ckpt import AsyncCheckpointer, StorageFullError
+import async_ckpt
+from async_ckpt import AsyncCheckpointer, StorageFullError, StorageUnavailableError
 from async_ckpt.storage.pace import Pace
 
 MIB = 1 << 20
@@ -19,15 +20,19 @@ MIB = 1 << 20
     sizes=st.lists(st.integers(1, 10**9), min_size=1, max_size=50),
     pauses=st.lists(st.floats(0, 10), min_size=50, max_size=50),
 )
-def test_no_write_begins_before_those_that_came_earlier_are_over_at_that_bandwidth(sizes, pauses):
+def test_no_write_begins_before_the_one_before_is_over_at_that_bandwidth(sizes, pauses):
     now = [100.0]
     pace = Pace(1e6, lambda: now[0])
     over = 100.0
     for num_bytes, pause in zip(sizes, pauses, strict=False):
         now[0] += pause
-        begin = pace._book(num_bytes)
-        assert begin == pytest.approx(max(now[0], over))
-        over = begin + num_bytes / 1e6
+        left = pace._begin(num_bytes)
+        if left:
+            assert left == pytest.approx(over - now[0])
+            now[0] = max(over, now[0] + left)
+            assert pace._begin(num_bytes) == 0
+        assert now[0] >= over
+        over = now[0] + num_bytes / 1e6
 
 
 def test_what_has_time_does_not_wait():
@@ -63,11 +68,46 @@ def test_a_save_takes_at_least_as_long_as_its_bytes_at_that_bandwidth(tmp_path):
 
 
 def test_the_caller_is_not_held_up_by_it(tmp_path):
-    with open_run(tmp_path, max_bandwidth=4 * MIB, segment_bytes=4 * MIB) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, max_bandwidth=1.0, segment_bytes=4 * MIB) as ckpt, scripted(ckpt) as disk:
+        first = disk.stop("write")
         handle = ckpt.save(state_at(1, 9), step=1)
         handle.wait_staged()
+        first.wait_reached()  # one write is under way, and the next may begin in weeks
         assert not handle.done()
-        until(lambda: [name for name, _ in disk.calls].count("write") == 1)
+        first.release(StorageFullError("full", path="x", needed_bytes=2, free_bytes=1))
+        with pytest.raises(StorageFullError):
+            handle.result()
+
+
+def test_a_save_that_waits_holds_up_no_other(tmp_path):
+    """Nor does one that was given up leave a wait behind."""
+    slow = open_run(tmp_path / "slow", max_bandwidth=1.0, segment_bytes=4 * MIB)
+    with scripted(slow) as disk:
+        first = disk.stop("write", times=1)
+        waiting = slow.save(state_at(1, 80), step=1)
+        first.wait_reached()
+        async_ckpt.save(state_at(2, 9), tmp_path / "x.tar").result()
+        assert not waiting.done()
+        first.release(StorageFullError("full", path="x", needed_bytes=2, free_bytes=1))
+        with pytest.raises(StorageFullError):
+            waiting.result()
+    slow.close()
+
+
+def test_a_root_that_is_given_up_while_it_waits_is_missed_and_no_more(tmp_path):
+    roots = [tmp_path / "near", tmp_path / "far"]
+    with open_run(roots, commit="any", segment_bytes=4 * MIB) as ckpt:
+        far = ckpt._roots.runs[1].storage
+        ckpt._saver._max_bandwidth = 1e12
+        ckpt._saver._paces[far.locate("")] = Pace(1.0)
+        with ScriptedStorage(ckpt.roots[1]) as disk:
+            ckpt._roots.runs[1].storage = disk
+            disk.fail("write", error=StorageUnavailableError("away", path="far"))
+            report = ckpt.save(state_at(1, 9), step=1).result()
+            ckpt.wait()
+        assert [d.error is None for d in report.destinations] == [True, False]
+        ckpt._roots.runs[1].storage = far
+        assert_is_state(ckpt.load(1), 1, 9)
 
 
 def test_each_of_several_places_has_the_bandwidth_for_itself(tmp_path):

@@ -94,7 +94,8 @@ SIGNATURES = {
         "(root, *, keep_last=None, keep_every=None, keep_best=None, keep_seconds=None, guard=None, host_bytes=None, "
         "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "
         "strict=False, exit_timeout=None, save_every=None, save_every_seconds=None, deadline=None, "
-        "deadline_margin_seconds=30.0, commit='all', storage_options=None, engine=None, fs=None)"
+        "deadline_margin_seconds=30.0, commit='all', max_bandwidth=None, trace=None, "
+        "storage_options=None, engine=None, fs=None)"
     ),
     AsyncCheckpointer.save: (
         "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None, "

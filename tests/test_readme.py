@@ -58,7 +58,7 @@ def test_a_picture_is_what_the_kept_figures_make(picture, tmp_path):
     """As far as its words go, which are the figures; lines differ with the version of the library that draws them."""
     stem = next(p for p in picture.parent.glob("*.json") if picture.name.startswith(p.stem + "_")).stem
     shutil.copy(picture.parent / f"{stem}.json", tmp_path)
-    drawn = {path.name: path for path in draw(tmp_path / f"{stem}.json")}
+    drawn = {path.name: path for path in draw(tmp_path / stem)}
     words = [
         re.findall(r"<text[^>]*>(.*?)</text>", p.read_text(), re.DOTALL)
         for p in (picture, drawn[picture.name])
@@ -88,7 +88,7 @@ TOY_FIGURES = {
         "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_roots"},
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
     },
-    "gpu": {"figures": {"gpu_copy", "gpu_call", "gpu_guarded_call", "gpu_loaded"}},
+    "gpu": {"figures": {"gpu_lost", "gpu_guarded_lost"}},
 }
 
 

@@ -80,6 +80,8 @@ def test_the_threads_that_wrote_to_each_root_end_with_the_run(roots):
         own = writers() - before
         assert own
     until(lambda: not any(thread.is_alive() for thread in own))
+    with open_run(roots) as again:  # it has new ones
+        again.save(state_at(2), step=2).result()
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_b import Call, assert_is_state, scripted, state_at
+from helpers_b import Call, assert_is_state, scripted, state_at, until
 
 from async_ckpt import AsyncCheckpointer, StorageFullError
 from async_ckpt.spans import NO_TRACE, Spans, Trace
@@ -48,14 +48,30 @@ def test_it_is_whole_after_each_save_and_grows(tmp_path):
     path = tmp_path / "out" / "run.json"
     with traced(tmp_path) as ckpt:
         assert events(path) == []
-        sizes = []
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
-            ckpt.wait()
-            ckpt._saver._trace_file.write()
-            sizes.append(len(events(path)))
-        assert sizes == sorted(set(sizes))
+            until(lambda step=step: counted(path)["commit"] == step)
         assert_is_state(ckpt.load(), 3)
+
+
+def test_what_failed_unseen_does_not_keep_it_from_being_complete(tmp_path):
+    path = tmp_path / "out" / "run.json"
+    ckpt = traced(tmp_path)
+    with scripted(ckpt) as disk:
+        disk.fail("finish", error=StorageFullError("full", path="x", needed_bytes=2, free_bytes=1))
+        path.unlink()
+        ckpt.save(state_at(1), step=1)
+        with pytest.warns(RuntimeWarning, match="incomplete"), pytest.raises(StorageFullError):
+            ckpt.close()
+
+
+def test_options_that_are_refused_leave_the_file_of_the_run_before(tmp_path):
+    with traced(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1)
+    before = (tmp_path / "out" / "run.json").read_bytes()
+    with pytest.raises(ValueError, match="max_bandwidth"):
+        traced(tmp_path, max_bandwidth=0)
+    assert (tmp_path / "out" / "run.json").read_bytes() == before
 
 
 def test_times_are_those_of_the_clock_and_threads_have_names(tmp_path):

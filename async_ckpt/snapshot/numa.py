@@ -28,7 +28,7 @@ _NODES_PER_WORD: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 @cache
 def node_of(device: torch.device) -> int | None:
-    """The NUMA node next to a CUDA device; None when the machine does not tell, or has only one."""
+    """The NUMA node next to a CUDA device; None when the machine does not tell."""
     told = torch.cuda.get_device_properties(device)
     parts = [getattr(told, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     if any(part is None for part in parts):

@@ -24,17 +24,19 @@ class Pace:
 
     def wait(self, num_bytes: int, check: Callable[[], None]) -> None:
         """Return when so many bytes may be written. `check` is called meanwhile, and raises when they need not be."""
-        begin = self._book(num_bytes)
         never = threading.Event()
-        while (left := begin - self._clock()) > 0:
+        while (left := self._begin(num_bytes)) > 0:
             check()
             never.wait(min(left, _LOOK_SECONDS))
 
-    def _book(self, num_bytes: int) -> float:
+    def _begin(self, num_bytes: int) -> float:
+        """Begin a write, if it is time; else how many seconds are left. Who gives up has taken nothing from others."""
         with self._lock:
-            begin = max(self._clock(), self._free_at)
-            self._free_at = begin + num_bytes / self._max_bandwidth
-            return begin
+            now = self._clock()
+            if now >= self._free_at:
+                self._free_at = now + num_bytes / self._max_bandwidth
+                return 0.0
+            return self._free_at - now
 
     def __repr__(self) -> str:
         return f"<Pace {self._max_bandwidth / 1e6:,.0f} MB/s>"
