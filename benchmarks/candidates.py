@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -329,6 +330,7 @@ class Lightning(Candidate):
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)
+        tempfile.tempdir = str(folder)  # it writes there first, and a rename must not cross file systems
         plugins = _untyped("pytorch_lightning.plugins")
         self._io = plugins.AsyncCheckpointIO(plugins.TorchCheckpointIO())
         self._number = 0

@@ -46,11 +46,7 @@ def run(name: str, workload: str, num_bytes: int, folder: Path, setting: Setting
     command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(arguments)]
     folder.mkdir(parents=True)
     try:
-        # What goes through the system's temp folder must not cross file systems on its way.
-        environment = {**os.environ, "TMPDIR": str(folder)}
-        ended = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=_PATIENCE_SECONDS
-        )
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS)
         if ended.returncode:
             return {"failed": (ended.stderr.strip().splitlines() or ["no word"])[-1][:300]}
         return json.loads(ended.stdout.splitlines()[-1])  # type: ignore[no-any-return]
@@ -87,11 +83,13 @@ class _Trial:
         is_slow = result["first"]["total"] > _SLOW_SECONDS
         repeats = range(1 if is_slow else num_saves)
         result["later"] = [self._while_training() for _ in repeats]
-        if not (self.candidate.synchronous or is_slow):
-            result["burst"] = self._burst()
-        torch.set_num_threads(num_threads)  # nothing trains any more
+        torch.set_num_threads(num_threads)  # nothing trains meanwhile
         result["alone"] = [self._alone() for _ in repeats]
         result["peak_bytes"] = self._peak_bytes()
+        if not (self.candidate.synchronous or is_slow):
+            torch.set_num_threads(1)
+            result["burst"] = self._burst()
+            torch.set_num_threads(num_threads)
         result["disk_bytes"] = _disk_bytes(self.candidate.path(self._number))
         result |= self._restored()
         self.candidate.close()
