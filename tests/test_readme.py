@@ -69,7 +69,7 @@ def test_a_picture_is_what_the_kept_figures_make(picture, tmp_path):
 
 def test_the_readme_has_the_pictures_that_there_are():
     text = README.read_text(encoding="utf-8")
-    named = re.findall(r"\((benchmarks/results/[^)]+)\)", text)
+    named = re.findall(r"!\[[^]]*\]\((benchmarks/results/[^)]+)\)", text)
     assert sorted(named) == sorted(f"benchmarks/results/{path.name}" for path in RESULTS.glob("*.png"))
     assert all((README.parent / path).is_file() for path in named)
 
