@@ -595,3 +595,10 @@ def test_two_processes_that_save_into_one_root_lose_nothing_that_either_committe
         assert [record["step"] for record in ckpt._roots.runs[0].journal()] == committed
         assert (root / "latest").read_text() == f"step_{committed[-1]:08d}\n"
     assert leftovers(root) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
+def test_a_folder_in_which_no_file_can_be_made_is_an_error_and_not_waited_for():
+    """There opening a new file says that its folder is missing, however often it is made."""
+    with pytest.raises(StorageUnavailableError, match="/proc"):
+        async_ckpt.save({"x": 1}, "/proc/x.tar").result(60)

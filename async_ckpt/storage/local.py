@@ -44,6 +44,9 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSES_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
+# How often a new file may be swept away, or its folder, before it is in use: more than others will ever do.
+_NUM_TRIES: Final = 100
+
 # Files that this process is writing. A record lock does not stop the process that holds it, and is lost when any
 # descriptor of the file is closed, so our own sweep must not even open them.
 _ours: set[tuple[int, int]] = set()
@@ -376,7 +379,7 @@ def make_folder(folder: Path) -> None:
 
 def create_locked(target: Path) -> tuple[Path, int]:
     """A new temp file beside the target, locked before anybody could take it for a leftover."""
-    while True:
+    for _ in range(_NUM_TRIES):
         temp = target.with_name(f"{temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}")
         try:
             with _ours_lock:  # in one go, or our own sweep could come between
@@ -395,6 +398,8 @@ def create_locked(target: Path) -> tuple[Path, int]:
         except FileNotFoundError:
             pass  # swept between open and lock
         forget(fd)
+    # As in /proc, where there is a folder, and no file can be made.
+    raise FileNotFoundError(errno.ENOENT, "no file can be made there", str(target.parent))
 
 
 def forget(fd: int) -> None:
