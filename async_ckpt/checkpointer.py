@@ -5,6 +5,7 @@ In: states and steps. Out: handles, and states back. Knows nothing of: bytes, th
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import warnings
@@ -37,6 +38,7 @@ from .policy import MARGIN_SECONDS, Deadline, SavePolicy
 from .restore import is_looked_into, restore_state
 from .save import CommitRule
 from .saver import OnOverlap, Saver
+from .snapshot.guard import unwrapped
 from .spans import wall_time
 from .spec import BLOCK_BYTES, align_up
 from .state.tree import Select
@@ -142,6 +144,7 @@ class AsyncCheckpointer:
             deadline=deadline,
             margin_seconds=deadline_margin_seconds,
         )
+        unwrapped(guard)  # refused now rather than at the first save
         roots = [root] if isinstance(root, str | os.PathLike) else list(root)
         storages = _storages(roots, storage_options, engine, fs)
         self.roots = tuple(storage.locate("").rstrip("/") or "/" for storage in storages)
@@ -217,8 +220,7 @@ class AsyncCheckpointer:
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle. (A
         store is not asked on this thread: there a step that exists, or lies behind, ends in the handle as well.)
         """
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step must be a whole number from 0 on, got {step!r}")
+        step = _whole(step)
         if select is not None and unchanged:
             raise ValueError(
                 "select= and unchanged= exclude each other; leave the groups out of the state instead"
@@ -442,6 +444,20 @@ class AsyncCheckpointer:
 
     def __repr__(self) -> str:
         return f"<AsyncCheckpointer {self.root} {self._saver!r}>"
+
+
+def _whole(step: Any) -> int:
+    """Numbers of numpy count, too."""
+    try:
+        number = -1 if isinstance(step, bool | torch.Tensor) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        shown = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__qualname__}"
+        raise ValueError(
+            f"step must be a whole number from 0 on, got {shown}; the order is save(state, step)"
+        )
+    return number
 
 
 class _StepTarget:

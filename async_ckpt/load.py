@@ -141,6 +141,11 @@ class OpenArchive:
                 return CorruptCheckpointError(
                     f"{self.path}: not an async_ckpt archive: this is {what}", path=self.path
                 )
+        if head[257:262] == b"ustar" and not head.startswith(b"index.json"):
+            return CorruptCheckpointError(
+                f"{self.path}: not an async_ckpt archive, but another tar; use unpack() or extract()",
+                path=self.path,
+            )
         what = "not an async_ckpt archive" if head else "the file is empty"
         return CorruptCheckpointError(f"{self.path}: {what}, or its first bytes are damaged", path=self.path)
 
@@ -169,7 +174,11 @@ class OpenArchive:
         except ValueError as error:
             raise self.corrupt(f"its skeleton cannot be read ({error})") from error
         if (select is not None or groups is not None) and value is None:
-            there = ", ".join(sorted({str(t.path[0]) for t in self.index.tensors if t.path}))
+            whole, _ = decode(self.index.skeleton, types=types)
+            names = (
+                whole if isinstance(whole, dict) else {str(t.path[0]) for t in self.index.tensors if t.path}
+            )
+            there = ", ".join(sorted(map(str, names)))
             raise KeyError(
                 f"select={select!r} matches nothing in {self.path}; it holds {there or 'no named tensors'}"
             )

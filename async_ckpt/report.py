@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from .spec import GIB
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -86,6 +84,6 @@ class SaveReport:
             return f"step {self.step} skipped: an earlier save is still in flight"
         what = self.path if self.step is None else f"step {self.step}"
         return (
-            f"{what}: {self.num_bytes / GIB:.3f} GiB, stall {self.stall_seconds * 1e3:.1f} ms, "
-            f"durable after {self.total_seconds:.2f} s at {self.bandwidth / 1e9:.2f} GB/s"
+            f"{what}: {self.num_bytes / 1e9:.3f} GB, stall {self.stall_seconds * 1e3:.1f} ms, "
+            f"durable after {self.total_seconds:.2f} s at {self.bandwidth / 1e9:.3f} GB/s"
         )

@@ -97,7 +97,7 @@ class Saver:
             raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
-        if max_bandwidth is not None and not 0 < max_bandwidth < inf:
+        if max_bandwidth is not None and not (_is_number(max_bandwidth) and 0 < max_bandwidth < inf):
             raise ValueError(
                 f"max_bandwidth must be a number of bytes per second, such as 500e6, got {max_bandwidth!r}"
             )
@@ -610,8 +610,15 @@ def _failed(handle: SaveHandle) -> bool:
     return handle.done() and Future.exception(handle) is not None
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
 def _segment_bytes(segment_bytes: int | None, host_bytes: int | None) -> int:
     """The segment size of a pool, from what the user has said."""
+    for name, given in (("segment_bytes", segment_bytes), ("host_bytes", host_bytes)):
+        if given is not None and not _is_number(given):
+            raise ValueError(f"{name} must be a number of bytes, such as 4 * 2**30, got {given!r}")
     if host_bytes is not None and host_bytes < MIN_SEGMENTS * BLOCK_BYTES:
         raise ValueError(
             f"host_bytes must be at least {MIN_SEGMENTS * BLOCK_BYTES // MIB} MiB, got {host_bytes:,}"

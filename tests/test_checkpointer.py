@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from helpers_b import (
@@ -23,6 +24,7 @@ from helpers_b import (
     until,
     weight,
 )
+from torch.optim.lr_scheduler import StepLR
 
 import async_ckpt
 from async_ckpt import (
@@ -728,3 +730,32 @@ def test_every_owner_shows_its_state(tmp_path):
         handle.result()
         assert repr(handle) == "<SaveHandle step=1 done>"
         assert "0/1 in flight" in repr(ckpt)
+
+
+# --- what is wrong is said at once ----------------------------------------------------------------------------
+
+
+def test_a_step_may_be_a_number_of_numpy(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        assert ckpt.save({"x": 1}, step=np.int64(3)).result().step == 3
+        assert ckpt.steps() == [3]
+
+
+@pytest.mark.parametrize("wrong", [True, -1, 1.0, "3", None, {"weights": list(range(10_000))}])
+def test_what_is_no_step_is_refused_without_printing_a_state(tmp_path, wrong):
+    with open_run(tmp_path) as ckpt, pytest.raises(ValueError, match=r"save\(state, step\)") as caught:
+        ckpt.save({"x": 1}, step=wrong)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("make", [lambda o: "opt", lambda o: [o, "opt"], lambda o: StepLR(o, 1)])
+def test_a_guard_that_is_no_optimizer_is_refused_by_the_constructor(tmp_path, make):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(TypeError, match="guard must be a torch optimizer"):
+        AsyncCheckpointer(tmp_path, guard=make(optimizer))
+
+
+@pytest.mark.parametrize("name", ["host_bytes", "segment_bytes", "max_bandwidth"])
+def test_sizes_in_words_are_refused_by_name(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name} must be a number of bytes"):
+        AsyncCheckpointer(tmp_path, **{name: "1GB"})

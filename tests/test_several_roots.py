@@ -302,6 +302,17 @@ def test_retention_of_a_step_is_not_undone_by_a_root_that_was_away(roots):
         assert ckpt.catch_up()[str(roots[0])] == []
 
 
+def test_catching_up_says_which_root_is_still_away_after_the_others_were_served(roots):
+    with open_run(roots) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+        ckpt._roots.runs[1].storage = Away(roots[1])
+        with (
+            pytest.warns(RuntimeWarning, match="left out"),
+            pytest.raises(StorageUnavailableError, match="away"),
+        ):
+            ckpt.catch_up()
+
+
 def test_catching_up_copies_nothing_that_is_damaged(roots):
     with open_run(roots[0]) as near:
         near.save(state_at(1), step=1).result()

@@ -324,7 +324,7 @@ class Run:
             steps = self.steps()
             have = f"committed: {', '.join(map(str, steps[-5:]))}" if steps else "nothing is committed yet"
             raise NotCommittedError(
-                f"{self.storage!r}: no step {step}; {have}", path=path, step=step
+                f"{self.storage.locate('')}: no step {step}; {have}", path=path, step=step
             ) from error
         return manifest.parse(data, path=path), version
 

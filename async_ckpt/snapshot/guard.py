@@ -83,7 +83,9 @@ def unwrapped(guard: Any) -> Optimizers:
         optimizer = given
         while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        # A scheduler has an optimizer and a step() as well, but not that of the optimizer.
+        is_scheduler = isinstance(given, torch.optim.lr_scheduler.LRScheduler)
+        if is_scheduler or not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"guard must be a torch optimizer, or several; got {type(given).__qualname__}. "
                 "Where no optimizer's step() changes the state, use handle.wait_staged() instead."
