@@ -144,7 +144,6 @@ class AsyncCheckpointer:
             deadline=deadline,
             margin_seconds=deadline_margin_seconds,
         )
-        unwrapped(guard)  # refused now rather than at the first save
         roots = [root] if isinstance(root, str | os.PathLike) else list(root)
         storages = _storages(roots, storage_options, engine, fs)
         self.roots = tuple(storage.locate("").rstrip("/") or "/" for storage in storages)
@@ -164,7 +163,7 @@ class AsyncCheckpointer:
         self._commit: CommitRule = commit
         self._catching_up = threading.Lock()
         self._hanging: dict[Run, list[Future[None]]] = {}  # writes that saves went on without
-        self._guard = guard
+        self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
         self._retire = on_rollback == "retire"
         self._saver = Saver(
             host_bytes=host_bytes,

@@ -21,7 +21,7 @@ from .format.layout import Image, Layout, TensorPlan, lay_out
 from .handle import SaveHandle
 from .report import Progress, SaveReport
 from .save import CommitRule, Drain, OffLoop, SaveJob, Target, follow_up, run_save
-from .snapshot.crew import running_future
+from .snapshot.crew import Crew, running_future
 from .snapshot.device import fill_image, first_device
 from .snapshot.files import FileFill, Source
 from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
@@ -204,9 +204,19 @@ class Saver:
             may_drop=rule == "any" and len(targets) > 1,
             trace=self._trace,
         )
+        reserve = partial(self.pool.reserve, drain.num_segments, pin=device)
         after = also.completion if also is not None and frozen else None
         in_turn = self._waits_for_others(layout, targets)
-        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, after, in_turn=in_turn)
+        snapshot = self._snapshot(
+            captured,
+            layout,
+            drain,
+            optimizers,
+            frozen,
+            after,
+            reserve=None if device is None else reserve,
+            in_turn=in_turn,
+        )
         handle = SaveHandle(
             step=step,
             path=targets[0].path,
@@ -256,8 +266,7 @@ class Saver:
                 self._num_missed += sum(not delivery.committed for delivery in job.deliveries)
             if self._keep_warm:
                 # A cold pool makes do with few segments. Now that nobody waits, take what the next save would miss.
-                reserve = partial(self.pool.reserve, drain.num_segments, worker.background, pin=device)
-                await worker.off_loop(reserve)
+                await worker.off_loop(partial(reserve, worker.background))
 
         return snapshot, handle, lambda: worker.start(pending, run_save(job, worker.off_loop), afterwards)
 
@@ -270,20 +279,22 @@ class Saver:
         frozen: frozenset[int],
         after: Future[None] | None,
         *,
+        reserve: Callable[[Crew], None] | None,
         in_turn: bool,
     ) -> Snapshot:
         """What copies the tensors into the segments that the drain takes; from here on it alone keeps them alive.
 
-        `frozen` are there when `after` has resolved. `in_turn`: a sink may hold a segment until another one has come.
+        `frozen` are there when `after` has resolved. `reserve` makes memory for a device. `in_turn`: a sink may hold a
+        segment until another one has come.
         """
-        worker, device = get_worker(), first_device(captured.tensors)
+        worker = get_worker()
         deferred = deferrable(optimizers, captured.specs, captured.tensors)
         if self._is_tight(drain.num_segments) and (self._max_in_flight > 1 or in_turn):
             # What is copied up front could fill the pool, and wait there for what is copied later.
             deferred = frozen = frozenset()
-        if device is not None and not deferred:
+        if reserve is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
-            self.pool.reserve(drain.num_segments, worker.copiers, pin=device)
+            reserve(worker.copiers)
         return Snapshot(
             captured.specs,
             captured.tensors,

@@ -72,7 +72,9 @@ class Worker:
         self._thread.start()
 
     def writers(self, root: str = "") -> Crew:
-        """The threads that write to one of several roots: one that hangs holds up no other. All else shares a crew."""
+        """The threads that write to one of several roots, or to one that is held to a bandwidth: one that hangs, or
+        waits, holds up no other. All else shares a crew.
+        """
         with self._lock:
             if root not in self._writers:
                 self._writers[root] = Crew(f"write-{len(self._writers)}", _NUM_WRITERS, background=True)

@@ -52,6 +52,7 @@ class Candidate:
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         self.folder, self.subject = folder, subject
+        self._saved: Future[Any] | None = None  # the last save, where there is one that tells
 
     @classmethod
     def why_not(cls) -> str:
@@ -77,10 +78,12 @@ class Candidate:
 
     def done(self) -> bool:
         """Whether the last save is."""
-        return True
+        return self._saved is None or self._saved.done()
 
     def wait(self) -> None:
         """Return when the last save is complete; raise what it met."""
+        if self._saved is not None:
+            self._saved.result()
 
     @property
     def stall_seconds(self) -> float:
@@ -109,7 +112,7 @@ class TorchSave(Candidate):
             _sync(file)
 
     def restore(self, number: int, into: State) -> None:
-        copy_into(into, torch.load(self.path(number), mmap=True, weights_only=True))
+        _load_torch(self.path(number), into)
 
 
 class Tar(Candidate):
@@ -134,7 +137,7 @@ class Tar(Candidate):
         folder = self.folder / "out"
         with tarfile.open(self.path(number)) as tar:
             tar.extractall(folder, filter="data")
-        copy_into(into, torch.load(folder / "state.pt", mmap=True, weights_only=True))
+        _load_torch(folder / "state.pt", into)
         shutil.rmtree(folder)
 
 
@@ -199,7 +202,6 @@ class DcpAsync(Dcp):
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)
-        self._saved: Future[Any] | None = None
         self._staged: Future[Any] | None = None
 
     def _begin(self, number: int) -> Any:
@@ -217,13 +219,6 @@ class DcpAsync(Dcp):
         if self._staged is not None:  # as torchtitan does before the optimizer's step
             self._staged.result()
         return nullcontext()
-
-    def done(self) -> bool:
-        return self._saved is None or self._saved.done()
-
-    def wait(self) -> None:
-        if self._saved is not None:
-            self._saved.result()
 
 
 class DcpAsyncCached(DcpAsync):
@@ -297,7 +292,6 @@ class TorchCheckpointing(Candidate):
             use_direct_io=False  # its default opens what it then cannot write to on ext4
         )
         self._manager = package.CheckpointManager.Config(storage_config=storage).build()
-        self._saved: Future[Any] | None = None
 
     def prewarm(self) -> None:
         self._manager.prewarm_staging(self.subject.state_dict())
@@ -307,13 +301,6 @@ class TorchCheckpointing(Candidate):
 
     def stepping(self) -> AbstractContextManager[Any]:
         return self._manager.lock()  # type: ignore[no-any-return]
-
-    def done(self) -> bool:
-        return self._saved is None or self._saved.done()
-
-    def wait(self) -> None:
-        if self._saved is not None:
-            self._saved.result()
 
     def restore(self, number: int, into: State) -> None:
         self._manager.load(str(self.path(number)), into=into)
@@ -346,7 +333,7 @@ class Lightning(Candidate):
         self._io.teardown()  # nothing else waits
 
     def restore(self, number: int, into: State) -> None:
-        copy_into(into, torch.load(self.path(number), mmap=True, weights_only=True))
+        _load_torch(self.path(number), into)
 
     def close(self) -> None:
         self._io.teardown()
@@ -380,7 +367,7 @@ class Resiliency(Candidate):
             pass
 
     def restore(self, number: int, into: State) -> None:
-        copy_into(into, torch.load(self.path(number), mmap=True, weights_only=True))
+        _load_torch(self.path(number), into)
 
     def close(self) -> None:
         self._checkpoint._async_calls_queue.close()
@@ -398,7 +385,6 @@ class Ours(Candidate):
     def __init__(self, folder: Path, subject: Subject) -> None:
         super().__init__(folder, subject)
         self._checkpointer = async_ckpt.AsyncCheckpointer(folder, **self._options())
-        self._handle: SaveHandle | None = None
 
     def _options(self) -> dict[str, Any]:
         return {}
@@ -410,14 +396,7 @@ class Ours(Candidate):
         self._checkpointer.prewarm(self.subject.state)
 
     def save(self, number: int) -> None:
-        self._handle = self._checkpointer.save(self.subject.state, step=number)
-
-    def done(self) -> bool:
-        return self._handle is None or self._handle.done()
-
-    def wait(self) -> None:
-        if self._handle is not None:
-            self._handle.result()
+        self._saved = self._checkpointer.save(self.subject.state, step=number)
 
     def restore(self, number: int, into: State) -> None:
         self._checkpointer.restore(into, step=number)
@@ -435,8 +414,8 @@ class OursGuarded(Ours):
 
     @property
     def stall_seconds(self) -> float:
-        assert self._handle is not None
-        return self._handle.result().stall_seconds
+        assert isinstance(self._saved, SaveHandle)
+        return self._saved.result().stall_seconds
 
 
 class OursBudgeted(Ours):
@@ -454,22 +433,11 @@ class OursCompressed(Candidate):
     configuration = 'save("x.tar.zst"), level 3'
     package = "zstandard"
 
-    def __init__(self, folder: Path, subject: Subject) -> None:
-        super().__init__(folder, subject)
-        self._handle: SaveHandle | None = None
-
     def path(self, number: int) -> Path:
         return self.folder / f"{number}.tar.zst"
 
     def save(self, number: int) -> None:
-        self._handle = async_ckpt.save(self.subject.state, self.path(number))
-
-    def done(self) -> bool:
-        return self._handle is None or self._handle.done()
-
-    def wait(self) -> None:
-        if self._handle is not None:
-            self._handle.result()
+        self._saved = async_ckpt.save(self.subject.state, self.path(number))
 
     def restore(self, number: int, into: State) -> None:
         copy_into(into, async_ckpt.load(self.path(number)))
@@ -514,6 +482,10 @@ def copy_into(live: State, loaded: State) -> None:
     for name, value in leaves(live):
         if isinstance(value, torch.Tensor):
             value.copy_(found[name])
+
+
+def _load_torch(path: Path, into: State) -> None:
+    copy_into(into, torch.load(path, mmap=True, weights_only=True))
 
 
 def num_bytes_of(state: State) -> int:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, cast
 from . import trial
 from .candidates import CANDIDATES, Candidate
 from .setting import Setting
-from .table import Figure, Row, Target, shown
+from .table import NOISE_SECONDS, Figure, Row, Target, shown
 
 _OURS: Final = {name for name in CANDIDATES if name.startswith("ours")}
 # Of the table of workloads: this library, and the fastest of each kind beside it.
@@ -23,8 +23,6 @@ PACKAGES: Final = ("safetensors", "torch_checkpointing", "pytorch-lightning", "z
 _GB: Final = 1e9
 # Less is no part of the state, but the same with a few bytes more.
 _SCALED_FROM: Final = 1.5
-# What steps differ by on their own: no save is known to cost less.
-_NOISE_SECONDS: Final = 0.005
 Values = Callable[[Mapping[str, Any]], float]
 
 
@@ -157,7 +155,7 @@ def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
 
     def held(title: str, ours: str, other: str, value: str, limit: float) -> Figure:
         both = zip(contenders[ours].results, contenders[other].results, strict=False)
-        pairs = [tuple(max(VALUES[value](one), _NOISE_SECONDS) for one in pair) for pair in both]
+        pairs = [tuple(max(VALUES[value](one), NOISE_SECONDS) for one in pair) for pair in both]
         return Figure(title, "s", CANDIDATES[other].title, Target("≤", limit), cast("Any", pairs))
 
     lost = "training seconds lost to a save, later ones"

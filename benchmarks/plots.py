@@ -19,14 +19,14 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .table import NOISE_SECONDS
+
 Kept = Mapping[str, Any]
 
 _OURS: Final = "#0b6e4f"
 _THEIRS: Final = "#8d99ae"
 _LIMIT: Final = "#c1121f"
 _INK: Final = "#22223b"
-# What no save is known to cost less than: steps differ by as much on their own.
-_NOISE_SECONDS: Final = 0.005
 # In the timeline: this library, the two that overlap most, and what most people use.
 _SHOWN: Final = ("ours_guarded", "torch_checkpointing", "dcp_async_cached", "torch_save")
 _STYLE: Final[dict[Any, Any]] = {
@@ -61,7 +61,7 @@ def draw(stem: Path) -> list[Path]:
 def lost(candidates: Kept) -> Figure:
     """What a save costs the training, of all that were measured, on a scale of powers of ten."""
     rows = [
-        (told["title"], max(told["medians"]["lost"], _NOISE_SECONDS), name.startswith("ours"))
+        (told["title"], max(told["medians"]["lost"], NOISE_SECONDS), name.startswith("ours"))
         for name, told in candidates.items()
         if "medians" in told
     ]
@@ -70,7 +70,7 @@ def lost(candidates: Kept) -> Figure:
     bars = axes.barh([title for title, _, _ in rows], [value for _, value, _ in rows], height=0.68)
     for bar, (_, value, ours) in zip(bars, rows, strict=True):
         bar.set_color(_OURS if ours else _THEIRS)
-        less = "≤ " if value <= _NOISE_SECONDS else ""
+        less = "≤ " if value <= NOISE_SECONDS else ""
         axes.annotate(
             f" {less}{value:.3g} s", (value, bar.get_y() + bar.get_height() / 2), va="center", color=_INK
         )

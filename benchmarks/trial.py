@@ -95,7 +95,7 @@ class _Trial:
         self.candidate.close()
         return result
 
-    def _while_training(self) -> dict[str, float]:
+    def _while_training(self) -> dict[str, Any]:
         """Seconds that steps take longer than others do, over all of a save; and what the call and its waits took."""
         undisturbed = [_seconds(self._step) for _ in range(_UNDISTURBED_STEPS)]
         begin = perf_counter()
@@ -114,7 +114,7 @@ class _Trial:
             "stall": max(call + sum(held), self.candidate.stall_seconds),
             "total": total,
             "step": usual,
-            "steps": during,  # type: ignore[dict-item]
+            "steps": during,
         }
 
     def _alone(self) -> dict[str, float]:
