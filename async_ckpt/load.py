@@ -36,6 +36,8 @@ Verify = bool | Literal["first"]
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
 _READ_BYTES: Final = 8 * MIB
+# Around the headers of a member: several small members at once, and little of a large one.
+_NEAR_BYTES: Final = 64 * 1024
 # Some read while others verify and copy.
 _MIN_READERS: Final = 12
 _MAX_READERS: Final = 16
@@ -55,8 +57,11 @@ class OpenArchive:
         self.path = path
         self._reader = reader
         self._digests: bytes | None = None
-        self._begin = b""  # the first block: the index is in it, often the first headers too
-        self._kept = Extent(0, 0), b""  # what was verified last: headers lie together, and a store is far
+        self._begin = memoryview(b"")  # the first block: the index is in it, often the first headers too
+        self._kept = (
+            Extent(0, 0),
+            memoryview(b""),
+        )  # what was read last: headers lie together, and a store is far
         self._begin = self._read_plain(Extent(0, min(reader.num_bytes, BLOCK_BYTES)))
         head = self._read_head()
         self.index: Index = index.parse(head, path=path)
@@ -67,7 +72,7 @@ class OpenArchive:
         if verify:
             self._digests = self._read_digests()
             self.read(Extent(0, tar.BLOCK + len(head)))
-        self._checked_members: set[int] = set()
+        self._headers: dict[int, Extent] = {}  # of the members that were checked, from the tar header on
 
     def corrupt(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path}: {why}; load an earlier checkpoint", path=self.path)
@@ -75,22 +80,27 @@ class OpenArchive:
     @property
     def digest(self) -> str:
         """The archive's own digest, as its manifest records it."""
-        return digests.self_digest(self._read_plain(self.index.digests.data))
+        return digests.self_digest(bytes(self._read_plain(self.index.digests.data)))
 
     # --- small reads ------------------------------------------------------------------------------------------
 
     def read(self, extent: Extent) -> bytes:
         """A small extent, verified where the archive is."""
         if self._digests is None:
-            return self._read_plain(extent)
+            return bytes(self._read_plain(extent))
+        wide = _widened(extent, BLOCK_BYTES, self.index.digests.data.offset)
+        data = self._read_plain(wide)
+        self.verify(wide.offset, data)
+        return bytes(data[extent.offset - wide.offset :][: extent.length])
+
+    def _read_near(self, extent: Extent) -> bytes:
+        """A small extent, not verified, and what is around it."""
         wide, data = self._kept
         if not (wide.offset <= extent.offset and extent.end <= wide.end):
-            wide = _widened(extent, BLOCK_BYTES, self.index.digests.data.offset)
+            wide = _widened(extent, _NEAR_BYTES, self.index.file_bytes)
             data = self._read_plain(wide)
-            self.verify(wide.offset, memoryview(data))
-            if wide.length == BLOCK_BYTES:
-                self._kept = wide, data
-        return data[extent.offset - wide.offset :][: extent.length]
+            self._kept = wide, data
+        return bytes(data[extent.offset - wide.offset :][: extent.length])
 
     def verify(self, offset: int, data: memoryview) -> None:
         """Compare whole blocks that begin at `offset` with their digests. Bytes behind the covered part are let be."""
@@ -105,31 +115,31 @@ class OpenArchive:
                     f"block {number} (from byte {number * BLOCK_BYTES:,}) does not match its digest"
                 )
 
-    def _read_plain(self, extent: Extent) -> bytes:
+    def _read_plain(self, extent: Extent) -> memoryview:
         if extent.end <= len(self._begin):
             return self._begin[extent.offset : extent.end]
-        data = bytearray(extent.length)
+        data = memoryview(bytearray(extent.length))
         try:
-            self._reader.read_into(extent.offset, memoryview(data))
+            self._reader.read_into(extent.offset, data)
         except EOFError as error:
             raise self.corrupt(f"truncated: {error}") from error
-        return bytes(data)
+        return data
 
     def _read_head(self) -> bytes:
         """The text of the index, not yet believed."""
-        num_bytes = self._reader.num_bytes
-        head = self._begin
+        header = bytes(self._begin[: tar.BLOCK])
         try:
-            name, length = tar.parse_header(head[: tar.BLOCK])
+            name, length = tar.parse_header(header)
         except ValueError as error:
-            raise self._not_ours(head) from error
+            raise self._not_ours(header) from error
         if name != index.MEMBER:
-            raise self._not_ours(head)
-        if tar.BLOCK + length > num_bytes:
+            raise self._not_ours(header)
+        end = tar.BLOCK + length
+        if end > self._reader.num_bytes:
             raise self.corrupt("truncated inside of its index")
-        if tar.BLOCK + length > len(head):
-            head += self._read_plain(Extent(len(head), tar.BLOCK + length - len(head)))
-        return head[tar.BLOCK : tar.BLOCK + length]
+        begun = self._begin[tar.BLOCK : end]
+        rest = Extent(len(self._begin), max(0, end - len(self._begin)))
+        return b"".join((begun, self._read_plain(rest)))
 
     def _not_ours(self, head: bytes) -> CorruptCheckpointError:
         for magic, what in (
@@ -155,7 +165,7 @@ class OpenArchive:
         if any(tail[member.data.length :]):
             raise self.corrupt("the end of the archive is damaged")
         try:
-            return digests.parse(tail[: member.data.length], covered_bytes=member.data.offset)
+            return digests.parse(bytes(tail[: member.data.length]), covered_bytes=member.data.offset)
         except ValueError as error:
             raise self.corrupt(str(error)) from error
 
@@ -200,20 +210,28 @@ class OpenArchive:
                 raise ValueError(f"{told.dotted!r:.200} is a tensor, not the bytes of something else")
 
     def _check_members(self, stored: Iterable[Stored]) -> None:
-        """Each member's own headers must tell the same story as the index, before anything is read by either."""
-        for number in {self.index.tensors[s.number].member for s in stored if s.kind != "object"}:
-            if number in self._checked_members:
+        """Each member's own headers must tell the same story as the index, before anything is read by either.
+
+        That is all that is asked of them; their own blocks are verified with the data behind them.
+        """
+        for number in sorted({self.index.tensors[s.number].member for s in stored if s.kind != "object"}):
+            if number in self._headers:
                 continue
             data = self._check_tar_header(self.index.members[number])
-            length = int.from_bytes(self.read(Extent(data.offset, min(8, data.length))), "little")
-            header = self.read(Extent(data.offset, min(data.length, 8 + length)))
-            index.check_member_header(self.index, number, header, path=self.path)
-            self._checked_members.add(number)
+            length = int.from_bytes(self._read_near(Extent(data.offset, min(8, data.length))), "little")
+            header = Extent(data.offset, min(data.length, 8 + length))
+            index.check_member_header(self.index, number, self._read_near(header), path=self.path)
+            self._headers[number] = Extent(data.offset - tar.BLOCK, tar.BLOCK + header.length)
+
+    def headers(self, numbers: Iterable[int]) -> list[Extent]:
+        """Where the headers of the members with these tensors lie, to be verified with them."""
+        members = {self.index.tensors[number].member for number in numbers} if self._digests else ()
+        return [self._headers[member] for member in sorted(members) if member in self._headers]
 
     def _check_tar_header(self, member: Member) -> Extent:
         """Where the member's data lies, as its tar header says too."""
         try:
-            told = tar.parse_header(self.read(Extent(member.data.offset - tar.BLOCK, tar.BLOCK)))
+            told = tar.parse_header(self._read_near(Extent(member.data.offset - tar.BLOCK, tar.BLOCK)))
         except ValueError as error:
             raise self.corrupt(f"{member.name} is not where the index says ({error})") from error
         if told != (member.name, member.data.length):
@@ -232,7 +250,8 @@ class OpenArchive:
         member = self.index.member(index.OBJECTS)
         if member is None:
             raise self.corrupt(f"{index.OBJECTS} is missing")
-        data = self.read(self._check_tar_header(member))
+        extent = self._check_tar_header(member)
+        data = self.read(Extent(extent.offset - tar.BLOCK, tar.BLOCK + extent.length))[tar.BLOCK :]
         try:
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
         except pickle.UnpicklingError as error:
@@ -359,8 +378,8 @@ def fill(archive: OpenArchive, wanted: Sequence[Wanted], *, copy: bool = True) -
     filled before stay so.
     """
     targets = [_Target(item.into) for item in wanted] if copy else []
-    extents = [archive.index.tensors[item.number].extent for item in wanted]
-    reads = _plan_reads(extents, archive, keep_parts=copy)
+    numbers = [item.number for item in wanted]
+    reads = _plan_reads(archive, numbers, keep_parts=copy)
     if not reads:
         return
     crew = Crew("read", min(max(_MIN_READERS, num_cpus()), _MAX_READERS, len(reads)))
@@ -438,8 +457,9 @@ class _Target:
                 items.copy_(self.flat.view(items.dtype).reshape(items.shape))
 
 
-def _plan_reads(extents: Sequence[Extent], archive: OpenArchive, *, keep_parts: bool) -> list[_Read]:
-    """Cut the wanted extents into reads: whole digest blocks (or pages), neighbours together, up to a buffer's size."""
+def _plan_reads(archive: OpenArchive, numbers: Sequence[int], *, keep_parts: bool) -> list[_Read]:
+    """Cut what these tensors need into reads: whole digest blocks (or pages), neighbours together, up to a buffer's size."""
+    extents = [archive.index.tensors[number].extent for number in numbers] + archive.headers(numbers)
     granule = BLOCK_BYTES if archive._digests is not None else PAGE_BYTES
     file_bytes = archive.index.file_bytes
     reads: list[_Read] = []
@@ -458,7 +478,7 @@ def _plan_reads(extents: Sequence[Extent], archive: OpenArchive, *, keep_parts: 
                     last = Extent(begin, room)
                     reads.append(_Read(last, []))
             stop = min(end, last.end)
-            if keep_parts:
+            if keep_parts and i < len(numbers):
                 reads[-1].parts.append(_Part(at - last.offset, i, at - extents[i].offset, stop - at))
             at = stop
     return reads
@@ -487,7 +507,7 @@ def _mapped(archive: OpenArchive, number: int, mapped: mmap_module.mmap) -> torc
 
 
 def _verify_mapped(archive: OpenArchive, numbers: Sequence[int], mapped: mmap_module.mmap) -> None:
-    reads = _plan_reads([archive.index.tensors[n].extent for n in numbers], archive, keep_parts=False)
+    reads = _plan_reads(archive, numbers, keep_parts=False)
     with memoryview(mapped) as view:
         for read in reads:
             with view[read.extent.offset : read.extent.end] as part:

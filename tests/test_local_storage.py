@@ -177,6 +177,33 @@ def test_a_range_is_read_exactly_whatever_its_alignment(disk, offset, length):
         assert bytes(target) == data[offset : offset + length]
 
 
+@pytest.mark.parametrize("num_cached", [0, 4096, MIB, 4 * MIB, 8 * MIB])
+def test_what_the_page_cache_has_is_read_from_there_and_the_rest_from_the_disk(disk, num_cached):
+    data = os.urandom(8 * MIB)
+    write_whole(disk, "x", data)
+    fd = os.open(disk.root / "x", os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no more than what is asked for
+    os.pread(fd, num_cached, 0)
+    target = Segment(8 * MIB).view
+    with disk.open("x") as reader:
+        before = bytes_from_disks()
+        reader.read_into(0, target)
+        fetched = bytes_from_disks() - before
+    os.close(fd)
+    assert target == data
+    if num_cached == len(data):
+        assert fetched == 0
+    if num_cached == 0 and not fetched:
+        pytest.skip("a file system without a disk")
+
+
+def bytes_from_disks():
+    """Read by this process."""
+    told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(told["read_bytes"])
+
+
 def test_reading_past_the_end_says_where_it_ends(disk):
     write_whole(disk, "x", b"a" * 5000)
     with disk.open("x") as reader:

@@ -93,8 +93,11 @@ class Crew:
             finally:
                 ended.release()
 
-        for _ in range(self.max_threads):
-            self.submit(work)
+        with (
+            lock
+        ):  # none begins before all have started: a thread's stack waits for the memory that tasks take
+            for _ in range(self.max_threads):
+                self.submit(work)
         num_left = self.max_threads
         try:
             while num_left:

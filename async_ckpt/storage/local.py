@@ -38,6 +38,7 @@ except ImportError:  # Windows: no record locks, so nothing is ever swept
 
 TEMP_SUFFIX: Final = ".async_ckpt-tmp"
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+_RWF_NOWAIT: Final = getattr(os, "RWF_NOWAIT", 0)  # Linux
 _O_CLOEXEC: Final = getattr(os, "O_CLOEXEC", 0)
 _O_BINARY: Final = getattr(os, "O_BINARY", 0)
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -261,7 +262,7 @@ class LocalSink:
 
 
 class LocalReader:
-    """One file, read past the page cache where alignment and file system allow it."""
+    """One file, read past the page cache, except what is in there, where alignment and file system allow it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -273,12 +274,17 @@ class LocalReader:
         if _O_DIRECT:
             with suppress(OSError):
                 self._direct_fd = os.open(path, os.O_RDONLY | _O_CLOEXEC | _O_DIRECT)
+                # What comes through the cache are single pieces: what lies behind them is not read ahead.
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+        self._asks_cache = bool(_RWF_NOWAIT)
         self.num_bytes = os.fstat(self._fd).st_size
 
     def read_into(self, offset: int, target: memoryview) -> None:
         aligned = not (offset % PAGE_BYTES or len(target) % PAGE_BYTES or _address(target) % PAGE_BYTES)
         direct = aligned and self._direct_fd >= 0
         with translated(self._path):
+            num_read = self._read_cached(offset, target) if direct else 0
+            offset, target = offset + num_read, target[num_read:]
             while target:
                 try:
                     num_read = _pread_into(self._direct_fd if direct else self._fd, target, offset)
@@ -291,6 +297,19 @@ class LocalReader:
                     raise EOFError(f"{self._path} ends at byte {offset}")
                 offset += num_read
                 target = target[num_read:]
+
+    def _read_cached(self, offset: int, target: memoryview) -> int:
+        """Whole pages from the page cache, up to the first that is not there: memory is faster than any disk."""
+        if not self._asks_cache:
+            return 0
+        num_read = 0
+        with suppress(OSError):  # it would have to wait for the disk, or this file system cannot tell
+            # One page first: asked for more in vain, the kernel would begin to fetch it.
+            if os.preadv(self._fd, [target[:PAGE_BYTES]], offset, _RWF_NOWAIT) == PAGE_BYTES:
+                num_read = os.preadv(self._fd, [target], offset, _RWF_NOWAIT) // PAGE_BYTES * PAGE_BYTES
+        # A file is in there or it is not: each question in vain costs the disk a page.
+        self._asks_cache = num_read == len(target)
+        return num_read
 
     def close(self) -> None:
         for fd in (self._fd, self._direct_fd):
