@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from time import perf_counter
 from typing import Any, ClassVar, Final, cast
 
 from . import trial
@@ -111,7 +112,10 @@ def measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: i
         if why_not[name]:
             continue
         folder = setting.folder / f"{workload}-{name}-{number}"
-        result = trial.run(name, workload, num_bytes, folder, setting)
+        begin = perf_counter()
+        # Once is enough to see what becomes of saves that come too fast.
+        result = trial.run(name, workload, num_bytes, folder, setting, burst=number == 0)
+        print(f"  {CANDIDATES[name].title}: {perf_counter() - begin:.0f} s", flush=True)
         if "failed" in result:
             why_not[name] = f"failed: {result['failed']}"
         elif not result["same"]:
@@ -147,7 +151,8 @@ def _scaled(result: Any, num_bytes: int) -> Any:
 
 def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
     """The targets. A pair is of one round, in which both were measured one soon after the other."""
-    peers = [name for name, contender in contenders.items() if name not in _OURS and contender.results]
+    others = [name for name, contender in contenders.items() if contender.results]
+    peers = [name for name in others if name not in {*_OURS, "limit"}]
     durable = [name for name in peers if CANDIDATES[name].durable]
 
     def best(names: Sequence[str], value: str) -> str:

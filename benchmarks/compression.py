@@ -19,7 +19,7 @@ from .setting import Setting, side_by_side
 from .table import Figure, Target
 
 # gzip takes half a minute for a GB, so both are measured on a sample.
-_SAMPLE_BYTES: Final = 128 * MIB
+_SAMPLE_BYTES: Final = 64 * MIB
 _TOY_BYTES: Final = 8 * MIB
 _GZIP_LEVEL: Final = 6
 

@@ -137,7 +137,7 @@ def durable_bandwidth(setting: Setting) -> dict[str, Figure]:
 
 def bandwidth_limit(setting: Setting) -> dict[str, Figure]:
     """`max_bandwidth` at a quarter of what the disk was seen to take."""
-    state = tensors(setting.training_bytes)
+    state = tensors(setting.compare_bytes)
     folder = setting.folder / "bandwidth_limit"
     free = Saves(folder / "free", {"model": state})
     with free.checkpointer:
@@ -166,7 +166,7 @@ def small(setting: Setting) -> dict[str, Figure]:
 
     with saves.checkpointer:
         pairs = side_by_side(
-            setting.rounds,
+            setting.few_rounds,
             save_seconds,
             lambda: torch_save_seconds({"model": state}, setting.folder / "small.pt"),
         )
@@ -217,13 +217,13 @@ def memory(setting: Setting) -> dict[str, Figure]:
 
     tight = f"the same under host_bytes={budget // MIB} MiB, of a state ten times that"
     return {
-        "memory": figure("host memory of the first save, beyond the state", setting.state_bytes, None),
+        "memory": figure("host memory of the first save, beyond the state", setting.training_bytes, None),
         "memory_budget": figure(tight, 10 * budget, budget),
     }
 
 
 def import_time(setting: Setting) -> dict[str, Figure]:
-    seconds, added = probe.imports(setting.rounds)
+    seconds, added = probe.imports(setting.few_rounds)
     times = [(sample * 1e3, 60.0) for sample in seconds]
     return {
         "import_time": Figure("import async_ckpt after import torch", "ms", "fixed", Target("≤", 1.0), times),
@@ -255,7 +255,7 @@ def wrapped(setting: Setting) -> dict[str, Figure]:
     folder = setting.folder / "wrapped"
     folder.mkdir(parents=True)
     with _one_thread():
-        subject = Training(setting.training_bytes, batch=32)
+        subject = Training(setting.compare_bytes, batch=32)
         by_pickle = Calls(wrap(torch.save, guard=subject.optimizer), subject.state_dict, folder / "x.pt")
         by_save = Calls(partial(save, guard=subject.optimizer), subject.state_dict, folder / "x.tar")
         rounds = range(setting.few_rounds)

@@ -40,17 +40,17 @@ class WarmMemory:
             ctypes.memset(_address(piece), 1, piece_bytes)
             self.pieces.append(piece)
 
-    def copy_seconds(self, tensors: Sequence[torch.Tensor]) -> float:
-        """Copy the bytes of all tensors, one after the other, into the pieces."""
+    def copy_seconds(self, tensors: Sequence[torch.Tensor], *, back: bool = False) -> float:
+        """Copy the bytes of all tensors, one after the other, into the pieces; or from there."""
 
         def copy(moves: list[tuple[int, int, int]]) -> None:
-            for target, source, length in moves:
-                ctypes.memmove(target, source, length)
+            for piece, tensor, length in moves:
+                ctypes.memmove(*((tensor, piece) if back else (piece, tensor)), length)
 
         return seconds_of([partial(copy, moves) for moves in self._moves(tensors)], NUM_COPIERS)
 
     def _moves(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[int, int, int]]]:
-        """(target, source, bytes) by piece."""
+        """(address in the piece, in the tensor, bytes) by piece."""
         moves: list[list[tuple[int, int, int]]] = [[] for _ in self.pieces]
         position = 0
         for tensor in tensors:
@@ -63,8 +63,16 @@ class WarmMemory:
         return moves
 
     def write_seconds(self, path: Path, num_bytes: int) -> float:
-        """A new file of this size, past the page cache, until it is durable. It is deleted again, untimed."""
+        """What `write` takes. The file is deleted again, untimed."""
         begin = perf_counter()
+        try:
+            self.write(path, num_bytes)
+            return perf_counter() - begin
+        finally:
+            path.unlink()
+
+    def write(self, path: Path, num_bytes: int) -> None:
+        """A new file of this size, of whole pages, past the page cache, until it is durable."""
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o644)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
@@ -77,10 +85,17 @@ class WarmMemory:
             count = -(-num_bytes // self.piece_bytes)
             seconds_of([partial(write, number) for number in range(count)], NUM_WRITERS)
             os.fsync(fd)
-            return perf_counter() - begin
         finally:
             os.close(fd)
-            os.unlink(path)
+
+    def read(self, path: Path) -> None:
+        """The whole file, past the page cache, into the pieces that it was written from."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            whole = [partial(os.preadv, fd, [p], i * self.piece_bytes) for i, p in enumerate(self.pieces)]
+            seconds_of(whole, NUM_READERS)
+        finally:
+            os.close(fd)
 
     def read_seconds(self, path: Path) -> float:
         """The whole file, past the page cache, each piece of memory used again and again."""
@@ -90,7 +105,7 @@ class WarmMemory:
 
         def read(at: int) -> None:
             piece = free.popleft()
-            length = -(-min(self.piece_bytes, num_bytes - at) // _PAGE_BYTES) * _PAGE_BYTES
+            length = whole_pages(min(self.piece_bytes, num_bytes - at))
             os.preadv(fd, [memoryview(piece)[:length]], at)
             free.append(piece)
 
@@ -101,6 +116,11 @@ class WarmMemory:
             os.close(fd)
 
 
+def whole_pages(num_bytes: int) -> int:
+    """So many bytes, and what is left of their last page."""
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
 def drop_cache(path: Path) -> None:
     """Have the next read come from the disk."""
     fd = os.open(path, os.O_RDONLY)
@@ -109,6 +129,14 @@ def drop_cache(path: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
+
+
+def fill_cache(path: Path) -> None:
+    """Have the next read come from memory, for whoever asks the page cache."""
+    with open(path, "rb", buffering=0) as file:
+        piece = bytearray(READ_BYTES)
+        while file.readinto(piece):
+            pass
 
 
 def torch_save_seconds(state: object, path: Path) -> float:

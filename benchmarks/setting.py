@@ -24,16 +24,16 @@ class Setting:
     training_bytes: int = 1024 * MIB
     num_small: int = 100_000
     budget_bytes: int = 128 * MIB
-    rounds: int = 9
+    rounds: int = 5
     few_rounds: int = 3
     """Of what hardly varies, such as bytes, or takes long."""
     compare_bytes: int = 512 * MIB
     compare_rounds: int = 2
     """Of everything that is compared; each has saves of its own."""
-    num_saves: int = 2
-    """Of each kind, in one process."""
-    between_seconds: float = 3.0
-    """Of training, between the warming up and the first save."""
+    later_seconds: float = 2.5
+    """For the later saves of one process: it begins another as long as these are not over."""
+    settle_seconds: float = 3.0
+    """Of training, between the warming up and the first save of what starts a process; a sixth for others."""
     shape_bytes: int = 1536 * MIB
     gpu_bytes: tuple[int, ...] = (16 * 1024 * MIB, 64 * 1024 * MIB)
     """As far as the device has twice as much."""
@@ -50,7 +50,8 @@ class Setting:
     @classmethod
     def toy(cls, folder: Path) -> Setting:
         sizes: dict[str, Any] = {
-            "between_seconds": 0.1,
+            "later_seconds": 0.0,
+            "settle_seconds": 0.1,
             "gpu_bytes": (48 * MIB,),
             "num_shaped": 1,
             "compare_bytes": 48 * MIB,
@@ -62,7 +63,7 @@ class Setting:
             "store_bytes": 96 * MIB,
             "served_bytes": 48 * MIB,
         }
-        return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, num_saves=1, **sizes)
+        return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, **sizes)
 
 
 def side_by_side(rounds: int, measured: Callable[[], T], limit: Callable[[], L]) -> list[tuple[T, L]]:

@@ -24,8 +24,8 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from .candidates import CANDIDATES, Candidate, leaves, num_bytes_of
-from .limits import drop_cache
+from .candidates import CANDIDATES, Candidate, num_bytes_of, tensors_of
+from .limits import drop_cache, fill_cache
 from .setting import Setting
 from .workloads import WORKLOADS, State, Subject
 
@@ -33,16 +33,22 @@ from .workloads import WORKLOADS, State, Subject
 _UNDISTURBED_STEPS: Final = 3
 _SAMPLE_SECONDS: Final = 0.02
 _NUM_IN_BURST: Final = 3
-# What takes longer is not repeated within a process.
-_SLOW_SECONDS: Final = 2.5
+# Of the later saves of one process, if they are fast.
+_MOST_SAVES: Final = 5
 _PATIENCE_SECONDS: Final = 900
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-def run(name: str, workload: str, num_bytes: int, folder: Path, setting: Setting) -> dict[str, Any]:
-    """In a process of its own, with processes of its own: what `_Trial.measured` says, or why it says nothing."""
-    arguments = {"workload": workload, "num_bytes": num_bytes, "folder": str(folder)}
-    arguments |= {"num_saves": setting.num_saves, "between_seconds": setting.between_seconds}
+def run(
+    name: str, workload: str, num_bytes: int, folder: Path, setting: Setting, *, burst: bool
+) -> dict[str, Any]:
+    """In a process of its own, with processes of its own: what `_Trial.measured` says, or why it says nothing.
+
+    With `burst`, also of saves that come faster than the disk.
+    """
+    settle = setting.settle_seconds if CANDIDATES[name].has_process else setting.settle_seconds / 6
+    arguments = {"workload": workload, "num_bytes": num_bytes, "folder": str(folder), "burst": burst}
+    arguments |= {"later_seconds": setting.later_seconds, "settle_seconds": settle}
     command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(arguments)]
     folder.mkdir(parents=True)
     try:
@@ -70,23 +76,25 @@ class _Trial:
         self._before = _held_bytes()
         self.candidate = candidate(folder, subject)
         self._number = 0
+        self._undisturbed: list[float] = []  # seconds of the steps since the last save
 
-    def measured(self, num_saves: int, between_seconds: float) -> dict[str, Any]:
+    def measured(self, later_seconds: float, settle_seconds: float, *, burst: bool) -> dict[str, Any]:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         prewarm = _seconds(self.candidate.prewarm)
-        end = perf_counter() + between_seconds
+        end = perf_counter() + settle_seconds
         while perf_counter() < end:
-            self._step()
+            self._undisturbed = [*self._undisturbed[1 - _UNDISTURBED_STEPS :], _seconds(self._step)]
         result: dict[str, Any] = {"num_bytes": self.num_bytes, "prewarm": prewarm}
         result["first"] = self._while_training()
-        is_slow = result["first"]["total"] > _SLOW_SECONDS
-        repeats = range(1 if is_slow else num_saves)
-        result["later"] = [self._while_training() for _ in repeats]
+        result["later"] = []
+        end = perf_counter() + later_seconds
+        while not result["later"] or (len(result["later"]) < _MOST_SAVES and perf_counter() < end):
+            result["later"].append(self._while_training())
         torch.set_num_threads(num_threads)  # nothing trains meanwhile
-        result["alone"] = [self._alone() for _ in repeats]
+        result["alone"] = [self._alone()]
         result["peak_bytes"] = self._peak_bytes()
-        if not (self.candidate.synchronous or is_slow):
+        if burst and not self.candidate.synchronous:
             torch.set_num_threads(1)
             result["burst"] = self._burst()
             torch.set_num_threads(num_threads)
@@ -97,7 +105,7 @@ class _Trial:
 
     def _while_training(self) -> dict[str, Any]:
         """Seconds that steps take longer than others do, over all of a save; and what the call and its waits took."""
-        undisturbed = [_seconds(self._step) for _ in range(_UNDISTURBED_STEPS)]
+        before = self._undisturbed
         begin = perf_counter()
         self._save()
         call = perf_counter() - begin
@@ -107,8 +115,8 @@ class _Trial:
             during.append(_seconds(lambda: self._step(held)))
         total = call if self.candidate.synchronous else perf_counter() - begin
         self._finish()
-        undisturbed += [_seconds(self._step) for _ in range(_UNDISTURBED_STEPS)]
-        usual = median(undisturbed)
+        self._undisturbed = [_seconds(self._step) for _ in range(_UNDISTURBED_STEPS)]
+        usual = median(before + self._undisturbed)
         return {
             "lost": sum(seconds - usual for seconds in during),
             "stall": max(call + sum(held), self.candidate.stall_seconds),
@@ -177,17 +185,17 @@ class _Trial:
 
     def _burst(self) -> dict[str, Any]:
         """Saves one step apart, faster than any disk: seconds lost to each; and whether each is of its own moment."""
-        before, first, lost, copies = self._number, self._number + 1, 0.0, []
+        before, first, lost, wanted = self._number, self._number + 1, 0.0, []
         usual = median(_seconds(self._step) for _ in range(_UNDISTURBED_STEPS))
         for _ in range(_NUM_IN_BURST):
-            copies.append({name: tensor.clone() for name, tensor in _tensors(self.subject.state_dict())})
+            wanted.append(_digest(self.subject.state_dict()))
             lost += _seconds(self._save)
             lost += _seconds(self._step) - usual
         self.candidate.wait()
         same = 0
-        for number, copy in enumerate(copies, first):
+        for number, digest in enumerate(wanted, first):
             self._bring_back(number)
-            same += _digest(self.subject.state_dict()) == _digest(copy)
+            same += _digest(self.subject.state_dict()) == digest
         self._finish()
         for number in range(before, self._number):
             self._delete(number)
@@ -196,7 +204,7 @@ class _Trial:
     def _bring_back(self, number: int) -> float:
         """Seconds, into tensors that were zeroed before."""
         live = self.subject.state_dict()
-        for _, tensor in _tensors(live):
+        for _, tensor in tensors_of(live):
             tensor.zero_()
         into = self.subject.state if self.candidate.into_objects else live
         begin = perf_counter()
@@ -204,24 +212,23 @@ class _Trial:
         return perf_counter() - begin
 
     def _restored(self) -> dict[str, Any]:
-        """Into zeroed tensors: seconds with the pages of the files dropped, and with them there; and the comparison."""
+        """Into zeroed tensors: seconds with no page of the files in the cache, and with all; and the comparison."""
         wanted = _digest(self.subject.state_dict())
-        for path in _files(self.candidate.path(self._number)):
+        files = _files(self.candidate.path(self._number))
+        for path in files:
             drop_cache(path)
         cold = self._bring_back(self._number)
+        for path in files:
+            fill_cache(path)
         warm = self._bring_back(self._number)
         same = _digest(self.subject.state_dict()) == wanted
         return {"restore_cold": cold, "restore_warm": warm, "same": same}
 
 
-def _tensors(state: State) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, value) for name, value in leaves(state) if isinstance(value, torch.Tensor))
-
-
 def _digest(state: State) -> str:
     """Of the bits of every tensor, under its name."""
     digest = xxhash.xxh3_128()
-    for name, tensor in _tensors(state):
+    for name, tensor in tensors_of(state):
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
@@ -296,7 +303,8 @@ def main() -> None:
     candidate = CANDIDATES[name]
     subject = WORKLOADS[arguments["workload"]](int(arguments["num_bytes"] * candidate.share))
     made = _Trial(candidate, subject, Path(arguments["folder"]))
-    print(json.dumps(made.measured(arguments["num_saves"], arguments["between_seconds"])))
+    told = made.measured(arguments["later_seconds"], arguments["settle_seconds"], burst=arguments["burst"])
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":
