@@ -109,7 +109,7 @@ def measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: i
     why_not = {name: CANDIDATES[name].why_not() for name in names}
     sizes: list[int] = []
     for number, name in itertools.product(range(setting.compare_rounds), names):
-        if why_not[name]:
+        if why_not[name] or (number and CANDIDATES[name].share < 1):  # scaled from a sample, and that once
             continue
         folder = setting.folder / f"{workload}-{name}-{number}"
         begin = perf_counter()
@@ -158,22 +158,27 @@ def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
     def best(names: Sequence[str], value: str) -> str:
         return min(names, key=lambda name: median(map(VALUES[value], contenders[name].results)))
 
-    def held(title: str, ours: str, other: str, value: str, limit: float) -> Figure:
+    def held(title: str, ours: str, other: str, value: str, limit: float | None) -> Figure:
         both = zip(contenders[ours].results, contenders[other].results, strict=False)
         pairs = [tuple(max(VALUES[value](one), NOISE_SECONDS) for one in pair) for pair in both]
-        return Figure(title, "s", CANDIDATES[other].title, Target("≤", limit), cast("Any", pairs))
+        target = None if limit is None else Target("≤", limit)
+        return Figure(title, "s", CANDIDATES[other].title, target, cast("Any", pairs))
 
     lost = "training seconds lost to a save, later ones"
     to_durable = "call to durable"
+    restored = "restore, cold"
     figures = {
         "lost_best": held(lost, "ours_guarded", best(peers, "lost"), "lost", 1.0),
         "lost_dcp_async": held(lost, "ours_guarded", "dcp_async", "lost", 1 / 20),
         "lost_tar": held(lost, "ours_guarded", "tar", "lost", 1 / 80),
         "lost_gzip": held(lost, "ours_guarded", "gzip", "lost", 1 / 1000),
+        "lost_limit": held(lost, "ours_guarded", "limit", "lost", None),
         "durable_best": held(to_durable, "ours", best(durable, "durable"), "durable", 1 / 2),
         "durable_tar": held(to_durable, "ours", "tar", "durable", 1 / 8),
         "durable_gzip": held(to_durable, "ours", "gzip", "durable", 1 / 80),
-        "restore_torch": held("restore, cold", "ours", "torch_save", "restore_cold", 1 / 2),
+        "durable_limit": held(to_durable, "ours", "limit", "durable", None),
+        "restore_torch": held(restored, "ours", "torch_save", "restore_cold", 1 / 2),
+        "restore_limit": held(restored, "ours", "limit", "restore_cold", None),
     }
     guarded = contenders["ours_guarded"].results
     first = [(VALUES["first"](result), 0.1 * result["num_bytes"] / _GB) for result in guarded]

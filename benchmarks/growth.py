@@ -30,6 +30,7 @@ from .workloads import small_tensors, tensors
 
 _GB: Final = 1e9
 _WARM_SAVES: Final = 5
+_RANK_ROUNDS: Final = 2
 _OF_MEMORY: Final = 1 / 6  # the state, its snapshot, and what the limit is measured with
 
 
@@ -140,7 +141,9 @@ def by_ranks(setting: Setting) -> dict[str, Row]:
     """Processes of one host, each with a run and a state of its own, that save at the same time."""
     points = []
     for count in (1, 2, 4):
-        samples = [_together(setting, count, number) for number in range(setting.few_rounds)]
+        samples = [
+            _together(setting, count, number) for number in range(min(_RANK_ROUNDS, setting.few_rounds))
+        ]
         points.append((float(count), median(samples)))
     size = setting.rank_bytes / _GB
     title = f"call to durable, {size:.2f} GB for each rank"

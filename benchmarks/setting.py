@@ -20,17 +20,17 @@ L = TypeVar("L")
 class Setting:
     folder: Path
     """A folder on a real disk, empty, removed afterwards."""
-    state_bytes: int = 2048 * MIB
+    state_bytes: int = 1024 * MIB
     training_bytes: int = 1024 * MIB
     num_small: int = 100_000
     budget_bytes: int = 128 * MIB
     rounds: int = 5
     few_rounds: int = 3
     """Of what hardly varies, such as bytes, or takes long."""
-    compare_bytes: int = 512 * MIB
+    compare_bytes: int = 384 * MIB
     compare_rounds: int = 2
     """Of everything that is compared; each has saves of its own."""
-    later_seconds: float = 2.5
+    later_seconds: float = 1.5
     """For the later saves of one process: it begins another as long as these are not over."""
     settle_seconds: float = 3.0
     """Of training, between the warming up and the first save of what starts a process; a sixth for others."""
@@ -42,7 +42,7 @@ class Setting:
     growth_bytes: int = 64 * 1024 * MIB
     """At most; memory says how much of it."""
     many_saves: int = 200
-    rank_bytes: int = 512 * MIB
+    rank_bytes: int = 256 * MIB
     store_bytes: int = 1024 * MIB
     served_bytes: int = 256 * MIB
     """What the real servers are given, which take long."""
