@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from .commit.run import Run
 from .errors import CorruptCheckpointError, NotCommittedError, StorageUnavailableError
 from .format import zstd
 from .handle import SaveHandle
-from .load import OpenArchive, Part, load_parts, load_state
+from .load import OpenArchive, Part, check_select, load_parts, load_state
 from .saver import Saver
 from .snapshot.host_copy import HostCopy, HostMemory
 from .state.tree import Select
@@ -37,6 +37,8 @@ from .storage.url import Engine, Where, parent_and_name, scheme_of, storage_at
 
 T = TypeVar("T")
 Compression = Zstd | Literal["zstd"] | None
+
+_OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 
 _saver: Saver | None = None
 _host_memory = HostMemory()
@@ -123,7 +125,7 @@ def load(
         fs: an fsspec filesystem to use instead.
 
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
-    and KeyError when `select` matches nothing.
+    and KeyError when `select`, or one of several in it, matches nothing.
     """
     place = {"storage_options": storage_options, "engine": engine, "fs": fs}
     with _open_any(path, verify, place) as archive:
@@ -142,6 +144,7 @@ def state_of(
     types: Iterable[type],
 ) -> Any:
     """Build the state, from the files themselves or from maps of them."""
+    check_select(parts, select)
     if mmap and map_location is not None and torch.device(map_location).type != "cpu":
         raise ValueError("mmap=True makes views of the file, which lie on the CPU; leave map_location out")
 
@@ -244,7 +247,7 @@ def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[list
     folder = _newest_folder(storage)
     if folder is None:
         where = storage.locate("")
-        raise NotCommittedError(f"{where}: no committed checkpoint there", path=where, step=None)
+        raise NotCommittedError(f"{where}: {_what_is_there(storage)}", path=where, step=None)
 
     def read() -> Manifest:
         path = f"{folder}/{MANIFEST}"
@@ -257,6 +260,16 @@ def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[list
 
     with _open_committed(storage, folder, read, verify=verify) as parts:
         yield parts
+
+
+def _what_is_there(storage: Storage) -> str:
+    """Instead of a checkpoint."""
+    names = storage.names("")
+    if names:
+        shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+        return f"no committed checkpoint there, but {shown}"
+    is_folder = not storage.remote and storage.exists("")
+    return "the folder is empty" if is_folder else "there is nothing at this path"
 
 
 def _newest_folder(storage: Storage) -> str | None:
@@ -282,7 +295,9 @@ def opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | N
 
 
 def _how(compression: Compression, name: str) -> Zstd | None:
-    """What the user said, or what the name says."""
+    """What the user said, or what the name says. Raises ValueError for a name that says another."""
+    if name.endswith(_OTHER_COMPRESSIONS):
+        raise ValueError(f"{name}: only zstd is written here; name it .tar.zst, or .tar for a plain one")
     if compression is None:
         return Zstd() if name.endswith(".zst") else None
     if compression == "zstd":

@@ -15,6 +15,7 @@ import functools
 import io
 import mmap as mmap_module
 import pickle
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
@@ -28,7 +29,7 @@ from .snapshot.crew import Crew, num_cpus
 from .snapshot.device import as_integers, flat_bytes, host_pointer, memmove
 from .snapshot.pool import Segment, SegmentPool, advise_huge_pages
 from .spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
-from .state.tree import Path, Select, Stored, decode, dtype_named, replaced, selector
+from .state.tree import Path, Select, Selector, Stored, decode, dtype_named, replaced, selector
 from .storage.base import Reader
 
 Groups = Collection[str] | None
@@ -179,21 +180,27 @@ class OpenArchive:
         With `groups`, only of these top-level entries.
         """
         try:
-            value, stored = decode(self.index.skeleton, types=types, keep=_selector(select, groups))
+            value, stored = decode(self.index.skeleton, types=types, keep=_within(groups, selector(select)))
             self._check_stored(stored)
         except ValueError as error:
             raise self.corrupt(f"its skeleton cannot be read ({error})") from error
         if (select is not None or groups is not None) and value is None:
-            whole, _ = decode(self.index.skeleton, types=types)
-            names = (
-                whole if isinstance(whole, dict) else {str(t.path[0]) for t in self.index.tensors if t.path}
-            )
-            there = ", ".join(sorted(map(str, names)))
-            raise KeyError(
-                f"select={select!r} matches nothing in {self.path}; it holds {there or 'no named tensors'}"
-            )
+            raise KeyError(f"select={select!r} matches nothing in {self.path}; it holds {self.names()}")
         self._check_members(stored)
         return value, stored
+
+    def names(self) -> str:
+        """What it holds at the top level, for people."""
+        whole, _ = decode(self.index.skeleton)
+        names = whole if isinstance(whole, dict) else {str(t.path[0]) for t in self.index.tensors if t.path}
+        return ", ".join(sorted(map(str, names))) or "no named tensors"
+
+    def match(self, chosen: Selector, groups: Groups) -> None:
+        """Show the selector every path of these top-level entries."""
+        try:
+            decode(self.index.skeleton, keep=_within(groups, chosen))
+        except ValueError as error:
+            raise self.corrupt(f"its skeleton cannot be read ({error})") from error
 
     def _check_stored(self, stored: Iterable[Stored]) -> None:
         """Every leaf has its entry, and one of raw bytes is nothing else. Raises ValueError."""
@@ -245,7 +252,8 @@ class OpenArchive:
 
     def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:
         """The pickled leaves; none are opened unless one of them is asked for."""
-        if not any(s.kind == "object" for s in stored):
+        wanted = [s for s in stored if s.kind == "object"]
+        if not wanted:
             return []
         member = self.index.member(index.OBJECTS)
         if member is None:
@@ -255,15 +263,17 @@ class OpenArchive:
         try:
             loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
         except pickle.UnpicklingError as error:
+            names = [".".join(map(str, s.path)) or "the state" for s in wanted]
+            among = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            kind = re.search(r"GLOBAL ([\w.]+)", str(error))
             raise UntrustedObjectError(
-                f"{self.path}: {index.OBJECTS} holds Python objects that are not plain data; if you trust whoever wrote "
-                f"this file, load it with trust=True, or leave them out with select= ({str(error).splitlines()[0]})",
+                f"{self.path}: {among}: {f'a {kind[1]}' if kind else 'an object'} is a Python object, not plain data; if you "
+                "trust whoever wrote this file, load it with trust=True, or leave it out with select=",
                 path=self.path,
             ) from error
         except Exception as error:
             raise self.corrupt(f"{index.OBJECTS} cannot be loaded: {error!r}") from error
-        wanted = [s.number for s in stored if s.kind == "object"]
-        if not isinstance(loaded, list) or max(wanted) >= len(loaded):
+        if not isinstance(loaded, list) or max(s.number for s in wanted) >= len(loaded):
             raise self.corrupt(f"{index.OBJECTS} lacks an object")
         return loaded
 
@@ -328,6 +338,18 @@ class Part(NamedTuple):
 
     archive: OpenArchive
     groups: Groups = None
+
+
+def check_select(parts: Sequence[Part], select: Select) -> None:
+    """Of several patterns each is to select something: one that does not has a typo. Raises KeyError."""
+    chosen = None if isinstance(select, str) else selector(select)
+    if chosen is None:
+        return
+    for part in parts:
+        part.archive.match(chosen, part.groups)
+    if chosen.unused:
+        there = "; ".join(f"{part.archive.path} holds {part.archive.names()}" for part in parts)
+        raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing; {there}")
 
 
 def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
@@ -489,9 +511,8 @@ def _widened(extent: Extent, granule: int, limit: int) -> Extent:
     return Extent(begin, max(extent.end, min(align_up(extent.end, granule), limit)) - begin)
 
 
-def _selector(select: Select, groups: Groups) -> Callable[[Path], bool] | None:
+def _within(groups: Groups, chosen: Selector | None) -> Callable[[Path], bool] | None:
     """Whether a path is selected, and in one of these top-level entries."""
-    chosen = selector(select)
     if groups is None:
         return chosen
     return lambda path: bool(path) and path[0] in groups and (chosen is None or chosen(path))

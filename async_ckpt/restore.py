@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .errors import CorruptCheckpointError, StateMismatchError
-from .load import OpenArchive, Part, Verify, Wanted, fill
+from .load import OpenArchive, Part, Verify, Wanted, check_select, fill
 from .state.capture import why_not
 from .state.tree import Path, Select, Stored, dtype_name, replaced
 
@@ -36,10 +36,12 @@ def restore_state(
     """Fill live objects from one archive or several: the first has the step's own, the others what it borrows.
 
     Top-level entries of the archives that `live` lacks are left alone. `verify="first"` reads everything twice and never
-    half-writes. With `strict=False`, missing and unexpected names are passed over; shapes and dtypes must match all the
-    same. Raises StateMismatchError before anything is written, CorruptCheckpointError with `partly_overwritten`.
+    half-writes. With `strict=False`, missing and unexpected names are passed over, as long as some name is in both; shapes
+    and dtypes must match all the same. Raises StateMismatchError before anything is written, CorruptCheckpointError with
+    `partly_overwritten`.
     """
     _check_root(live)
+    check_select(parts, select)
     matches: list[tuple[_Match, Any]] = []
     errors: list[KeyError] = []
     shares = list(_shares(parts, live))
@@ -54,8 +56,9 @@ def restore_state(
         matches.append((match, share))
     if len(errors) == len(shares):
         raise errors[0]
+    nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
-        match.raise_problems(strict)
+        match.raise_problems(strict or nothing_fits)
     if verify == "first":
         for match, _ in matches:
             fill(match.archive, list(match.wanted.values()), copy=False)
@@ -125,11 +128,21 @@ class _Match:
         self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
         self._partial = partial  # something was selected: what else is live was not asked for
 
+    @property
+    def fits(self) -> bool:
+        """Whether anything of it has a place in the live state."""
+        return bool(self.wanted or self.actions)
+
     def raise_problems(self, strict: bool) -> None:
         missing, unexpected = (self.missing, self.unexpected) if strict else ([], [])
         if not (missing or unexpected or self.mismatched):
             return
-        lines = [
+        lines = (
+            []
+            if self.fits
+            else [f"none of its names is one of the live state; it holds {self.archive.names()}"]
+        )
+        lines += [
             *(f"missing in the checkpoint: {name}" for name in missing),
             *(f"unexpected in the checkpoint: {name}" for name in unexpected),
             *self.mismatched,

@@ -20,8 +20,9 @@ from . import figures
 from .compression import compression
 from .environment import describe
 from .gpu import gpu, gpu_comparison
-from .setting import Setting
+from .setting import KEPT, Setting
 from .table import Row, markdown, show_in, write
+from .tracing import trace
 
 RESULTS: Final = Path(__file__).parent / "results"
 README: Final = Path(__file__).parent.parent / "README.md"
@@ -42,6 +43,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "growth": _growth,
         "shapes": _shapes,
         "stores": _stores,
+        "trace": lambda: Table({"trace": trace}),
         "gpu": lambda: Table({"gpu": gpu, "gpu_comparison": gpu_comparison}),
     }
 
@@ -59,7 +61,8 @@ FIGURES: Final[dict[str, Measure]] = {
     "compression": compression,
     "import_time": figures.import_time,
 }
-_USUAL: Final = ("figures", "comparison", "growth")
+# What a process holds is seen best while it is small.
+_USUAL: Final = ("growth", "trace", "figures", "comparison")
 
 
 # What these import is not needed by the others.
@@ -119,9 +122,11 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
     try:
         environment = describe(folder, table.packages)
         rows: dict[str, Row] = {}
+        files: dict[str, bytes] = {}
         for figure, measure in table.measures.items():
             print(f"measuring {figure} …", flush=True)
             rows |= measure(Setting.toy(folder / figure) if toy else Setting(folder / figure))
+            files |= {file.name: file.read_bytes() for file in (folder / figure / KEPT).glob("*")}
             shutil.rmtree(folder / figure, ignore_errors=True)
     finally:
         shutil.rmtree(folder)
@@ -132,6 +137,9 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
     if stem is None:
         return
     write(stem, rows, environment)
+    for file, data in files.items():
+        (stem.parent / stem.name).mkdir(exist_ok=True)
+        (stem.parent / stem.name / file).write_bytes(data)
     if find_spec("matplotlib") is not None:
         from .plots import draw
 

@@ -148,6 +148,35 @@ def growth(kept: Kept) -> Figure:
     return figure
 
 
+_SPAN_COLORS: Final = {
+    "step of the training": "#d9d9e3", "stage": _OURS, "write": _THEIRS, "digest": "#e09f3e", "guard": _LIMIT,
+    "finish": "#5a189a", "commit": "#9d4edd",
+}  # fmt: skip
+
+
+def spans(kept: Kept) -> Figure:
+    """What each thread did, from the call of save on."""
+    every = [(thread, at) for row in kept.values() for thread, at, _ in row["spans"]]
+    first: dict[str, float] = {}
+    for thread, at in every:
+        first[thread] = min(at, first.get(thread, at))
+    threads = sorted(first, key=lambda thread: (thread != "MainThread", first[thread]))
+    figure, axes = plt.subplots(figsize=(9.6, 0.24 * len(threads) + 1.2))
+    for row in kept.values():
+        color = _SPAN_COLORS.get(row["title"])
+        if color is None:  # moments, not seen at this scale
+            continue
+        for number, (thread, at, length) in enumerate(row["spans"]):
+            label = row["title"] if not number else None
+            thick = 0.84 if row["title"] == "step of the training" else 0.6
+            axes.barh(threads.index(thread), length, left=at, height=thick, color=color, label=label)
+    axes.set_yticks(range(len(threads)), [thread.removeprefix("async_ckpt-") for thread in threads])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds from the call of save")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
 def _line(xs: list[float], ys: list[float]) -> Callable[[float], float]:
     slope, begin = linear_regression(xs, ys)
     return lambda x: begin + slope * x
@@ -158,4 +187,5 @@ _PICTURES: Final[dict[str, tuple[str, Callable[[Kept], Figure | None]]]] = {
     "timeline": ("candidates", timeline),
     "throughput": ("growth", throughput),
     "growth": ("growth", growth),
+    "spans": ("spans", spans),
 }

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from .limits import MIB
 
+KEPT: Final = "kept"
+"""A measure's folder for files that are kept beside its results."""
 T = TypeVar("T")
 L = TypeVar("L")
 

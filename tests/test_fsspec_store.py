@@ -719,7 +719,9 @@ def test_elsewhere_there_are_no_uploads():
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nosuch://x", "nosuch:// is no place that is known.*memory.*sftp"),
+        ("nosuch://x", "nosuch:// is no place that is known; there are local paths, s3://.*fsspec"),
+        ("s4://x", "s4:// is no place that is known; did you mean .*s3://"),
+        ("sttp://x", "did you mean .*sftp://"),
         ("just/a/path", "is no URL"),
         ("simplecache::memory://x", "is no URL.*fs="),
         ("s3://", "names no bucket"),

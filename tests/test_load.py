@@ -83,6 +83,30 @@ def test_a_selection_that_matches_nothing_names_what_there_is(select: Any, saved
         assert group in str(caught.value)
 
 
+@pytest.mark.parametrize("select", [["epoch", "modle"], ["modle", "model.*", "epoch"]])
+def test_of_several_patterns_each_must_match_something(select: list[str], saved: Path) -> None:
+    with pytest.raises(KeyError, match="'modle' matches nothing.*epoch.*model"):
+        async_ckpt.load(saved, select=select)
+    with pytest.raises(KeyError, match="'modle' matches nothing"):
+        async_ckpt.save(STATE, saved.with_name("other.tar"), select=select)
+    assert not saved.with_name("other.tar").exists()
+
+
+def test_of_several_patterns_each_may_match_in_another_archive(tmp_path: Path) -> None:
+    state = {"base": torch.ones(3), "adapter": torch.ones(2)}
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        ckpt.save(state, step=1).result()
+        ckpt.save(state, step=2, unchanged="base").result()
+        assert set(ckpt.load(2, select=["base", "adapter"])) == {"base", "adapter"}
+        live = {name: torch.zeros_like(value) for name, value in state.items()}
+        assert ckpt.restore(live, step=2, select=["base", "adapter"]) == 2
+        assert difference(live, state) is None
+        with pytest.raises(KeyError, match="'bass' matches nothing"):
+            ckpt.load(2, select=["bass", "adapter"])
+        with pytest.raises(KeyError, match="'bass' matches nothing"):
+            ckpt.restore(live, step=2, select=["adapter", "bass"])
+
+
 def test_a_selection_that_matches_nothing_is_an_error_beside_empty_containers(archive: Path) -> None:
     async_ckpt.save(
         {"model": {"w": torch.ones(1)}, "optimizer": {"state": {}, "groups": []}, "t": ()}, archive
@@ -336,3 +360,18 @@ def test_another_tar_says_what_opens_it(tmp_path: Path) -> None:
     folder.handle.result()
     with pytest.raises(CorruptCheckpointError, match=r"another tar; use unpack\(\)"):
         async_ckpt.load(tmp_path / "x.tar")
+
+
+def test_what_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other" / "logs").mkdir(parents=True)
+    for name, said in (("missing", "nothing at this path"), ("empty", "is empty"), ("other", "but logs")):
+        with pytest.raises(NotCommittedError, match=said):
+            async_ckpt.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz", "x.tar.bz2"])
+def test_a_name_that_promises_another_compression_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"only zstd.*\.tar\.zst"):
+        async_ckpt.save(STATE, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []

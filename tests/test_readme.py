@@ -89,6 +89,7 @@ TOY_FIGURES = {
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
     },
     "gpu": {"figures": {"gpu_lost", "gpu_guarded_lost"}},
+    "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},
 }
 
 

@@ -561,7 +561,7 @@ def test_leaves_that_torch_takes_for_plain_data_load_without_trust(archive: Path
 def test_an_object_is_opened_only_with_trust(leaf: Any, archive: Path) -> None:
     state = {"w": torch.ones(2), "extra": {"leaf": leaf, "n": 1}}
     async_ckpt.save(state, archive).result()
-    with pytest.raises(UntrustedObjectError, match="trust=True") as caught:
+    with pytest.raises(UntrustedObjectError, match=r"extra\.leaf: an? .*trust=True") as caught:
         async_ckpt.load(archive)
     assert caught.value.path == str(archive)
     assert caught.value.__cause__ is not None
@@ -569,6 +569,23 @@ def test_an_object_is_opened_only_with_trust(leaf: Any, archive: Path) -> None:
     assert loaded["extra"]["leaf"] == leaf
     assert type(loaded["extra"]["leaf"]) is type(leaf)
     assert difference(async_ckpt.load(archive, select=["w", "extra.n"])["extra"], {"n": 1}) is None
+
+
+def test_what_will_need_trust_is_told_when_it_is_saved(
+    archive: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stated(Custom):
+        """Nobody has saved one before."""
+
+    Stated.__qualname__ = "Stated"
+    globals()["Stated"] = Stated  # where pickle looks for it
+    state = {"config": {"root": Stated(1), "seen": {1, 2}}}
+    for _ in range(2):
+        async_ckpt.save(state, archive).result()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "config.root is a Stated, which is pickled: loading it will need trust=True; saved as text or numbers it would not"
+    ]
 
 
 def test_an_object_is_stored_as_it_was_when_save_was_called(archive: Path) -> None:

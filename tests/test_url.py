@@ -79,6 +79,13 @@ def test_an_object_needs_a_name(url):
         parent_and_name(url)
 
 
+def test_the_example_of_a_name_is_a_url():
+    with pytest.raises(ValueError, match="such as s3://bucket/x.tar"):
+        parent_and_name("s3://")
+    with pytest.raises(ValueError, match="such as s3://bucket/p/x.tar"):
+        parent_and_name("s3://bucket/p/")
+
+
 def test_a_url_is_divided_into_place_and_name():
     assert parent_and_name("s3://bucket/p/q/x.tar") == ("s3://bucket/p/q", "x.tar")
     assert parent_and_name("s3://bucket/x.tar") == ("s3://bucket", "x.tar")

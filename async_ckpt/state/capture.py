@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import io
 import json
+import logging
+import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ from .tree import Encoder, Path, Select, dtype_name, is_omitted, selector
 
 Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_log = logging.getLogger("async_ckpt")
+_known_types: set[type] = set()  # of leaves that were pickled before
 _DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -49,9 +53,12 @@ def capture(state: Any, select: Select = None) -> Capture:
     walk = _Walk()
     try:
         with no_collection():
-            node = Encoder(walk.leaf, selector(select)).encode(state)
+            chosen = selector(select)
+            node = Encoder(walk.leaf, chosen).encode(state)
             if is_omitted(node):
                 raise KeyError(f"select={select!r} matches nothing in the state")
+            if chosen is not None and chosen.unused:
+                raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing in the state")
             skeleton = json.dumps(node, separators=(",", ":"))
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply to be stored", path="") from error
@@ -144,6 +151,7 @@ class _Walk:
         """The leaves that are not plain data, by torch.save; None when there are none."""
         if not self._objects:
             return None
+        self._tell_what_needs_trust()
         try:
             return _pickle(self._objects)
         except Exception:
@@ -157,6 +165,23 @@ class _Walk:
                         path=where,
                     ) from error
             raise
+
+    def _tell_what_needs_trust(self) -> None:
+        """Now rather than at the load, when it is too late to leave it out. Once for each type."""
+        for value, where in zip(self._objects, self._object_paths, strict=True):
+            if type(value) in _known_types:
+                continue
+            _known_types.add(type(value))
+            try:
+                torch.load(io.BytesIO(_pickle(value)), weights_only=True)
+            except pickle.UnpicklingError:
+                _log.warning(
+                    "%s is a %s, which is pickled: loading it will need trust=True; saved as text or numbers it would not",
+                    where,
+                    type(value).__qualname__,
+                )
+            except Exception:
+                return  # it cannot be pickled, which is told by who does it next
 
 
 def _pointer(tensor: torch.Tensor) -> int | None:

@@ -35,20 +35,29 @@ _STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
 _OMITTED: Final = object()
 
 
-def selector(select: Select) -> Callable[[Path], bool] | None:
+class Selector:
     """Whether a path is selected: by its name, by the name of what it is in, or by a glob over the dotted path."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._patterns = list(patterns)
+        self.unused = list(self._patterns)  # those that have selected nothing so far
+
+    def __call__(self, path: Path) -> bool:
+        dotted = ".".join(map(str, path))
+        if self.unused:
+            self.unused = [pattern for pattern in self.unused if not _matches(dotted, pattern)]
+        return any(_matches(dotted, pattern) for pattern in self._patterns)
+
+
+def _matches(dotted: str, pattern: str) -> bool:
+    return dotted == pattern or dotted.startswith(f"{pattern}.") or fnmatch.fnmatchcase(dotted, pattern)
+
+
+def selector(select: Select) -> Selector | None:
+    """What the user has selected; None for everything."""
     if select is None:
         return None
-    patterns = [select] if isinstance(select, str) else list(select)
-
-    def selected(path: Path) -> bool:
-        dotted = ".".join(map(str, path))
-        return any(
-            dotted == pattern or dotted.startswith(f"{pattern}.") or fnmatch.fnmatchcase(dotted, pattern)
-            for pattern in patterns
-        )
-
-    return selected
+    return Selector([select] if isinstance(select, str) else select)
 
 
 def is_omitted(node: Json) -> bool:
@@ -144,6 +153,7 @@ class Stored:
     number: int
     descr: Json = None
     shape: Json = None
+    path: Path = ()  # of an "object", for people: what is in it is not known before it is opened
 
     def as_array(self, tensor: torch.Tensor) -> Any:
         """The numpy array over the memory of `tensor`, which holds the bytes. Raises ValueError where they do not fit."""
@@ -231,13 +241,16 @@ class _Decoder:
             return cls._make(items) if same else tuple(items)
         if kind in _STORED:
             number, *how = value if kind == "ndarray" else [value]
-            return self._leaf(lambda: self._store(kind, number, *how), path)
+            where = path if kind == "object" else ()
+            return self._leaf(lambda: self._store(kind, number, *how, path=where), path)
         return self._leaf(lambda: _plain_value(kind, value), path)
 
-    def _store(self, kind: str, number: Json, descr: Json = None, shape: Json = None) -> Stored:
+    def _store(
+        self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()
+    ) -> Stored:
         if type(number) is not int or number < 0:
             raise ValueError(f"{number!r:.50} does not number a leaf")
-        self.stored.append(Stored(kind, number, descr, shape))
+        self.stored.append(Stored(kind, number, descr, shape, path))
         return self.stored[-1]
 
     def _leaf(self, make: Callable[[], Any], path: Path) -> Any:

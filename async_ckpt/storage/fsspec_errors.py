@@ -43,7 +43,9 @@ _ADVICE: Final = {
 
 def advice_on(error: BaseException) -> str:
     words = words_of(error)
-    otherwise = "make sure that the place is there, may be written to and is healthy"
+    otherwise = (
+        "make sure that the place is there, is healthy, and may be read and written with these credentials"
+    )
     return next((advice for names, advice in _ADVICE.items() if words & set(names.split())), otherwise)
 
 

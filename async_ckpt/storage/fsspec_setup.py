@@ -5,6 +5,7 @@ In: a scheme, a URL, options of fsspec or obstore. Out: a filesystem. Knows noth
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import threading
@@ -95,10 +96,13 @@ def _class_of(scheme: str) -> Any:
     try:
         return get_filesystem_class(scheme)
     except ValueError:
-        known = ", ".join(sorted(available_protocols()))
-        raise ValueError(
-            f"{scheme}:// is no place that is known; there are local paths and, each by its own package, {known}"
-        ) from None
+        like = difflib.get_close_matches(scheme, available_protocols(), n=3, cutoff=0.5)
+        meant = (
+            f"did you mean {' or '.join(f'{name}://' for name in like)}?"
+            if like
+            else ("there are local paths, s3://, gs://, az:// and what fsspec.available_protocols() lists")
+        )
+        raise ValueError(f"{scheme}:// is no place that is known; {meant}") from None
     except ImportError as error:
         missing = next((e.name for e in chain(error) if isinstance(e, ImportError) and e.name), "")
         package = '"async_ckpt[fsspec]"' if scheme in ("s3", "s3a") else missing.partition(".")[0]

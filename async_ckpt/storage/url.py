@@ -60,9 +60,9 @@ def parent_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
     text = text_of(path)
     parent, name = place_and_name(text, fs=fs)
     if _is_far(text, fs) and (not name or text.endswith("/")):
-        raise ValueError(
-            f"{shown(text)} names no object; give a name in it, such as {shown(text).rstrip('/')}/x.tar"
-        )
+        there = shown(text).rstrip("/")
+        example = f"{there}//bucket/x.tar" if there.endswith(":") else f"{there}/x.tar"
+        raise ValueError(f"{shown(text)} names no object; give a name in it, such as {example}")
     return parent, name
 
 
