@@ -39,6 +39,7 @@ class Setting:
     shape_bytes: int = 1536 * MIB
     gpu_bytes: tuple[int, ...] = (16 * 1024 * MIB, 64 * 1024 * MIB)
     """As far as the device has twice as much."""
+    shape_rounds: int = 1
     num_shaped: int = 5
     """Candidates that save each shape."""
     growth_bytes: int = 64 * 1024 * MIB

@@ -85,7 +85,7 @@ def test_a_selection_that_matches_nothing_names_what_there_is(select: Any, saved
 
 @pytest.mark.parametrize("select", [["epoch", "modle"], ["modle", "model.*", "epoch"]])
 def test_of_several_patterns_each_must_match_something(select: list[str], saved: Path) -> None:
-    with pytest.raises(KeyError, match="'modle' matches nothing.*epoch.*model"):
+    with pytest.raises(KeyError, match=r"'modle' matches nothing.*epoch.*model"):
         async_ckpt.load(saved, select=select)
     with pytest.raises(KeyError, match="'modle' matches nothing"):
         async_ckpt.save(STATE, saved.with_name("other.tar"), select=select)

@@ -80,9 +80,9 @@ def test_an_object_needs_a_name(url):
 
 
 def test_the_example_of_a_name_is_a_url():
-    with pytest.raises(ValueError, match="such as s3://bucket/x.tar"):
+    with pytest.raises(ValueError, match=r"such as s3://bucket/x\.tar"):
         parent_and_name("s3://")
-    with pytest.raises(ValueError, match="such as s3://bucket/p/x.tar"):
+    with pytest.raises(ValueError, match=r"such as s3://bucket/p/x\.tar"):
         parent_and_name("s3://bucket/p/")
 
 
