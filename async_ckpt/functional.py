@@ -69,10 +69,14 @@ def save(
     host is not copied again. Each has its own handle.
     `path` may be a URL ("s3://bucket/x.tar"); `storage_options`, `engine` and `fs` are as for AsyncCheckpointer.
     Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
-    an unknown scheme, a name that is too long); all else ends in the handle.
+    an unknown scheme, a name that is too long, or promises gzip); all else ends in the handle.
     """
     place = {"storage_options": storage_options, "engine": engine, "fs": fs}
     target = FileTarget.at(path, place, compression)
+    if target.path.endswith(_OTHER_COMPRESSIONS):
+        raise ValueError(
+            f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one"
+        )
     return _default_saver().save(
         lambda: obj, lambda: [target], step=None, guard=guard, select=select, also=host_copy_of(also)
     )
@@ -295,9 +299,7 @@ def opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | N
 
 
 def _how(compression: Compression, name: str) -> Zstd | None:
-    """What the user said, or what the name says. Raises ValueError for a name that says another."""
-    if name.endswith(_OTHER_COMPRESSIONS):
-        raise ValueError(f"{name}: only zstd is written here; name it .tar.zst, or .tar for a plain one")
+    """What the user said, or what the name says."""
     if compression is None:
         return Zstd() if name.endswith(".zst") else None
     if compression == "zstd":
