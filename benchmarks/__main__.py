@@ -58,6 +58,7 @@ FIGURES: Final[dict[str, Measure]] = {
     "training": figures.training,
     "wrapped": figures.wrapped,
     "bandwidth_limit": figures.bandwidth_limit,
+    "reads_beside": figures.reads_beside,
     "compression": compression,
     "import_time": figures.import_time,
 }

@@ -8,6 +8,7 @@ Between samples `wait` lets retention end, for deleting a file of 2 GiB keeps a 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +30,7 @@ from .workloads import Training, small_tensors, tensors
 # The index, padding and digests of an archive, generously.
 _OVERHEAD_BYTES: Final = 64 * MIB
 _MEMORY_ROUNDS: Final = 2
+_DATA_BYTES: Final = 256 * MIB
 # On either side of each save of the training figure.
 _UNDISTURBED_STEPS: Final = 4
 
@@ -149,6 +151,43 @@ def bandwidth_limit(setting: Setting) -> dict[str, Figure]:
         pairs = [(held.run().bandwidth / 1e9, allowed / 1e9) for _ in range(setting.few_rounds)]
     title = "durable bandwidth under max_bandwidth"
     return {"bandwidth_limit": Figure(title, "GB/s", "max_bandwidth", Target("≤", 1.05), pairs)}
+
+
+def reads_beside(setting: Setting) -> dict[str, Figure]:
+    """What is left of the disk for others, such as who loads the training's data, while a save is written."""
+    state = tensors(setting.state_bytes)
+    saves = Saves(setting.folder / "beside", {"model": state})
+    num_bytes = saves.run().num_bytes
+    warm = WarmMemory(num_bytes, SEGMENT_BYTES)
+    other = setting.folder / "data"
+    warm.write(other, min(num_bytes, _DATA_BYTES))
+
+    with saves.checkpointer:
+        pairs = side_by_side(
+            setting.rounds,
+            lambda: _reads_per_second(other, saves.durable_seconds),
+            lambda: _reads_per_second(other, lambda: warm.write_seconds(setting.folder / "raw", num_bytes)),
+        )
+    title = "reads of 1 MiB that another thread makes of the same disk beside a save"
+    limit = "beside O_DIRECT pwrite + fsync at the usual priority"
+    return {"reads_beside": Figure(title, "per s", limit, Target("≥", 1.0), pairs)}
+
+
+def _reads_per_second(path: Path, write: Callable[[], float]) -> float:
+    """One after the other, as long as `write` takes."""
+    reader = WarmMemory(MIB, MIB)
+    ended = threading.Event()
+    counts: list[int] = []
+    thread = threading.Thread(target=lambda: counts.append(reader.reads_until(ended, path)))
+    thread.start()
+    begin = perf_counter()
+    try:
+        write()
+    finally:
+        seconds = perf_counter() - begin
+        ended.set()
+        thread.join()
+    return counts[0] / seconds
 
 
 def small(setting: Setting) -> dict[str, Figure]:

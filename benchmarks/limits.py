@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -96,6 +97,18 @@ class WarmMemory:
             seconds_of(whole, NUM_READERS)
         finally:
             os.close(fd)
+
+    def reads_until(self, ended: threading.Event, path: Path) -> int:
+        """How many pieces of the file, here and there, past the page cache, one after the other."""
+        count, num_pieces = 0, path.stat().st_size // self.piece_bytes
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            while not ended.is_set():
+                os.preadv(fd, [self.pieces[0]], random.randrange(num_pieces) * self.piece_bytes)
+                count += 1
+        finally:
+            os.close(fd)
+        return count
 
     def read_seconds(self, path: Path) -> float:
         """The whole file, past the page cache, each piece of memory used again and again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -303,3 +304,26 @@ def test_a_node_is_known_only_where_the_machine_tells(tmp_path):
     for text, node in (("-1\n", None), ("0\n", 0), ("3\n", 3), ("?\n", None)):
         path.write_text(text)
         assert _node_at(path) == node
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux do threads have priorities of their own")
+def test_who_works_in_the_background_gives_way_to_the_training():
+    """By the processor's priority, and by the disk's, as the kernel tells them."""
+    get_number = {"x86_64": 252, "aarch64": 31}.get(os.uname().machine)  # ioprio_get(2)
+    told = {}
+    for background in (False, True):
+        crew = Crew("test", 1, background=background)
+        ended = threading.Event()
+
+        def ask(background=background, ended=ended):
+            disk = ctypes.CDLL(None).syscall(get_number, 1, 0) >> 13 if get_number else None
+            told[background] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), disk
+            ended.set()
+
+        crew.submit(ask)
+        assert ended.wait(30)
+        crew.stop()
+    assert told[True][0] > told[False][0]
+    if get_number and told[True][1] >= 0:
+        assert told[True][1] == 3  # served when nobody else asks
+        assert told[False][1] != 3

@@ -76,7 +76,15 @@ def test_the_readme_has_the_pictures_that_there_are():
 
 TOY_FIGURES = {
     "figures": {
-        "figures": {"stall", "guarded_stall", "durable_bandwidth", "restore", "training", "bandwidth_limit"}
+        "figures": {
+            "stall",
+            "guarded_stall",
+            "durable_bandwidth",
+            "restore",
+            "training",
+            "bandwidth_limit",
+            "reads_beside",
+        }
     },
     "comparison": {
         "figures": {"lost_best", "lost_tar", "durable_gzip", "restore_torch", "lost_first"},
