@@ -164,7 +164,7 @@ def reads_beside(setting: Setting) -> dict[str, Figure]:
 
     with saves.checkpointer:
         pairs = side_by_side(
-            setting.rounds,
+            setting.few_rounds,
             lambda: _reads_per_second(other, saves.durable_seconds),
             lambda: _reads_per_second(other, lambda: warm.write_seconds(setting.folder / "raw", num_bytes)),
         )
