@@ -30,6 +30,8 @@ from .workloads import Training, small_tensors, tensors
 # The index, padding and digests of an archive, generously.
 _OVERHEAD_BYTES: Final = 64 * MIB
 _MEMORY_ROUNDS: Final = 2
+# Of pure Python, on either side of each save.
+_NUM_COUNTS: Final = 500
 _DATA_BYTES: Final = 256 * MIB
 # On either side of each save of the training figure.
 _UNDISTURBED_STEPS: Final = 4
@@ -334,14 +336,15 @@ def _python_lost(saves: Calls) -> tuple[float, float]:
         for _ in range(20_000):
             pass
 
-    usual = median(_clocked(count)[0] for _ in range(50))
+    usual = [_clocked(count)[0] for _ in range(_NUM_COUNTS)]
     handle, begin, num_counts = saves.begin(), perf_counter(), 0
     while not handle.done():
         count()
         num_counts += 1
     seconds = perf_counter() - begin
     saves.end(handle)
-    return seconds - num_counts * usual, seconds
+    usual += [_clocked(count)[0] for _ in range(_NUM_COUNTS)]
+    return seconds - num_counts * median(usual), seconds
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class Setting:
     rounds: int = 5
     few_rounds: int = 3
     """Of what hardly varies, such as bytes, or takes long."""
-    compare_bytes: int = 384 * MIB
+    compare_bytes: int = 336 * MIB
     compare_rounds: int = 2
     """Of everything that is compared; each has saves of its own."""
     later_seconds: float = 1.5

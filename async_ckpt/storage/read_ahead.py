@@ -24,7 +24,7 @@ class ReadAhead(io.RawIOBase):
     def __init__(self, reader: Reader) -> None:
         super().__init__()
         self._reader = reader
-        self._crew = Crew("fetch", _NUM_AHEAD, background=True)
+        self._crew = Crew("fetch", _NUM_AHEAD)
         self._ahead: deque[Future[memoryview]] = deque()
         self._asked = 0  # bytes asked for so far
         self._chunk = memoryview(b"")
