@@ -19,7 +19,7 @@ from .table import NOISE_SECONDS, Figure, Row, Target, shown
 
 _OURS: Final = {name for name in CANDIDATES if name.startswith("ours")}
 # Of the table of workloads: this library, and the fastest of each kind beside it.
-_FEW: Final = ("ours", "torch_checkpointing", "dcp_async_cached", "safetensors", "torch_save")
+_FEW: Final = ("ours_guarded", "torch_checkpointing", "dcp_async_cached", "safetensors", "torch_save")
 PACKAGES: Final = ("safetensors", "torch_checkpointing", "pytorch-lightning", "zstandard")
 _GB: Final = 1e9
 # Less is no part of the state, but the same with a few bytes more.
