@@ -28,7 +28,7 @@ from .format.index import Index, Member
 from .snapshot.crew import Crew, num_cpus
 from .snapshot.device import as_integers, flat_bytes, host_pointer, memmove
 from .snapshot.pool import Segment, SegmentPool, advise_huge_pages
-from .spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
+from .spec import BLOCK_BYTES, KIB, MIB, PAGE_BYTES, Extent, align_up
 from .state.tree import Path, Select, Selector, Stored, decode, dtype_named, replaced, selector
 from .storage.base import Reader
 
@@ -38,7 +38,7 @@ Verify = bool | Literal["first"]
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
 _READ_BYTES: Final = 8 * MIB
 # Around the headers of a member: several small members at once, and little of a large one.
-_NEAR_BYTES: Final = 64 * 1024
+_NEAR_BYTES: Final = 64 * KIB
 # Some read while others verify and copy.
 _MIN_READERS: Final = 12
 _MAX_READERS: Final = 16
@@ -59,10 +59,8 @@ class OpenArchive:
         self._reader = reader
         self._digests: bytes | None = None
         self._begin = memoryview(b"")  # the first block: the index is in it, often the first headers too
-        self._kept = (
-            Extent(0, 0),
-            memoryview(b""),
-        )  # what was read last: headers lie together, and a store is far
+        # What was read last: headers lie together, and a store is far.
+        self._kept = Extent(0, 0), memoryview(b"")
         self._begin = self._read_plain(Extent(0, min(reader.num_bytes, BLOCK_BYTES)))
         head = self._read_head()
         self.index: Index = index.parse(head, path=path)

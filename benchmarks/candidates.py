@@ -108,8 +108,7 @@ class TorchSave(Candidate):
     configuration = "one file, by its path, torch.serialization.set_crc32_options(False); torch.load(mmap=True), copied into place"
 
     def save(self, number: int) -> None:
-        torch.serialization.set_crc32_options(False)
-        torch.save(self.subject.state_dict(), self.path(number))
+        _save_torch(self.subject.state_dict(), self.path(number))
         with open(self.path(number), "rb+") as file:
             _sync(file)
 
@@ -125,8 +124,7 @@ class Tar(Candidate):
     def save(self, number: int) -> None:
         folder = self.folder / "files"
         folder.mkdir()
-        torch.serialization.set_crc32_options(False)
-        torch.save(self.subject.state_dict(), folder / "state.pt")
+        _save_torch(self.subject.state_dict(), folder / "state.pt")
         with open(self.path(number), "wb") as file:
             with self._opened(file) as tar:
                 tar.add(folder, arcname=".")
@@ -522,6 +520,11 @@ def copy_into(live: State, loaded: State) -> None:
     found = dict(leaves(loaded))
     for name, tensor in tensors_of(live):
         tensor.copy_(found[name])
+
+
+def _save_torch(state: State, path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    torch.save(state, path)
 
 
 def _load_torch(path: Path, into: State) -> None:

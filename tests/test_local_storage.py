@@ -177,6 +177,7 @@ def test_a_range_is_read_exactly_whatever_its_alignment(disk, offset, length):
         assert bytes(target) == data[offset : offset + length]
 
 
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell what its page cache has")
 @pytest.mark.parametrize("num_cached", [0, 4096, MIB, 4 * MIB, 8 * MIB])
 def test_what_the_page_cache_has_is_read_from_there_and_the_rest_from_the_disk(disk, num_cached):
     data = os.urandom(8 * MIB)

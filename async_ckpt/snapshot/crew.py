@@ -24,7 +24,7 @@ Task = Callable[[], None]
 
 _BACKGROUND_NICENESS: Final = 10
 # ioprio_set(2), for which libc has no function: its number, what it is about (a thread), and the class that is served
-# when no other asks, and within ten seconds all the same.
+# when no other asks; under mq-deadline, by default, within ten seconds all the same.
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
@@ -99,9 +99,8 @@ class Crew:
             finally:
                 ended.release()
 
-        with (
-            lock
-        ):  # none begins before all have started: a thread's stack waits for the memory that tasks take
+        # None begins before all have started: a thread's stack waits for the memory that tasks take.
+        with lock:
             for _ in range(self.max_threads):
                 self.submit(work)
         num_left = self.max_threads

@@ -12,6 +12,7 @@ import json
 import logging
 import pickle
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from .tree import Encoder, Path, Select, dtype_name, is_omitted, selector
 Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _log = logging.getLogger("async_ckpt")
-_known_types: set[type] = set()  # of leaves that were pickled before
+_known_types: weakref.WeakSet[type] = weakref.WeakSet()  # of leaves that were pickled before
 _DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
