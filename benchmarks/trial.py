@@ -104,7 +104,7 @@ class _Trial:
         return result
 
     def _while_training(self) -> dict[str, Any]:
-        """Seconds that steps take longer than others do, over all of a save; and what the call and its waits took."""
+        """Seconds that steps take longer than others do, until a save is durable; and what the call and its waits took."""
         before = self._undisturbed
         begin = perf_counter()
         self._save()
@@ -113,6 +113,11 @@ class _Trial:
         during = [call + _seconds(lambda: self._step(held))]
         while not self.candidate.done():
             during.append(_seconds(lambda: self._step(held)))
+        if not self.candidate.durable:
+            syncing = threading.Thread(target=self._sync)
+            syncing.start()
+            while syncing.is_alive():
+                during.append(_seconds(lambda: self._step(held)))
         total = call if self.candidate.synchronous else perf_counter() - begin
         self._finish()
         self._undisturbed = [_seconds(self._step) for _ in range(_UNDISTURBED_STEPS)]
@@ -146,7 +151,14 @@ class _Trial:
     def _wait(self) -> None:
         self.candidate.wait()
         if not self.candidate.durable:
-            _sync(self.candidate.path(self._number))
+            self._sync()
+
+    def _sync(self) -> None:
+        path = self.candidate.path(self._number)
+        for file in [*_files(path), path.parent]:
+            fd = os.open(file, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
 
     def _delete(self, number: int) -> None:
         path = self.candidate.path(number)
@@ -242,13 +254,6 @@ def _seconds(action: Callable[[], None]) -> float:
 
 def _files(path: Path) -> list[Path]:
     return [p for p in [path, *path.rglob("*")] if p.is_file()]
-
-
-def _sync(path: Path) -> None:
-    for file in [*_files(path), path.parent]:
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
 
 
 def _disk_bytes(path: Path) -> int:
