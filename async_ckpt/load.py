@@ -23,10 +23,12 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 
 from .errors import CorruptCheckpointError, UntrustedObjectError
-from .format import digests, index, tar
+from .format import digests, index, safetensors, tar
 from .format.index import Index, Member
-from .snapshot.crew import Crew, num_cpus
+from .snapshot.crew import Crew
+from .snapshot.cuda import on_device
 from .snapshot.device import as_integers, flat_bytes, host_pointer, memmove
+from .snapshot.host import num_cpus
 from .snapshot.pool import Segment, SegmentPool, advise_huge_pages
 from .spec import BLOCK_BYTES, KIB, MIB, PAGE_BYTES, Extent, align_up
 from .state.tree import Path, Select, Selector, Stored, decode, dtype_named, replaced, selector
@@ -61,6 +63,7 @@ class OpenArchive:
         self._begin = memoryview(b"")  # the first block: the index is in it, often the first headers too
         # What was read last: headers lie together, and a store is far.
         self._kept = Extent(0, 0), memoryview(b"")
+        self._verified = self._kept  # likewise, of blocks: small pieces lie together too
         self._begin = self._read_plain(Extent(0, min(reader.num_bytes, BLOCK_BYTES)))
         head = self._read_head()
         self.index: Index = index.parse(head, path=path)
@@ -87,9 +90,12 @@ class OpenArchive:
         """A small extent, verified where the archive is."""
         if self._digests is None:
             return bytes(self._read_plain(extent))
-        wide = _widened(extent, BLOCK_BYTES, self.index.digests.data.offset)
-        data = self._read_plain(wide)
-        self.verify(wide.offset, data)
+        wide, data = self._verified
+        if not (wide.offset <= extent.offset and extent.end <= wide.end):
+            wide = _widened(extent, BLOCK_BYTES, self.index.digests.data.offset)
+            data = self._read_plain(wide)
+            self.verify(wide.offset, data)
+            self._verified = wide, data
         return bytes(data[extent.offset - wide.offset :][: extent.length])
 
     def _read_near(self, extent: Extent) -> bytes:
@@ -224,7 +230,8 @@ class OpenArchive:
                 continue
             data = self._check_tar_header(self.index.members[number])
             length = int.from_bytes(self._read_near(Extent(data.offset, min(8, data.length))), "little")
-            header = Extent(data.offset, min(data.length, 8 + length))
+            fits = length <= safetensors.MAX_HEADER_BYTES and 8 + length <= data.length
+            header = Extent(data.offset, 8 + length if fits else min(8, data.length))
             index.check_member_header(self.index, number, self._read_near(header), path=self.path)
             self._headers[number] = Extent(data.offset - tar.BLOCK, tar.BLOCK + header.length)
 
@@ -436,20 +443,30 @@ def _run_read(
     except EOFError as error:
         raise archive.corrupt(f"truncated: {error}") from error
     archive.verify(read.extent.offset, data)
-    used = set()
+    for device, stream in streams.items():
+        parts = [part for part in read.parts if targets[part.wanted].device == device]
+        if parts:
+            _enqueue(parts, segment, targets, device, stream)
     for source, wanted, begin, length in read.parts:
         target = targets[wanted]
         if target.pointer:
             memmove(target.pointer + begin, segment.address + source, length)
-        else:
-            used.add(target.device)
-            with torch.cuda.device(target.device), torch.cuda.stream(streams[target.device]):
-                target.flat[begin : begin + length].copy_(
-                    segment.tensor[source : source + length], non_blocking=True
-                )
-    for device in used:
-        with torch.cuda.device(device):
-            streams[device].synchronize()  # the buffer is read from until then
+
+
+def _enqueue(
+    parts: list[_Part], segment: Segment, targets: list[_Target], device: torch.device, stream: Any
+) -> None:
+    """Copy parts of a read to a device, and wait for that: the buffer is read from until then."""
+    ended = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, and for no other's copies
+    # In inference mode, because so may the caller be: its tensors take no writes outside.
+    with torch.inference_mode(), on_device(device), torch.cuda.stream(stream):
+        try:
+            for source, wanted, begin, length in parts:
+                piece = segment.tensor[source : source + length]
+                targets[wanted].flat[begin : begin + length].copy_(piece, non_blocking=True)
+        finally:
+            ended.record(stream)
+            ended.synchronize()
 
 
 class _Target:
@@ -457,6 +474,10 @@ class _Target:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
+        if (
+            not tensor.is_inference()
+        ):  # which is how others see that it was written to; our copies move no counter
+            torch.autograd.graph.increment_version(tensor)
         self._final: torch.Tensor | None = None
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         if not plain or tensor.device.type not in ("cpu", "cuda"):
@@ -469,7 +490,7 @@ class _Target:
     def finish(self) -> None:
         if self._final is None:
             return
-        with torch.no_grad():
+        with torch.inference_mode():  # for tensors that were made in it; the others take it as well
             if self._final.is_conj() or self._final.is_neg():
                 self._final.copy_(self.flat.view(self._final.dtype).reshape(self._final.shape))
             else:
@@ -479,15 +500,19 @@ class _Target:
 
 def _plan_reads(archive: OpenArchive, numbers: Sequence[int], *, keep_parts: bool) -> list[_Read]:
     """Cut what these tensors need into reads: whole digest blocks (or pages), neighbours together, up to a buffer's size."""
-    extents = [archive.index.tensors[number].extent for number in numbers] + archive.headers(numbers)
+    wanted: dict[Extent, list[int]] = {}  # one tensor may fill several, that are tied no more
+    for i, number in enumerate(numbers):
+        wanted.setdefault(archive.index.tensors[number].extent, []).append(i)
+    extents = sorted({*wanted, *archive.headers(numbers)}, key=lambda extent: extent.offset)
     granule = BLOCK_BYTES if archive._digests is not None else PAGE_BYTES
     file_bytes = archive.index.file_bytes
     reads: list[_Read] = []
-    order = sorted((i for i, extent in enumerate(extents) if extent.length), key=lambda i: extents[i].offset)
-    for i in order:
-        at, end = extents[i].offset, extents[i].end
+    for extent in extents:
+        at, end = extent.offset, extent.end
         while at < end:
             last = reads[-1].extent if reads else Extent(0, 0)
+            if at < last.offset:
+                raise archive.corrupt("parts of it overlap")
             if at >= last.end:
                 begin = at // granule * granule
                 # A block that the read before has fetched already is not read again: `at` lies behind it.
@@ -498,8 +523,10 @@ def _plan_reads(archive: OpenArchive, numbers: Sequence[int], *, keep_parts: boo
                     last = Extent(begin, room)
                     reads.append(_Read(last, []))
             stop = min(end, last.end)
-            if keep_parts and i < len(numbers):
-                reads[-1].parts.append(_Part(at - last.offset, i, at - extents[i].offset, stop - at))
+            if keep_parts:
+                reads[-1].parts += [
+                    _Part(at - last.offset, i, at - extent.offset, stop - at) for i in wanted.get(extent, ())
+                ]
             at = stop
     return reads
 

@@ -139,7 +139,7 @@ class _Match:
             return
         lines = (
             []
-            if self.fits
+            if self.fits or self.mismatched
             else [f"none of its names is one of the live state; it holds {self.archive.names()}"]
         )
         lines += [

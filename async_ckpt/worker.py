@@ -157,6 +157,10 @@ class Worker:
 
     def drain_at_exit(self) -> None:
         """Wait for every pending save, give up those that may not take longer, and say what was lost."""
+        with self._lock:
+            crews = [self.readers, self.background, *self._writers.values()]
+        for crew in crews:
+            crew.hurry()
         status = self._wait_for_all()
         with self._lock:
             stuck = [pending.handle for pending in self._pending]

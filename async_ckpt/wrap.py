@@ -34,6 +34,7 @@ from .report import Progress
 from .save import OffLoop, SaveJob, run_save
 from .saver import Files
 from .snapshot.crew import running_future
+from .snapshot.cuda import on_device
 from .snapshot.files import source_of
 from .snapshot.guard import Optimizers, unwrapped
 from .spans import Spans
@@ -421,7 +422,7 @@ class _Call(CopyErrand):
         args, kwargs = self._make(others, where)
         with (
             torch.set_grad_enabled(self._grad_mode),
-            contextlib.nullcontext() if self._device is None else torch.cuda.device(self._device),
+            contextlib.nullcontext() if self._device is None else on_device(self._device),
         ):
             try:
                 fn(*args, **kwargs)

@@ -341,6 +341,7 @@ BAD_TABLES = [
     '{"__metadata__":{},"w":{"dtype":"F32","shape":[],"data_offsets":[0,Infinity]}}',
     '{"__metadata__":{},"w":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}',
     '{"__metadata__":{},"w":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}',
+    '{"__metadata__":{},"w":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}',
 ]  # fmt: skip
 
 

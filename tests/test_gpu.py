@@ -356,3 +356,31 @@ def test_a_checkpoint_of_the_device_loads_on_the_host_as_it_was(ckpt):
 
     assert saved.device.type == "cpu"
     assert torch.equal(saved.view(torch.uint8), tensor.cpu().view(torch.uint8))
+
+
+def test_a_graph_is_captured_while_background_threads_copy(tmp_path):
+    p = torch.nn.Parameter(torch.ones(64 * MIB, device="cuda"))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    x = torch.ones(MIB, device="cuda")
+    with open_run(tmp_path, guard=optimizer, host_bytes=64 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.stop("write")
+        handle = ckpt.save({"p": p}, step=1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x + 1
+            disk.release_all()  # only now are most copies enqueued, and waited for, by threads of the library
+            handle.wait_staged()
+        graph.replay()
+        handle.result()
+
+        assert bool((y == 2).all())
+        assert bool((ckpt.load(1)["p"] == 1).all())
+
+
+def test_a_state_is_loaded_and_restored_to_the_device_inside_of_inference_mode(ckpt):
+    ckpt.save(many_tensors(5.0), step=1).result()
+    with torch.inference_mode():
+        assert_all(ckpt.load(1, map_location="cuda"), 5.0)
+        live = many_tensors(0.0)
+        ckpt.restore(live)
+        assert_all(live, 5.0)

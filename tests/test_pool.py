@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 from helpers_b import MIB, SEGMENT, Call, Nursery, Thrown, until
 
+from async_ckpt.snapshot import host
 from async_ckpt.snapshot.crew import Crew
+from async_ckpt.snapshot.host import free_memory_bytes
 from async_ckpt.snapshot.numa import _node_at, prefer_node
-from async_ckpt.snapshot.pool import MIN_SEGMENTS, Segment, SegmentPool, free_memory_bytes
+from async_ckpt.snapshot.pool import MIN_SEGMENTS, Segment, SegmentPool
 
 
 def nothing() -> None:
@@ -284,6 +287,66 @@ def test_a_crew_keeps_nothing_of_a_task_that_has_ended(crew):
     until(lambda: gone() is None)
 
 
+def test_running_all_begins_nothing_when_a_thread_cannot_be_had(crew, monkeypatch):
+    start, done = threading.Thread.start, []
+
+    def scarce(thread):
+        if thread.name.endswith("-3"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with pytest.raises(RuntimeError, match="new thread"):
+        crew.run_all([functools.partial(done.append, n) for n in range(100)])
+    num_done = len(done)
+    monkeypatch.undo()
+    crew.run_all([nothing] * 5)  # a later one has all its threads
+    assert len(done) == num_done < 100
+
+
+# --- processors and memory ------------------------------------------------------------------------------------
+
+
+def test_limits_of_control_groups_count_but_not_the_page_cache(tmp_path):
+    def put(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    put("proc/meminfo", "MemTotal: 64 kB\nMemAvailable: 1000000 kB\n")
+    assert free_memory_bytes(tmp_path) == 1_024_000_000
+    assert host._quota(tmp_path) > 10**6
+
+    put("proc/self/cgroup", "0::/job/step\n")
+    put("sys/fs/cgroup/job/memory.max", "800\n")
+    put("sys/fs/cgroup/job/memory.current", "700\n")
+    put("sys/fs/cgroup/job/memory.stat", "anon 1\ninactive_file 500\n")
+    put("sys/fs/cgroup/job/step/memory.max", "max\n")
+    put("sys/fs/cgroup/job/step/cpu.max", "250000 100000\n")
+    put("sys/fs/cgroup/job/cpu.max", "max 100000\n")
+    host._quota.cache_clear()
+    assert free_memory_bytes(tmp_path) == 600
+    assert host._quota(tmp_path) == 3
+
+    put("proc/self/cgroup", "4:memory:/elsewhere\n2:cpu,cpuacct:/\n")
+    put("sys/fs/cgroup/memory/memory.limit_in_bytes", "900\n")
+    put("sys/fs/cgroup/memory/memory.usage_in_bytes", "850\n")
+    put("sys/fs/cgroup/memory/memory.stat", "total_inactive_file 50\n")
+    put("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "-1\n")
+    host._quota.cache_clear()
+    assert free_memory_bytes(tmp_path) == 100
+    assert host._quota(tmp_path) > 10**6
+    host._quota.cache_clear()
+
+
+def test_the_ranks_of_a_host_share_it_whoever_started_them(monkeypatch):
+    for name in host._LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    assert host.local_world_size() == 1
+    for name, value in (("SLURM_STEP_TASKS_PER_NODE", "8(x2)"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+        assert host.local_world_size() == int(value[0])
+
+
 # --- near a device --------------------------------------------------------------------------------------------
 
 
@@ -327,3 +390,29 @@ def test_who_works_in_the_background_gives_way_to_the_training():
     if get_number and told[True][1] >= 0:
         assert told[True][1] == 3  # served when nobody else asks
         assert told[False][1] != 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux do threads have priorities of their own")
+def test_who_is_waited_for_has_the_disk_like_all_others():
+    get_number = {"x86_64": 252, "aarch64": 31}.get(os.uname().machine)
+    if get_number is None:
+        pytest.skip("the number of ioprio_get is not known here")
+    crew, threads, may_end = Crew("test", 2, background=True), [], threading.Event()
+
+    def task():
+        threads.append(threading.get_native_id())
+        may_end.wait(30)
+
+    def classes():
+        return {ctypes.CDLL(None).syscall(get_number, 1, thread) >> 13 for thread in threads}
+
+    crew.submit(task)
+    until(lambda: len(threads) == 1)
+    if classes() != {3}:
+        pytest.skip("the kernel has no priorities for its disks")
+    crew.hurry()
+    crew.submit(task)  # one that starts later, too
+    until(lambda: len(threads) == 2)
+    assert 3 not in classes()
+    may_end.set()
+    crew.stop()

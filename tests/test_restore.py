@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from support import difference
 from torch import nn
 
 from async_ckpt import AsyncCheckpointer, NotCommittedError, RngState, StateMismatchError
+from async_ckpt.storage.local import LocalReader
 
 
 @pytest.fixture
@@ -155,9 +157,10 @@ def test_tied_weights_stay_tied(ckpt: AsyncCheckpointer) -> None:
     assert difference(other.state_dict(), model.state_dict()) is None
 
 
-def test_weights_tied_when_saved_fill_weights_that_are_not(ckpt: AsyncCheckpointer) -> None:
-    weight = torch.randn(4)
-    live = {"a": torch.zeros(4), "b": torch.zeros(4)}
+@pytest.mark.parametrize("num_items", [4, 5_000_000], ids=["in one read", "in several"])
+def test_weights_tied_when_saved_fill_weights_that_are_not(num_items: int, ckpt: AsyncCheckpointer) -> None:
+    weight = torch.randn(num_items)
+    live = {"a": torch.zeros(num_items), "b": torch.zeros(num_items)}
     restored(ckpt, {"a": weight, "b": weight}, live)
     assert difference(live, {"a": weight, "b": weight}) is None
     assert live["a"].data_ptr() != live["b"].data_ptr()
@@ -802,3 +805,44 @@ def test_training_goes_on_bit_for_bit_after_a_restore(tmp_path: Path) -> None:
     assert difference(second.model.state_dict(), first.model.state_dict()) is None
     assert difference(second.optimizer.state_dict(), first.optimizer.state_dict()) is None
     assert second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
+
+
+def test_bytes_are_read_once_for_all_that_lie_together(
+    ckpt: AsyncCheckpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {"w": torch.ones(5), "loader": {str(n): bytes([n % 256]) * 5000 for n in range(200)}}
+    ckpt.save(saved, step=1).result()
+    lengths: list[int] = []
+    read_into = LocalReader.read_into
+
+    def counted(reader: LocalReader, offset: int, target: memoryview) -> None:
+        lengths.append(len(target))
+        read_into(reader, offset, target)
+
+    monkeypatch.setattr(LocalReader, "read_into", counted)
+    live = {"w": torch.zeros(5), "loader": {str(n): b"" for n in range(200)}}
+    ckpt.restore(live)
+    assert difference(live, saved) is None
+    assert sum(lengths) < 10 * os.path.getsize(next(tmp_path.rglob("*.tar")))
+
+
+def test_shapes_that_differ_everywhere_are_told_without_saying_that_names_do(ckpt: AsyncCheckpointer) -> None:
+    ckpt.save({"m": nn.Linear(4, 4)}, step=1).result()
+    with pytest.raises(StateMismatchError) as caught:
+        ckpt.restore({"m": nn.Linear(8, 8)})
+    assert "none of its names" not in str(caught.value)
+    assert len(caught.value.mismatched) == 2
+
+
+def test_what_is_filled_counts_as_written_to(ckpt: AsyncCheckpointer) -> None:
+    """Autograd and `unchanged=` know by its version that a tensor has other values."""
+    ckpt.save({"w": torch.ones(5), "t": torch.ones(4, 6)}, step=1).result()
+    live = {"w": torch.zeros(5), "t": torch.zeros(6, 4).t()}
+    before = [tensor._version for tensor in live.values()]
+    ckpt.restore(live)
+    assert all(tensor._version > version for tensor, version in zip(live.values(), before, strict=True))
+    with torch.inference_mode():
+        live = {"w": torch.zeros(5), "t": torch.zeros(6, 4).t()}
+        ckpt.restore(live)
+    assert bool((live["t"] == 1).all())
+    ckpt.restore(live)  # made in inference mode, restored outside of it

@@ -597,6 +597,17 @@ def test_an_object_is_stored_as_it_was_when_save_was_called(archive: Path) -> No
     assert async_ckpt.load(archive, trust=True) == {"c": Custom([1]), "s": {1}}
 
 
+@pytest.mark.parametrize(
+    "empty", [{}, [], (), torch.amp.GradScaler("cpu", enabled=False)], ids=["dict", "list", "tuple", "scaler"]
+)
+def test_what_is_empty_can_be_selected(empty: Any, archive: Path) -> None:
+    state = {"w": torch.ones(2), "nothing": empty, "other": {}}
+    async_ckpt.save(state, archive, select=["w", "nothing"]).result()
+    loaded = async_ckpt.load(archive)
+    assert set(loaded) == {"w", "nothing"}
+    assert len(loaded["nothing"]) == 0
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 

@@ -461,3 +461,17 @@ def test_driver_state_that_cannot_stand_beside_the_state_is_refused(tmp_path, tr
         with pytest.raises(ValueError, match=r"names of their own|too many"):
             ckpt.save(training.state, step=1, driver=driver)
         ckpt.save(training.state, step=1).result()
+
+
+@pytest.mark.parametrize("how", [{"select": "ref"}, {"strict": False}], ids=str)
+def test_what_was_restored_in_part_is_not_as_it_was_saved_last(
+    how: dict[str, Any], training: Training, tmp_path: Path
+) -> None:
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        save(ckpt, training, 1, unchanged=())
+        with torch.no_grad():
+            training.reference.weight.add_(1)
+        save(ckpt, training, 2, unchanged=())
+        ckpt.restore(training.state, step=1, **how)
+        with pytest.raises(NotUnchangedError, match="ref"):
+            save(ckpt, training, 3)

@@ -60,8 +60,8 @@ def parse_header(data: bytes) -> dict[str, tuple[str, list[int], int, int]]:
         for name, row in table.items():
             begin, end = row["data_offsets"]
             shape = list(row["shape"])
-            if not all(type(n) is int for n in (begin, end, *shape)):
-                raise ValueError(f"safetensors header: {name!r:.200} has a number that is not whole")
+            if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
+                raise ValueError(f"safetensors header: {name!r:.200} has a number that is no count")
             parsed[name] = (str(row["dtype"]), shape, begin, end)
         return parsed
     except (KeyError, TypeError, RecursionError, AttributeError) as error:

@@ -28,6 +28,7 @@ _BACKGROUND_NICENESS: Final = 10
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
+_IOPRIO_USUAL: Final = 0  # what the nice value says
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 
@@ -51,24 +52,38 @@ class Crew:
         self._lock = threading.Lock()
         self._num_threads = 0  # under _lock
         self._num_waiting = 0  # tasks queued or running; under _lock
+        self._yielding: list[
+            int
+        ] = []  # threads in the disk's idle class, as the kernel numbers them; under _lock
         self._pid = os.getpid()
         _crews.add(self)
 
     def submit(self, task: Task) -> None:
-        """Run `task` on a thread of the crew, after the tasks submitted before it were begun."""
+        """Run `task` on a thread of the crew, after the tasks submitted before it were begun.
+
+        Raises RuntimeError, and forgets the task, when the system has no thread left for it.
+        """
         with self._lock:
             self._num_waiting += 1
             start = self._num_waiting > self._num_threads and self._num_threads < self.max_threads
             if start:
                 self._num_threads += 1
                 number = self._num_threads
-        self._tasks.put(task)
         if start:
-            LibraryThread(target=self._run, name=f"async_ckpt-{self.name}-{number}", daemon=False).start()
+            try:
+                LibraryThread(target=self._run, name=f"async_ckpt-{self.name}-{number}", daemon=False).start()
+            except RuntimeError:
+                with self._lock:
+                    self._num_threads -= 1
+                    self._num_waiting -= 1
+                raise
+        self._tasks.put(task)
 
     def _run(self) -> None:
-        if self._background:
-            _give_way()
+        with self._lock:
+            if self._background:
+                _give_way()
+                self._yielding.append(threading.get_native_id())
         while (task := self._tasks.get()) is not None:
             try:
                 task()
@@ -78,6 +93,8 @@ class Crew:
                 with self._lock:
                     self._num_waiting -= 1
             del task  # what the task held must not live until the next one comes
+        with self._lock, suppress(ValueError):  # the kernel will give its number to another
+            self._yielding.remove(threading.get_native_id())
 
     def run_all(self, tasks: Iterable[Task]) -> None:
         """Run tasks on the crew's threads and return when all are done; the first error is raised, and no more begin."""
@@ -99,24 +116,33 @@ class Crew:
             finally:
                 ended.release()
 
-        # None begins before all have started: a thread's stack waits for the memory that tasks take.
-        with lock:
-            for _ in range(self.max_threads):
-                self.submit(work)
-        num_left = self.max_threads
+        num_left = 0
         try:
+            with (
+                lock
+            ):  # none begins before all have started: a thread's stack waits for the memory that tasks take
+                for _ in range(self.max_threads):
+                    self.submit(work)
+                    num_left += 1
             while num_left:
                 ended.acquire()
                 num_left -= 1
-        except (
-            BaseException
-        ) as error:  # Ctrl-C: no other begins, and those under way end before anything is closed
+        except BaseException as error:
+            # Ctrl-C, or no thread to be had: no other begins, and those under way end before anything is closed.
             errors.append(error)
             for _ in range(num_left):
                 ended.acquire()
             raise
         if errors:
             raise errors[0]
+
+    def hurry(self) -> None:
+        """From now on somebody waits for these threads: they have the disk like all others."""
+        with self._lock:
+            self._background = False
+            yielding, self._yielding = self._yielding, []
+        for thread in yielding:
+            _set_io_class(thread, _IOPRIO_USUAL)
 
     def stop(self) -> None:
         """Let the threads end once the tasks already submitted are done. Idempotent; tasks may follow again."""
@@ -140,9 +166,13 @@ def _give_way() -> None:
         return
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
-    number = _IOPRIO_SET.get(os.uname().machine)
+    _set_io_class(threading.get_native_id(), _IOPRIO_IDLE)
+
+
+def _set_io_class(thread: int, priority: int) -> None:
+    number = _IOPRIO_SET.get(os.uname().machine) if sys.platform == "linux" else None
     if number is not None:
-        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
+        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, thread, priority)
 
 
 def running_future() -> Future[Any]:
@@ -150,18 +180,6 @@ def running_future() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def num_cpus() -> int:
-    """Processors this process may use, shared fairly with the other ranks of the host."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // local_world_size())
-
-
-def local_world_size() -> int:
-    """Ranks on this host, as torchrun tells it."""
-    value = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(value)) if value.isdecimal() else 1
 
 
 def _stop_all() -> None:

@@ -19,6 +19,7 @@ import torch
 
 from ..format.layout import Piece
 from ..spec import KIB, MIB
+from .cuda import on_device
 from .pool import Segment
 
 # Tensors below this are gathered by one kernel and cross the bus together.
@@ -38,7 +39,7 @@ class _Lane:
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
         self.side = torch.cuda.Stream(device)
-        with torch.inference_mode(False), torch.cuda.device(device), torch.cuda.stream(self.side):
+        with torch.inference_mode(False), on_device(device), torch.cuda.stream(self.side):
             self.scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
@@ -62,7 +63,7 @@ class Device:
         """Enqueue on the side stream. The device is set around the stream, or leaving it on a thread that has none
         yet would make a context on the first GPU.
         """
-        with torch.cuda.device(self.device), torch.cuda.stream(self.side):
+        with on_device(self.device), torch.cuda.stream(self.side):
             yield
 
     def follow_training(self) -> None:
@@ -80,11 +81,16 @@ class Device:
         self._holds.append((before, after))
 
     def stall_seconds(self) -> float:
-        """How long streams of this device have waited for copies; a wait that is not over yet counts nothing."""
-        with torch.cuda.device(self.device):
-            return (
-                float(sum(before.elapsed_time(after) for before, after in self._holds if after.query())) / 1e3
-            )
+        """How long streams of this device have waited for copies; a wait that is not over yet counts nothing.
+
+        Nor does any on a device that is broken by now: its save may be committed all the same.
+        """
+        try:
+            with on_device(self.device):
+                ended = [(before, after) for before, after in self._holds if after.query()]
+                return float(sum(before.elapsed_time(after) for before, after in ended)) / 1e3
+        except RuntimeError:
+            return 0.0
 
     def enqueue(
         self, segment: Segment, pieces: Iterable[Piece], tensors: list[torch.Tensor], dense: list[bool]
@@ -205,7 +211,7 @@ def synchronize(devices: Iterable[Device]) -> None:
     """Wait until no copy is under way any more; what a broken device says is not news to who calls this."""
     for device in devices:
         try:
-            with torch.cuda.device(device.device):
+            with on_device(device.device):
                 device.side.synchronize()
         except RuntimeError:
             pass
@@ -213,5 +219,5 @@ def synchronize(devices: Iterable[Device]) -> None:
 
 def event_wait(device: torch.device, event: Any) -> None:
     """Block this thread, off the GIL, until the event of that device has fired."""
-    with torch.cuda.device(device):
+    with on_device(device):
         event.synchronize()

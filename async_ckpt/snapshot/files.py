@@ -22,7 +22,8 @@ from ..format.layout import SegmentPlan
 from ..format.tarball import Entry, stays_inside
 from ..spans import Clock
 from ..spec import BLOCK_BYTES, GIB
-from .crew import Crew, num_cpus, running_future
+from .crew import Crew, running_future
+from .host import num_cpus
 from .pool import Lease, SegmentPool
 
 _MAX_READERS: Final = 8

@@ -25,10 +25,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..format.layout import cut, slices
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
-from .crew import Crew, LibraryThread, local_world_size
+from .crew import Crew, LibraryThread
 from .device import first_device
 from .guard import Optimizers, deferrable, gate_of
-from .pool import LIVENESS_SECONDS, Lease, Segment, free_memory_bytes
+from .host import free_memory_bytes, local_world_size
+from .pool import LIVENESS_SECONDS, Lease, Segment
 from .stager import Snapshot, version_of
 
 # Vector loads, and what CUDA aligns its own allocations to.

@@ -22,8 +22,10 @@ from typing import Final
 
 import torch
 
-from ..spec import KIB, MIB, SEGMENT_BYTES, align_up
-from .crew import Crew, local_world_size
+from ..spec import MIB, SEGMENT_BYTES, align_up
+from .crew import Crew
+from .cuda import on_device
+from .host import free_memory_bytes, local_world_size
 from .numa import node_of, prefer_node
 
 # Without at least this many a save cannot overlap copying with writing: one being filled, one being written,
@@ -92,7 +94,7 @@ class Segment:
 
         `device` is one that this process uses: on a thread without one, CUDA would take a context on the first GPU.
         """
-        with torch.cuda.device(device):
+        with on_device(device):
             code = int(
                 torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _HOST_REGISTER_PORTABLE)
             )
@@ -111,7 +113,7 @@ class Segment:
 
     def unpin(self) -> None:
         if self.pinned_for is not None and os.getpid() == self._pid:
-            with torch.cuda.device(self.pinned_for):
+            with on_device(self.pinned_for):
                 torch.cuda.cudart().cudaHostUnregister(self.address)
         self.pinned_for = None
 
@@ -231,7 +233,11 @@ class SegmentPool:
                 self._num_segments -= 1
             raise
         if pin:
-            self._pin(segment, pin)
+            try:
+                self._pin(segment, pin)
+            except BaseException:
+                self._take_back(segment)
+                raise
         return Lease(self, segment)
 
     def add_reliever(self, relieve: Reliever) -> None:
@@ -274,9 +280,12 @@ class SegmentPool:
             with self._changed:
                 pageable = [segment for segment in self._free if not segment.pinned]
                 self._free = [segment for segment in self._free if segment.pinned]
-            for segment in pageable:
-                self._pin(segment, pin)
-                self._take_back(segment)
+            try:
+                for segment in pageable:
+                    self._pin(segment, pin)
+            finally:
+                for segment in pageable:
+                    self._take_back(segment)
         for _ in range(num_new):
             done.acquire()
         if errors:
@@ -333,38 +342,3 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
     length = (address + num_bytes - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
-
-
-def free_memory_bytes() -> int:
-    """Memory that could be taken without swapping: the machine's, or the control group's where that is less."""
-    free = _meminfo_available()
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        numbers = [_read_number(name) for name in (limit, used)]
-        if numbers[0] is not None and numbers[1] is not None:
-            free = min(free, max(0, numbers[0] - numbers[1]))
-    return free
-
-
-def _meminfo_available() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * KIB
-    except OSError:
-        pass
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return 8 * 1024 * MIB
-
-
-def _read_number(name: str) -> int | None:
-    try:
-        with open(name, encoding="ascii") as file:
-            text = file.read().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None

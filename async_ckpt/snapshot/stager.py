@@ -24,9 +24,10 @@ from ..errors import TornSnapshotError
 from ..format.layout import Piece, SegmentPlan
 from ..spans import NO_TRACE, Clock, Trace
 from ..spec import MIB, TensorSpec
-from .crew import Crew, num_cpus, running_future
+from .crew import Crew, running_future
 from .device import Device, dense_blocks, event_wait, flat_bytes, memmove, synchronize
 from .guard import Gate, Held
+from .host import num_cpus
 from .pool import LIVENESS_SECONDS, Lease, SegmentPool
 
 # A copy of hundreds of MB saturates a host's memory with few threads.
@@ -141,6 +142,8 @@ class Snapshot(Held):
 
     def hold(self) -> None:
         """Keep an optimizer's step back: this thread until every copy is enqueued, then its streams until they end."""
+        if (tripwires := self._tripwires) is not None:
+            tripwires.look_at_versions()
         with self._trace.span("guard"), self._changed:
             if not self._released:
                 self._held_since.append(self._clock())
@@ -289,7 +292,7 @@ class Snapshot(Held):
 
     def _all_enqueued(self) -> None:
         if self._tripwires:
-            self._tripwires.look_again()
+            self._tripwires.look_at_bytes()
         self._release_gates()
         if self._devices:
             self._enqueued.put(None)
@@ -309,6 +312,8 @@ class Snapshot(Held):
             self._end(error)
 
     def _complete(self) -> None:
+        if self._tripwires:
+            self._tripwires.look_at_versions()
         torn = self._tripwires.torn() if self._tripwires else ()
         if torn:
             names = tuple(self._specs[i].dotted for i in torn)
@@ -389,7 +394,7 @@ def _split(
 
 
 class _Tripwires:
-    """Samples of the deferred tensors, taken in `save` and looked at again when the copies have ended.
+    """Versions and samples of the deferred tensors, taken in `save` and looked at again.
 
     A moved version counter is proof of a write; one that stands still is not (fused kernels and `.data` do not move
     it), hence the bytes.
@@ -411,16 +416,23 @@ class _Tripwires:
             self._numbers.setdefault(data.device, []).append(i)
         self._before = self._sample()
         self._after: dict[torch.device, torch.Tensor] = {}
-        self._moved: list[int] = []
+        self._moved: list[int] | None = None  # under _looking
+        self._looking = threading.Lock()
 
-    def look_again(self) -> None:
+    def look_at_versions(self) -> None:
+        """Before the optimizer's next step, or when every copy has ended: whatever comes first, and that alone."""
+        with self._looking:
+            if self._moved is None:
+                now = {i: version_of(tensor) for i, tensor in self._tensors.items()}
+                self._moved = [i for i, version in self._versions.items() if version != now[i]]
+
+    def look_at_bytes(self) -> None:
         """Every copy is done, or enqueued, and no gate is open yet: what is seen now is what was copied."""
-        self._moved = [i for i, version in self._versions.items() if version != version_of(self._tensors[i])]
         self._after = self._sample()
 
     def torn(self) -> list[int]:
         """The tensors that were written to in between. Waits for the samples."""
-        torn = set(self._moved)
+        torn = set(self._moved or ())
         for device, numbers in self._numbers.items():
             with self._stream_of(device):
                 same = self._before[device] == self._after[device]

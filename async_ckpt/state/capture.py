@@ -10,7 +10,6 @@ import gc
 import io
 import json
 import logging
-import pickle
 import sys
 import weakref
 from collections.abc import Iterator
@@ -152,9 +151,8 @@ class _Walk:
         """The leaves that are not plain data, by torch.save; None when there are none."""
         if not self._objects:
             return None
-        self._tell_what_needs_trust()
         try:
-            return _pickle(self._objects)
+            data = _pickle(self._objects)
         except Exception:
             for value, where in zip(self._objects, self._object_paths, strict=True):
                 try:
@@ -166,23 +164,25 @@ class _Walk:
                         path=where,
                     ) from error
             raise
+        self._tell_what_needs_trust(data)
+        return data
 
-    def _tell_what_needs_trust(self) -> None:
+    def _tell_what_needs_trust(self, data: bytes) -> None:
         """Now rather than at the load, when it is too late to leave it out. Once for each type."""
+        new: dict[type, tuple[Any, str]] = {}
         for value, where in zip(self._objects, self._object_paths, strict=True):
-            if type(value) in _known_types:
-                continue
-            _known_types.add(type(value))
-            try:
-                torch.load(io.BytesIO(_pickle(value)), weights_only=True)
-            except pickle.UnpicklingError:
+            if type(value) not in _known_types:
+                new.setdefault(type(value), (value, where))
+        _known_types.update(new)
+        if not new or not _needs_trust(data):
+            return
+        for value, where in new.values():
+            if _needs_trust(_pickle(value)):
                 _log.warning(
                     "%s is a %s, which is pickled: loading it will need trust=True; saved as text or numbers it would not",
                     where,
                     type(value).__qualname__,
                 )
-            except Exception:
-                return  # it cannot be pickled, which is told by who does it next
 
 
 def _pointer(tensor: torch.Tensor) -> int | None:
@@ -236,6 +236,11 @@ def _pickle(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def _needs_trust(data: bytes) -> bool:
+    """Whether torch's weights-only unpickler refuses it. Nothing of it is loaded: that may be large, or on a device."""
+    return bool(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
 
 
 def _dotted(path: Path) -> str:

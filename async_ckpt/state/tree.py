@@ -113,7 +113,7 @@ class Encoder:
             node = self.encode(item, inner)
             if node is not _OMITTED:
                 items.append([_key_node(key, inner), node])
-        if self._keep is not None and not items:
+        if not (items or self._stays_empty(value, path)):
             return _OMITTED
         if not isinstance(value, OrderedDict):
             return {"dict": items}
@@ -126,19 +126,22 @@ class Encoder:
     def _sequence(self, value: Sequence[Any], path: Path) -> Json:
         if isinstance(value, torch.Size):
             return {"size": list(value)} if self._is_kept(path) else _OMITTED
-        nodes = [self.encode(item, (*path, i)) for i, item in enumerate(value)]
-        if self._keep is not None:
-            nodes = [node for node in nodes if node is not _OMITTED]
-            if not nodes:
-                return _OMITTED
-            if isinstance(value, tuple) and len(nodes) < len(value):
-                return {"tuple": nodes}
+        encoded = [self.encode(item, (*path, i)) for i, item in enumerate(value)]
+        nodes = [node for node in encoded if node is not _OMITTED]
+        if not (nodes or self._stays_empty(value, path)):
+            return _OMITTED
+        if isinstance(value, tuple) and len(nodes) < len(value):
+            return {"tuple": nodes}
         if isinstance(value, list):
             return {"list": nodes}
         fields = getattr(value, "_fields", None)
         if fields is None:
             return {"tuple": nodes}
         return {"namedtuple": [class_name(type(value)), list(fields), nodes]}
+
+    def _stays_empty(self, container: Any, path: Path) -> bool:
+        """Whether a container without entries stays: it had none, and is itself wanted."""
+        return self._keep is None or (not container and self._keep(path))
 
 
 @dataclass(frozen=True, slots=True)

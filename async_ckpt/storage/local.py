@@ -266,11 +266,10 @@ class LocalReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        if os.path.isdir(path):  # which some systems open, and others refuse for another reason
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         self._fd = os.open(path, os.O_RDONLY | _O_CLOEXEC | _O_BINARY)
         self._direct_fd = -1
-        if os.path.isdir(path):
-            os.close(self._fd)
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if _O_DIRECT:
             with suppress(OSError):
                 self._direct_fd = os.open(path, os.O_RDONLY | _O_CLOEXEC | _O_DIRECT)
@@ -307,8 +306,10 @@ class LocalReader:
             # One page first: asked for more in vain, the kernel would begin to fetch it.
             if os.preadv(self._fd, [target[:PAGE_BYTES]], offset, _RWF_NOWAIT) == PAGE_BYTES:
                 num_read = os.preadv(self._fd, [target], offset, _RWF_NOWAIT) // PAGE_BYTES * PAGE_BYTES
-        # A file is in there or it is not: each question in vain costs the disk a page.
-        self._asks_cache = num_read == len(target)
+        if num_read < len(
+            target
+        ):  # a file is in there or it is not: each question in vain costs the disk a page
+            self._asks_cache = False
         return num_read
 
     def close(self) -> None:
