@@ -19,13 +19,13 @@ check: .venv/.check        ## lint, formatting, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/.bench        ## the figures of the README, on this machine
+bench: .venv/.test         ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks
 
-bench-gpu: .venv/.bench    ## the same where there is a CUDA device
+bench-gpu: .venv/.test     ## the same where there is a CUDA device
 	$(BIN)/python -m benchmarks gpu
 
-bench-s3: .venv/.bench     ## the same of object stores, beside other clients
+bench-s3: .venv/.test      ## the same of object stores, beside other clients
 	$(BIN)/python -m benchmarks stores
 
 format: .venv/.check
@@ -50,10 +50,6 @@ clean:
 	touch $@
 
 .venv/.test: .venv/.base
-	$(INSTALL) --no-build-isolation -e ".[demo,test]"
-	touch $@
-
-.venv/.bench: .venv/.base
 	$(INSTALL) --no-build-isolation -e ".[demo,test,bench]"
 	touch $@
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import torch
-
 from . import figures
 from .compression import compression
 from .environment import describe
-from .gpu import gpu, gpu_comparison
 from .setting import KEPT, Setting
-from .table import Row, markdown, show_in, write
+from .table import Row, kept_of, markdown, show_in, write
 from .tracing import trace
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -44,7 +43,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "shapes": _shapes,
         "stores": _stores,
         "trace": lambda: Table({"trace": trace}),
-        "gpu": lambda: Table({"gpu": gpu, "gpu_comparison": gpu_comparison}),
+        "gpu": _gpu,
     }
 
 
@@ -59,6 +58,7 @@ FIGURES: Final[dict[str, Measure]] = {
     "wrapped": figures.wrapped,
     "bandwidth_limit": figures.bandwidth_limit,
     "reads_beside": figures.reads_beside,
+    "products_beside": figures.products_beside,
     "compression": compression,
     "import_time": figures.import_time,
 }
@@ -81,6 +81,12 @@ def _shapes() -> Table:
     return Table({"shapes": compare.shapes}, compare.PACKAGES)
 
 
+def _gpu() -> Table:
+    from . import compare, gpu
+
+    return Table({"gpu": gpu.gpu, "gpu_comparison": gpu.gpu_comparison}, compare.PACKAGES)
+
+
 def _growth() -> Table:
     from . import growth
 
@@ -98,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     toy = options.quick or os.environ.get("QUICK") == "1"
     unknown = [name for name in options.table if name not in _tables()]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files go
     if unknown:
         parser.error(f"there is no table {unknown[0]}; there are {', '.join(_tables())}")
     tables = {name: _tables()[name]() for name in options.table or _USUAL}
@@ -120,27 +127,24 @@ def _only(tables: Mapping[str, Table], measure: str) -> dict[str, Table]:
 def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool) -> None:
     options.dir.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=options.dir)).absolute()
+    stem = _kept_at(options, name, toy=toy)
+    rows: dict[str, Row] = {}
     try:
         environment = describe(folder, table.packages)
-        rows: dict[str, Row] = {}
-        files: dict[str, bytes] = {}
         for figure, measure in table.measures.items():
             print(f"measuring {figure} …", flush=True)
             rows |= measure(Setting.toy(folder / figure) if toy else Setting(folder / figure))
-            files |= {file.name: file.read_bytes() for file in (folder / figure / KEPT).glob("*")}
+            if stem is not None:  # after each: what is stopped has not measured in vain
+                write(stem, kept_of(rows, environment))
+                _keep(folder / figure / KEPT, stem.parent / stem.name)
             shutil.rmtree(folder / figure, ignore_errors=True)
     finally:
         shutil.rmtree(folder)
         if not any(options.dir.iterdir()):
             options.dir.rmdir()
-    print("\n" + markdown(list(rows.values()), environment))
-    stem = _kept_at(options, name, toy=toy)
+    print("\n" + markdown(kept_of(rows, environment)))
     if stem is None:
         return
-    write(stem, rows, environment)
-    for file, data in files.items():
-        (stem.parent / stem.name).mkdir(exist_ok=True)
-        (stem.parent / stem.name / file).write_bytes(data)
     if find_spec("matplotlib") is not None:
         from .plots import draw
 
@@ -149,13 +153,16 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
         show_in(README, stem)
 
 
+def _keep(found: Path, folder: Path) -> None:
+    if found.is_dir():
+        shutil.copytree(found, folder, dirs_exist_ok=True)
+
+
 def _kept_at(options: argparse.Namespace, name: str, *, toy: bool) -> Path | None:
-    """Toy sizes and single figures are kept only where the caller says, and so is what could not be measured."""
+    """Toy sizes and single figures are kept only where the caller says."""
     if options.out:
         return Path(options.out) / name
-    if toy or options.only or (name == "gpu" and not torch.cuda.is_available()):
-        return None
-    return RESULTS / name
+    return None if toy or options.only else RESULTS / name
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,9 +22,7 @@ _OURS: Final = {name for name in CANDIDATES if name.startswith("ours")}
 _FEW: Final = ("ours_guarded", "torch_checkpointing", "dcp_async_cached", "safetensors", "torch_save")
 PACKAGES: Final = ("safetensors", "torch_checkpointing", "pytorch-lightning", "zstandard")
 _GB: Final = 1e9
-# Less is no part of the state, but the same with a few bytes more.
-_SCALED_FROM: Final = 1.5
-Values = Callable[[Mapping[str, Any]], float]
+Values = Callable[[Mapping[str, Any]], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +47,21 @@ class Contender:
         told = {"title": self.candidate.title, "configuration": self.candidate.configuration}
         if self.why_not:
             return told | {"not_measured": self.why_not}
-        medians = {name: median(map(value, self.results)) for name, value in VALUES.items()}
-        return told | {"medians": medians, "results": list(self.results)}
+        return told | {"medians": self.medians, "results": list(self.results)}
+
+    @property
+    def medians(self) -> dict[str, float]:
+        return {name: median(self.values(name)) for name in VALUES}
+
+    def values(self, name: str) -> list[float]:
+        """Every sample, of all rounds."""
+        return [value for result in self.results for value in VALUES[name](result)]
 
     def cells(self) -> list[str]:
         if self.why_not:
             return [self.candidate.title, self.why_not, *[""] * (len(self.HEAD) - 2)]
-        at = {name: median(map(value, self.results)) for name, value in VALUES.items()}
-        burst = [result["burst"] for result in self.results if "burst" in result]
-        spoilt = sum(one["of"] - one["same"] for one in burst)
-        hurried = f"{median(one['lost'] for one in burst):.2f}" if burst else "-"
+        at = self.medians
+        burst = [result["burst"]["lost"] for result in self.results if "burst" in result]
         return [
             self.candidate.title,
             f"{at['lost']:.3f}",
@@ -66,34 +69,42 @@ class Contender:
             shown(at["stall"] * 1e3),
             f"{at['durable']:.2f}",
             f"{at['bandwidth'] / _GB:.2f}",
-            f"{at['processor_per_gb']:.2f}",
+            f"{at['processor_per_byte'] * _GB:.2f}",
             f"{at['memory']:.2f}",
             f"{at['disk']:.2f}",
             f"{at['restore_cold']:.2f}",
             f"{at['restore_warm']:.2f}",
-            hurried + (f" ({spoilt} hold another state)" if spoilt else ""),
+            f"{median(burst):.2f}" if burst else "-",
         ]
 
 
 def _of_later(key: str) -> Values:
-    return lambda result: median(save[key] for save in result["later"])
+    return lambda result: [save[key] for save in result["later"]]
 
 
 def _of_alone(key: str) -> Values:
-    return lambda result: median(save[key] for save in result["alone"])
+    return lambda result: [save[key] for save in result["alone"]]
+
+
+def _per_byte(values: Values, *, inverse: bool = False) -> Values:
+    def told(result: Mapping[str, Any]) -> list[float]:
+        num_bytes = result["num_bytes"]
+        return [num_bytes / value if inverse else value / num_bytes for value in values(result)]
+
+    return told
 
 
 VALUES: Final[dict[str, Values]] = {
     "lost": _of_later("lost"),
-    "first": lambda result: result["first"]["lost"],
+    "first": lambda result: [result["first"]["lost"]],
     "stall": _of_later("stall"),
     "durable": _of_alone("durable"),
-    "bandwidth": lambda result: result["num_bytes"] / _of_alone("durable")(result),
-    "processor_per_gb": lambda result: _of_alone("processor")(result) / result["num_bytes"] * _GB,
-    "memory": lambda result: result["peak_bytes"] / result["num_bytes"],
-    "disk": lambda result: result["disk_bytes"] / result["num_bytes"],
+    "bandwidth": _per_byte(_of_alone("durable"), inverse=True),
+    "processor_per_byte": _per_byte(_of_alone("processor")),
+    "memory": _per_byte(lambda result: [result["peak_bytes"]]),
+    "disk": _per_byte(lambda result: [result["disk_bytes"]]),
     "restore_cold": lambda result: result["restore_cold"],
-    "restore_warm": lambda result: result["restore_warm"],
+    "restore_warm": lambda result: [result["restore_warm"]],
 }
 
 
@@ -107,7 +118,6 @@ def measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: i
     """By name. A B C A B C: what else goes on meets all of them."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     why_not = {name: CANDIDATES[name].why_not() for name in names}
-    sizes: list[int] = []
     for number, name in itertools.product(range(setting.compare_rounds), names):
         if why_not[name] or (number and CANDIDATES[name].share < 1):  # scaled from a sample, and that once
             continue
@@ -122,22 +132,16 @@ def measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: i
             why_not[name] = "void: what it brought back is not what was saved"
         else:
             results[name].append(result)
-            sizes.append(result["num_bytes"])
-    return {
-        name: Contender(
-            name,
-            [] if why_not[name] else [_scaled(result, max(sizes)) for result in results[name]],
-            why_not[name],
-        )
-        for name in names
-    }
+    sizes = [result["num_bytes"] for name in names for result in results[name] if CANDIDATES[name].share == 1]
+    for name in names:
+        if CANDIDATES[name].share < 1 and sizes:
+            results[name] = [_scaled(result, max(sizes)) for result in results[name]]
+    return {name: Contender(name, [] if why_not[name] else results[name], why_not[name]) for name in names}
 
 
 def _scaled(result: Any, num_bytes: int) -> Any:
-    """Of a part of the state, as if it were all of it."""
+    """Of a part of the state, as if it were all of it; `sample_bytes` says how much was measured."""
     factor = num_bytes / result["num_bytes"]
-    if factor < _SCALED_FROM:
-        return result
 
     def scale(value: Any) -> Any:
         if isinstance(value, dict):
@@ -146,21 +150,23 @@ def _scaled(result: Any, num_bytes: int) -> Any:
             return [scale(inner) for inner in value]
         return value if isinstance(value, bool) else value * factor
 
-    return scale(result)
+    return {**scale(result), "sample_bytes": result["num_bytes"]}
 
 
 def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
-    """The targets. A pair is of one round, in which both were measured one soon after the other."""
+    """The targets. A pair is of one round, in which both were measured one soon after the other, and of saves that came
+    equally late in it.
+    """
     others = [name for name, contender in contenders.items() if contender.results]
     peers = [name for name in others if name not in {*_OURS, "limit"}]
     durable = [name for name in peers if CANDIDATES[name].durable]
 
     def best(names: Sequence[str], value: str) -> str:
-        return min(names, key=lambda name: median(map(VALUES[value], contenders[name].results)))
+        return min(names, key=lambda name: contenders[name].medians[value])
 
     def held(title: str, ours: str, other: str, value: str, limit: float | None) -> Figure:
-        both = zip(contenders[ours].results, contenders[other].results, strict=False)
-        pairs = [tuple(max(VALUES[value](one), NOISE_SECONDS) for one in pair) for pair in both]
+        both = zip(contenders[ours].values(value), contenders[other].values(value), strict=False)
+        pairs = [tuple(max(one, NOISE_SECONDS) for one in pair) for pair in both]
         target = None if limit is None else Target("≤", limit)
         return Figure(title, "s", CANDIDATES[other].title, target, cast("Any", pairs))
 
@@ -181,7 +187,7 @@ def _against(contenders: Mapping[str, Contender]) -> dict[str, Row]:
         "restore_limit": held(restored, "ours", "limit", "restore_cold", None),
     }
     guarded = contenders["ours_guarded"].results
-    first = [(VALUES["first"](result), 0.1 * result["num_bytes"] / _GB) for result in guarded]
+    first = [(VALUES["first"](result)[0], 0.1 * result["num_bytes"] / _GB) for result in guarded]
     title = "training seconds lost to the first save, after prewarm"
     return {**figures, "lost_first": Figure(title, "s", "0.1 s per GB", Target("≤", 1.0), first)}
 
@@ -195,7 +201,7 @@ class Shape:
     contenders: Mapping[str, Contender]
 
     GROUP: ClassVar = "workloads"
-    HEAD: ClassVar = ["state", *(f"{CANDIDATES[name].title}: stall ms / durable s" for name in _FEW)]
+    HEAD: ClassVar = ["state", *(f"{CANDIDATES[name].title}: lost / durable, s" for name in _FEW)]
 
     def as_dict(self) -> dict[str, Any]:
         told = {name: contender.as_dict() for name, contender in self.contenders.items()}
@@ -208,15 +214,14 @@ class Shape:
         contender = self.contenders.get(name)
         if contender is None or contender.why_not:
             return contender.why_not if contender else "-"
-        stall, durable = (median(map(VALUES[key], contender.results)) for key in ("stall", "durable"))
-        return f"{shown(stall * 1e3)} / {durable:.2f}"
+        return f"{contender.medians['lost']:.3f} / {contender.medians['durable']:.2f}"
 
 
 _SHAPES: Final = {
     "gpt2": "GPT-2 124M with AdamW, fp32",
     "rank_of_8b": "one rank of an 8B model under FSDP over 8, fewer layers",
     "lora": "LoRA over a frozen bf16 base",
-    "small": "tensors of 1 KiB",
+    "small": "20,000 tensors of 1 KiB",
     "huge": "one tensor",
 }
 
@@ -225,7 +230,7 @@ def shapes(setting: Setting) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for workload, title in _SHAPES.items():
         # Of 100,000 some take minutes for each save.
-        num_bytes = setting.num_small // 5 * 1024 if workload == "small" else setting.shape_bytes
+        num_bytes = setting.num_small // 5 * 1024 if workload == "small" else setting.shape_bytes_here()
         once = replace(setting, compare_rounds=setting.shape_rounds)
         contenders = measured(once, workload, _FEW[: setting.num_shaped], num_bytes)
         sizes = [result["num_bytes"] for one in contenders.values() for result in one.results]

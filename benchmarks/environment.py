@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+import async_ckpt
 
 
 def describe(folder: Path, packages: Sequence[str] = ()) -> dict[str, str | int | float]:
@@ -26,8 +29,8 @@ def describe(folder: Path, packages: Sequence[str] = ()) -> dict[str, str | int 
         "file_system": file_system(folder),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "xxhash": version("xxhash"),
-        "async_ckpt": version("async_ckpt"),
+        "xxhash": _version("xxhash"),
+        "async_ckpt": f"{async_ckpt.__version__} at {_commit()}",
     }
     return told | {name: _version(name) for name in packages}
 
@@ -40,6 +43,22 @@ def file_system(folder: Path) -> str:
         if folder.resolve().is_relative_to(mount) and len(mount) >= len(str(best)):
             best, kind = Path(mount), found
     return kind
+
+
+def _commit() -> str:
+    """Of the code that was measured, as far as git knows; with a "+" where files differ from it."""
+    here = Path(__file__).parent
+    asked = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "*.py", "../async_ckpt"]]
+    try:
+        commit, changed = (
+            subprocess.run(
+                ["git", *words], cwd=here, check=True, capture_output=True, text=True
+            ).stdout.strip()
+            for words in asked
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "no commit"
+    return commit + ("+" if changed else "")
 
 
 def _version(package: str) -> str:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
@@ -22,7 +23,18 @@ import torch
 from async_ckpt import AsyncCheckpointer, SaveHandle, SaveReport, save, wrap
 
 from . import probe
-from .limits import MIB, NUM_READERS, READ_BYTES, SEGMENT_BYTES, WarmMemory, drop_cache, torch_save_seconds
+from .limits import (
+    MIB,
+    NUM_COPIERS,
+    NUM_CPUS,
+    NUM_READERS,
+    READ_BYTES,
+    SEGMENT_BYTES,
+    WarmMemory,
+    drop_cache,
+    seconds_of,
+    torch_save_seconds,
+)
 from .setting import Setting, side_by_side
 from .table import Figure, Target
 from .workloads import Training, small_tensors, tensors
@@ -190,6 +202,62 @@ def _reads_per_second(path: Path, write: Callable[[], float]) -> float:
         ended.set()
         thread.join()
     return counts[0] / seconds
+
+
+def products_beside(setting: Setting) -> dict[str, Figure]:
+    """What is left of the processors for others while a save compresses on all of them but one."""
+    state = tensors(setting.compare_bytes)
+    path = setting.folder / "beside.tar.zst"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = torch.cat([tensor.flatten() for tensor in state.values()]).numpy().data.cast("B")
+    pieces = [data[at : at + SEGMENT_BYTES] for at in range(0, len(data), SEGMENT_BYTES)]
+
+    def compress() -> None:
+        zstandard = import_module("zstandard")
+        local = threading.local()
+
+        def one(piece: memoryview) -> None:
+            if not hasattr(local, "compressor"):
+                local.compressor = zstandard.ZstdCompressor(level=3)
+            local.compressor.compress(piece)
+
+        seconds_of([partial(one, piece) for piece in pieces], NUM_COPIERS)
+
+    pairs = side_by_side(
+        setting.few_rounds,
+        lambda: _products_per_second(lambda: save({"model": state}, path).result()),
+        lambda: _products_per_second(compress),
+    )
+    title = "products of matrices per second, on every processor, beside a save that compresses"
+    limit = "beside zstd of the same, as many threads as processors, at the usual priority"
+    return {"products_beside": Figure(title, "", limit, Target("≥", 1.0), pairs)}
+
+
+def _products_per_second(work: Callable[[], object]) -> float:
+    """By as many threads as there are processors, as long as `work` takes."""
+    ended = threading.Event()
+    counts: list[int] = []
+
+    def multiply() -> None:
+        torch.set_num_threads(1)
+        matrix, count = torch.rand(256, 256), 0
+        while not ended.is_set():
+            matrix @ matrix
+            count += 1
+        counts.append(count)
+
+    threads = [threading.Thread(target=multiply) for _ in range(NUM_CPUS)]
+    for thread in threads:
+        thread.start()
+    begin = perf_counter()
+    try:
+        work()
+    finally:
+        seconds = perf_counter() - begin
+        ended.set()
+        for thread in threads:
+            thread.join()
+    return sum(counts) / seconds
 
 
 def small(setting: Setting) -> dict[str, Figure]:

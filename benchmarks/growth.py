@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from async_ckpt import AsyncCheckpointer
+from async_ckpt.snapshot.host import free_memory_bytes
 
 from .figures import Saves
 from .limits import MIB, SEGMENT_BYTES, WarmMemory
@@ -31,7 +33,8 @@ from .workloads import small_tensors, tensors
 _GB: Final = 1e9
 _WARM_SAVES: Final = 5
 _RANK_ROUNDS: Final = 2
-_OF_MEMORY: Final = 1 / 6  # the state, its snapshot, and what the limit is measured with
+# Of memory: the state, its snapshot, and what the limit is measured with; of the disk: the last archive, and the next.
+_PART: Final = 1 / 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,10 @@ class Series:
 
 
 def by_bytes(setting: Setting) -> dict[str, Row]:
-    """As far as memory allows."""
-    most = min(setting.growth_bytes, int(_memory_bytes() * _OF_MEMORY))
+    """As far as memory and the disk allow."""
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    room = min(free_memory_bytes(), shutil.disk_usage(setting.folder).free)
+    most = min(setting.growth_bytes, int(room * _PART))
     stalls, durable, limits = [], [], []
     num_bytes = 64 * MIB
     while num_bytes <= most:
@@ -189,10 +194,6 @@ def _held() -> dict[str, float]:
         "Threads": int(told["Threads"]),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 MEASURES: Final[dict[str, Callable[[Setting], dict[str, Row]]]] = {

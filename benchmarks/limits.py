@@ -23,9 +23,12 @@ import torch
 MIB: Final = 1024 * 1024
 SEGMENT_BYTES: Final = 32 * MIB
 READ_BYTES: Final = 16 * MIB
-NUM_COPIERS: Final = min(8, len(os.sched_getaffinity(0)))
+NUM_CPUS: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+NUM_COPIERS: Final = min(8, NUM_CPUS)
 NUM_WRITERS: Final = 8
-NUM_READERS: Final = min(8, max(4, len(os.sched_getaffinity(0))))
+NUM_READERS: Final = min(8, max(4, NUM_CPUS))
+# Where the system has none, the limit is what goes through its cache.
+_O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _PAGE_BYTES: Final = 4096
 
 
@@ -37,7 +40,8 @@ class WarmMemory:
         self.pieces: list[mmap.mmap] = []
         for _ in range(-(-num_bytes // piece_bytes)):
             piece = mmap.mmap(-1, piece_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            piece.madvise(mmap.MADV_HUGEPAGE)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                piece.madvise(mmap.MADV_HUGEPAGE)
             ctypes.memset(_address(piece), 1, piece_bytes)
             self.pieces.append(piece)
 
@@ -74,7 +78,7 @@ class WarmMemory:
 
     def write(self, path: Path, num_bytes: int) -> None:
         """A new file of this size, of whole pages, past the page cache, until it is durable."""
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o644)
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _O_DIRECT, 0o644)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
 
@@ -89,9 +93,14 @@ class WarmMemory:
         finally:
             os.close(fd)
 
+    def forget(self) -> None:
+        """Have other bytes in every piece, so that none of them passes for what is read."""
+        for piece in self.pieces:
+            ctypes.memset(_address(piece), 0, self.piece_bytes)
+
     def read(self, path: Path) -> None:
         """The whole file, past the page cache, into the pieces that it was written from."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        fd = os.open(path, os.O_RDONLY | _O_DIRECT)
         try:
             whole = [partial(os.preadv, fd, [p], i * self.piece_bytes) for i, p in enumerate(self.pieces)]
             seconds_of(whole, NUM_READERS)
@@ -101,7 +110,7 @@ class WarmMemory:
     def reads_until(self, ended: threading.Event, path: Path) -> int:
         """How many pieces of the file, here and there, past the page cache, one after the other."""
         count, num_pieces = 0, path.stat().st_size // self.piece_bytes
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        fd = os.open(path, os.O_RDONLY | _O_DIRECT)
         try:
             while not ended.is_set():
                 os.preadv(fd, [self.pieces[0]], random.randrange(num_pieces) * self.piece_bytes)
@@ -114,7 +123,7 @@ class WarmMemory:
         """The whole file, past the page cache, each piece of memory used again and again."""
         num_bytes = path.stat().st_size
         free = deque(self.pieces)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        fd = os.open(path, os.O_RDONLY | _O_DIRECT)
 
         def read(at: int) -> None:
             piece = free.popleft()
@@ -153,28 +162,37 @@ def fill_cache(path: Path) -> None:
 
 
 def torch_save_seconds(state: object, path: Path) -> float:
-    """`torch.save` until it is durable. The file is deleted again, untimed."""
+    """What `torch_save` takes. The file is deleted again, untimed."""
     begin = perf_counter()
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    torch_save(state, path)
     seconds = perf_counter() - begin
     path.unlink()
     return seconds
 
 
+def torch_save(state: object, path: Path) -> None:
+    """`torch.save` as fast as it is - a path, no checksums - until it is durable."""
+    torch.serialization.set_crc32_options(False)
+    torch.save(state, path)
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
 def seconds_of(tasks: Iterable[Callable[[], object]], num_threads: int) -> float:
-    """Run all tasks on this many threads, each taking the next one."""
+    """Run all tasks on this many threads, each taking the next one; raise what the first of them raised."""
     todo = deque(tasks)
+    errors: list[BaseException] = []
 
     def work() -> None:
-        while todo:
+        while not errors:
             try:
                 task = todo.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:
                 return
-            task()
+            try:
+                task()
+            except BaseException as error:
+                errors.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(num_threads)]
     begin = perf_counter()
@@ -182,6 +200,8 @@ def seconds_of(tasks: Iterable[Callable[[], object]], num_threads: int) -> float
         thread.start()
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]
     return perf_counter() - begin
 
 

@@ -58,31 +58,37 @@ def draw(stem: Path) -> list[Path]:
     return written
 
 
-def lost(candidates: Kept) -> Figure:
-    """What a save costs the training, of all that were measured, on a scale of powers of ten."""
-    rows = [
-        (told["title"], max(told["medians"]["lost"], NOISE_SECONDS), name.startswith("ours"))
-        for name, told in candidates.items()
-        if "medians" in told
-    ]
-    rows.sort(key=lambda row: -row[1])
-    figure, axes = plt.subplots(figsize=(7.2, 0.32 * len(rows) + 1.0))
-    bars = axes.barh([title for title, _, _ in rows], [value for _, value, _ in rows], height=0.68)
-    for bar, (_, value, ours) in zip(bars, rows, strict=True):
-        bar.set_color(_OURS if ours else _THEIRS)
-        less = "≤ " if value <= NOISE_SECONDS else ""
-        axes.annotate(
-            f" {less}{value:.3g} s", (value, bar.get_y() + bar.get_height() / 2), va="center", color=_INK
-        )
-    axes.set_xscale("log")
-    axes.margins(x=0.12)
-    axes.set_xlabel("training seconds lost to one save (later saves, median)")
+def lost(candidates: Kept) -> Figure | None:
+    """What a save costs the training, and how much of that is its call, on scales of powers of ten."""
+    names = [name for name, told in candidates.items() if "medians" in told]
+    if not names:
+        return None
+    names.sort(key=lambda name: -candidates[name]["medians"]["lost"])
+    figure, both = plt.subplots(1, 2, sharey=True, figsize=(9.6, 0.32 * len(names) + 1.0))
+    _bars(both[0], candidates, names, "lost", NOISE_SECONDS)
+    both[0].set_xlabel("training seconds lost to one save (later saves, median)")
+    _bars(both[1], candidates, names, "stall", 0.0)
+    both[1].set_xlabel("stall: seconds in the call, and held before a step")
     return figure
 
 
-def timeline(candidates: Kept) -> Figure:
+def _bars(axes: Axes, candidates: Kept, names: list[str], value: str, least: float) -> None:
+    values = [max(candidates[name]["medians"][value], least) for name in names]
+    bars = axes.barh([candidates[name]["title"] for name in names], values, height=0.68)
+    for bar, name, seconds in zip(bars, names, values, strict=True):
+        bar.set_color(_OURS if name.startswith("ours") else _THEIRS)
+        less = "≤ " if seconds <= least else ""
+        middle = bar.get_y() + bar.get_height() / 2
+        axes.annotate(f" {less}{seconds:.2g} s", (seconds, middle), va="center", color=_INK)
+    axes.set_xscale("log")
+    axes.margins(x=0.2)
+
+
+def timeline(candidates: Kept) -> Figure | None:
     """Steps of a training while one save is under way: as wide as they took, dark where they took longer."""
     shown = [name for name in _SHOWN if "results" in candidates.get(name, {})]
+    if not shown:
+        return None
     figure, axes = plt.subplots(figsize=(7.2, 0.62 * len(shown) + 1.0))
     for row, name in enumerate(reversed(shown)):
         saves = [save for result in candidates[name]["results"] for save in result["later"]]

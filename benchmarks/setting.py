@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from async_ckpt.snapshot.host import free_memory_bytes
+
 from .limits import MIB
 
 KEPT: Final = "kept"
@@ -29,14 +31,15 @@ class Setting:
     rounds: int = 5
     few_rounds: int = 3
     """Of what hardly varies, such as bytes, or takes long."""
-    compare_bytes: int = 336 * MIB
+    compare_bytes: int = 288 * MIB
     compare_rounds: int = 2
     """Of everything that is compared; each has saves of its own."""
-    later_seconds: float = 1.5
-    """For the later saves of one process: it begins another as long as these are not over."""
-    settle_seconds: float = 3.0
-    """Of training, between the warming up and the first save of what starts a process; a sixth for others."""
+    num_later: int = 4
+    """Saves of one process that count as later ones; one more comes before them."""
+    settle_seconds: float = 2.0
+    """Of training, between the warming up and the first save of what starts a process; a quarter for others."""
     shape_bytes: int = 1536 * MIB
+    """As far as memory has eight times as much."""
     gpu_bytes: tuple[int, ...] = (16 * 1024 * MIB, 64 * 1024 * MIB)
     """As far as the device has twice as much."""
     shape_rounds: int = 1
@@ -50,10 +53,13 @@ class Setting:
     served_bytes: int = 256 * MIB
     """What the real servers are given, which take long."""
 
+    def shape_bytes_here(self) -> int:
+        return min(self.shape_bytes, free_memory_bytes() // 8)
+
     @classmethod
     def toy(cls, folder: Path) -> Setting:
         sizes: dict[str, Any] = {
-            "later_seconds": 0.0,
+            "num_later": 1,
             "settle_seconds": 0.1,
             "gpu_bytes": (48 * MIB,),
             "num_shaped": 1,

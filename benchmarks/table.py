@@ -19,6 +19,8 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 
 # What steps of a training differ by on their own: no save is known to cost less.
 NOISE_SECONDS: Final = 0.005
+# Values, to have quartiles.
+_ENOUGH: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Figure:
     note: str = ""
 
     GROUP: ClassVar = "figures"
-    HEAD: ClassVar = ["what", "measured", "limit", "ratio (quartiles)", "target", "met"]
+    HEAD: ClassVar = ["what", "measured", "limit", "ratio (spread)", "target", "met"]
 
     @property
     def ratios(self) -> list[float]:
@@ -67,7 +69,7 @@ class Figure:
             low, high = _spread(self.ratios)
             row["measured_median"] = median(measured for measured, _ in self.pairs)
             row["limit_median"] = median(limit for _, limit in self.pairs)
-            row |= {"ratio_median": median(self.ratios), "ratio_quartiles": [low, high]}
+            row |= {"ratio_median": median(self.ratios), "ratio_spread": [low, high]}
             row["pairs"] = [list(pair) for pair in self.pairs]
         return row | {"target": self._target, "met": self.met, "note": self.note}
 
@@ -144,26 +146,34 @@ class Row(Protocol):
 Environment = dict[str, str | int | float]
 
 
-def markdown(rows: Sequence[Row], environment: Environment) -> str:
-    where = ", ".join(f"{name} {value}" for name, value in environment.items())
-    kinds = dict.fromkeys(type(row) for row in rows)
-    tables = [_table(kind, [row for row in rows if isinstance(row, kind)]) for kind in kinds]
-    return "\n".join([*filter(None, tables), f"Medians of what was measured side by side. {where}.", ""])
-
-
-def _table(kind: type[Row], rows: Sequence[Row]) -> str:
-    lines = [kind.HEAD, ["---"] * len(kind.HEAD), *(row.cells() for row in rows)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines) if rows else ""
-
-
-def write(stem: Path, rows: Mapping[str, Row], environment: Environment) -> None:
-    """`stem`.json for programs and `stem`.md for people."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    kept: dict[str, Any] = {"environment": environment}
+def kept_of(rows: Mapping[str, Row], environment: Environment) -> dict[str, Any]:
+    """What a file of results holds: every sample, by group and name, and the tables that people are shown."""
+    kept: dict[str, Any] = {"environment": environment, "tables": []}
     for name, row in rows.items():
         kept.setdefault(row.GROUP, {})[name] = row.as_dict()
+    kinds: dict[type[Row], None] = dict.fromkeys(type(row) for row in rows.values())
+    for kind in kinds:
+        lines = [row.cells() for row in rows.values() if isinstance(row, kind)]
+        kept["tables"].append({"head": kind.HEAD, "lines": lines})
+    return kept
+
+
+def markdown(kept: Mapping[str, Any]) -> str:
+    """The tables of such a file, and what they were measured on."""
+    where = ", ".join(f"{name} {value}" for name, value in kept["environment"].items())
+    tables = [_table(table["head"], table["lines"]) for table in kept["tables"]]
+    return "\n".join([*tables, f"Medians of what was measured side by side. {where}.", ""])
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "".join("| " + " | ".join(line) + " |\n" for line in (head, ["---"] * len(head), *lines))
+
+
+def write(stem: Path, kept: Mapping[str, Any]) -> None:
+    """`stem`.json for programs and `stem`.md for people, who are shown nothing else."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    stem.with_suffix(".md").write_text(markdown(list(rows.values()), environment))
+    stem.with_suffix(".md").write_text(markdown(kept))
 
 
 def show_in(readme: Path, stem: Path) -> None:
@@ -185,8 +195,8 @@ def shown(value: float) -> str:
 
 
 def _spread(ratios: Sequence[float]) -> tuple[float, float]:
-    """The quartiles; of fewer than two values, the value itself."""
-    if len(ratios) < 2:
-        return ratios[0], ratios[0]
+    """The quartiles; of a few values, the least and the greatest."""
+    if len(ratios) < _ENOUGH:
+        return min(ratios), max(ratios)
     low, _, high = quantiles(ratios, n=4, method="inclusive")
     return low, high

@@ -6,15 +6,17 @@ Run as `python -m benchmarks.trial NAME '{…}'` this is such a process.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -33,8 +35,8 @@ from .workloads import WORKLOADS, State, Subject
 _UNDISTURBED_STEPS: Final = 3
 _SAMPLE_SECONDS: Final = 0.02
 _NUM_IN_BURST: Final = 3
-# Of the later saves of one process, if they are fast.
-_MOST_SAVES: Final = 5
+_NUM_ALONE: Final = 2
+_NUM_COLD: Final = 2
 _PATIENCE_SECONDS: Final = 900
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
@@ -46,9 +48,9 @@ def run(
 
     With `burst`, also of saves that come faster than the disk.
     """
-    settle = setting.settle_seconds if CANDIDATES[name].has_process else setting.settle_seconds / 6
+    settle = setting.settle_seconds if CANDIDATES[name].has_process else setting.settle_seconds / 4
     arguments = {"workload": workload, "num_bytes": num_bytes, "folder": str(folder), "burst": burst}
-    arguments |= {"later_seconds": setting.later_seconds, "settle_seconds": settle}
+    arguments |= {"num_later": setting.num_later, "settle_seconds": settle}
     command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(arguments)]
     folder.mkdir(parents=True)
     try:
@@ -72,13 +74,13 @@ class _Trial:
         for _ in range(_UNDISTURBED_STEPS):  # until memory is what training takes
             subject.forward_backward()
             subject.optimizer_step()
-        gc.collect()
+        _trim()
         self._before = _held_bytes()
         self.candidate = candidate(folder, subject)
         self._number = 0
         self._undisturbed: list[float] = []  # seconds of the steps since the last save
 
-    def measured(self, later_seconds: float, settle_seconds: float, *, burst: bool) -> dict[str, Any]:
+    def measured(self, num_later: int, settle_seconds: float, *, burst: bool) -> dict[str, Any]:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         prewarm = _seconds(self.candidate.prewarm)
@@ -87,19 +89,18 @@ class _Trial:
             self._undisturbed = [*self._undisturbed[1 - _UNDISTURBED_STEPS :], _seconds(self._step)]
         result: dict[str, Any] = {"num_bytes": self.num_bytes, "prewarm": prewarm}
         result["first"] = self._while_training()
-        result["later"] = []
-        end = perf_counter() + later_seconds
-        while not result["later"] or (len(result["later"]) < _MOST_SAVES and perf_counter() < end):
-            result["later"].append(self._while_training())
+        self._while_training()  # the second is often unlike all others: memory and files are taken up once more
+        result["later"] = [self._while_training() for _ in range(num_later - 1)]
+        wanted = _digest(self.subject.state_dict())
+        result["later"].append(self._while_training())
         torch.set_num_threads(num_threads)  # nothing trains meanwhile
-        result["alone"] = [self._alone()]
+        result |= self._restored(wanted)
+        result["alone"] = [self._alone() for _ in range(_NUM_ALONE)]
         result["peak_bytes"] = self._peak_bytes()
         if burst and not self.candidate.synchronous:
             torch.set_num_threads(1)
             result["burst"] = self._burst()
-            torch.set_num_threads(num_threads)
-        result["disk_bytes"] = _disk_bytes(self.candidate.path(self._number))
-        result |= self._restored()
+            result["same"] &= result["burst"]["same"]
         self.candidate.close()
         return result
 
@@ -179,6 +180,7 @@ class _Trial:
 
     def _peak_bytes(self) -> int:
         """Of host memory in use during a save, beyond what was there before any; shared memory counts once."""
+        _trim()
         ended, peak = threading.Event(), [0]
 
         def sample() -> None:
@@ -197,44 +199,48 @@ class _Trial:
 
     def _burst(self) -> dict[str, Any]:
         """Saves one step apart, faster than any disk: seconds lost to each; and whether each is of its own moment."""
-        before, first, lost, wanted = self._number, self._number + 1, 0.0, []
+        before, first, lost, states = self._number, self._number + 1, 0.0, []
         usual = median(_seconds(self._step) for _ in range(_UNDISTURBED_STEPS))
         for _ in range(_NUM_IN_BURST):
-            wanted.append(_digest(self.subject.state_dict()))
+            states.append({name: tensor.clone() for name, tensor in tensors_of(self.subject.state_dict())})
             lost += _seconds(self._save)
             lost += _seconds(self._step) - usual
         self.candidate.wait()
-        same = 0
-        for number, digest in enumerate(wanted, first):
+        same = True
+        for number, state in enumerate(states, first):
             self._bring_back(number)
-            same += _digest(self.subject.state_dict()) == digest
+            same &= _digest(self.subject.state_dict()) == _digest(state)
         self._finish()
         for number in range(before, self._number):
             self._delete(number)
-        return {"lost": lost / _NUM_IN_BURST, "same": same, "of": _NUM_IN_BURST}
+        return {"lost": lost / _NUM_IN_BURST, "same": same}
 
     def _bring_back(self, number: int) -> float:
         """Seconds, into tensors that were zeroed before."""
         live = self.subject.state_dict()
         for _, tensor in tensors_of(live):
             tensor.zero_()
+        self.candidate.forget()
         into = self.subject.state if self.candidate.into_objects else live
         begin = perf_counter()
         self.candidate.restore(number, into)
         return perf_counter() - begin
 
-    def _restored(self) -> dict[str, Any]:
-        """Into zeroed tensors: seconds with no page of the files in the cache, and with all; and the comparison."""
-        wanted = _digest(self.subject.state_dict())
-        files = _files(self.candidate.path(self._number))
-        for path in files:
-            drop_cache(path)
-        cold = self._bring_back(self._number)
-        for path in files:
-            fill_cache(path)
+    def _restored(self, wanted: str) -> dict[str, Any]:
+        """The last save that was made beside the training, into zeroed tensors: seconds with no page of its files in the
+        cache, and with all; and whether it is what was to be saved.
+        """
+        path = self.candidate.path(self._number)
+        files, cold = _files(path), []
+        for _ in range(_NUM_COLD):
+            for file in files:
+                drop_cache(file)
+            cold.append(self._bring_back(self._number))
+        for file in files:
+            fill_cache(file)
         warm = self._bring_back(self._number)
         same = _digest(self.subject.state_dict()) == wanted
-        return {"restore_cold": cold, "restore_warm": warm, "same": same}
+        return {"restore_cold": cold, "restore_warm": warm, "same": same, "disk_bytes": _disk_bytes(path)}
 
 
 def _digest(state: State) -> str:
@@ -244,6 +250,13 @@ def _digest(state: State) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
+
+
+def _trim() -> None:
+    """Give back what was freed: it is no memory of what comes next."""
+    gc.collect()
+    with suppress(AttributeError, OSError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _seconds(action: Callable[[], None]) -> float:
@@ -305,10 +318,12 @@ def _gone() -> Iterator[None]:
 
 def main() -> None:
     name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some share each tensor by a descriptor
     candidate = CANDIDATES[name]
     subject = WORKLOADS[arguments["workload"]](int(arguments["num_bytes"] * candidate.share))
     made = _Trial(candidate, subject, Path(arguments["folder"]))
-    told = made.measured(arguments["later_seconds"], arguments["settle_seconds"], burst=arguments["burst"])
+    told = made.measured(arguments["num_later"], arguments["settle_seconds"], burst=arguments["burst"])
     print(json.dumps(told))
 
 

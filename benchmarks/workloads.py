@@ -18,10 +18,10 @@ _WIDTH: Final = 2048
 _TENSOR_BYTES: Final = _WIDTH * _WIDTH * 4
 
 
-def tensors(num_bytes: int) -> dict[str, torch.Tensor]:
+def tensors(num_bytes: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """fp32 matrices of 16 MiB. The headers in the file shift them, so that they straddle segments as real ones do."""
     count = max(1, num_bytes // _TENSOR_BYTES)
-    return {f"layers.{i}.weight": torch.rand(_WIDTH, _WIDTH) for i in range(count)}
+    return {f"layers.{i}.weight": torch.rand(_WIDTH, _WIDTH, device=device) for i in range(count)}
 
 
 def small_tensors(count: int) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ _RANKS: Final = 8
 def rank_of_8b(num_bytes: int) -> Still:
     """One rank of Llama 3 8B under FSDP over 8: shards of each tensor, fp32, with AdamW's moments.
 
-    All 32 layers would be 12 GB; there are as many as fit.
+    All 32 layers would be 12 GB; there are as many as `num_bytes` hold.
     """
     shapes = {name: (shape[0] // _RANKS, *shape[1:]) for name, shape in _LLAMA.items()}
     of_layer = 12 * sum(torch.Size(shape).numel() for shape in shapes.values())
