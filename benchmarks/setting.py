@@ -36,7 +36,7 @@ class Setting:
     """Of everything that is compared; each has saves of its own."""
     num_later: int = 4
     """Saves of one process that count as later ones; one more comes before them."""
-    settle_seconds: float = 2.0
+    settle_seconds: float = 3.0
     """Of training, between the warming up and the first save of what starts a process; a quarter for others."""
     shape_bytes: int = 1536 * MIB
     """As far as memory has eight times as much."""
