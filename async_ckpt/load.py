@@ -474,9 +474,7 @@ class _Target:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
-        if (
-            not tensor.is_inference()
-        ):  # which is how others see that it was written to; our copies move no counter
+        if not tensor.is_inference():  # our copies move no counter, by which others see that it was written to
             torch.autograd.graph.increment_version(tensor)
         self._final: torch.Tensor | None = None
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -129,6 +129,7 @@ def _copy_and_call(setting: Setting, num_bytes: int) -> dict[str, Row]:
     num_tensors = len(state)
     state.clear()
     torch.cuda.empty_cache()
+    shutil.rmtree(setting.folder / f"gpu-{num_bytes}")  # the disk may not have room for this one, too
     allowed = 20e-3 * (num_tensors + num_segments)
     return {
         f"gpu_copy_{num_bytes}": Figure(*_COPY, pairs=pairs, note=size),

@@ -52,9 +52,8 @@ class Crew:
         self._lock = threading.Lock()
         self._num_threads = 0  # under _lock
         self._num_waiting = 0  # tasks queued or running; under _lock
-        self._yielding: list[
-            int
-        ] = []  # threads in the disk's idle class, as the kernel numbers them; under _lock
+        # Threads in the disk's idle class, as the kernel numbers them; under _lock.
+        self._yielding: list[int] = []
         self._pid = os.getpid()
         _crews.add(self)
 
@@ -118,9 +117,8 @@ class Crew:
 
         num_left = 0
         try:
-            with (
-                lock
-            ):  # none begins before all have started: a thread's stack waits for the memory that tasks take
+            # None begins before all have started: a thread's stack waits for the memory that tasks take.
+            with lock:
                 for _ in range(self.max_threads):
                     self.submit(work)
                     num_left += 1
