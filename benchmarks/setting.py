@@ -28,10 +28,10 @@ class Setting:
     training_bytes: int = 1024 * MIB
     num_small: int = 100_000
     budget_bytes: int = 128 * MIB
-    rounds: int = 5
+    rounds: int = 4
     few_rounds: int = 3
     """Of what hardly varies, such as bytes, or takes long."""
-    compare_bytes: int = 288 * MIB
+    compare_bytes: int = 192 * MIB
     compare_rounds: int = 2
     """Of everything that is compared; each has saves of its own."""
     num_later: int = 4

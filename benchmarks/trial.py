@@ -94,8 +94,10 @@ class _Trial:
         wanted = _digest(self.subject.state_dict())
         result["later"].append(self._while_training())
         torch.set_num_threads(num_threads)  # nothing trains meanwhile
-        result |= self._restored(wanted)
+        looked_at = self._number
         result["alone"] = [self._alone() for _ in range(_NUM_ALONE)]
+        result |= self._restored(looked_at, wanted)
+        self._delete(looked_at)
         result["peak_bytes"] = self._peak_bytes()
         if burst and not self.candidate.synchronous:
             torch.set_num_threads(1)
@@ -137,7 +139,7 @@ class _Trial:
         self._save()
         self._wait()
         seconds, processor = perf_counter() - begin, _processor_seconds() - processor
-        self._delete(self._number - 1)
+        self._delete(self._number)
         return {"durable": seconds, "processor": processor}
 
     def _save(self) -> None:
@@ -226,19 +228,19 @@ class _Trial:
         self.candidate.restore(number, into)
         return perf_counter() - begin
 
-    def _restored(self, wanted: str) -> dict[str, Any]:
-        """The last save that was made beside the training, into zeroed tensors: seconds with no page of its files in the
-        cache, and with all; and whether it is what was to be saved.
+    def _restored(self, number: int, wanted: str) -> dict[str, Any]:
+        """A save, into zeroed tensors: seconds with no page of its files in the cache, and with all; and whether it is
+        what was to be saved.
         """
-        path = self.candidate.path(self._number)
+        path = self.candidate.path(number)
         files, cold = _files(path), []
         for _ in range(_NUM_COLD):
             for file in files:
                 drop_cache(file)
-            cold.append(self._bring_back(self._number))
+            cold.append(self._bring_back(number))
         for file in files:
             fill_cache(file)
-        warm = self._bring_back(self._number)
+        warm = self._bring_back(number)
         same = _digest(self.subject.state_dict()) == wanted
         return {"restore_cold": cold, "restore_warm": warm, "same": same, "disk_bytes": _disk_bytes(path)}
 
