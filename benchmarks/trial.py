@@ -50,7 +50,10 @@ def run(
     """
     settle = setting.settle_seconds if CANDIDATES[name].has_process else setting.settle_seconds / 4
     arguments = {"workload": workload, "num_bytes": num_bytes, "folder": str(folder), "burst": burst}
-    arguments |= {"num_later": setting.num_later, "settle_seconds": settle}
+    num_later = (
+        setting.num_later if CANDIDATES[name].share == 1 else 1
+    )  # that one takes long, and always as long
+    arguments |= {"num_later": num_later, "settle_seconds": settle}
     command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(arguments)]
     folder.mkdir(parents=True)
     try:
