@@ -474,7 +474,9 @@ class _Target:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
-        if not tensor.is_inference():  # our copies move no counter, by which others see that it was written to
+        if (
+            not tensor.is_inference()
+        ):  # others see by its counter that it was written to; our copies move none
             torch.autograd.graph.increment_version(tensor)
         self._final: torch.Tensor | None = None
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
