@@ -33,7 +33,7 @@ from .errors import (
 )
 from .functional import from_step, host_copy_of, state_of
 from .handle import SaveHandle
-from .load import Part, Verify
+from .load import Part, Verify, check_verify
 from .policy import MARGIN_SECONDS, Deadline, SavePolicy
 from .restore import is_looked_into, restore_state
 from .save import CommitRule
@@ -213,7 +213,7 @@ class AsyncCheckpointer:
         or restored, by this checkpointer: a frozen reference policy, the base model under LoRA. They are not written
         again: the manifest points to the archive that has them, which stays as long as that is so. One that was not saved
         yet is written. The statement is checked: NotUnchangedError when one of its tensors is not the same memory, or
-        was written to.
+        was written to, as far as its version counter tells: it stands still under `.data` and numpy.
         `driver` is what one process holds for all ranks (dataloader, actors): more entries of the state, up to 64 MiB, that
         are written to an archive of their own beside the ranks', and come back with every load.
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle. (A
@@ -350,6 +350,7 @@ class AsyncCheckpointer:
                 parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
             )
 
+        check_verify(verify)
         return from_step(self._roots, self._step_or_latest(step), build, verify=verify)
 
     def restore(
@@ -373,6 +374,7 @@ class AsyncCheckpointer:
         def put_back(parts: Sequence[Part]) -> None:
             restore_state(parts, state, select=select, strict=strict, trust=trust, verify=verify, types=types)
 
+        check_verify(verify)
         newest = self.latest()
         for pending in self._saver.pending():
             pending.handle.staging_completion.exception()  # what is being copied must not be overwritten

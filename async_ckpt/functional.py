@@ -25,7 +25,7 @@ from .commit.run import Run
 from .errors import CorruptCheckpointError, NotCommittedError, StorageUnavailableError
 from .format import zstd
 from .handle import SaveHandle
-from .load import OpenArchive, Part, check_select, load_parts, load_state
+from .load import OpenArchive, Part, check_select, check_verify, load_parts, load_state
 from .saver import Saver
 from .snapshot.host_copy import HostCopy, HostMemory
 from .state.tree import Select
@@ -131,6 +131,7 @@ def load(
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
     and KeyError when `select`, or one of several in it, matches nothing.
     """
+    check_verify(verify)
     place = {"storage_options": storage_options, "engine": engine, "fs": fs}
     with _open_any(path, verify, place) as archive:
         return state_of(

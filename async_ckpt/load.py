@@ -357,6 +357,12 @@ def check_select(parts: Sequence[Part], select: Select) -> None:
         raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing; {there}")
 
 
+def check_verify(verify: Verify) -> None:
+    """A slip of the pen must not be taken for a check, or for none. Raises ValueError."""
+    if verify not in (True, False, "first"):
+        raise ValueError(f'verify={verify!r} is none of True, False and, for restore, "first"')
+
+
 def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
     """The state that is in one archive, or in several: the first has the step's own, the others what it borrows.
 
@@ -372,7 +378,7 @@ def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
         except KeyError as error:
             errors.append(error)
     if len(errors) == len(parts):
-        raise errors[0]
+        raise KeyError("; ".join(error.args[0] for error in errors))
     return merged
 
 

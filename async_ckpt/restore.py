@@ -55,7 +55,7 @@ def restore_state(
         match.visit(share, saved, ())
         matches.append((match, share))
     if len(errors) == len(shares):
-        raise errors[0]
+        raise KeyError("; ".join(error.args[0] for error in errors))
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
         match.raise_problems(strict or nothing_fits)
@@ -126,6 +126,7 @@ class _Match:
         self.mismatched: list[str] = []
         self.archive, self._objects = archive, objects
         self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
+        self._shares_a_name = True  # at the top, as far as there are names
         self._partial = partial  # something was selected: what else is live was not asked for
 
     @property
@@ -137,16 +138,13 @@ class _Match:
         missing, unexpected = (self.missing, self.unexpected) if strict else ([], [])
         if not (missing or unexpected or self.mismatched):
             return
-        lines = (
-            []
-            if self.fits or self.mismatched
-            else [f"none of its names is one of the live state; it holds {self.archive.names()}"]
-        )
-        lines += [
+        lines = [
             *(f"missing in the checkpoint: {name}" for name in missing),
             *(f"unexpected in the checkpoint: {name}" for name in unexpected),
             *self.mismatched,
         ]
+        if not self._shares_a_name:
+            lines.insert(0, f"none of its names is one of the live state; it holds {self.archive.names()}")
         shown = "\n  ".join(lines[:50]) + (f"\n  … and {len(lines) - 50} more" if len(lines) > 50 else "")
         raise StateMismatchError(
             f"{self.archive.path} does not fit the live state, of which nothing was overwritten:\n  {shown}",
@@ -306,6 +304,8 @@ class _Match:
         return live._make(values) if hasattr(live, "_make") else tuple(values)
 
     def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
+        if not path:
+            self._shares_a_name = any(key in saved for key in live)
         if not self._partial:
             self.missing += [_dotted((*path, key)) for key in live if key not in saved]
         if path:  # at the top, what the caller did not ask for is left alone

@@ -64,6 +64,8 @@ def main() -> None:
     ways = [demo.train(way) for way in ("async_ckpt", "tar", "tar.gz")]
     demo.compare(whole, *ways)
     demo.screen.table(ways)
+    if demo.in_store:
+        say("async_ckpt wrote to the store, tar and tar.gz to a local disk.")
 
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     draw(PICTURE, ways, whole=whole, killed=killed[-1], resumed=resumed)

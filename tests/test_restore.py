@@ -846,3 +846,23 @@ def test_what_is_filled_counts_as_written_to(ckpt: AsyncCheckpointer) -> None:
         ckpt.restore(live)
     assert bool((live["t"] == 1).all())
     ckpt.restore(live)  # made in inference mode, restored outside of it
+
+
+@pytest.mark.parametrize("verify", ["frist", None, "", 2])
+def test_a_slip_in_verify_is_no_check_and_no_lack_of_one(verify: Any, ckpt: AsyncCheckpointer) -> None:
+    ckpt.save({"w": torch.ones(5)}, step=1).result()
+    live = {"w": torch.zeros(5)}
+    for read in (lambda: ckpt.restore(live, verify=verify), lambda: ckpt.load(verify=verify)):
+        with pytest.raises(ValueError, match="first"):
+            read()
+    assert not live["w"].any()
+
+
+def test_names_that_are_shared_at_the_top_are_not_said_to_be_missing(ckpt: AsyncCheckpointer) -> None:
+    ckpt.save({"m": nn.Linear(4, 4)}, step=1).result()
+    with pytest.raises(StateMismatchError) as caught:
+        ckpt.restore({"m": nn.Sequential(nn.Linear(4, 4))})
+    assert "none of its names" not in str(caught.value)
+    assert caught.value.missing == ("m.0.weight", "m.0.bias")
+    with pytest.raises(StateMismatchError, match="none of its names is one of the live state; it holds m"):
+        ckpt.restore(nn.Linear(4, 4))

@@ -475,3 +475,16 @@ def test_what_was_restored_in_part_is_not_as_it_was_saved_last(
         ckpt.restore(training.state, step=1, **how)
         with pytest.raises(NotUnchangedError, match="ref"):
             save(ckpt, training, 3)
+
+
+def test_a_name_that_matches_nothing_is_told_with_what_is_borrowed(
+    training: Training, tmp_path: Path
+) -> None:
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            save(ckpt, training, step)
+        for read in (lambda: ckpt.load(2, select="reff"), lambda: async_ckpt.load(tmp_path, select="reff")):
+            with pytest.raises(
+                KeyError, match=r"it holds epoch, model, optimizer; .* it holds epoch, model, optimizer, ref"
+            ):
+                read()
