@@ -104,7 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     toy = options.quick or os.environ.get("QUICK") == "1"
     unknown = [name for name in options.table if name not in _tables()]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files go
     if unknown:
         parser.error(f"there is no table {unknown[0]}; there are {', '.join(_tables())}")
     tables = {name: _tables()[name]() for name in options.table or _USUAL}
@@ -112,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables = _only(tables, options.only)
         if not tables:
             parser.error(f"--only {options.only}: no table has it")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files go
     for name, table in tables.items():
         _measure(name, table, options, toy=toy)
 

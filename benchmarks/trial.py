@@ -50,9 +50,8 @@ def run(
     """
     settle = setting.settle_seconds if CANDIDATES[name].has_process else setting.settle_seconds / 4
     arguments = {"workload": workload, "num_bytes": num_bytes, "folder": str(folder), "burst": burst}
-    num_later = (
-        setting.num_later if CANDIDATES[name].share == 1 else 1
-    )  # that one takes long, and always as long
+    # What is given a sample takes long, and always as long.
+    num_later = setting.num_later if CANDIDATES[name].share == 1 else 1
     arguments |= {"num_later": num_later, "settle_seconds": settle}
     command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(arguments)]
     folder.mkdir(parents=True)
