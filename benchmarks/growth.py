@@ -6,24 +6,21 @@ In: a setting. Out: series of points, and the slope that fits them. Knows nothin
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import linear_regression, median
-from time import perf_counter
 from typing import Any, ClassVar, Final
 
 import torch
 
-from async_ckpt import AsyncCheckpointer
 from async_ckpt.snapshot.host import free_memory_bytes
 
+from .apart import Apart, Channel, begun
 from .figures import Saves
 from .limits import MIB, SEGMENT_BYTES, WarmMemory
 from .setting import Setting, side_by_side
@@ -32,7 +29,6 @@ from .workloads import small_tensors, tensors
 
 _GB: Final = 1e9
 _WARM_SAVES: Final = 5
-_RANK_ROUNDS: Final = 2
 # Of memory: the state, its snapshot, and what the limit is measured with; of the disk: the last archive, and the next.
 _PART: Final = 1 / 6
 
@@ -144,47 +140,40 @@ def by_saves(setting: Setting) -> dict[str, Row]:
 
 def by_ranks(setting: Setting) -> dict[str, Row]:
     """Processes of one host, each with a run and a state of its own, that save at the same time."""
-    points = []
-    for count in (1, 2, 4):
-        samples = [
-            _together(setting, count, number) for number in range(min(_RANK_ROUNDS, setting.few_rounds))
-        ]
-        points.append((float(count), median(samples)))
+    points = [(float(count), median(_together(setting, count, setting.few_rounds))) for count in (1, 2, 4)]
     size = setting.rank_bytes / _GB
     title = f"call to durable, {size:.2f} GB for each rank"
     return {"growth_ranks": Series(title, "ranks", "s", points, "s per rank")}
 
 
-def _together(setting: Setting, count: int, number: int) -> float:
-    """Seconds until the last of them is durable."""
-    children = []
-    for rank in range(count):
-        folder = setting.folder / f"ranks-{count}-{number}-{rank}"
-        command = [sys.executable, "-m", __name__, json.dumps([str(folder), setting.rank_bytes, count])]
-        children.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-    for child in children:
-        assert child.stdout is not None
-        child.stdout.readline()  # it is ready
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    return max(float(child.communicate()[0]) for child in children)
+def _together(setting: Setting, count: int, rounds: int) -> list[float]:
+    """Of each round: seconds until the last of them is durable."""
+    with ExitStack() as stack:
+        folders = [setting.folder / f"ranks-{count}-{rank}" for rank in range(count)]
+        ranks = [
+            stack.enter_context(begun(_as_rank, folder, setting.rank_bytes, count, rounds))
+            for folder in folders
+        ]
+        return [_one_save(ranks) for _ in range(rounds)]
 
 
-def _as_rank(folder: str, num_bytes: int, count: int) -> None:
+def _one_save(ranks: Sequence[Apart]) -> float:
+    for rank in ranks:
+        rank.receive()  # it is ready
+    for rank in ranks:
+        rank.send("go")
+    return max(float(rank.receive()) for rank in ranks)
+
+
+def _as_rank(channel: Channel, folder: Path, num_bytes: int, count: int, rounds: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
     torch.set_num_threads(1)
-    state = {"model": tensors(num_bytes)}
-    with AsyncCheckpointer(folder, keep_last=1) as checkpointer:
-        checkpointer.prewarm(state)
-        checkpointer.save(state, step=1).result()
-        checkpointer.wait()
-        print("ready", flush=True)
-        sys.stdin.readline()
-        begin = perf_counter()
-        checkpointer.save(state, step=2).result()
-        print(perf_counter() - begin)
+    saves = Saves(folder, {"model": tensors(num_bytes)})
+    with saves.checkpointer:
+        for _ in range(rounds):
+            channel.send("ready")
+            channel.receive()
+            channel.send(saves.durable_seconds())
 
 
 def _held() -> dict[str, float]:
@@ -202,6 +191,3 @@ MEASURES: Final[dict[str, Callable[[Setting], dict[str, Row]]]] = {
     "by_tensors": by_tensors,
     "by_ranks": by_ranks,
 }
-
-if __name__ == "__main__":
-    _as_rank(*json.loads(sys.argv[1]))

@@ -1,7 +1,6 @@
 """What can only be seen from a process of its own: the peak of its memory, and a first import.
 
-In: sizes. Out: numbers, from subprocesses. Knows nothing of: figures.
-Run as `python -m benchmarks.probe QUESTION`, and a JSON list of arguments, this is such a process.
+In: sizes. Out: numbers, from other processes. Knows nothing of: figures.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from .apart import result_of
 
 OPTIONAL_PACKAGES: Final = [
     "fsspec",
@@ -40,12 +41,12 @@ print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
 
 def peak_bytes(folder: Path, state_bytes: int, budget: int | None) -> int:
     """Memory that a save took at its peak, beyond what the process held just before."""
-    return _asked("_measure_peak", str(folder), state_bytes, budget)
+    return int(result_of(_measure_peak, folder, state_bytes, budget))
 
 
 def beyond_segments(root: str, options: Mapping[str, str], state_bytes: int) -> int:
     """Memory that saves to a store took at their peak, beyond what the process held with all segments there."""
-    return _asked("_measure_beyond_segments", root, dict(options), state_bytes)
+    return int(result_of(_measure_beyond_segments, root, dict(options), state_bytes))
 
 
 def imports(rounds: int) -> tuple[list[float], list[str]]:
@@ -54,18 +55,16 @@ def imports(rounds: int) -> tuple[list[float], list[str]]:
     with tempfile.TemporaryDirectory() as cache:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = cache
-        samples = [json.loads(_output("-c", _IMPORT, environment=environment)) for _ in range(rounds + 1)]
-    seconds = [float(sample) for sample, _ in samples[1:]]
+        samples = [_imported(environment) for _ in range(rounds + 1)]
+    seconds = [seconds for seconds, _ in samples[1:]]
     return seconds, [name for name in OPTIONAL_PACKAGES if name in samples[0][1]]
 
 
-def _asked(question: str, *arguments: Any) -> int:
-    return int(_output("-m", __name__, question, json.dumps(arguments)))
-
-
-def _output(*arguments: str, environment: dict[str, str] | None = None) -> str:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+def _imported(environment: dict[str, str]) -> tuple[float, list[str]]:
+    command = [sys.executable, "-c", _IMPORT]
+    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    seconds, added = json.loads(told)
+    return float(seconds), added
 
 
 def _status_bytes(key: str) -> int:
@@ -76,13 +75,13 @@ def _status_bytes(key: str) -> int:
     raise KeyError(key)
 
 
-def _measure_peak(folder: str, state_bytes: int, budget: int | None) -> int:
+def _measure_peak(folder: Path, state_bytes: int, budget: int | None) -> int:
     from async_ckpt import AsyncCheckpointer
 
     from .workloads import tensors
 
     state = {"model": tensors(state_bytes)}
-    with AsyncCheckpointer(Path(folder) / str(os.getpid()), host_bytes=budget) as checkpointer:
+    with AsyncCheckpointer(folder / str(os.getpid()), host_bytes=budget) as checkpointer:
         return _peak_of(lambda: checkpointer.save(state, step=1).result())
 
 
@@ -102,7 +101,3 @@ def _peak_of(action: Callable[[], object]) -> int:
     before = _status_bytes("VmRSS")
     action()
     return _status_bytes("VmHWM") - before
-
-
-if __name__ == "__main__":
-    print(globals()[sys.argv[1]](*json.loads(sys.argv[2])))

@@ -1,19 +1,15 @@
 """One candidate in a process of its own: what a save costs the training, how long it takes, and whether it is true.
 
-In: a candidate, a workload, a folder. Out: numbers, as JSON. Knows nothing of: other candidates, tables.
-Run as `python -m benchmarks.trial NAME '{…}'` this is such a process.
+In: a candidate, a workload, a folder. Out: numbers. Knows nothing of: other candidates, tables.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +22,7 @@ from typing import Any, Final
 import torch
 import xxhash
 
+from .apart import NoAnswerError, result_of
 from .candidates import CANDIDATES, Candidate, num_bytes_of, tensors_of
 from .limits import drop_cache, fill_cache
 from .setting import Setting
@@ -37,7 +34,6 @@ _SAMPLE_SECONDS: Final = 0.02
 _NUM_IN_BURST: Final = 3
 _NUM_ALONE: Final = 2
 _NUM_COLD: Final = 2
-_PATIENCE_SECONDS: Final = 900
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -49,21 +45,25 @@ def run(
     With `burst`, also of saves that come faster than the disk.
     """
     settle = setting.settle_seconds if CANDIDATES[name].has_process else setting.settle_seconds / 4
-    arguments = {"workload": workload, "num_bytes": num_bytes, "folder": str(folder), "burst": burst}
     # What is given a sample takes long, and always as long.
     num_later = setting.num_later if CANDIDATES[name].share == 1 else 1
-    arguments |= {"num_later": num_later, "settle_seconds": settle}
-    command = [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(arguments)]
     folder.mkdir(parents=True)
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS)
-        if ended.returncode:
-            return {"failed": (ended.stderr.strip().splitlines() or ["no word"])[-1][:300]}
-        return json.loads(ended.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {_PATIENCE_SECONDS} s"}
+        return result_of(_measured, name, workload, num_bytes, folder, num_later, settle, burst)  # type: ignore[no-any-return]
+    except NoAnswerError as error:
+        return {"failed": str(error)[:300]}
     finally:
         shutil.rmtree(folder)
+
+
+def _measured(
+    name: str, workload: str, num_bytes: int, folder: Path, num_later: int, settle_seconds: float, burst: bool
+) -> dict[str, Any]:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some share each tensor by a descriptor
+    candidate = CANDIDATES[name]
+    subject = WORKLOADS[workload](int(num_bytes * candidate.share))
+    return _Trial(candidate, subject, folder).measured(num_later, settle_seconds, burst=burst)
 
 
 class _Trial:
@@ -318,18 +318,3 @@ def _gone() -> Iterator[None]:
         yield
     except (FileNotFoundError, ProcessLookupError):
         pass
-
-
-def main() -> None:
-    name, arguments = sys.argv[1], json.loads(sys.argv[2])
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some share each tensor by a descriptor
-    candidate = CANDIDATES[name]
-    subject = WORKLOADS[arguments["workload"]](int(arguments["num_bytes"] * candidate.share))
-    made = _Trial(candidate, subject, Path(arguments["folder"]))
-    told = made.measured(arguments["num_later"], arguments["settle_seconds"], burst=arguments["burst"])
-    print(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main()
