@@ -28,7 +28,7 @@ from .table import Row, shown
 from .workloads import small_tensors, tensors
 
 _GB: Final = 1e9
-_WARM_SAVES: Final = 5
+_WARM_SAVES: Final = 20
 # Of memory: the state, its snapshot, and what the limit is measured with; of the disk: the last archive, and the next.
 _PART: Final = 1 / 6
 
