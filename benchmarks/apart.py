@@ -14,7 +14,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ _GRACE_SECONDS: Final = 30
 
 
 class NoAnswerError(Exception):
-    """The process raised, ended without an answer, or took too long: the text says which. It is at an end."""
+    """The process raised, ended without an answer, or took too long: the text says which."""
 
 
 class Apart:
@@ -39,7 +39,8 @@ class Apart:
         self._process, self._channel = process, channel
 
     def send(self, word: Any) -> None:
-        self._channel.send(word)
+        with suppress(OSError):  # it has ended, as `receive` will tell
+            self._channel.send(word)
 
     def receive(self) -> Any:
         """What it sends next; raises `NoAnswerError`."""
@@ -47,8 +48,8 @@ class Apart:
             raise NoAnswerError(f"not done after {_PATIENCE_SECONDS} s")
         try:
             told, failure = self._channel.recv()
-        except EOFError:
-            self._process.join()
+        except (EOFError, OSError):
+            self._process.join(_GRACE_SECONDS)
             raise NoAnswerError(f"ended with exit status {self._process.exitcode}") from None
         if failure is not None:
             error = NoAnswerError(failure.strip().splitlines()[-1])

@@ -19,6 +19,12 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_unheard(channel: Channel) -> None:
+    channel.send("ready")
+    channel.receive()
+    die()
+
+
 def echo(channel: Channel) -> None:
     channel.send(os.getpid())
     with suppress(EOFError):  # the other end is closed when the block ends
@@ -44,3 +50,9 @@ def test_what_a_function_raises_elsewhere_is_told_with_its_traceback() -> None:
 def test_a_process_that_is_killed_has_no_answer() -> None:
     with pytest.raises(NoAnswerError, match="status -9"):
         result_of(die)
+    with begun(die_unheard) as process:
+        assert process.receive() == "ready"
+        for _ in range(3):
+            process.send("one word more than is ever read")
+        with pytest.raises(NoAnswerError, match="status -9"):
+            process.receive()
