@@ -377,9 +377,14 @@ def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
             merged.update(load(part))
         except KeyError as error:
             errors.append(error)
-    if len(errors) == len(parts):
-        raise KeyError("; ".join(error.args[0] for error in errors))
+    raise_unless_any(errors, len(parts))
     return merged
+
+
+def raise_unless_any(errors: Sequence[KeyError], num_parts: int) -> None:
+    """Raises one KeyError when none of the archives has anything that was selected."""
+    if len(errors) == num_parts:
+        raise KeyError("; ".join(error.args[0] for error in errors))
 
 
 class Wanted(NamedTuple):
@@ -480,9 +485,8 @@ class _Target:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
-        if (
-            not tensor.is_inference()
-        ):  # others see by its counter that it was written to; our copies move none
+        # Others see by its counter that it was written to; our copies move none.
+        if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
         self._final: torch.Tensor | None = None
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .errors import CorruptCheckpointError, StateMismatchError
-from .load import OpenArchive, Part, Verify, Wanted, check_select, fill
+from .load import OpenArchive, Part, Verify, Wanted, check_select, fill, raise_unless_any
 from .state.capture import why_not
 from .state.tree import Path, Select, Stored, dtype_name, replaced
 
@@ -54,8 +54,7 @@ def restore_state(
         match = _Match(part.archive, part.archive.objects(stored, trust=trust), select is not None)
         match.visit(share, saved, ())
         matches.append((match, share))
-    if len(errors) == len(shares):
-        raise KeyError("; ".join(error.args[0] for error in errors))
+    raise_unless_any(errors, len(shares))
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
         match.raise_problems(strict or nothing_fits)

@@ -157,9 +157,8 @@ def _num_equal(checkpointer: AsyncCheckpointer, saves: Saves, state: dict[str, t
 
 def _guarded_call(setting: Setting, num_bytes: int, size: str) -> Figure:
     parameters = [torch.nn.Parameter(tensor) for tensor in tensors(num_bytes, device="cuda").values()]
-    optimizer = torch.optim.SGD(
-        parameters, lr=0.1
-    )  # without a state of its own: the parameters are all there is
+    # Without a state of its own: the parameters are all there is.
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
     state = {"model": dict(enumerate(parameters))}
     saves = Saves(setting.folder / f"gpu-guarded-{num_bytes}", state, guard=optimizer)
     pairs = []

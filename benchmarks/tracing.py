@@ -62,9 +62,8 @@ def trace(setting: Setting) -> dict[str, Row]:
         called, steps = _save(setting, path)
     finally:
         torch.set_num_threads(num_threads)
-    text = path.read_text().replace(
-        f"{setting.folder}/", ""
-    )  # a place of this machine, of no interest elsewhere
+    # A place of this machine is of no interest elsewhere.
+    text = path.read_text().replace(f"{setting.folder}/", "")
     path.write_text(text)
     events = json.loads(text)
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}

@@ -56,9 +56,8 @@ class Training:
         self.optimizer.step()
 
     def forward_backward(self) -> None:
-        self.optimizer.zero_grad(
-            set_to_none=False
-        )  # gradients keep their memory, as step times should not vary
+        # Gradients keep their memory, as step times should not vary.
+        self.optimizer.zero_grad(set_to_none=False)
         self.model(self._inputs).square().mean().backward()
 
 

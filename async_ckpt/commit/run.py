@@ -275,9 +275,8 @@ class Run:
             for name in dead:
                 self.storage.delete(f"{folder}/{name}")
             if temps and step is not None:
-                self.storage.delete(
-                    f"{folder}/{temps[0]}"
-                )  # gone already; the folder goes too if that was all
+                # It is gone already; the folder goes, too, if that was all.
+                self.storage.delete(f"{folder}/{temps[0]}")
             swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
         return swept
 
@@ -410,9 +409,8 @@ class Run:
         What names a newer step that is not committed here is somebody else's word, such as the trainer's own save in
         the same folder. What names none is nobody's.
         """
-        if (
-            tracked is None or tracked <= newest
-        ):  # even to the same: who has judged an older text must find it changed
+        # Even to the same: who has judged an older text must find it changed.
+        if tracked is None or tracked <= newest:
             return True
         names = self.storage.names(self.folder(tracked))
         return manifest.NAME not in names and any(_RETIRED.fullmatch(name) for name in names)

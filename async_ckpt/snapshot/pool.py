@@ -101,9 +101,8 @@ class Segment:
             if code == 0:
                 self.pinned_for = device
             else:
-                with suppress(
-                    RuntimeError
-                ):  # the refusal stays in CUDA's memory until a launch has reported it
+                # The refusal stays in CUDA's memory until a launch has reported it.
+                with suppress(RuntimeError):
                     torch.zeros(1, device=device)
         return code
 

@@ -349,9 +349,8 @@ class Snapshot(Held):
             while self._num_filling:  # a copy under way must not go on into memory that is given back
                 self._changed.wait(LIVENESS_SECONDS)
         if error is not None:
-            synchronize(
-                self._devices.values()
-            )  # no copy may still be writing into a segment that is given back
+            # No copy may still be writing into a segment that is given back.
+            synchronize(self._devices.values())
             for job in (*self._now, *self._later):
                 if (lease := self._lease_of(job)) is not None:
                     lease.release()

@@ -306,9 +306,8 @@ class LocalReader:
             # One page first: asked for more in vain, the kernel would begin to fetch it.
             if os.preadv(self._fd, [target[:PAGE_BYTES]], offset, _RWF_NOWAIT) == PAGE_BYTES:
                 num_read = os.preadv(self._fd, [target], offset, _RWF_NOWAIT) // PAGE_BYTES * PAGE_BYTES
-        if num_read < len(
-            target
-        ):  # a file is in there or it is not: each question in vain costs the disk a page
+        # A file is in there or it is not: each question in vain costs the disk a page.
+        if num_read < len(target):
             self._asks_cache = False
         return num_read
 

@@ -251,9 +251,8 @@ class ObjectStorage:
     def abort_uploads(self, path: str) -> None:
         """Abort what failed attempts at an object may have left open: an answer was lost, or an abort was."""
         if self._scheme == "s3":
-            with suppress(
-                ImportError, StorageUnavailableError
-            ):  # else the sweep, or a lifecycle rule, does it
+            # Else the sweep, or a lifecycle rule, does it.
+            with suppress(ImportError, StorageUnavailableError):
                 from .fsspec_store import abort_stale_uploads
 
                 ever = retry.from_now(ORPHAN_SECONDS)

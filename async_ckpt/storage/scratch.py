@@ -215,9 +215,8 @@ def _sweep(parent: Path, name: str) -> None:
     """Remove what dead writers of this name left."""
     names = os.listdir(parent)
     for temp in temps_of(name, names):
-        if is_dead(
-            parent / temp, delete=True
-        ):  # also one that died before its folder was made, or after it went
+        # Also of one that died before its folder was made, or after it went.
+        if is_dead(parent / temp, delete=True):
             shutil.rmtree(_folder_of(parent / temp), ignore_errors=True)
     locks = set(os.listdir(parent))
     for folder in names:

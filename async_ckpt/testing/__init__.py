@@ -18,9 +18,8 @@ __all__ = ["FaultyProxy", "StorageContract", "moto_server", "rclone_server"]
 
 
 def __getattr__(name: str) -> Any:
-    if (
-        name == "StorageContract"
-    ):  # on use: it needs pytest, which should see it first to explain its assertions
+    # On use: it needs pytest, which should see it first to explain its assertions.
+    if name == "StorageContract":
         import pytest
 
         pytest.register_assert_rewrite(f"{__name__}.contract")

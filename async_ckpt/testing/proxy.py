@@ -372,12 +372,8 @@ class FaultyProxy:
             while await self._exchange(client):
                 pass
             client.close()
-        except (
-            _Cut,
-            OSError,
-            EOFError,
-            asyncio.CancelledError,
-        ):  # by the script, the client, the server, the end
+        except (_Cut, OSError, EOFError, asyncio.CancelledError):
+            # By the script, the client, the server, the end.
             client.reset()
         except BaseException as error:
             client.reset()
@@ -615,9 +611,8 @@ def _parse(head: bytes) -> tuple[list[str], dict[str, str]]:
 
 
 def _bind(port: int) -> socket.socket:
-    sock = socket.socket(
-        socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # asyncio wants it all: TCP_NODELAY
+    # asyncio wants it all, to set TCP_NODELAY.
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if hasattr(socket, "SO_REUSEPORT"):  # the socket that holds the port, and the one that listens
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     sock.bind(("127.0.0.1", port))
