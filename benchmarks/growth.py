@@ -1,4 +1,4 @@
-"""How the cost of a save grows: with bytes, with tensors, with saves, with ranks on one host.
+"""How the cost of a save grows: with bytes, with tensors, with saves, with kept steps, with ranks on one host.
 
 In: a setting. Out: series of points, and the slope that fits them. Knows nothing of: pictures.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,12 +18,19 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from async_ckpt import AsyncCheckpointer
+from async_ckpt.commit.manifest import NAME as MANIFEST
+from async_ckpt.commit.manifest import Archive, Manifest
 from async_ckpt.snapshot.host import free_memory_bytes
+from async_ckpt.spans import monotonic
+from async_ckpt.storage.object_store import ObjectStorage
+from async_ckpt.testing import FaultyProxy
 
 from .apart import Apart, Channel, begun
 from .figures import Saves
 from .limits import MIB, SEGMENT_BYTES, WarmMemory
 from .setting import Setting, side_by_side
+from .store_server import store_server
 from .table import Row, shown
 from .workloads import small_tensors, tensors
 
@@ -138,6 +145,77 @@ def by_saves(setting: Setting) -> dict[str, Row]:
     }
 
 
+def by_kept(setting: Setting) -> dict[str, Row]:
+    """Committing one step more, with the retention that deletes one, beside the steps that are kept."""
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(_Kept(setting.folder / f"kept-{number}", number))
+            for number in setting.kept_steps
+        ]
+        rounds = [[run.commit_seconds() for run in runs] for _ in range(setting.kept_rounds)]
+    seconds = [median(column) * 1e3 for column in zip(*rounds, strict=True)]
+    requests = [(float(number), _requests_per_commit(number)) for number in setting.stored_steps]
+    disk = list(zip(map(float, setting.kept_steps), seconds, strict=True))
+    title = "a commit of 1 KiB and its retention"
+    return {
+        "growth_kept": Series(f"{title}, on the disk", "kept steps", "ms", disk, "µs per step", scale=1e3),
+        "growth_kept_store": Series(f"{title}, at a store", "kept steps", "requests", requests, "per step"),
+    }
+
+
+class _Kept:
+    """A run that keeps so many steps, with a checkpointer that has seen them."""
+
+    def __init__(self, root: Path | str, num_kept: int, **options: Any) -> None:
+        if isinstance(root, Path):
+            for step in range(num_kept):
+                for name, data in _step(step):
+                    path = root / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(data)
+        self._checkpointer = AsyncCheckpointer(root, keep_last=num_kept, **options)
+        self._step = num_kept
+        for _ in range(3):
+            self.commit_seconds()
+
+    def commit_seconds(self) -> float:
+        begin = monotonic()
+        self._checkpointer.save({"weight": torch.zeros(256)}, step=self._step).result()
+        self._checkpointer.wait()
+        self._step += 1
+        return monotonic() - begin
+
+    def __enter__(self) -> _Kept:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpointer.close()
+
+
+def _step(step: int) -> Iterator[tuple[str, bytes]]:
+    """The files of a committed step whose archive nobody will read."""
+    attempt = f"{step:08x}"
+    archive = Archive(f"rank_00000.{attempt}.tar", 5, "0" * 32)
+    folder = f"step_{step:08d}"
+    yield f"{folder}/{archive.name}", b"bytes"
+    yield f"{folder}/{MANIFEST}", Manifest(step, attempt, 1, 1e9 + step, (archive,)).dump()
+
+
+def _requests_per_commit(num_kept: int) -> float:
+    """At a store, of a process that knows what is there."""
+    url = f"s3://benchmark/kept-{num_kept}"
+    with store_server(keep=True) as server, FaultyProxy(server) as proxy:
+        there = ObjectStorage(url, {"endpoint": server, "skip_signature": True, "region": "us-east-1"})
+        for step in range(num_kept):
+            for name, data in _step(step):
+                there.replace(name, data)
+        options = {"endpoint": proxy.endpoint, "skip_signature": True, "region": "us-east-1"}
+        with _Kept(url, num_kept, storage_options=options) as run:
+            before = len(proxy.requests)
+            run.commit_seconds()
+            return float(len(proxy.requests) - before)
+
+
 def by_ranks(setting: Setting) -> dict[str, Row]:
     """Processes of one host, each with a run and a state of its own, that save at the same time."""
     points = [(float(count), median(_together(setting, count, setting.few_rounds))) for count in (1, 2, 4)]
@@ -189,5 +267,6 @@ MEASURES: Final[dict[str, Callable[[Setting], dict[str, Row]]]] = {
     "by_saves": by_saves,  # first, while the process is small
     "by_bytes": by_bytes,
     "by_tensors": by_tensors,
+    "by_kept": by_kept,
     "by_ranks": by_ranks,
 }

@@ -48,6 +48,10 @@ class Setting:
     growth_bytes: int = 64 * 1024 * MIB
     """At most; memory says how much of it."""
     many_saves: int = 200
+    kept_steps: tuple[int, ...] = (20, 500, 1500, 3000)
+    stored_steps: tuple[int, ...] = (20, 160, 640)
+    """Committed steps that one more is committed beside: on the disk, and in a store."""
+    kept_rounds: int = 30
     rank_bytes: int = 256 * MIB
     store_bytes: int = 1024 * MIB
     served_bytes: int = 256 * MIB
@@ -68,6 +72,9 @@ class Setting:
             "shape_bytes": 48 * MIB,
             "growth_bytes": 128 * MIB,
             "many_saves": 10,
+            "kept_steps": (3, 20),
+            "stored_steps": (3, 20),
+            "kept_rounds": 2,
             "rank_bytes": 32 * MIB,
             "store_bytes": 96 * MIB,
             "served_bytes": 48 * MIB,

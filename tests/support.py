@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from async_ckpt.commit import manifest
 from async_ckpt.format import digests, index, tar
 from async_ckpt.spec import BLOCK_BYTES, MIB, PAGE_BYTES, align_up
 
@@ -162,3 +163,15 @@ def little_memory(headroom_bytes: int = 1024 * MIB) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+# --- manifests ---------------------------------------------------------------------------------------------------
+
+
+def forge_manifest(path: Path, lie: Callable[[dict[str, Any]], Any] | None = None, **changes: Any) -> None:
+    """Rewrite a manifest so that it lies, with its digest made anew: only sense can tell that it is wrong."""
+    raw = json.loads(path.read_bytes())
+    del raw["digest"]
+    if lie is not None:
+        lie(raw)
+    path.write_bytes(manifest.seal(raw | changes))

@@ -24,6 +24,7 @@ from helpers_b import (
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support import forge_manifest
 
 import async_ckpt
 from async_ckpt import (
@@ -35,7 +36,7 @@ from async_ckpt import (
     StepExistsError,
     StorageUnavailableError,
 )
-from async_ckpt.commit import journal
+from async_ckpt.commit import journal, manifest
 from async_ckpt.commit.retention import Retention
 from async_ckpt.commit.run import Run
 from async_ckpt.storage.local import LocalStorage
@@ -809,7 +810,7 @@ def test_a_manifest_that_lies_is_corrupt(tmp_path, change):
     with open_run(tmp_path) as ckpt:
         ckpt.save(state_at(1), step=1).result()
         path = tmp_path / "step_00000001/manifest.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        forge_manifest(path, **change)
         with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
             ckpt.load(1)
 
@@ -818,10 +819,48 @@ def test_a_manifest_from_a_newer_version_says_so(tmp_path):
     with open_run(tmp_path) as ckpt:
         ckpt.save(state_at(1), step=1).result()
         path = tmp_path / "step_00000001/manifest.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3, "archives": "elsewhere"}))
+        forge_manifest(path, version=3, archives="elsewhere")
         with pytest.raises(FormatVersionError) as caught:
             ckpt.load(1)
     assert caught.value.version == 3
+
+
+def test_a_flip_of_any_bit_of_a_manifest_is_found(tmp_path):
+    """With borrowed groups and a record, since a key that is misread must not be taken for one that is absent."""
+    frozen = {"weight": torch.zeros(4)}
+    with open_run(tmp_path) as ckpt:
+        for step in (1, 2):
+            state = {"base": frozen, "adapter": torch.full((2,), float(step))}
+            ckpt.save(state, step=step, unchanged="base", record={"loss": 0.5}).result()
+    path = tmp_path / "step_00000002/manifest.json"
+    data = path.read_bytes()
+    sound = manifest.parse(data, path="")
+    assert [borrowed.group for borrowed in sound.elsewhere] == ["base"]
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptCheckpointError):
+            manifest.parse(bytes(flipped), path="")
+    for bit in range(0, 8 * len(data), 97):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with open_run(tmp_path) as ckpt:
+            with pytest.raises(CorruptCheckpointError):
+                ckpt.load(2)
+            live = {"base": {"weight": torch.ones(4)}, "adapter": torch.zeros(2)}
+            with pytest.warns(RuntimeWarning, match="step 2 is passed over"):
+                assert ckpt.restore(live) == 1
+            assert torch.equal(live["base"]["weight"], frozen["weight"])
+
+
+def test_a_manifest_that_ends_too_early_or_goes_on_is_found(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+    data = (tmp_path / "step_00000001/manifest.json").read_bytes()
+    for damaged in (*(data[:length] for length in range(len(data))), data + b" ", b"", bytes(len(data))):
+        with pytest.raises(CorruptCheckpointError):
+            manifest.parse(damaged, path="")
 
 
 def test_an_archive_that_was_swapped_for_another_is_found(tmp_path):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from helpers_b import (
     Child,
     Nursery,
@@ -21,8 +22,11 @@ from helpers_b import (
     names_below,
     open_run,
     state_at,
+    weight,
     why_no_strace,
 )
+
+import async_ckpt
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="forks, signals and tracing as Linux has them"
@@ -52,19 +56,25 @@ def quick_path(tmp_path):
 
 # --- killed ----------------------------------------------------------------------------------------------------
 
-# Steps 1 and 2 are there; the scenario runs with the kill armed. Prints how many calls it made.
+# Steps 1, 2 and 4 are there; the scenario runs with the kill armed. Prints how many calls it made.
 DYING = """
 import sys
 from helpers_b import die_at, open_run, state_at
 root, scenario, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
 count = die_at(number)
-with open_run(root, keep_last=2, on_rollback="retire" if scenario == "retire" else None) as ckpt:
+retire = scenario in ("retire", "again", "between")
+with open_run(root, keep_last=3, on_rollback="retire" if retire else None) as ckpt:
     if scenario == "next":
-        ckpt.save(state_at(3, 5), step=3).result()
+        ckpt.save(state_at(5, 5), step=5).result()
     elif scenario == "overwrite":
-        ckpt.save(state_at(2, 5) | {"note": "new"}, step=2, overwrite=True).result()
+        ckpt.save(state_at(4, 5) | {"note": "new"}, step=4, overwrite=True).result()
     elif scenario == "retire":
         ckpt.save(state_at(1, 5) | {"note": "new"}, step=1, overwrite=True).result()
+    elif scenario == "between":
+        ckpt.save(state_at(3, 5) | {"note": "new"}, step=3).result()
+    elif scenario == "again":
+        ckpt.save(state_at(2, 5) | {"note": "new"}, step=2, overwrite=True).result()
+        ckpt.save(state_at(1, 5) | {"note": "newer"}, step=1, overwrite=True).result()
 print(count())
 """
 FIRST = """
@@ -79,15 +89,25 @@ print(count())
 
 def assert_every_commit_loads(root: Path) -> list[int]:
     """The steps that are committed; each loads exactly, and nothing else is taken for a checkpoint."""
+    return [step for step, _ in assert_commits_load(root)]
+
+
+def assert_commits_load(root: Path) -> list[tuple[int, str]]:
+    """The same, with the note of each that tells an overwritten step from what it was before."""
     with open_run(root) as ckpt:
         steps = ckpt.steps()
         assert ckpt.latest() == (steps[-1] if steps else None)
+        assert ckpt.restore({"note": "", "step": 0}) == ckpt.latest()
+        told = []
         for step in steps:
             state = ckpt.load(step)
-            assert state["note"] in (f"step {step}", "new")
+            told.append((step, "" if state["note"] == f"step {step}" else state["note"]))
+            assert told[-1][1] in ("", "new", "newer")
             assert_is_state(state | {"note": f"step {step}"}, step, STATE_MIB)
         assert ckpt._roots.runs[0].journal() is not None
-    return steps
+        if steps:
+            assert async_ckpt.load(root)["step"] == steps[-1]
+    return told
 
 
 def assert_work_goes_on(root: Path, step: int) -> None:
@@ -126,30 +146,72 @@ def test_killed_at_any_call_of_the_first_save_nothing_or_all_of_it_is_there(quic
     assert outcomes == {(), (1,)}
 
 
+_OLD = ((1, ""), (2, ""), (4, ""))
+_AGAIN = ((1, ""), (2, "new"))
+
+
 @pytest.mark.parametrize(
     ("scenario", "step", "possible"),
     [
-        ("next", 3, {(1, 2), (1, 2, 3), (2, 3)}),
-        ("overwrite", 2, {(1, 2)}),
-        ("retire", 1, {(1, 2), (1,)}),
+        ("next", 5, {_OLD, (*_OLD, (5, "")), (*_OLD[1:], (5, ""))}),
+        ("overwrite", 4, {_OLD, (*_OLD[:2], (4, "new"))}),
+        # A rollback is one commit: the old line or the new one, and never a mixture.
+        ("retire", 1, {_OLD, ((1, "new"),)}),
+        ("between", 3, {_OLD, (*_OLD[:2], (3, "new"))}),
+        ("again", 1, {_OLD, _AGAIN, ((1, "newer"),)}),
     ],
 )
 def test_killed_at_any_call_of_a_later_save_the_run_is_as_before_or_after_it(
     quick_path, nursery, scenario, step, possible
 ):
     with open_run(quick_path / "before") as ckpt:
-        for saved in (1, 2):
+        for saved in (1, 2, 4):
             ckpt.save(state_at(saved, STATE_MIB), step=saved).result()
     roots = (shutil.copytree(quick_path / "before", quick_path / str(number)) for number in itertools.count())
     outcomes = set()
     for root in each_death(nursery, DYING, roots, scenario):
-        outcomes.add(tuple(assert_every_commit_loads(root)))
+        outcomes.add(tuple(assert_commits_load(root)))
         assert_work_goes_on(root, step)
-        if scenario != "retire":
+        assert list(root.glob("rollback-*")) == []
+        if scenario in ("next", "overwrite"):
             assert leftovers(root) == []
         shutil.rmtree(root)
 
     assert outcomes == possible
+
+
+# Step 1 has written the frozen part, which 2 and 3 borrow; 4 writes it anew, so that retention deletes all three.
+LENDING = """
+import sys
+from helpers_b import die_at, open_run, weight
+root, number = sys.argv[1], int(sys.argv[2])
+frozen = {"weight": weight(0, 5)}
+def state(step):
+    return {"base": frozen, "adapter": {"weight": weight(step)}}
+with open_run(root) as ckpt:
+    for step in (1, 2, 3):
+        ckpt.save(state(step), step=step, unchanged="base").result()
+count = die_at(number)
+with open_run(root, keep_last=1) as ckpt:
+    ckpt.save(state(4), step=4).result()
+print(count())
+"""
+
+
+def test_killed_at_any_call_of_retention_no_step_has_lost_what_it_has_borrowed(quick_path, nursery):
+    """A borrower goes before its lender: what is listed loads, with the groups that other archives hold."""
+    outcomes = set()
+    for root in each_death(nursery, LENDING, (quick_path / str(number) for number in itertools.count())):
+        with open_run(root) as ckpt:
+            steps = ckpt.steps()
+            for step in steps:
+                state = ckpt.load(step)
+                assert torch.equal(state["base"]["weight"], weight(0, 5))
+                assert torch.equal(state["adapter"]["weight"], weight(step))
+        outcomes.add(tuple(steps))
+        shutil.rmtree(root)
+
+    assert outcomes == {(1, 2, 3), (1, 2, 3, 4), (1, 2, 4), (1, 4), (4,)}
 
 
 TRAINING = """

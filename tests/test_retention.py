@@ -14,6 +14,7 @@ import pytest
 from helpers_b import assert_is_state, leftovers, names_below, open_run, scripted, state_at
 from hypothesis import given
 from hypothesis import strategies as st
+from support import forge_manifest
 
 from async_ckpt import AsyncCheckpointer, StorageUnavailableError
 from async_ckpt.commit.manifest import Manifest
@@ -72,8 +73,8 @@ def stays(
     if rules.keep_every is not None:
         wanted.append(step % rules.keep_every == 0)
     if rules.keep_best is not None:
-        ranked = metric(step) is not None
-        wanted.append(ranked and len([o for o in lasting if beats(o)]) < rules.keep_best[2])
+        ranked = metric(step) is not None and len([o for o in lasting if beats(o)]) < rules.keep_best[2]
+        wanted.append(ranked or not any(metric(other) is not None for other in made))
     if rules.keep_seconds is not None:
         wanted.append(made[step] is None or made[step].created + rules.keep_seconds >= NOW)
     return any(wanted) or not wanted
@@ -141,7 +142,9 @@ def test_another_rule_keeps_more_and_never_less(made, rules):
         (Retention(keep_best=("loss", "min", 1)), commits(s1={"loss": 2}, s2={"loss": 1}, s3={"loss": 3}), [1]),
         (Retention(keep_best=("acc", "max", 1)), commits(s1={"acc": 2}, s2={"acc": 1}, s3={"acc": 0}), [2]),
         (Retention(keep_best=("loss", "min", 1)), commits(s1={"loss": 1}, s2={"loss": 1}, s3={"loss": 1}), [1, 2]),
-        (Retention(keep_best=("loss", "min", 9)), commits(s1={}, s2={"loss": math.nan}, s3={}), [1, 2]),
+        # While no record has the metric, all stay; once one has, those without count for nothing.
+        (Retention(keep_best=("loss", "min", 9)), commits(s1={}, s2={"loss": math.nan}, s3={"acc": 1}), []),
+        (Retention(keep_best=("loss", "min", 9)), commits(s1={}, s2={"loss": 0.5}, s3={}), [1]),
         (Retention(1, keep_best=("loss", "min", 1)), commits(s1={"loss": 1}, s2={"loss": 2}, s3={}), [2]),
         (Retention(keep_seconds=50), commits(s49={}, s50={}, s51={}), [49]),
         (Retention(keep_seconds=1), commits(s1={}, s2={}), [1]),
@@ -182,8 +185,7 @@ def save(ckpt: AsyncCheckpointer, step: int, loss: float | None = None, **option
 def age(root: Path, step: int, seconds: float) -> None:
     """Make a step so much older."""
     path = root / f"step_{step:08d}/manifest.json"
-    raw = json.loads(path.read_text())
-    path.write_text(json.dumps(raw | {"created": raw["created"] - seconds}))
+    forge_manifest(path, created=json.loads(path.read_text())["created"] - seconds)
 
 
 def test_the_best_by_a_metric_stay_and_load(tmp_path):
@@ -288,7 +290,7 @@ def test_overwriting_an_older_step_deletes_nothing_that_is_newer(tmp_path):
         assert ckpt.steps() == [2, 3, 5]
 
 
-def test_what_the_tracker_names_and_what_is_newer_stays(tmp_path):
+def test_what_the_tracker_names_stays_and_retention_goes_on_where_it_cannot_be_moved(tmp_path):
     with (
         open_run(tmp_path, keep_last=1, tracker="latest_ckpt_global_step.txt") as ckpt,
         scripted(ckpt) as disk,
@@ -299,7 +301,7 @@ def test_what_the_tracker_names_and_what_is_newer_stays(tmp_path):
         for step in (3, 4):
             save(ckpt, step)
         assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "2"
-        assert ckpt.steps() == [2, 3, 4]
+        assert ckpt.steps() == [2, 4]
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,21 @@
 
 In: manifests. Out: lines, and lines back from a file that somebody may have torn. Knows nothing of: storage.
 
-A line is what tinker-cookbook calls a checkpoint record: `name`, `batch` and `state_path`, all that the record of the
-save holds beside None, and the library's own `step, path, num_bytes, created`. The file is replaced whole, so its last
+A line is what tinker-cookbook calls a checkpoint record: `name`, `batch` and `state_path`, everything in the record of the
+save that is not None, and the library's own `step, path, num_bytes, created`. The file is replaced whole, so its last
 line is never torn by us.
+
+`batch` is the next batch to train. Unless the record has one, it is the step after the one that was saved.
+
+`state_path` is relative to the folder of the journal, because a full path in a run that was copied or moved would name the
+old place. tinker-cookbook hands it to its client as it is, and the client's service resolves it below its own base, as it
+does with the names that it gives out itself (`tinker://model/weights/000100`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from .manifest import Manifest
@@ -18,25 +24,29 @@ from .manifest import Manifest
 NAME: Final = "checkpoints.jsonl"
 
 
-def dump(commits: Iterable[tuple[str, str, Manifest]]) -> bytes:
-    """The journal of these commits, in the order given: the archive's path below the root, in full, and the manifest."""
-    return b"".join(json.dumps(_line(*commit)).encode() + b"\n" for commit in commits)
+def dump(commits: Iterable[tuple[str, Manifest]]) -> bytes:
+    """The journal of these commits, in the order given: the archive's path below the root, and the manifest."""
+    return b"".join(json.dumps(_line(path, made)).encode() + b"\n" for path, made in commits)
 
 
-def _line(path: str, state_path: str, made: Manifest) -> dict[str, Any]:
+def _line(path: str, made: Manifest) -> dict[str, Any]:
     ours = {
-        "state_path": state_path,
+        "state_path": path,
         "step": made.step,
         "path": path,
         "num_bytes": made.num_bytes,
         "created": made.created,
     }
     theirs = {key: value for key, value in made.record.items() if value is not None}
-    return {"name": f"{made.step:06d}", "batch": made.step} | theirs | ours
+    return {"name": f"{made.step:06d}", "batch": made.step + 1} | theirs | ours
 
 
-def parse(data: bytes) -> list[dict[str, Any]]:
-    """The records of a journal. A line that is no JSON object, such as a torn last one, is passed over."""
+def parse(data: bytes, *, locate: Callable[[str], str] | None = None) -> list[dict[str, Any]]:
+    """The records of a journal. A line that is no JSON object, such as a torn last one, is skipped.
+
+    With `locate`, which returns the full path of what lies below the root, `state_path` is a full path. It is made from
+    `path`, so that it is right even if the journal was written when `state_path` was a full path itself, somewhere else.
+    """
     records = []
     for line in data.splitlines():
         try:
@@ -44,5 +54,7 @@ def parse(data: bytes) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(record, dict):
+            if locate is not None and isinstance(record.get("path"), str):
+                record["state_path"] = locate(record["path"])
             records.append(record)
     return records

@@ -1,20 +1,38 @@
 """`manifest.json`: its presence in a step's folder IS the commit.
 
 In: what was written. Out: the manifest's text, and back. Knows nothing of: storage.
+
+A manifest begins, in every version, with a digest of all that follows (`{"digest": "…",` and a line break): it is
+compared before anything else in the text is believed, its version included.
+
+A rollback is one commit of many steps: the steps that leave the run are named by the manifest itself (`retires`).
+Before it is put, the same text is put in the root under a name that says which attempt it announces. This is the
+**intent**: whoever lists the root finds it, and leaves the named steps out while the manifest of that attempt stands.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from ..errors import CorruptCheckpointError, FormatVersionError
+from ..format.digests import DIGEST_BYTES, block_digest
 
 NAME: Final = "manifest.json"
-VERSION: Final = 2  # of what this library reads; a manifest without `elsewhere` is still of version 1
+VERSION: Final = 1
+INTENT: Final = re.compile(r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json")
+_HEAD: Final = b'{"digest": "'
+_AFTER_DIGEST: Final = b'",\n'
+_ATTEMPT: Final = re.compile(r"[0-9a-f]{8}")
+
+
+def intent_name(step: int, attempt: str) -> str:
+    """The name, in the run's folder, of what announces a rollback to this step by this attempt."""
+    return f"rollback-{step}.{attempt}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +57,20 @@ class Elsewhere:
 
 
 @dataclass(frozen=True, slots=True)
+class Retired:
+    """A commit that a rollback takes out of the run. `attempt` is empty for one whose manifest could not be read."""
+
+    step: int
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """One committed checkpoint. `created` is wall time in seconds since the epoch.
 
     `replaces` are the attempts at this step that stood here before, the last first: a root that holds one of those was away.
     `record` is the user's: plain JSON data, whose marks `rolling` and `ttl_seconds` retention obeys.
+    `retires` are the newer commits that left the run with this one.
     """
 
     step: int
@@ -54,6 +81,7 @@ class Manifest:
     replaces: tuple[str, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
     elsewhere: tuple[Elsewhere, ...] = ()
+    retires: tuple[Retired, ...] = ()
 
     @property
     def own_archives(self) -> tuple[Archive, ...]:
@@ -66,18 +94,13 @@ class Manifest:
         return sum(archive.num_bytes for archive in self.own_archives)
 
     def dump(self) -> bytes:
-        return (
-            json.dumps(
-                {"format": "async_ckpt", "version": 2 if self.elsewhere else 1, **asdict(self)}, indent=1
-            )
-            + "\n"
-        ).encode()
+        return seal({"format": "async_ckpt", "version": VERSION, **asdict(self)})
 
 
 def parse(data: bytes, *, path: str) -> Manifest:
-    """Raises CorruptCheckpointError for text that is no manifest, FormatVersionError for one from the future."""
+    """Raises CorruptCheckpointError for text that is no manifest, FormatVersionError for a sound one from the future."""
     try:
-        raw = json.loads(data)
+        raw = unseal(data)
         if raw["version"] > VERSION:
             raise FormatVersionError(
                 f"{path}: manifest version {raw['version']}, this library reads up to {VERSION}; "
@@ -88,25 +111,49 @@ def parse(data: bytes, *, path: str) -> Manifest:
         archives = tuple(map(_archive, raw["archives"]))
         if not archives:
             raise ValueError("it names no archive")
+        created = float(raw["created"])
+        if not math.isfinite(created):
+            raise ValueError(f"created is {created}")
         return Manifest(
             int(raw["step"]),
-            str(raw["attempt"]),
+            _attempt(raw["attempt"]),
             int(raw["world_size"]),
-            float(raw["created"]),
+            created,
             archives,
-            tuple(map(str, raw.get("replaces", ()))),
-            dict(raw.get("record", {})),
+            tuple(map(_attempt, raw["replaces"])),
+            dict(raw["record"]),
             tuple(
                 Elsewhere(str(b["group"]), int(b["step"]), _folder_name(b["folder"]), _archive(b["archive"]))
-                for b in raw.get("elsewhere", ())
+                for b in raw["elsewhere"]
             ),
+            tuple(Retired(int(r["step"]), r["attempt"] and _attempt(r["attempt"])) for r in raw["retires"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not a manifest ({error!r:.300})", path=path) from error
 
 
+def seal(fields: Mapping[str, Any]) -> bytes:
+    """A JSON object that begins with the digest of all that follows the digest."""
+    rest = (json.dumps(fields, indent=1) + "\n").encode().removeprefix(b"{\n")
+    return _HEAD + block_digest(rest).hex().encode() + _AFTER_DIGEST + rest
+
+
+def unseal(data: bytes) -> Any:
+    """The object back. Raises ValueError unless every byte is as it was written."""
+    rest = data[len(_HEAD) + 2 * DIGEST_BYTES + len(_AFTER_DIGEST) :]
+    if data != _HEAD + block_digest(rest).hex().encode() + _AFTER_DIGEST + rest:
+        raise ValueError("it does not match its own digest")
+    return json.loads(data)
+
+
 def _archive(raw: Mapping[str, Any]) -> Archive:
     return Archive(_file_name(raw["name"]), int(raw["num_bytes"]), str(raw["digest"]))
+
+
+def _attempt(raw: object) -> str:
+    if not isinstance(raw, str) or not _ATTEMPT.fullmatch(raw):
+        raise ValueError(f"{raw!r:.300} is not an attempt")
+    return raw
 
 
 def _file_name(name: object) -> str:
@@ -120,4 +167,5 @@ def _folder_name(name: object) -> str:
     """And what it borrows lies in a folder beside its own."""
     if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0.][^/\\\0]{0,254}", name):
         raise ValueError(f"{name!r:.300} is not the name of a step's folder")
+    name.encode()  # a lone surrogate names no folder
     return name

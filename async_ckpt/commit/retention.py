@@ -12,7 +12,8 @@ Of the rest a step stays if any of the rules that are set wants it, and all stay
     keep_last    it is one of this many newest
     keep_every   it is a multiple of this
     keep_best    it is one of the best by a metric of the records; of equals the newer one. A record without that metric,
-                 or with one that is no finite number, is never among them
+                 or with one that is no finite number, is never among them. While no record has the metric, which is
+                 rather a slip of the pen than a wish, every step is
     keep_seconds it was committed at most this long ago
 """
 
@@ -56,9 +57,15 @@ class Retention:
     ) -> list[int]:
         """Steps to delete, oldest first. `commits` are the committed ones; None is a manifest that cannot be read."""
         steps = sorted(commits)
-        lasting = [step for step in steps if not _passes(commits[step], now)]
+        lasting = _lasting(steps, commits, now)
         kept = {*steps[-1:], *protected, *self._wanted(lasting, commits, now)}
         return [step for step in steps if step not in kept]
+
+    def unheard_metric(self, commits: Mapping[int, Manifest | None]) -> str | None:
+        """The metric of `keep_best`, if there are commits and no record has it."""
+        if self.keep_best is None or not commits or _best(list(commits), commits, self.keep_best) is not None:
+            return None
+        return self.keep_best[0]
 
     def _wanted(self, steps: list[int], commits: Mapping[int, Manifest | None], now: float) -> set[int]:
         if (self.keep_last, self.keep_every, self.keep_best, self.keep_seconds) == (None, None, None, None):
@@ -69,16 +76,20 @@ class Retention:
         if self.keep_every is not None:
             wanted.update(step for step in steps if step % self.keep_every == 0)
         if self.keep_best is not None:
-            wanted.update(_best(steps, commits, self.keep_best))
+            best = _best(steps, commits, self.keep_best)
+            wanted.update(steps if best is None else best)
         if self.keep_seconds is not None:
             wanted.update(step for step in steps if _age(commits[step], now) <= self.keep_seconds)
         return wanted
 
 
-def _passes(made: Manifest | None, now: float) -> bool:
+def _lasting(steps: list[int], commits: Mapping[int, Manifest | None], now: float) -> list[int]:
+    """Those that no mark in their record lets go."""
+    return [s for s in steps if not ((made := commits[s]) is not None and made.record and _passes(made, now))]
+
+
+def _passes(made: Manifest, now: float) -> bool:
     """Whether a save was not meant to last, or not for so long."""
-    if made is None:
-        return False
     ttl_seconds = number(made.record.get("ttl_seconds"))
     return made.record.get("rolling") is True or (ttl_seconds is not None and _age(made, now) > ttl_seconds)
 
@@ -88,11 +99,18 @@ def _age(made: Manifest | None, now: float) -> float:
     return now - made.created if made is not None else 0.0
 
 
-def _best(steps: list[int], commits: Mapping[int, Manifest | None], best: Best) -> list[int]:
+def _best(steps: list[int], commits: Mapping[int, Manifest | None], best: Best) -> list[int] | None:
+    """The best of these steps; None where no record of any commit has the metric."""
     metric, mode, count = best
-    values = {step: number(made.record.get(metric)) for step in steps if (made := commits[step]) is not None}
+    values = {
+        step: value
+        for step, made in commits.items()
+        if made is not None and (value := number(made.record.get(metric))) is not None
+    }
+    if not values:
+        return None
     sign = 1 if mode == "max" else -1
-    ranked = sorted((sign * value, step) for step, value in values.items() if value is not None)
+    ranked = sorted((sign * values[step], step) for step in steps if step in values)
     return [step for _, step in ranked[-count:]]
 
 

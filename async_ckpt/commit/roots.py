@@ -8,8 +8,7 @@ In: one run for each root. Out: the steps that there are, and where. Knows nothi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ..errors import NotCommittedError, StorageUnavailableError
@@ -44,39 +43,46 @@ class Roots:
             steps = sorted(holders)[-5:]
             have = f"committed: {', '.join(map(str, steps))}" if steps else "nothing is committed yet"
             raise NotCommittedError(f"{self!r}: no step {step}; {have}", path=repr(self), step=step)
-        return self._current(step, holders[step])
+        if len(holders[step]) < 2:
+            return holders[step]
+        return self._current(step, {run: run.committed(step) for run in holders[step]})
 
     def missing(self, run: Run) -> list[tuple[int, list[Run]]]:
         """Steps that this root lacks, or holds as they were before an overwriting that it missed, and retention would
         keep here: the newest first, with those that hold them.
         """
-        current = {step: self._current(step, holders) for step, holders in self._holders().items()}
-        doomed = set(run.doomed({step: _manifest(step, holders) for step, holders in current.items()}))
+        views = dict(self._ask(lambda run: run.view()))
+        current = {
+            step: self._current(step, {holder: views[holder][step] for holder in holders})
+            for step, holders in self._without_retired(views).items()
+        }
+        told = {step: _told(views[holder][step] for holder in holders) for step, holders in current.items()}
+        doomed = set(run.doomed(told))
         kept = [step for step in sorted(current, reverse=True) if step not in doomed]
         return [(step, current[step]) for step in kept if run not in current[step]]
 
-    def _current(self, step: int, holders: list[Run]) -> list[Run]:
+    def _current(self, step: int, made: Mapping[Run, Manifest | None]) -> list[Run]:
         """Of these runs, those whose commit of the step no other one has replaced, or retired and made anew."""
-        if len(holders) < 2:
-            return holders
-        made = {run: run.committed(step) for run in holders}
         attempts = {found.attempt for found in made.values() if found is not None}
         if len(attempts) < 2:
-            return holders
+            return list(made)
         gone = {attempt for found in made.values() if found is not None for attempt in found.replaces}
-        for run in holders:
+        for run in made:
             gone |= run.retired(step)
         current = [run for run, found in made.items() if found is None or found.attempt not in gone]
-        return current or holders
+        return current or list(made)
 
     def _holders(self) -> dict[int, list[Run]]:
-        found = self._ask(lambda run: run.steps())
+        return self._without_retired(dict(self._ask(lambda run: run.steps())))
+
+    def _without_retired(self, found: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
+        """The runs in which each step is committed, but for steps that a rollback took out of the run at another root."""
         holders: dict[int, list[Run]] = {}
-        for run, steps in found:
+        for run, steps in found.items():
             for step in steps:
                 holders.setdefault(step, []).append(run)
         for step, those in list(holders.items()):
-            others = [run for run, _ in found if run not in those]
+            others = [run for run in found if run not in those]
             # A root that was away while a rollback took the step out of the run at another.
             if others and self._is_retired(step, those[0], others):
                 del holders[step]
@@ -108,11 +114,6 @@ class Roots:
         return ", ".join(repr(run.storage) for run in self.runs)
 
 
-def _manifest(step: int, holders: Sequence[Run]) -> Manifest | None:
+def _told(manifests: Iterable[Manifest | None]) -> Manifest | None:
     """What the first that can say it says of a step."""
-    for run in holders:
-        with suppress(StorageUnavailableError):  # gone away since
-            made = run.manifests([step]).get(step)
-            if made is not None:
-                return made
-    return None
+    return next((made for made in manifests if made is not None), None)
