@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from .admission import OnOverlap
 from .catch_up import catch_up
 from .commit.manifest import Archive, Elsewhere, Manifest
 from .commit.naming import STEP_FORMAT, TRACKER, Tracker
@@ -31,13 +32,13 @@ from .errors import (
     StorageUnavailableError,
     UnsupportedStateError,
 )
-from .functional import from_step, host_copy_of, state_of
+from .functional import from_newest, from_step, host_copy_of, state_of
 from .handle import SaveHandle
 from .load import Part, Verify, check_verify
 from .policy import MARGIN_SECONDS, Deadline, SavePolicy
 from .restore import is_looked_into, restore_state
 from .save import CommitRule
-from .saver import OnOverlap, Saver
+from .saver import Saver
 from .snapshot.guard import unwrapped
 from .spans import wall_time
 from .spec import BLOCK_BYTES, align_up
@@ -162,7 +163,7 @@ class AsyncCheckpointer:
         )
         self._commit: CommitRule = commit
         self._catching_up = threading.Lock()
-        self._hanging: dict[Run, list[Future[None]]] = {}  # writes that saves went on without
+        self._standing = _Standing()
         self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
         self._retire = on_rollback == "retire"
         self._saver = Saver(
@@ -177,8 +178,6 @@ class AsyncCheckpointer:
             trace=trace,
         )
         self._groups = UnchangedGroups()
-        self._attempts: list[Attempt] = []  # under way
-        self._rolled_back = False  # restored from below the newest commit, and not committed since
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -244,14 +243,14 @@ class AsyncCheckpointer:
             return own
 
         first = self._roots.runs[0]
-        self._attempts = [a for a in self._attempts if not a.is_over] + [attempt]
-        handle = attempt.handle = self._saver.save(
+        handle = self._saver.save(
             own_state,
             make_targets,
             select=select,
             # What was saved in part is nothing to borrow from.
             captured_as=attempt.captured if select is None else lambda _: None,
             step=step,
+            needs=attempt.lenders,
             guard=self._guard if guard is _UNSET else guard,
             rule=self._commit,
             skipped_path=first.storage.locate(first.folder(step)),
@@ -351,7 +350,12 @@ class AsyncCheckpointer:
             )
 
         check_verify(verify)
-        return from_step(self._roots, self._step_or_latest(step), build, verify=verify)
+        if step is not None:
+            return from_step(self._roots, step, build, verify=verify)
+        found = from_newest(self._roots, build, verify=verify)
+        if found is None:
+            raise NotCommittedError(f"{self.root}: nothing is committed yet", path=self.root, step=None)
+        return found[1]
 
     def restore(
         self,
@@ -374,37 +378,42 @@ class AsyncCheckpointer:
         def put_back(parts: Sequence[Part]) -> None:
             restore_state(parts, state, select=select, strict=strict, trust=trust, verify=verify, types=types)
 
+        def tell(step: int, error: CorruptCheckpointError) -> None:
+            warnings.warn(f"step {step} is passed over: {error}", RuntimeWarning, stacklevel=4)
+
         check_verify(verify)
-        newest = self.latest()
         for pending in self._saver.pending():
             pending.handle.staging_completion.exception()  # what is being copied must not be overwritten
-        first_error: CorruptCheckpointError | None = None
-        for candidate in reversed(self.steps()) if step is None else [step]:
-            try:
-                from_step(self._roots, candidate, put_back, verify=bool(verify))
-            except CorruptCheckpointError as error:
-                if step is not None:
-                    raise
-                warnings.warn(f"step {candidate} is passed over: {error}", RuntimeWarning, stacklevel=2)
-                if first_error is None or error.partly_overwritten:
-                    first_error = error
-                continue
-            self._rolled_back = newest is not None and candidate < newest
-            if strict and select is None:
-                self._note_restored(state, candidate)
-            self._policy.restored(candidate)
-            return candidate
-        if first_error is not None:
-            raise first_error
-        return None
+        if step is not None:
+            from_step(self._roots, step, put_back, verify=bool(verify))
+        else:
+            found = from_newest(self._roots, put_back, verify=bool(verify), passed_over=tell)
+            if found is None:
+                self._warn_of_what_others_wrote()
+                return None
+            step = found[0]
+        newest = self.latest()
+        self._standing.restored(behind=newest is not None and step < newest)
+        if strict and select is None:
+            self._note_restored(state, step)
+        self._policy.restored(step)
+        return step
 
     # --- parts ------------------------------------------------------------------------------------------------
 
-    def _step_or_latest(self, step: int | None) -> int:
-        found = self.latest() if step is None else step
-        if found is None:
-            raise NotCommittedError(f"{self.root}: nothing is committed yet", path=self.root, step=None)
-        return found
+    def _warn_of_what_others_wrote(self) -> None:
+        """A run that a trainer has saved without us must not look like one that has saved nothing."""
+        for root, run in zip(self.roots, self._roots.runs, strict=True):
+            with suppress(CheckpointError):
+                there = run.written_by_others()
+                if there is not None:
+                    warnings.warn(
+                        f"{root}: nothing was restored, for no step there was committed by async_ckpt (a step has a "
+                        f"manifest.json); another program has written {there}; load that by the program's own means, "
+                        "and save once to go on from here",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
 
     def _note_restored(self, state: Any, step: int) -> None:
         """Groups that now hold what a step has need not be written again, if they are said to be unchanged."""
@@ -439,9 +448,9 @@ class AsyncCheckpointer:
         }
 
     def _steps_in_flight(self) -> Collection[int]:
-        undecided = [p.handle.step for p in self._saver.pending() if not p.settled.done()]
-        lent = {b.step for attempt in self._attempts if not attempt.is_over for b in attempt.borrowed}
-        return {step for step in undecided if step is not None} | lent
+        """What retention must not touch: steps that saves are about, and those that they borrow from, or the next may."""
+        steps = {step for place in self._saver.under_way() for step in (place.step, *place.needs())}
+        return {step for step in steps if step is not None} | self._groups.lenders()
 
     def __repr__(self) -> str:
         return f"<AsyncCheckpointer {self.root} {self._saver!r}>"
@@ -476,7 +485,7 @@ class _StepTarget:
     ) -> None:
         self._owner, self._run, self._step, self._token = checkpointer, run, step, token
         self._overwrite, self._record, self._attempt = overwrite, record, attempt
-        self._rolled_back, self._retire = checkpointer._rolled_back, checkpointer._retire
+        self._rolled_back, self._retire = checkpointer._standing.rolled_back, checkpointer._retire
         self._replaces: tuple[Manifest, str] | None = None
         self._announced = False
         self._driver_sink: Sink | None = None
@@ -493,7 +502,7 @@ class _StepTarget:
                     raise  # otherwise its delivery fails, unless it is back by then
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
-        if not all(quiet.done() for quiet in self._owner._hanging.get(self._run, ())):
+        if self._owner._standing.hangs(self._run):
             raise StorageUnavailableError(f"{self.path}: earlier writes there still hang", path=self.path)
         if not self.storage.remote:
             self._run.sweep_once()  # first, for it makes room
@@ -525,9 +534,9 @@ class _StepTarget:
         self._close_driver()
         self._owner._groups.committed(self._run, self._step, archive, self._attempt)
         if not late:
-            self._owner._rolled_back = False
+            self._owner._standing.committed(since=self._rolled_back)
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
-            self._run.announce()
+            self._run.announce(self._step, in_flight=self._owner._steps_in_flight())
             self._announced = True
 
     def _write_driver(self) -> list[Elsewhere]:
@@ -560,24 +569,67 @@ class _StepTarget:
         self._run.discard(self._step, self._token)
 
     def afterwards(self) -> None:
-        if not self._announced:
-            self._run.announce()
         replaced = self._replaces[0] if self._replaces else None
-        self._run.retain(self._step, replaced=replaced, in_flight=self._owner._steps_in_flight())
+        in_flight = self._owner._steps_in_flight()
+        refusal: CheckpointError | None = None
+        if not self._announced:
+            try:
+                self._run.announce(self._step, in_flight=in_flight)
+            except (
+                CheckpointError
+            ) as error:  # a tracker that cannot be moved must not keep old steps for ever
+                refusal = error
+        self._run.retain(self._step, replaced=replaced, in_flight=in_flight)
         if self.storage.remote:
             self._run.sweep_once()
         self._owner._catch_up_behind(self._run)
+        if refusal is not None:
+            raise refusal
 
     def _check(self) -> None:
         self._run.check(
-            self._step, overwrite=self._overwrite, rolled_back=self._rolled_back, retire=self._retire
+            self._step,
+            overwrite=self._overwrite,
+            rolled_back=self._rolled_back is not None,
+            retire=self._retire,
         )
         self._checked = True
 
     def hangs(self, quiet: Future[None]) -> None:
-        hanging = [future for future in self._owner._hanging.get(self._run, ()) if not future.done()]
-        self._owner._hanging[self._run] = [*hanging, quiet]
+        self._owner._standing.left_behind(self._run, quiet)
         get_worker().note_hanging(quiet)
+
+
+class _Standing:
+    """What saves and restores of one checkpointer leave for the next save. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Under _lock, and read without it:
+        self.rolled_back: object | None = (
+            None  # the restore from below the newest commit that no commit has followed
+        )
+        self._hanging: dict[Run, list[Future[None]]] = {}  # writes that saves went on without
+
+    def restored(self, *, behind: bool) -> None:
+        with self._lock:
+            self.rolled_back = object() if behind else None
+
+    def committed(self, *, since: object | None) -> None:
+        """A save is true that was begun after the restore `since`: the run goes on from there."""
+        with self._lock:
+            if self.rolled_back is since:
+                self.rolled_back = None
+
+    def left_behind(self, run: Run, quiet: Future[None]) -> None:
+        with self._lock:
+            hanging = [future for future in self._hanging.get(run, ()) if not future.done()]
+            self._hanging[run] = [*hanging, quiet]
+
+    def hangs(self, run: Run) -> bool:
+        """Whether writes at this root are still under way that a save went on without."""
+        with self._lock:
+            return not all(quiet.done() for quiet in self._hanging.get(run, ()))
 
 
 class _Kept:

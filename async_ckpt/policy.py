@@ -74,6 +74,7 @@ class SavePolicy:
         self._asked_at = 0.0
         self._answer = False
         self._under_way: list[Future[SaveReport]] = []
+        self._begun: deque[tuple[int, float, Future[SaveReport]]] = deque()  # and not looked at yet
         self._save_seconds: deque[float] = deque(maxlen=_NUM_SAVES)
         self._step_seconds: deque[float] = deque(maxlen=_NUM_STEPS)
         self._is_near = False  # the deadline: one more step, and a save no longer fits
@@ -92,6 +93,7 @@ class SavePolicy:
             )
         seconds_left = self._seconds_left()  # the user's function: not under the lock
         with self._lock:
+            self._take_note()
             if step == self._saved_step:
                 return False
             if step != self._asked_step:
@@ -100,21 +102,27 @@ class SavePolicy:
 
     def follow(self, step: int, save: Future[SaveReport]) -> None:
         """Note that a save has begun, and for later how long it takes. A skipped one leaves due what was due."""
-        with self._lock:
-            self._measure_saves()
-            if _was_skipped(save):
-                return
-            self._saved_step, self._saved_at = step, self._clock()
-            self._under_way.append(save)
-            self._has_tried = self._is_near
+        # Looked at by `should_save`: a caller of `save` that is interrupted must not be while it holds a lock.
+        self._begun.append((step, self._clock(), save))
 
     def restored(self, step: int) -> None:
         """Begin to count anew, from the step that training goes on from."""
         with self._lock:
+            self._take_note()
             self._saved_step, self._saved_at = step, self._clock()
             self._asked_step = None
 
     # --- parts ------------------------------------------------------------------------------------------------
+
+    def _take_note(self) -> None:
+        """Of the saves that were begun since the last time."""
+        while self._begun:
+            step, begun_at, save = self._begun.popleft()
+            self._measure_saves()
+            if not _was_skipped(save):
+                self._saved_step, self._saved_at = step, begun_at
+                self._under_way.append(save)
+                self._has_tried = self._is_near
 
     def _decide(self, step: int, seconds_left: float | None) -> bool:
         now = self._clock()

@@ -5,16 +5,17 @@ In: states and targets. Out: handles. Knows nothing of: steps that exist, retent
 
 from __future__ import annotations
 
+import itertools
 import os
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol
 
+from .admission import Admission, OnOverlap, Place
 from .errors import ClosedError
 from .format import digests
 from .format.layout import Image, Layout, TensorPlan, lay_out
@@ -26,8 +27,8 @@ from .snapshot.device import fill_image, first_device
 from .snapshot.files import FileFill, Source
 from .snapshot.guard import Optimizers, deferrable, gate_of, unwrapped
 from .snapshot.host_copy import HostCopy
-from .snapshot.pool import LIVENESS_SECONDS, MIN_SEGMENTS, SegmentPool
-from .snapshot.stager import Snapshot
+from .snapshot.pool import MIN_SEGMENTS, SegmentPool
+from .snapshot.stager import Snapshot, interrupted
 from .spans import NO_TRACE, Clock, Spans, monotonic, wall_time
 from .spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up
 from .state.capture import Capture, capture
@@ -35,8 +36,6 @@ from .state.tree import Select
 from .storage.pace import Pace
 from .trace import TraceFile
 from .worker import Pending, abandon, get_worker, wait_for
-
-OnOverlap = Literal["wait", "skip"]
 
 
 class FileImage(Image, Protocol):
@@ -102,27 +101,28 @@ class Saver:
                 f"max_bandwidth must be a number of bytes per second, such as 500e6, got {max_bandwidth!r}"
             )
         self.pool = SegmentPool(_segment_bytes(segment_bytes, host_bytes), max_bytes=host_bytes)
-        self._on_overlap, self._max_in_flight = on_overlap, max_in_flight
+        self._max_in_flight = max_in_flight
         self._strict, self._exit_timeout, self._clock = strict, exit_timeout, clock
         self._keep_warm = keep_warm
         self._pid = os.getpid()
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
         self._places: set[str] = set()  # that have threads of their own
         self._max_bandwidth = max_bandwidth
-        self._paces: dict[str, Pace] = {}  # by place; on the loop's thread alone
-        self._changed = threading.Condition()
-        self._given_up: BaseException | None = None  # the process, or the user, waits for nothing more
-        self._closed = False  # under _changed, like all below
-        self._num_admitted = 0
-        self._num_saves = 0
-        self._num_skipped = 0
-        self._last: Future[None] | None = None  # resolved when the newest save is decided
-        self._pending: list[Pending] = []
-        self._warned: list[SaveHandle] = []
-        self._reports: list[SaveReport] = []  # the last one only
-        self._stall_seconds = 0.0
+        self._admission = Admission(max_in_flight, on_overlap)
         self._trace_file = None if trace is None else TraceFile(trace, clock)
         self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
+        self._orders = itertools.count(1)  # of saves
+        self._skips = itertools.count(1)
+        self._num_skipped = 0
+        self._closed = False
+        self._given_up: BaseException | None = None  # the process, or the user, waits for nothing more
+        self._warned: list[SaveHandle] = []
+        # Changed by the loop's thread alone, which no signal interrupts; read by all.
+        self._last: Future[None] | None = None  # resolved when the newest save is decided
+        self._pending: list[Pending] = []  # replaced as a whole
+        self._last_report: SaveReport | None = None
+        self._paces: dict[str, Pace] = {}  # by place
+        self._stall_seconds = 0.0
         self._num_committed = self._num_failed = self._num_cleanup_failures = self._num_missed = 0
 
     @property
@@ -136,6 +136,7 @@ class Saver:
         make_targets: Callable[[], Sequence[Target]],
         *,
         step: int | None,
+        needs: Callable[[], Collection[int]] = tuple,
         guard: Any,
         select: Select = None,
         captured_as: Callable[[Capture], None] = lambda _: None,
@@ -145,39 +146,39 @@ class Saver:
     ) -> SaveHandle:
         """Begin a save. `make_targets` and then `state` are called once it is this save's turn, and may refuse it.
 
-        `captured_as` is told what is saved. What `also` has copied to the host of this moment's state is taken from there.
+        `captured_as` is told what is saved, `needs` tells the steps that must stay on storage until it is decided. What `also` has copied to the host of this moment's state is taken from there.
 
         Raises UnsupportedStateError, ClosedError, what `make_targets` raises, and under `strict` the last unseen error.
         """
         optimizers = unwrapped(guard)
         self._report_unseen()
         spans = Spans(self._clock, self._trace)
-        with self._trace.span("wait for a place", step=step):
-            admitted = self._admit()
-        if not admitted:
-            return _skipped(step, skipped_path)
-        call_seconds: Future[float] = running_future()
-        snapshot: Snapshot | None = None
+        # From here on this thread may be interrupted at any line. It holds no lock, and changes nothing that others see
+        # but through `soon`; what it has begun is taken back below.
+        place = Place(step, needs)
+        begun: _Begun | None = None
         try:
+            with self._trace.span("wait for a place", step=step):
+                admitted = self._admit(place)
+            if not admitted:
+                self._num_skipped = next(self._skips)
+                return _skipped(step, skipped_path)
             with self._trace.span("plan", step=step):
                 targets = make_targets()
                 captured = capture(state(), select)
                 captured_as(captured)
-                snapshot, handle, start = self._set_up(
-                    captured, targets, rule, step, optimizers, spans, call_seconds, also
-                )
-            start()
+                begun = self._set_up(captured, targets, rule, step, optimizers, spans, place, also)
+            get_worker().soon(begun.start)
             with self._trace.span("snapshot", step=step):
-                snapshot.begin()
-            return handle
+                begun.snapshot.begin()
+            begun.call_seconds.set_result(spans.total())
+            return begun.handle
         except BaseException as error:
-            if snapshot is None:
-                self._leave()
-            else:  # Ctrl-C: its story, which has or will have started, ends with this
-                snapshot.give_up(error)
+            if begun is None:
+                self._admission.leave(place)
+            else:
+                begun.abandon(error)
             raise
-        finally:
-            call_seconds.set_result(spans.total())
 
     def _set_up(
         self,
@@ -187,14 +188,15 @@ class Saver:
         step: int | None,
         optimizers: Optimizers,
         spans: Spans,
-        call_seconds: Future[float],
+        place: Place,
         also: HostCopy | None,
-    ) -> tuple[Snapshot, SaveHandle, Callable[[], None]]:
-        """Plan the archive; what is returned last starts its story, which waits for the segments of the snapshot."""
+    ) -> _Begun:
+        """Plan the archive; what is returned starts its story, which waits for the segments of the snapshot."""
         frozen = also.take_over(captured.tensors) if also is not None else frozenset()
         device = first_device(captured.tensors)
         layout = self._lay_out(captured, step)
         worker = get_worker()
+        call_seconds: Future[float] = running_future()
         num_tensors = len(captured.specs)
         drain = Drain(
             layout,
@@ -237,7 +239,6 @@ class Saver:
             return worker.writers(place).submit
 
         pending = Pending(handle, give_up, self._exit_timeout)
-        turn = self._follow(pending)
         job = SaveJob(
             step,
             layout,
@@ -246,18 +247,12 @@ class Saver:
             rule,
             drain,
             spans,
-            turn,
+            None,
             call_seconds,
             snapshot,
             writers,
             self._pace,
         )
-        self.pool.add_reliever(drain.relieve)
-        pending.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
-        if self._trace_file is not None:
-            Future.add_done_callback(handle, lambda _: self._trace.whole(f"save {step}", spans.begin))
-            write = self._trace_file.write
-            pending.finished.add_done_callback(lambda _: worker.background.submit(write))
 
         async def afterwards() -> None:
             try:
@@ -268,7 +263,17 @@ class Saver:
                 # A cold pool makes do with few segments. Now that nobody waits, take what the next save would miss.
                 await worker.off_loop(partial(reserve, worker.background))
 
-        return snapshot, handle, lambda: worker.start(pending, run_save(job, worker.off_loop), afterwards)
+        def start() -> None:
+            job.turn = self._follow(pending, place)
+            self.pool.add_reliever(drain.relieve)
+            pending.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
+            if self._trace_file is not None:
+                Future.add_done_callback(handle, lambda _: self._trace.whole(f"save {step}", spans.begin))
+                write = self._trace_file.write
+                pending.finished.add_done_callback(lambda _: worker.background.submit(write))
+            worker.start(pending, run_save(job, worker.off_loop), afterwards)
+
+        return _Begun(handle, snapshot, call_seconds, start, lambda: self._admission.leave(place), drain.fail)
 
     def _snapshot(
         self,
@@ -294,7 +299,7 @@ class Saver:
             deferred = frozen = frozenset()
         if reserve is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
-            reserve(worker.copiers)
+            worker.call(partial(reserve, worker.copiers))
         return Snapshot(
             captured.specs,
             captured.tensors,
@@ -304,7 +309,7 @@ class Saver:
             gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
             num_tail=drain.num_tail,
             pool=self.pool,
-            crew=worker.copiers,
+            crew=worker.copying,
             clock=self._clock,
             put=drain.put,
             check=drain.check,
@@ -326,10 +331,8 @@ class Saver:
         """
         self._report_unseen(stacklevel=5)
         self._refuse_if_forked()
+        self._refuse_if_closed()
         worker = get_worker()
-        with self._changed:
-            self._refuse_if_closed()
-            self._num_admitted += 1
         handle = SaveHandle(
             step=None,
             path=errand.path,
@@ -338,11 +341,8 @@ class Saver:
             submit_callbacks=worker.callbacks.submit,
         )
         pending = Pending(handle, errand.give_up, self._exit_timeout)
-        turn = self._follow(pending)
-        # What the next one needs is little, and soon there again.
-        pending.finished.add_done_callback(lambda _: self.pool.release())
 
-        async def story() -> SaveReport:
+        async def story(turn: Future[None] | None) -> SaveReport:
             try:
                 return await errand.run(turn, worker.off_loop)
             except BaseException as error:
@@ -354,7 +354,15 @@ class Saver:
                     error.add_note(f"async_ckpt: cleaning up after it failed too: {another}")
                 raise
 
-        worker.start(pending, story(), lambda: errand.afterwards(worker.off_loop))
+        def start() -> None:
+            place = Place(None)
+            self._admission.enter_at_once(place)
+            turn = self._follow(pending, place)
+            # What the next one needs is little, and soon there again.
+            pending.finished.add_done_callback(lambda _: self.pool.release())
+            worker.start(pending, story(turn), lambda: errand.afterwards(worker.off_loop))
+
+        worker.soon(start)
         return handle
 
     def files_job(
@@ -411,8 +419,7 @@ class Saver:
         """Wait for every save, raise the first unseen error, give the memory back. Ctrl-C gives the saves up."""
         if not self.belongs_here:  # a lock of the parent's may have been forked held
             return
-        with self._changed:
-            self._closed = True
+        self._closed = True
         try:
             for pending in self.pending():
                 wait_for(pending.finished)
@@ -440,41 +447,38 @@ class Saver:
             raise self._given_up
 
     def pending(self) -> list[Pending]:
-        with self._changed:
-            return list(self._pending)
+        """The saves that were begun, and have not ended, or have failed without anybody having looked."""
+        with suppress(ClosedError):  # the interpreter is exiting: none begins any more
+            get_worker().sync()
+        return self._pending
+
+    def under_way(self) -> list[Place]:
+        """The places of saves that are not decided yet."""
+        return self._admission.under_way()
 
     def metrics(self) -> dict[str, float]:
         """Counters and the last report, as numbers under constant keys."""
-        with self._changed:
-            last = self._reports[-1] if self._reports else SaveReport("committed", None, "")
-            numbers = {
-                "saves_committed": self._num_committed,
-                "saves_failed": self._num_failed,
-                "saves_skipped": self._num_skipped,
-                "saves_in_flight": self._num_admitted,
-                "cleanup_failures": self._num_cleanup_failures,
-                "destinations_missed": self._num_missed,
-                "stall_seconds_total": self._stall_seconds,
-            }
-        numbers["pool_bytes"] = self.pool.num_bytes
+        last = self._last_report or SaveReport("committed", None, "")
+        numbers = {
+            "saves_committed": self._num_committed,
+            "saves_failed": self._num_failed,
+            "saves_skipped": self._num_skipped,
+            "saves_in_flight": len(self._admission.under_way()),
+            "cleanup_failures": self._num_cleanup_failures,
+            "destinations_missed": self._num_missed,
+            "stall_seconds_total": self._stall_seconds,
+            "pool_bytes": self.pool.num_bytes,
+        }
         both = {**numbers, **last.as_dict("last_")}
         return {key: float(value) for key, value in both.items() if not isinstance(value, str)}
 
     # --- parts ------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> bool:
+    def _admit(self, place: Place) -> bool:
         """Take one of the places for saves under way, waiting for it or not. False: skip."""
         self._refuse_if_forked()
-        with self._changed:
-            self._refuse_if_closed()
-            if self._num_admitted >= self._max_in_flight and self._on_overlap == "skip":
-                self._num_skipped += 1
-                return False
-            while self._num_admitted >= self._max_in_flight:
-                self._changed.wait(LIVENESS_SECONDS)
-                self._refuse_if_closed()
-            self._num_admitted += 1
-            return True
+        self._refuse_if_closed()
+        return self._admission.enter(place, self._refuse_if_closed)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -486,53 +490,38 @@ class Saver:
                 "this checkpointer belongs to the process that was forked from; open one in this process"
             )
 
-    def _leave(self) -> None:
-        with self._changed:
-            self._num_admitted -= 1
-            self._changed.notify_all()
-
     def _next_order(self) -> int:
-        with self._changed:
-            self._num_saves += 1
-            return self._num_saves
+        return next(self._orders)
 
-    def _follow(self, pending: Pending) -> Future[None] | None:
-        """Keep account of a save: who waits for it, and how it ended. Returns what it has to wait for to commit."""
-        with self._changed:
-            self._pending.append(pending)
-            turn, self._last = self._last, pending.settled
-
-        def settled(_: object) -> None:
-            self._leave()
+    def _follow(self, pending: Pending, place: Place) -> Future[None] | None:
+        """Keep account of a save: who waits for it, and how it ended. Returns the end of the save before it."""
+        self._pending = [*self._pending, pending]
+        turn, self._last = self._last, pending.settled
 
         def ended(_: Future[SaveReport]) -> None:
-            error = Future.exception(pending.handle)
-            with self._changed:
-                if error is None:
-                    report = Future.result(pending.handle)
-                    self._num_committed += 1
-                    self._stall_seconds += report.stall_seconds
-                    self._reports = [report]
-                else:
-                    self._num_failed += 1
+            if Future.exception(pending.handle) is None:
+                report = self._last_report = Future.result(pending.handle)
+                self._num_committed += 1
+                self._stall_seconds += report.stall_seconds
+            else:
+                self._num_failed += 1
 
         def finished(future: Future[None]) -> None:
-            with self._changed:
-                self._num_cleanup_failures += future.exception() is not None
-                # A failed save stays until somebody has looked at it.
-                self._pending = [
-                    p
-                    for p in self._pending
-                    if not p.finished.done() or (_failed(p.handle) and not p.handle.looked_at)
-                ]
+            self._num_cleanup_failures += future.exception() is not None
+            # A failed save stays until somebody has looked at it.
+            self._pending = [
+                p
+                for p in self._pending
+                if not p.finished.done() or (_failed(p.handle) and not p.handle.looked_at)
+            ]
 
-        pending.settled.add_done_callback(settled)
+        pending.settled.add_done_callback(lambda _: self._admission.leave(place))
         Future.add_done_callback(pending.handle, ended)
         pending.finished.add_done_callback(finished)
         return turn
 
     def _unseen(self) -> list[SaveHandle]:
-        return [p.handle for p in self.pending() if _failed(p.handle) and not p.handle.looked_at]
+        return [p.handle for p in self._pending if _failed(p.handle) and not p.handle.looked_at]
 
     def _report_unseen(self, stacklevel: int = 4) -> None:
         if self._strict:
@@ -588,7 +577,46 @@ class Saver:
         return num_segments * self._max_in_flight > self.pool.max_segments
 
     def __repr__(self) -> str:
-        return f"<Saver {self._num_admitted}/{self._max_in_flight} in flight, {self.pool!r}>"
+        return f"<Saver {len(self.under_way())}/{self._max_in_flight} in flight, {self.pool!r}>"
+
+
+class _Begun:
+    """A save that the caller's thread has set up. What others see of it is done on the loop's thread."""
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        snapshot: Snapshot,
+        call_seconds: Future[float],
+        start: Callable[[], None],
+        leave: Callable[[], None],
+        give_up: Callable[[BaseException], None],
+    ) -> None:
+        self.handle, self.snapshot, self.call_seconds = handle, snapshot, call_seconds
+        self._start, self._leave, self._give_up = start, leave, give_up
+        self._fate: Literal["set up", "started", "abandoned"] = "set up"  # on the loop's thread alone
+
+    def start(self) -> None:
+        """Begin its story; on the loop's thread."""
+        if self._fate == "set up":
+            self._fate = "started"
+            self._start()
+
+    def abandon(self, cause: BaseException) -> None:
+        """The call of `save` has raised: nothing of it becomes visible, and its memory comes back."""
+        error = interrupted(cause)
+        get_worker().soon(partial(self._end, error))
+        self.snapshot.give_up(error)
+
+    def _end(self, error: BaseException) -> None:
+        if self._fate == "started":
+            self.handle.looked_at = True  # whoever called `save` knows
+            self._give_up(error)
+        else:
+            self._leave()
+        self._fate = "abandoned"
+        if not self.call_seconds.done():
+            self.call_seconds.set_result(0.0)
 
 
 def small_archive(state: Any, *, step: int, max_bytes: int) -> tuple[bytes, str]:

@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 from .commit.manifest import Archive, Elsewhere
 from .commit.run import Run
 from .errors import NotUnchangedError
-from .handle import SaveHandle
 from .saver import small_archive
 from .spec import MIB, Json, TensorSpec
 from .state.capture import Capture, Mark, capture
@@ -108,11 +107,10 @@ class Attempt:
         self.borrowed: tuple[Elsewhere, ...] = ()
         self.look: Look | None = None
         self.driver: Driver | None = None
-        self.handle: SaveHandle | None = None
 
-    @property
-    def is_over(self) -> bool:
-        return self.handle is not None and self.handle.done()
+    def lenders(self) -> list[int]:
+        """The steps that it borrows from."""
+        return [borrowed.step for borrowed in self.borrowed]
 
     def captured(self, captured: Capture) -> None:
         self.look = Look(captured)
@@ -123,7 +121,7 @@ class UnchangedGroups:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._written: dict[str, _Written] = {}  # under _lock
+        self._written: dict[str, _Written] = {}  # replaced as a whole; under _lock, and read without it
 
     def without(
         self, state: Any, names: Collection[str], *, step: int, runs: Sequence[Run]
@@ -139,8 +137,8 @@ class UnchangedGroups:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
         borrowed = []
         for name in sorted(names):
-            with self._lock:
-                known = self._written.get(name)
+            # Without the lock: this is the caller's thread, which may be interrupted, and must not be while it holds one.
+            known = self._written.get(name)
             if known is None or known.borrowed.step >= step or not known.runs.issuperset(runs):
                 continue  # it has to be written
             now = Look(capture({name: state[name]})).of(name)
@@ -156,6 +154,10 @@ class UnchangedGroups:
         if len(absent) == len(state):
             raise ValueError("every group is said to be unchanged; there would be nothing to save")
         return {key: value for key, value in state.items() if key not in absent}, tuple(borrowed)
+
+    def lenders(self) -> set[int]:
+        """The steps that the next save may borrow from."""
+        return {known.borrowed.step for known in self._written.values()}
 
     def committed(self, run: Run, step: int, archive: Archive, attempt: Attempt) -> None:
         """A save is true at one run: from now on its groups may be borrowed from it."""

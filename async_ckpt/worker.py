@@ -13,17 +13,21 @@ import asyncio
 import atexit
 import logging
 import os
+import queue
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from math import inf
 from typing import Any, Final, NoReturn, TypeVar
 
 from .errors import ClosedError, SaveAbandonedError
 from .handle import SaveHandle
 from .report import SaveReport
-from .snapshot.crew import Crew, LibraryThread, running_future
+from .snapshot.crew import Crew, LibraryThread, Submits, Task, running_future
 from .snapshot.pool import LIVENESS_SECONDS
+from .spans import monotonic
 
 T = TypeVar("T")
 _log = logging.getLogger("async_ckpt")
@@ -34,8 +38,10 @@ EXIT_STATUS_INTERRUPTED: Final = 130
 # Enough that a local disk has writes in flight while other segments are digested: with four it ran dry at times,
 # and with eight where the training left them little processor time.
 _NUM_WRITERS: Final = 16
-# How long an abandoned save may take to end its last write.
+# How long abandoned saves may take to end their last writes. An exit with a timeout waits only for a tenth of that
+# timeout more, but at least as long as a healthy disk may need.
 _ABANDON_SECONDS: Final = 10.0
+_LEAST_ABANDON_SECONDS: Final = 1.0
 
 
 class Pending:
@@ -50,6 +56,23 @@ class Pending:
         self.settled = running_future()  # decided, so that the next save may commit
         self.finished = running_future()
 
+    @property
+    def abandon_seconds(self) -> float:
+        """How long it is waited for once it was given up."""
+        if self.exit_timeout is None:
+            return _ABANDON_SECONDS
+        return min(_ABANDON_SECONDS, max(_LEAST_ABANDON_SECONDS, self.exit_timeout / 10))
+
+
+class _ByLoop:
+    """A crew whose tasks may come from a thread that is interrupted."""
+
+    def __init__(self, worker: Worker, crew: Crew) -> None:
+        self._worker, self._crew = worker, crew
+
+    def submit(self, task: Task) -> None:
+        self._worker.soon(lambda: self._crew.submit(task))
+
 
 class Worker:
     """One per process; see `get_worker`."""
@@ -58,10 +81,12 @@ class Worker:
         self.pid = os.getpid()
         self.stopped = False
         self.copiers = Crew("copy", 32)
+        self.copying: Submits = _ByLoop(self, self.copiers)
         self.readers = Crew("read", 8, background=True)
         self.background = Crew("background", 4, background=True)
         self._writers: dict[str, Crew] = {}  # under _lock
         self._hanging: list[Future[None]] = []  # under _lock
+        self._calls: set[Future[Any]] = set()  # made by `off_loop`, and not returned yet; under _lock
         self.callers = Crew("call", 64)
         self.callbacks = Crew("callback", 64)
         self._lock = threading.Lock()
@@ -88,7 +113,7 @@ class Worker:
             crew.stop()
 
     def note_hanging(self, quiet: Future[None]) -> None:
-        """Writes that the save went on without; `quiet` resolves when they have returned."""
+        """Writes or calls that the save went on without; `quiet` resolves when they have returned."""
         with self._lock:
             self._hanging = [future for future in self._hanging if not future.done()] + [quiet]
 
@@ -97,23 +122,75 @@ class Worker:
         try:
             self._loop.run_forever()
         finally:
+            # What waits for a call that has returned just now; asyncio complains of tasks that are left pending.
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._loop.close()
 
     async def off_loop(self, fn: Callable[[], T], /) -> T:
         """Run a blocking call on a helper thread; its result, or what it raised."""
         outcome: Future[T] = Future()
         ended = self._loop.create_future()
+        with self._lock:
+            self._calls.add(outcome)
 
         def call() -> None:
             try:
                 outcome.set_result(fn())
             except BaseException as error:  # of any kind: asyncio's futures do not take a StopIteration
                 outcome.set_exception(error)
+            with self._lock:
+                self._calls.discard(outcome)
             self._loop.call_soon_threadsafe(ended.set_result, None)
 
-        self.callers.submit(call)
+        try:
+            self.callers.submit(call)
+        except RuntimeError:  # there is no thread to be had
+            with self._lock:
+                self._calls.discard(outcome)
+            raise
         await ended
         return outcome.result()
+
+    def soon(self, fn: Callable[[], None]) -> None:
+        """Run `fn` on the loop's thread, in the order of the calls.
+
+        For what must not be left half done: a caller's thread may be interrupted between any two steps, this one is not.
+        """
+        try:
+            self._loop.call_soon_threadsafe(fn)
+        except RuntimeError:  # the loop is closed
+            raise ClosedError("the interpreter is exiting; a save must be begun before that") from None
+
+    def sync(self) -> None:
+        """Return when the loop's thread has run all that was given to `soon` before."""
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        with suppress(ClosedError):
+            self.soon(lambda: done.put(None))
+            while self._thread.is_alive():
+                with suppress(queue.Empty):
+                    done.get(timeout=LIVENESS_SECONDS)
+                    break
+
+    def call(self, fn: Callable[[], T]) -> T:
+        """Run a blocking call on a helper thread and wait for it. An interrupt ends the wait, and not the call."""
+        outcome: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
+
+        def run() -> None:
+            future: Future[T] = Future()
+            try:
+                future.set_result(fn())
+            except BaseException as error:
+                future.set_exception(error)
+            outcome.put(future)
+
+        self.soon(lambda: self.callers.submit(run))
+        while self._thread.is_alive():
+            with suppress(queue.Empty):
+                return outcome.get(timeout=LIVENESS_SECONDS).result()
+        raise ClosedError("the interpreter is exiting; a save must be begun before that")
 
     def start(
         self,
@@ -164,7 +241,6 @@ class Worker:
         status = self._wait_for_all()
         with self._lock:
             stuck = [pending.handle for pending in self._pending]
-            hanging = any(not future.done() for future in self._hanging)
             lost = [handle for handle in self._unseen if not handle.looked_at]
         for handle in lost:
             error = handle.exception()
@@ -172,35 +248,46 @@ class Worker:
             _tell_loss(handle, "; ".join([f"{type(error).__name__}: {error}", *notes]))
         for handle in stuck:
             if not handle.done():
-                _tell_loss(handle, "it was given up, but a write of it has not returned")
+                _tell_loss(handle, "it was given up, but a call to its storage has not returned")
                 status = status or EXIT_STATUS_SAVE_FAILED
-        if status or lost or stuck or hanging:
-            _exit_with(status or (EXIT_STATUS_SAVE_FAILED if lost else 0), at_once=bool(stuck) or hanging)
+        hanging = bool(stuck) or not self._have_returned()
+        if status or lost or hanging:
+            _exit_with(status or (EXIT_STATUS_SAVE_FAILED if lost else 0), at_once=hanging)
         self.stop()
 
     def _wait_for_all(self) -> int:
         """The exit status that the wait itself gives reason for; 0 for none."""
-        begin = self._loop.time()
+        begin = monotonic()
+        given_up: list[Pending] = []
         try:
-            while (pending := self._oldest()) is not None and self._thread.is_alive():
-                limit = pending.exit_timeout
-                if limit is not None and self._loop.time() - begin > limit:
-                    self._abandon(f"the interpreter exits, and exit_timeout={limit} s have passed")
-                    break
-                wait_for(pending.finished, LIVENESS_SECONDS)
+            self.sync()
+            while (waiting := self._pending_but(given_up)) and self._thread.is_alive():
+                seconds = monotonic() - begin
+                limit = min((p.exit_timeout for p in waiting if p.exit_timeout is not None), default=inf)
+                if seconds > limit:
+                    overdue = [pending for pending in waiting if pending.exit_timeout == limit]
+                    abandon(overdue, f"the interpreter exits, and exit_timeout={limit} s have passed")
+                    given_up += overdue
+                else:
+                    wait_for(waiting[0].finished, min(LIVENESS_SECONDS, limit - seconds))
         except KeyboardInterrupt:
-            self._abandon("interrupted while the interpreter waited for it")
+            abandon(self._pending_but(given_up), "interrupted while the interpreter waited for it")
             return EXIT_STATUS_INTERRUPTED
         return 0
 
-    def _oldest(self) -> Pending | None:
+    def _pending_but(self, given_up: list[Pending]) -> list[Pending]:
+        """The saves that are waited for, the oldest first."""
         with self._lock:
-            return self._pending[0] if self._pending else None
+            return [pending for pending in self._pending if pending not in given_up]
 
-    def _abandon(self, why: str) -> None:
+    def _have_returned(self) -> bool:
+        """Whether all calls and writes that saves went on without have returned, or do so in a moment."""
         with self._lock:
-            pending = list(self._pending)
-        abandon(pending, why)
+            left = [future for future in (*self._hanging, *self._calls) if not future.done()]
+        try:
+            return _wait_for_each(left, _LEAST_ABANDON_SECONDS)
+        except KeyboardInterrupt:
+            return False
 
     def stop(self) -> None:
         self.stopped = True
@@ -221,8 +308,15 @@ def abandon(pending: list[Pending], why: str) -> None:
         save.give_up(
             SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact")
         )
-    for save in pending:
-        wait_for(save.finished, _ABANDON_SECONDS)
+    _wait_for_each(
+        [save.finished for save in pending], min((save.abandon_seconds for save in pending), default=0.0)
+    )
+
+
+def _wait_for_each(futures: Sequence[Future[Any]], timeout: float) -> bool:
+    """Wait for the end of all of them, `timeout` seconds in all. False when they have passed without."""
+    deadline = monotonic() + timeout
+    return all(wait_for(future, max(0.0, deadline - monotonic())) for future in futures)
 
 
 def wait_for(future: Future[None], timeout: float | None = None) -> bool:
@@ -244,6 +338,10 @@ def get_worker() -> Worker:
     Raises ClosedError once the interpreter has begun to exit.
     """
     global _worker
+    # Without the lock: a caller that is interrupted must not be while it holds one.
+    worker = _worker
+    if worker is not None and not worker.stopped and worker.pid == os.getpid():
+        return worker
     with _worker_lock:
         if _worker is not None and _worker.stopped:
             raise ClosedError("the interpreter is exiting; a save must be begun before that")
@@ -286,11 +384,10 @@ def _note_exit_status() -> None:
 def _exit_with(status: int, *, at_once: bool) -> None:
     """Make the process end with this status, unless it ends with another non-zero one by itself."""
     failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or _exit_code not in (None, 0)
-    if at_once:  # a thread is stuck in a write that does not return: joining it would hang
-        sys.stdout.flush()
-        os._exit(1 if failed else status)
-    if failed:
+    if failed and not at_once:
         return
+    if failed:
+        status = _exit_code & 0xFF if isinstance(_exit_code, int) and _exit_code else 1
 
     def last() -> None:
         # Registered last, so called first: run all the others, then leave with our status.
@@ -303,6 +400,8 @@ def _exit_with(status: int, *, at_once: bool) -> None:
                 pass  # closed, broken or none: nothing more to say on it
         os._exit(status)
 
+    if at_once:  # a thread is stuck in a call that does not return: joining it would hang
+        last()
     atexit.register(last)
 
 

@@ -19,7 +19,7 @@ FLOORS: list[tuple[str, ...]] = [
         "__init__", "__main__", "checkpointer", "functional", "pack", "errand", "unpack", "wrap", "export", "paths", "cli",
         "integrations",
     ),  # face
-    ("handle", "worker", "saver", "policy", "unchanged", "trace"),  # time
+    ("handle", "worker", "admission", "saver", "policy", "unchanged", "trace"),  # time
     ("save", "load", "restore", "catch_up"),  # the story
     ("commit",),  # agreement
     ("storage",),  # places
