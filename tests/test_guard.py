@@ -95,7 +95,7 @@ def test_the_time_that_the_guard_holds_is_reported_as_stall(training):
 def test_without_a_guard_save_returns_only_when_the_copy_is_made(training):
     p = parameter()
     saving = Call(lambda: training.ckpt.save({"p": p}, step=1))
-    saving.wait_until_inside("_copy")
+    saving.wait_until_inside("_fill_now")
     assert saving.is_alive()
     training.release()
     handle = saving.outcome()
@@ -212,12 +212,6 @@ def test_several_optimizers_are_each_held(training):
 
 
 def test_the_optimizer_inside_of_a_wrapper_is_found(training):
-    class Wrapper:
-        """What accelerate's AcceleratedOptimizer looks like from here."""
-
-        def __init__(self, optimizer: object) -> None:
-            self.optimizer = optimizer
-
     p = parameter()
     optimizer = sgd(p)
     handle = training.ckpt.save({"p": p}, step=1, guard=Wrapper(Wrapper(optimizer)))
@@ -228,6 +222,92 @@ def test_the_optimizer_inside_of_a_wrapper_is_found(training):
     handle.result()
 
     assert bool((training.ckpt.load(1)["p"] == 1).all())
+
+
+@pytest.fixture
+def accelerator():
+    """A fresh one; accelerate keeps its state in the process."""
+    import accelerate
+
+    yield accelerate.Accelerator(cpu=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+class Wrapper:
+    """What steps an optimizer, and is none."""
+
+    def __init__(self, optimizer: object) -> None:
+        self.optimizer = optimizer
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda o: o, Wrapper, lambda o: [Wrapper(Wrapper(o))]],
+    ids=["itself", "wrapped", "wrapped twice"],
+)
+def test_the_step_of_a_prepared_optimizer_waits_and_the_old_values_are_saved(training, accelerator, wrap):
+    model = torch.nn.Linear(1024, PARAMETER_MIB * MIB // 4096, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    want = model.weight.detach().clone()
+    handle = training.ckpt.save({"model": model}, step=1, guard=wrap(optimizer))
+    assert not handle.staging_completion.done()
+
+    model.weight.grad = torch.ones_like(model.weight)
+    stepping = training.step_in_thread(optimizer)
+    assert stepping.is_alive()
+    assert torch.equal(model.weight, want)
+    training.release()
+    stepping.outcome()
+    handle.result()
+
+    assert training.order == ["released", "stepped"]
+    assert torch.equal(model.weight, want - 1)
+    assert torch.equal(training.ckpt.load(1)["model"]["weight"], want)
+
+
+def test_a_training_with_accelerate_saves_the_state_before_each_step(tmp_path, accelerator):
+    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.Linear(1024, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    wanted = []
+    with open_run(tmp_path, host_bytes=BUDGET, guard=optimizer) as ckpt:
+        for step in range(4):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.randn(4, 512)).square().sum())
+            moments = optimizer.state_dict()["state"]
+            wanted.append(
+                (
+                    {k: v.clone() for k, v in model.state_dict().items()},
+                    {n: {k: v.clone() for k, v in s.items()} for n, s in moments.items()},
+                )
+            )
+            ckpt.save({"model": model, "optimizer": optimizer}, step=step)
+            optimizer.step()
+            schedule.step()
+        ckpt.wait()
+        for step, (weights, moments) in enumerate(wanted):
+            saved = ckpt.load(step)
+            assert all(torch.equal(saved["model"][k], v) for k, v in weights.items())
+            for number, moment in moments.items():
+                assert all(torch.equal(saved["optimizer"]["state"][number][k], v) for k, v in moment.items())
+
+
+def test_a_scheduler_is_refused_in_whatever_it_is_wrapped(accelerator):
+    optimizer = sgd(parameter(mib=1))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    _, prepared = accelerator.prepare(optimizer, schedule)
+    for guard in (schedule, prepared, Wrapper(schedule), [Wrapper(Wrapper(schedule))]):
+        with pytest.raises(TypeError, match="guard must be a torch optimizer"):
+            unwrapped(guard)
+
+
+def test_an_optimizer_whose_attribute_of_that_name_is_none_is_the_optimizer():
+    optimizer = sgd(parameter(mib=1))
+    optimizer.optimizer = "adam"  # of its own meaning
+
+    assert unwrapped(optimizer) == (optimizer,)
 
 
 @pytest.mark.parametrize(

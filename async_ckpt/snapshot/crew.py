@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 Task = Callable[[], None]
 
@@ -31,6 +31,12 @@ _IOPRIO_IDLE: Final = 3 << 13
 _IOPRIO_USUAL: Final = 0  # what the nice value says
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+class Submits(Protocol):
+    """What takes tasks for threads of this library."""
+
+    def submit(self, task: Task) -> None: ...
 
 
 class LibraryThread(threading.Thread):

@@ -9,7 +9,6 @@ tripwires of the stager check it.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
@@ -34,28 +33,30 @@ class Held(Protocol):
 class Gate:
     """The pre-step hook of one optimizer. It is registered once and stays: coming and going defeats `torch.compile`."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pending: set[Held] = set()  # under _lock
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        # Weak, since the optimizer's hooks have this gate.
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        # Changed and copied in one step each, without a lock: a step that is interrupted must not be while it holds one.
+        self._pending: set[Held] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         """Of a copied optimizer: the copy is for saving, and never steps."""
         return Gate()
 
+    def owned(self) -> dict[int, torch.Tensor]:
+        """The large tensors that its optimizer alone changes, by their addresses."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        return {} if optimizer is None else _owned(optimizer)
+
     def close(self, snapshot: Held) -> None:
-        with self._lock:
-            self._pending.add(snapshot)
+        self._pending.add(snapshot)
 
     def open(self, snapshot: Held) -> None:
-        with self._lock:
-            self._pending.discard(snapshot)
+        self._pending.discard(snapshot)
 
     def _before_step(self, *_: Any) -> None:
-        if self._pending:  # read without the lock: only this thread's own saves matter to this step
-            with self._lock:
-                pending = list(self._pending)
-            for snapshot in pending:
-                snapshot.hold()
+        for snapshot in list(self._pending):
+            snapshot.hold()
 
 
 _gates: weakref.WeakKeyDictionary[torch.optim.Optimizer, Gate] = weakref.WeakKeyDictionary()
@@ -64,8 +65,9 @@ _gates: weakref.WeakKeyDictionary[torch.optim.Optimizer, Gate] = weakref.WeakKey
 def gate_of(optimizer: torch.optim.Optimizer) -> Gate:
     gate = _gates.get(optimizer)
     if gate is None:
-        gate = _gates[optimizer] = Gate()
+        gate = Gate(optimizer)
         optimizer.register_step_pre_hook(gate._before_step)
+        _gates[optimizer] = gate  # last: a gate that is known is hung
     return gate
 
 
@@ -76,22 +78,29 @@ def unwrapped(guard: Any) -> Optimizers:
     """
     if guard is None:
         return ()
+    several = isinstance(guard, Iterable) and not isinstance(guard, torch.optim.Optimizer)
     found: list[torch.optim.Optimizer] = []
-    for given in (
-        guard if isinstance(guard, Iterable) and not isinstance(guard, torch.optim.Optimizer) else (guard,)
-    ):
-        optimizer = given
-        while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
-        # A scheduler has an optimizer and a step() as well, but not that of the optimizer.
-        is_scheduler = isinstance(given, torch.optim.lr_scheduler.LRScheduler)
-        if is_scheduler or not isinstance(optimizer, torch.optim.Optimizer):
+    for given in guard if several else (guard,):
+        optimizer = _innermost(given)
+        if optimizer is None:
             raise TypeError(
                 f"guard must be a torch optimizer, or several; got {type(given).__qualname__}. "
                 "Where no optimizer's step() changes the state, use handle.wait_staged() instead."
             )
         found.append(optimizer)
     return tuple(found)
+
+
+def _innermost(given: Any) -> torch.optim.Optimizer | None:
+    """The torch optimizer whose step() a wrapper calls in the end.
+
+    A wrapper may be a torch optimizer itself, as accelerate's is, and yet have no hooks.
+    """
+    # A scheduler has an optimizer and a step() as well, but not that of the optimizer.
+    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        return None
+    inner = _innermost(given.optimizer) if hasattr(given, "optimizer") else None
+    return given if inner is None and isinstance(given, torch.optim.Optimizer) else inner
 
 
 def deferrable(
@@ -107,26 +116,39 @@ def deferrable(
     guarded: dict[int, int] = {}  # how many bytes from an address on
     for optimizer in optimizers:
         if not any(group.get("capturable") for group in optimizer.param_groups):
-            for tensor in _dense(optimizer):
-                at, num_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-                guarded[at] = max(num_bytes, guarded.get(at, 0))
+            for at, tensor in _owned(optimizer).items():
+                guarded[at] = max(_num_bytes(tensor), guarded.get(at, 0))
     return frozenset(
         i
         for i, (spec, tensor) in enumerate(zip(specs, tensors, strict=True))
         if spec.num_bytes >= DEFERRED_BYTES
         and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
         # What only begins like a parameter, such as a flat buffer of which it is the first, holds more than that.
         and spec.num_bytes <= guarded.get(tensor.data_ptr(), 0)
     )
 
 
-def _dense(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    """The tensors of an optimizer that it alone changes, as far as they lie in one piece."""
+def _owned(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+    """The large, dense tensors that an optimizer alone changes; of those that begin at one address, the largest."""
+    found: dict[int, torch.Tensor] = {}
+    for tensor in _params_and_state(optimizer):
+        if _num_bytes(tensor) >= DEFERRED_BYTES and tensor.is_contiguous():
+            other = found.setdefault(tensor.data_ptr(), tensor)
+            if _num_bytes(tensor) > _num_bytes(other):
+                found[tensor.data_ptr()] = tensor
+    return found
+
+
+def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    on_host = all(p.device.type == "cpu" for p in params)
-    yield from (p for p in params if type(p) in (torch.Tensor, torch.nn.Parameter) and p.is_contiguous())
+    on_host = all(p.is_cpu for p in params)
+    yield from (p for p in params if type(p) in (torch.Tensor, torch.nn.Parameter))
     for state in optimizer.state.values():
         for value in state.values() if isinstance(state, dict) else ():
-            ours = type(value) is torch.Tensor and (on_host or value.device.type == "cuda")
-            if ours and value.is_contiguous():
+            if type(value) is torch.Tensor and (on_host or value.is_cuda):
                 yield value
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -13,19 +13,19 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
 
-from ..errors import TornSnapshotError
+from ..errors import SaveAbandonedError, TornSnapshotError
 from ..format.layout import Piece, SegmentPlan
 from ..spans import NO_TRACE, Clock, Trace
 from ..spec import MIB, TensorSpec
-from .crew import Crew, running_future
-from .device import Device, dense_blocks, event_wait, flat_bytes, memmove, synchronize
+from .crew import Submits, running_future
+from .device import Alias, Device, dense_blocks, memmove
 from .guard import Gate, Held
 from .host import num_cpus
 from .pool import LIVENESS_SECONDS, Lease, SegmentPool
@@ -50,7 +50,7 @@ class _Job:
         self.pieces = pieces
         self.rest = rest
         self.lease: Lease | None = None
-        self.events: list[tuple[torch.device, Any]] = []
+        self.events: list[tuple[Device, Any]] = []
 
 
 class Snapshot(Held):
@@ -71,7 +71,7 @@ class Snapshot(Held):
         gates: Sequence[Gate],
         num_tail: int,
         pool: SegmentPool,
-        crew: Crew,
+        crew: Submits,
         clock: Clock,
         put: Put,
         check: Callable[[], None],
@@ -94,6 +94,7 @@ class Snapshot(Held):
         # Set up by `_look_at_tensors`, then only read, by all copying threads.
         self._pointers = [0] * len(tensors)
         self._dense = [False] * len(tensors)
+        self._aliases: dict[int, Alias] = {}  # what is deferred is read through these
         self._alive: list[Any] = []
         self._devices: dict[torch.device, Device] = {}
         self._tripwires: _Tripwires | None = None
@@ -106,8 +107,9 @@ class Snapshot(Held):
         self._error: BaseException | None = None
         self._ended = False
         self._released = False  # every copy is done, or enqueued on its device
-        self._held_since: list[float] = []
+        self._held_since: list[float] = []  # appended to without _changed
         self._held_seconds = 0.0
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # has something in it once it is released
 
     # --- the caller's thread ----------------------------------------------------------------------------------
 
@@ -125,30 +127,63 @@ class Snapshot(Held):
             if self._devices:
                 self._crew.submit(self._pass_on_enqueued)
             if self._deferred:
-                self._tripwires = _Tripwires(sorted(self._deferred), self._tensors, self._devices)
-            self._fill(self._now, self._num_helpers())
+                owners = {at: tensor for gate in self._gates for at, tensor in gate.owned().items()}
+                self._tripwires = _Tripwires(self._aliases, self._tensors, owners, self._devices)
+            if self._now or not self._later:
+                self._fill_now()
             for device in self._devices.values():
                 device.hold_training()
             if self._later:
                 for gate in self._gates:
                     gate.close(self)
                 self._crew.submit(self._fill_later)
-            else:
-                self._all_enqueued()
-        except BaseException as error:
+        except Exception as error:
             self._end(error)
-            if not isinstance(error, Exception):
-                raise
+        except (
+            BaseException
+        ) as error:  # a task of asyncio must not end in one of these: it would end the loop
+            self.give_up(interrupted(error))
+            raise
+
+    def _fill_now(self) -> None:
+        """Have the crew fill what must not wait, and wait for that: an interrupt ends the wait, and no copy halfway."""
+        outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def fill() -> None:
+            try:
+                self._fill(self._now, self._num_helpers())
+                if not self._later:
+                    self._all_enqueued()
+            except BaseException as error:
+                outcome.put(error)
+            else:
+                outcome.put(None)
+
+        self._crew.submit(fill)
+        while True:
+            try:
+                error = outcome.get(timeout=LIVENESS_SECONDS)
+                break
+            except queue.Empty:
+                self._check_alive()
+        if error is not None:
+            raise error
 
     def hold(self) -> None:
-        """Keep an optimizer's step back: this thread until every copy is enqueued, then its streams until they end."""
+        """Keep an optimizer's step back: this thread until every copy is enqueued, then its streams until they end.
+
+        Without a lock: whoever is interrupted here must not be while it holds one.
+        """
         if (tripwires := self._tripwires) is not None:
             tripwires.look_at_versions()
-        with self._trace.span("guard"), self._changed:
+        with self._trace.span("guard"):
             if not self._released:
                 self._held_since.append(self._clock())
                 while not self._released:
-                    self._changed.wait(LIVENESS_SECONDS)
+                    try:
+                        self._bell.put(self._bell.get(timeout=LIVENESS_SECONDS))  # it rings for all who wait
+                    except queue.Empty:
+                        continue
         if self._devices and not self.completion.done():
             if torch.cuda.is_current_stream_capturing():
                 self.completion.exception()  # an event from outside must not get into the graph: wait here
@@ -159,9 +194,7 @@ class Snapshot(Held):
     @property
     def stall_seconds(self) -> float:
         """How long the guard has held the thread, and the copies the streams, so far."""
-        with self._changed:
-            held = self._held_seconds
-        return held + sum(device.stall_seconds() for device in self._devices.values())
+        return self._held_seconds + sum(device.stall_seconds() for device in self._devices.values())
 
     def _look_at_tensors(self) -> None:
         for i, tensor in enumerate(self._tensors):
@@ -171,6 +204,10 @@ class Snapshot(Held):
                     self._devices[tensor.device] = Device(tensor.device)
             elif dense:
                 self._pointers[i] = tensor.data_ptr()
+        for i in sorted(self._deferred):
+            alias = self._aliases[i] = Alias(self._tensors[i])
+            if (device := self._devices.get(alias.device)) is not None:
+                device.keep(self._tensors[i])
         if self._devices or self._deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
             self._alive = [tensor.untyped_storage() for tensor in self._tensors]
@@ -192,19 +229,22 @@ class Snapshot(Held):
 
     # --- filling, on several threads --------------------------------------------------------------------------
 
-    def _fill(self, jobs: Sequence[_Job], num_helpers: int) -> None:
-        """Fill all jobs, with this thread and helpers from the crew; returns when the last one is filled."""
+    def _fill(self, jobs: Sequence[_Job], num_helpers: int, *, late: bool = False) -> None:
+        """Fill all jobs, with this thread and helpers from the crew; returns when the last one is filled.
+
+        `late`: `save` has returned, and memory may go that is still to be copied.
+        """
         todo = deque(jobs)
         for _ in range(min(num_helpers, len(jobs) - 1)):
-            self._crew.submit(lambda: self._copy(todo))
-        self._copy(todo)
+            self._crew.submit(lambda: self._copy(todo, late))
+        self._copy(todo, late)
         with self._changed:
             while self._num_filling:
                 self._changed.wait(LIVENESS_SECONDS)
             if self._error:
                 raise self._error
 
-    def _copy(self, todo: deque[_Job]) -> None:
+    def _copy(self, todo: deque[_Job], late: bool) -> None:
         while True:
             self._taking.acquire()
             with self._changed:
@@ -219,7 +259,7 @@ class Snapshot(Held):
                 finally:
                     self._taking.release()
                 with self._trace.span("stage", segment=job.number):
-                    self._fill_segment(job)
+                    self._fill_segment(job, late)
             except BaseException as error:
                 with self._changed:
                     self._error = self._error or error
@@ -234,33 +274,47 @@ class Snapshot(Held):
                 (self._order, job.number), pin=next(iter(self._devices), None), check=self._check_alive
             )
 
-    def _fill_segment(self, job: _Job) -> None:
+    def _fill_segment(self, job: _Job, late: bool) -> None:
         assert job.lease is not None
         segment = job.lease.segment
         for at, data in job.literals:
             segment.view[at : at + len(data)] = data
         pointers, address = self._pointers, segment.address
-        on_device: dict[torch.device, list[Piece]] = {}
+        aliases = self._aliases if late else {}
+        on_device: dict[Device, list[Piece]] = {}
         for piece in job.pieces:
             target, number, source, length = piece
             pointer = pointers[number]
             if pointer:
-                memmove(address + target, pointer + source, length)
-            elif (tensor := self._tensors[number]).device.type == "cuda":
-                on_device.setdefault(tensor.device, []).append(piece)
+                alias = aliases.get(number)
+                if alias is None:
+                    memmove(address + target, pointer + source, length)
+                elif not alias.copy_to(address + target, source, length):
+                    raise self._torn((number,))
+            elif (device := self._devices.get((tensor := self._tensors[number]).device)) is not None:
+                on_device.setdefault(device, []).append(piece)
             else:
                 for offset, block in dense_blocks(tensor, source, source + length):
                     at = target + offset - source
                     segment.tensor[at : at + block.numel()].copy_(block)
         for device, pieces in on_device.items():
-            event = self._devices[device].enqueue(segment, pieces, self._tensors, self._dense)
+            self._refuse_gone(pieces)
+            event = device.enqueue(segment, pieces, self._tensors, self._dense, self._aliases)
             job.events.append((device, event))
+            # Memory that is freed from now on is lent to nobody before it is copied; any before may have been.
+            self._refuse_gone(pieces)
         if job.rest:
             job.pieces, job.literals, job.rest = job.rest, (), ()
         elif job.events:
             self._enqueued.put(job)
         else:
             self._hand_on(job)
+
+    def _refuse_gone(self, pieces: Iterable[Piece]) -> None:
+        aliases = self._aliases
+        gone = [p.tensor for p in pieces if p.tensor in aliases and not aliases[p.tensor].is_there()]
+        if gone:
+            raise self._torn(gone)
 
     def _hand_on(self, job: _Job) -> None:
         lease = self._lease_of(job)
@@ -285,7 +339,7 @@ class Snapshot(Held):
             if self._after is not None:
                 self._after.result()
             # One processor stays with the training.
-            self._fill(self._later, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1)
+            self._fill(self._later, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1, late=True)
             self._all_enqueued()
         except BaseException as error:
             self._end(error)
@@ -305,7 +359,7 @@ class Snapshot(Held):
             while (job := self._enqueued.get()) is not None:
                 with self._trace.span("copy", segment=job.number):
                     for device, event in job.events:
-                        event_wait(device, event)
+                        device.wait(event)
                 self._hand_on(job)
             self._complete()
         except BaseException as error:
@@ -315,27 +369,28 @@ class Snapshot(Held):
         if self._tripwires:
             self._tripwires.look_at_versions()
         torn = self._tripwires.torn() if self._tripwires else ()
-        if torn:
-            names = tuple(self._specs[i].dotted for i in torn)
-            self._end(
-                TornSnapshotError(
-                    f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} changed outside of the guarded "
-                    "optimizer's step() while being copied; save without guard=, or call handle.wait_staged() first",
-                    names=names,
-                )
-            )
-        else:
-            self._end(None)
+        self._end(self._torn(torn) if torn else None)
+
+    def _torn(self, numbers: Iterable[int]) -> TornSnapshotError:
+        """What to raise of these tensors, and of all that have lost their memory by now."""
+        gone = {i for i, alias in self._aliases.items() if not alias.is_there()}
+        names = tuple(self._specs[i].dotted for i in sorted(gone.union(numbers)))
+        return TornSnapshotError(
+            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} changed or was freed outside of the "
+            "guarded optimizer's step() while being copied; save without guard=, or call handle.wait_staged() first",
+            names=names,
+        )
 
     def _release_gates(self) -> None:
         with self._changed:
+            if self._released:
+                return
             self._released = True
             now = self._clock()
-            self._held_seconds += sum(now - since for since in self._held_since)
-            self._held_since.clear()
-            self._changed.notify_all()
+            self._held_seconds = sum(now - since for since in self._held_since)
+        self._bell.put(None)
 
-    def give_up(self, error: BaseException) -> None:
+    def give_up(self, error: Exception) -> None:
         """End it, if it has not ended."""
         self._end(error)
 
@@ -350,7 +405,8 @@ class Snapshot(Held):
                 self._changed.wait(LIVENESS_SECONDS)
         if error is not None:
             # No copy may still be writing into a segment that is given back.
-            synchronize(self._devices.values())
+            for device in self._devices.values():
+                device.synchronize()
             for job in (*self._now, *self._later):
                 if (lease := self._lease_of(job)) is not None:
                     lease.release()
@@ -360,6 +416,7 @@ class Snapshot(Held):
             gate.open(self)
         self._now, self._later, self._tensors, self._alive, self._tripwires = [], [], [], [], None
         self._specs, self._pointers, self._dense = [], [], []  # a handle may be kept for long
+        self._aliases = {}
         self.stage_seconds = self._clock() - self._begun
         if error is None:
             self.completion.set_result(None)
@@ -369,6 +426,13 @@ class Snapshot(Held):
     def __repr__(self) -> str:
         state = "staged" if self.completion.done() else "held" if self._held_since else "staging"
         return f"<Snapshot {self._order} {state}, {len(self._deferred)} tensors deferred>"
+
+
+def interrupted(cause: BaseException) -> SaveAbandonedError:
+    """What a save fails with whose call was interrupted."""
+    error = SaveAbandonedError("the call of save was interrupted; earlier checkpoints are intact")
+    error.__cause__ = cause
+    return error
 
 
 def _split(
@@ -392,6 +456,25 @@ def _split(
     return now, later
 
 
+class _Watched:
+    """One deferred tensor: where it is sampled, and who counts the writes to it."""
+
+    def __init__(self, number: int, alias: Alias, tensor: torch.Tensor, owner: torch.Tensor) -> None:
+        """`owner` is the optimizer's own, and may be the same."""
+        self.number, self.alias = number, alias
+        # An odd stride meets every byte of an item in turn.
+        stride = (alias.num_bytes // _SAMPLE_BYTES - 1) | 1
+        self.positions = range(0, stride * _SAMPLE_BYTES, stride)
+        self.sampled = alias.part(0, _SAMPLE_BYTES, stride)
+        self._tensor, self._owner = tensor, owner
+        self._versions = version_of(tensor), version_of(owner)
+
+    def has_moved(self) -> bool:
+        """Whether a write was counted. Once a parameter's `.data` is other memory, writes to that are counted as well."""
+        now = version_of(self._tensor), version_of(self._owner)
+        return now != self._versions and self._owner.data_ptr() == self.alias.address
+
+
 class _Tripwires:
     """Versions and samples of the deferred tensors, taken in `save` and looked at again.
 
@@ -400,51 +483,66 @@ class _Tripwires:
     """
 
     def __init__(
-        self, numbers: Sequence[int], tensors: Sequence[torch.Tensor], devices: dict[torch.device, Device]
+        self,
+        aliases: Mapping[int, Alias],
+        tensors: Sequence[torch.Tensor],
+        owners: Mapping[int, torch.Tensor],
+        devices: dict[torch.device, Device],
     ) -> None:
         self._devices = devices
-        self._tensors = {i: tensors[i] for i in numbers}
-        self._versions = {i: version_of(tensors[i]) for i in numbers}
-        self._views: dict[torch.device, list[torch.Tensor]] = {}
-        self._numbers: dict[torch.device, list[int]] = {}
-        for i in numbers:
-            data = flat_bytes(tensors[i])
-            # An odd stride meets every byte of an item in turn.
-            stride = (data.numel() // _SAMPLE_BYTES - 1) | 1
-            self._views.setdefault(data.device, []).append(data[: stride * _SAMPLE_BYTES : stride])
-            self._numbers.setdefault(data.device, []).append(i)
-        self._before = self._sample()
+        self._watched = [
+            _Watched(i, alias, tensors[i], owners.get(alias.address, tensors[i]))
+            for i, alias in aliases.items()
+        ]
+        self._on: dict[torch.device, list[_Watched]] = {}
+        for watched in self._watched:
+            self._on.setdefault(watched.alias.device, []).append(watched)
+        self._before = {device: self._sample(device, there) for device, there in self._on.items()}
         self._after: dict[torch.device, torch.Tensor] = {}
-        self._moved: list[int] | None = None  # under _looking
-        self._looking = threading.Lock()
+        self._gone: set[int] = set()
+        self._moved: dict[str, list[int]] = {}  # nothing, or one entry, made in one step
 
     def look_at_versions(self) -> None:
         """Before the optimizer's next step, or when every copy has ended: whatever comes first, and that alone."""
-        with self._looking:
-            if self._moved is None:
-                now = {i: version_of(tensor) for i, tensor in self._tensors.items()}
-                self._moved = [i for i, version in self._versions.items() if version != now[i]]
+        if not self._moved:
+            moved = [watched.number for watched in self._watched if watched.has_moved()]
+            self._moved.setdefault("first look", moved)
 
     def look_at_bytes(self) -> None:
         """Every copy is done, or enqueued, and no gate is open yet: what is seen now is what was copied."""
-        self._after = self._sample()
+        self._look_for_gone()
+        for device, there in self._on.items():
+            if device not in self._devices:
+                self._after[device] = self._sample_again(there)
+            elif not self._gone:  # what is gone may not even be mapped any more, and would break the device
+                self._after[device] = self._sample(device, there)
+        self._look_for_gone()
+
+    def _look_for_gone(self) -> None:
+        self._gone.update(watched.number for watched in self._watched if not watched.alias.is_there())
+
+    def _sample_again(self, there: Sequence[_Watched]) -> torch.Tensor:
+        """On the host, of memory that may go at any moment."""
+        samples = torch.zeros(len(there) * _SAMPLE_BYTES, dtype=torch.uint8, device="cpu")
+        for at, watched in enumerate(there):
+            if not watched.alias.sample_to(samples.data_ptr() + at * _SAMPLE_BYTES, watched.positions):
+                self._gone.add(watched.number)
+        return samples
 
     def torn(self) -> list[int]:
-        """The tensors that were written to in between. Waits for the samples."""
-        torn = set(self._moved or ())
-        for device, numbers in self._numbers.items():
+        """The tensors that were written to in between, or lost their memory. Waits for the samples."""
+        torn = self._gone.union(*self._moved.values())
+        for device, after in self._after.items():
+            there = self._on[device]
             with self._stream_of(device):
-                same = self._before[device] == self._after[device]
-                intact = same.view(len(numbers), _SAMPLE_BYTES).all(1).tolist()
-            torn.update(i for i, whole in zip(numbers, intact, strict=True) if not whole)
+                same = self._before[device] == after
+                intact = same.view(len(there), _SAMPLE_BYTES).all(1).tolist()
+            torn.update(watched.number for watched, whole in zip(there, intact, strict=True) if not whole)
         return sorted(torn)
 
-    def _sample(self) -> dict[torch.device, torch.Tensor]:
-        samples = {}
-        for device, views in self._views.items():
-            with self._stream_of(device):
-                samples[device] = torch.cat(views)
-        return samples
+    def _sample(self, device: torch.device, there: Sequence[_Watched]) -> torch.Tensor:
+        with self._stream_of(device):
+            return torch.cat([watched.sampled for watched in there])
 
     def _stream_of(self, device: torch.device) -> AbstractContextManager[Any]:
         """The order of copies and samples: the device's side stream; on the CPU, program order."""

@@ -1,0 +1,517 @@
+"""The memory behind a deferred tensor: what is copied is of the instant, or the save fails; the process never ends.
+
+Copies are made where a test says so: on this thread, by `Staged.copy`, and tests act between two segments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers_b import MIB, PATIENCE, SEGMENT, open_run, scripted
+
+from async_ckpt import TornSnapshotError
+from async_ckpt.format.layout import cut, slices
+from async_ckpt.snapshot import device as device_module
+from async_ckpt.snapshot.crew import Crew
+from async_ckpt.snapshot.device import Device
+from async_ckpt.snapshot.guard import deferrable, gate_of
+from async_ckpt.snapshot.host_copy import HostCopy, HostMemory
+from async_ckpt.snapshot.pool import Lease, SegmentPool
+from async_ckpt.snapshot.stager import Snapshot
+from async_ckpt.spans import monotonic
+from async_ckpt.spec import TensorSpec
+
+HOST = torch.device("cpu")
+
+
+class HeldCrew(Crew):
+    """Holds what happens after `begin`, and runs it on the thread that releases it: filling first, then passing on."""
+
+    def __init__(self) -> None:
+        super().__init__("held", 1)
+        self._held: list[Callable[[], None]] = []
+
+    def submit(self, task: Callable[[], None]) -> None:
+        if task.__name__ in ("_fill_later", "_pass_on_enqueued"):
+            self._held.append(task)
+        else:
+            task()
+
+    def release(self) -> None:
+        while self._held:
+            self._held.pop()()
+
+
+class SimulatedDevice(Device):
+    """A device whose memory is the host's, and whose streams are program order. All that it enqueues is Device's own."""
+
+    def __init__(self) -> None:
+        self.device = HOST
+        scratch = torch.empty(8 * MIB, dtype=torch.uint8)
+        self._lane: Any = SimpleNamespace(lock=threading.Lock(), side=None, scratch=scratch)
+        self.kept: list[int] = []
+        self.after_segment: Callable[[int], None] = lambda number: None
+        self._num_enqueued = 0
+
+    def on_side(self) -> Any:
+        return nullcontext()
+
+    def follow_training(self) -> None: ...
+
+    def hold_training(self) -> None: ...
+
+    def stall_seconds(self) -> float:
+        return 0.0
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        self.kept.append(tensor.data_ptr())
+
+    def _mark(self) -> Any:
+        self.after_segment(self._num_enqueued)
+        self._num_enqueued += 1
+
+    def wait(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class SnapshotOfDevice(Snapshot):
+    """As if the tensors were on a device."""
+
+    def _look_at_tensors(self) -> None:
+        self._devices[HOST] = SimulatedDevice()
+        super()._look_at_tensors()
+        self._pointers = [0] * len(self._tensors)
+
+
+class PageableOnly(SegmentPool):
+    """There is nothing to page-lock the memory for."""
+
+    def lease(self, order: tuple[int, int], **given: Any) -> Lease:
+        return super().lease(order, pin=None, check=given["check"])
+
+
+class Staged:
+    """A guarded snapshot of some tensors, begun; nothing that is deferred is copied before `copy` is called."""
+
+    def __init__(self, kind: type[Snapshot], tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer):
+        specs = [TensorSpec((f"t{i}",), "uint8", (t.nbytes,)) for i, t in enumerate(tensors)]
+        sizes = [spec.num_bytes for spec in specs]
+        extents = [(sum(sizes[:i]), n, i) for i, n in enumerate(sizes)]
+        self.crew = HeldCrew()
+        self.image = bytearray(sum(sizes))
+        self._between: dict[int, Callable[[], None]] = {}
+        self._extents = extents
+        self.snapshot = kind(
+            specs,
+            tensors,
+            slices(sum(sizes), SEGMENT, cut(extents, SEGMENT), ()),
+            order=0,
+            deferred=deferrable((optimizer,), specs, tensors),
+            gates=[gate_of(optimizer)],
+            num_tail=0,
+            pool=PageableOnly(SEGMENT, max_bytes=64 * SEGMENT),
+            crew=self.crew,
+            clock=monotonic,
+            put=self._put,
+            check=lambda: None,
+        )
+        self.snapshot.begin()
+        for device in self.snapshot._devices.values():
+            device.after_segment = self._after_segment
+        assert not self.snapshot.completion.done()
+
+    def _put(self, number: int, lease: Lease) -> None:
+        part = self.image[number * SEGMENT : (number + 1) * SEGMENT]
+        self.image[number * SEGMENT : (number + 1) * SEGMENT] = lease.segment.view[: len(part)]
+        lease.release()
+        self._after_segment(number)
+
+    def _after_segment(self, number: int) -> None:
+        self._between.pop(number, lambda: None)()
+
+    def after_segment(self, number: int, act: Callable[[], None]) -> None:
+        """When this segment is copied, or its copy enqueued, and the next one is not."""
+        self._between[number] = act
+
+    def copy(self) -> BaseException | None:
+        """Have everything copied; what the snapshot ended with."""
+        self.crew.release()
+        return self.snapshot.completion.exception(PATIENCE)
+
+    def bytes_of(self, number: int) -> bytes:
+        at, length, _ = self._extents[number]
+        return bytes(self.image[at : at + length])
+
+
+@pytest.fixture(params=[Snapshot, SnapshotOfDevice], ids=["host", "simulated device"])
+def staged(request) -> Callable[..., Staged]:
+    return lambda *arguments: Staged(request.param, *arguments)
+
+
+# The allocator gives memory back to the system when a tensor of more than 32 MiB is freed, and may keep that of others.
+LARGE_MIB = 36
+
+
+def parameter(mib: int = LARGE_MIB, seed: int = 0) -> torch.nn.Parameter:
+    made = torch.arange(mib * MIB // 4, dtype=torch.float32).add_(1.5 + seed)
+    return torch.nn.Parameter(made, requires_grad=False)
+
+
+def sgd(*parameters: torch.nn.Parameter) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().clone().numpy())  # a storage that numpy sees cannot be resized
+
+
+def assert_torn(error: BaseException | None, *names: str) -> None:
+    assert isinstance(error, TornSnapshotError)
+    assert error.names == names
+    assert all(name in str(error) for name in names)
+
+
+# What a state may have of a parameter; `state_dict` gives what is detached.
+SAVED_AS: dict[str, Callable[[torch.nn.Parameter], torch.Tensor]] = {
+    "the parameter": lambda p: p,
+    "detached": lambda p: p.detach(),
+    "its data": lambda p: p.data,
+}
+
+
+# --- another tensor in its place --------------------------------------------------------------------------------
+
+
+def test_the_data_of_a_parameter_may_be_replaced_and_what_is_copied_is_the_instants(staged):
+    p = parameter()
+    want = bytes_of(p)
+    made = staged([p], sgd(p))
+    p.data = torch.full_like(p, 9.0)
+
+    assert made.copy() is None
+    assert made.bytes_of(0) == want
+
+
+def test_the_data_may_be_replaced_by_nothing_and_the_old_memory_stays_until_it_is_copied(staged):
+    p = parameter()
+    want = bytes_of(p)
+    made = staged([p], sgd(p))
+    p.data = torch.empty(0)
+    others = [
+        torch.full((LARGE_MIB * MIB // 4,), 7.0) for _ in range(4)
+    ]  # would take the memory, were it free
+
+    assert made.copy() is None
+    assert made.bytes_of(0) == want
+    assert others
+
+
+@pytest.mark.parametrize("of", SAVED_AS.values(), ids=SAVED_AS)
+def test_a_write_to_what_a_parameter_was_replaced_by_tears_nothing(staged, of):
+    p = parameter()
+    want = bytes_of(p)
+    made = staged([of(p)], sgd(p))
+    p.data = torch.full_like(p, 9.0)
+    with torch.no_grad():
+        p.add_(1)
+
+    assert made.copy() is None
+    assert made.bytes_of(0) == want
+
+
+def test_a_write_to_the_memory_before_it_is_replaced_is_found_by_its_bytes(staged):
+    p = parameter()
+    made = staged([p], sgd(p))
+    p.add_(1)
+    p.data = torch.full_like(p, 9.0)
+
+    assert_torn(made.copy(), "t0")
+
+
+@pytest.mark.parametrize("of", SAVED_AS.values(), ids=SAVED_AS)
+def test_a_write_to_one_item_alone_is_found_by_the_version_while_the_parameter_is_where_it_was(staged, of):
+    p = parameter()
+    made = staged([of(p)], sgd(p))
+    p[1] = 7.0  # no sample meets it
+
+    assert_torn(made.copy(), "t0")
+
+
+def test_a_write_through_another_view_than_the_optimizers_is_found_by_its_version(staged):
+    p = parameter()
+    view = p.data
+    made = staged([view], sgd(p))
+    view[1] = 7.0
+
+    assert_torn(made.copy(), "t0")
+
+
+def test_parameters_may_be_swapped_while_they_are_copied(staged):
+    p, other = parameter(), parameter(seed=1)
+    want = bytes_of(p)
+    made = staged([p], sgd(p))
+    torch.utils.swap_tensors(p, other)
+    with torch.no_grad():
+        p.add_(1)
+
+    assert made.copy() is None
+    assert made.bytes_of(0) == want
+
+
+def test_a_conjugated_view_of_a_parameter_is_copied_at_once():
+    p = torch.nn.Parameter(torch.randn(MIB, dtype=torch.complex64))
+    specs = [TensorSpec(("t",), "complex64", (MIB,))] * 2
+
+    assert deferrable((sgd(p),), specs, [p.detach().conj(), p]) == {1}
+
+
+# --- a storage that loses its memory ------------------------------------------------------------------------------
+
+
+def resized(num_bytes: int) -> Callable[[torch.nn.Parameter], None]:
+    def resize(p: torch.nn.Parameter) -> None:
+        p.untyped_storage().resize_(num_bytes)
+
+    return resize
+
+
+RESIZES = {"freed": 0, "smaller": 4096, "larger": 2 * LARGE_MIB * MIB}
+
+
+@pytest.mark.parametrize("num_bytes", RESIZES.values(), ids=RESIZES)
+def test_a_storage_that_is_resized_before_it_is_copied_fails_the_snapshot_by_name(staged, num_bytes):
+    p, intact = parameter(), parameter(2)
+    made = staged([intact, p], sgd(p, intact))
+    p.untyped_storage().resize_(num_bytes)
+
+    assert_torn(made.copy(), "t1")
+    assert p.untyped_storage().nbytes() == num_bytes  # and nobody has given it memory again
+
+
+@pytest.mark.parametrize("num_bytes", RESIZES.values(), ids=RESIZES)
+@pytest.mark.parametrize("number", [1, LARGE_MIB * MIB // SEGMENT - 1, LARGE_MIB * MIB // SEGMENT])
+def test_a_storage_that_is_resized_at_any_time_never_ends_the_process(staged, num_bytes, number):
+    """At last when the tensor is copied as a whole, and others are not."""
+    p, q = parameter(), parameter(8)
+    made = staged([p, q], sgd(p, q))
+    made.after_segment(number, lambda: p.untyped_storage().resize_(num_bytes))
+
+    assert_torn(made.copy(), "t0")
+
+
+def test_a_storage_that_is_resized_when_everything_is_copied_harms_nothing(staged):
+    p = parameter()
+    want = bytes_of(p)
+    made = staged([p], sgd(p))
+    assert made.copy() is None
+    p.untyped_storage().resize_(0)
+
+    assert made.bytes_of(0) == want
+
+
+def test_a_storage_that_loses_its_bytes_and_gets_memory_again_fails_the_snapshot(staged):
+    p = parameter()
+    made = staged([p], sgd(p))
+    p.untyped_storage().resize_(0)
+    between = torch.full((LARGE_MIB * MIB // 4,), 7.0)  # takes the memory
+    p.untyped_storage().resize_(LARGE_MIB * MIB)
+
+    assert_torn(made.copy(), "t0")
+    assert between.numel()
+
+
+def test_memory_that_is_another_tensors_meanwhile_is_not_committed(staged):
+    p = parameter()
+    made = staged([p], sgd(p))
+    p.untyped_storage().resize_(0)
+    others = [torch.full((LARGE_MIB * MIB // 4,), 7.0) for _ in range(4)]
+
+    assert_torn(made.copy(), "t0")
+    assert others
+
+
+def test_all_tensors_in_a_storage_that_is_freed_are_named(staged):
+    flat = torch.randn(2 * MIB * LARGE_MIB // 4)
+    parts = [torch.nn.Parameter(part, requires_grad=False) for part in flat.split(MIB * LARGE_MIB // 4)]
+    made = staged([*parts, flat.new_ones(3)], sgd(*parts))
+    flat.untyped_storage().resize_(0)
+
+    assert_torn(made.copy(), "t0", "t1")
+
+
+def test_two_tensors_in_one_storage_are_copied_each(staged):
+    flat = torch.randn(2 * MIB * LARGE_MIB // 4)
+    parts = [torch.nn.Parameter(part, requires_grad=False) for part in flat.split(MIB * LARGE_MIB // 4)]
+    want = [bytes_of(part) for part in parts]
+    made = staged(list(parts), sgd(*parts))
+    for part in parts:
+        part.data = torch.empty(0)
+    del flat
+
+    assert made.copy() is None
+    assert [made.bytes_of(0), made.bytes_of(1)] == want
+
+
+def test_a_save_of_which_a_storage_is_freed_fails_and_the_next_one_commits(tmp_path):
+    p = parameter(40)
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.stop("write")
+        handle = ckpt.save({"model": {"p": p}}, step=1, guard=sgd(p))
+        assert not handle.staging_completion.done()
+        p.untyped_storage().resize_(0)
+        disk.release_all()
+        assert_torn(handle.exception(), "model.p")
+
+        p.data = parameter(40).data
+        ckpt.save({"model": {"p": p}}, step=2, guard=sgd(p)).result()
+        assert torch.equal(ckpt.load(2)["model"]["p"], p)
+        assert ckpt.steps() == [2]
+
+
+@pytest.fixture
+def host_copy() -> Iterator[Callable[..., tuple[HostCopy, HeldCrew]]]:
+    memory = HostMemory()
+
+    def begin(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> tuple[HostCopy, HeldCrew]:
+        crew = HeldCrew()
+        names = [f"t{number}" for number in range(len(tensors))]
+        made = HostCopy(tensors, names, optimizers=[optimizer], memory=memory, crew=crew, clock=monotonic)
+        made.begin()
+        assert not made.completion.done()
+        return made, crew
+
+    yield begin
+    memory.release()
+
+
+def test_a_host_copy_of_a_storage_that_is_freed_fails_by_name(host_copy):
+    p, q = parameter(), parameter()
+    made, crew = host_copy([p, q], sgd(p, q))
+    q.untyped_storage().resize_(0)
+    crew.release()
+
+    assert_torn(made.completion.exception(), "t1")
+
+
+@pytest.mark.parametrize(
+    "other", [lambda p: torch.full_like(p, 9.0), lambda p: torch.empty(0)], ids=["others", "nothing"]
+)
+def test_a_host_copy_is_of_the_instant_when_the_data_is_replaced_and_written_to(host_copy, other):
+    p = parameter()
+    want = bytes_of(p)
+    made, crew = host_copy([p], sgd(p))
+    p.data = other(p)
+    p.add_(1)
+    crew.release()
+
+    assert made.completion.exception() is None
+    assert bytes_of(made.tensors[0]) == want
+
+
+# --- on a device ------------------------------------------------------------------------------------------------
+
+
+def test_the_allocator_of_a_device_is_told_of_every_deferred_storage():
+    deferred, other = parameter(), torch.ones(2 * MIB)
+    made = Staged(SnapshotOfDevice, [deferred, other], sgd(deferred))
+    (device,) = made.snapshot._devices.values()
+    addresses = [deferred.data_ptr()]
+    made.copy()
+
+    assert device.kept == addresses
+
+
+def test_memory_that_is_freed_while_its_copy_is_enqueued_is_found_afterwards(monkeypatch):
+    p = parameter()
+    made = Staged(SnapshotOfDevice, [p], sgd(p))
+    (device,) = made.snapshot._devices.values()
+    enqueue = device.enqueue
+
+    def freed_meanwhile(*arguments: Any) -> Any:
+        p.untyped_storage().resize_(0)
+        return enqueue(*arguments)
+
+    # What is read in between is mapped, as the memory of a device's allocator is.
+    made.snapshot._aliases[0]._pages = p.detach().clone().untyped_storage()
+    monkeypatch.setattr(device, "enqueue", freed_meanwhile)
+
+    assert_torn(made.copy(), "t0")
+
+
+# --- the copy itself --------------------------------------------------------------------------------------------
+
+
+def refuse(*_: object) -> int:
+    ctypes.set_errno(errno.EPERM)
+    return -1
+
+
+@pytest.fixture(params=[refuse, None], ids=["refused", "not there"])
+def no_kernel(request, monkeypatch) -> None:
+    """The system does not copy for us."""
+    monkeypatch.setattr(device_module, "_process_vm_writev", request.param)
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_where_the_system_does_not_copy_for_us_the_storage_is_looked_at_before_each_piece():
+    p, q = parameter(), parameter(seed=1)
+    want = bytes_of(p)
+    made = Staged(Snapshot, [p], sgd(p))
+    assert made.copy() is None
+    assert made.bytes_of(0) == want
+
+    made = Staged(Snapshot, [p, q], sgd(p, q))
+    made.after_segment(1, lambda: p.untyped_storage().resize_(0))
+    assert_torn(made.copy(), "t0")
+
+    made = Staged(Snapshot, [q, parameter()], sgd(q))
+    made.after_segment(3, lambda: q.untyped_storage().resize_(0))  # only its sample is still to be taken
+    assert_torn(made.copy(), "t0")
+
+
+@pytest.mark.parametrize("num_bytes", RESIZES.values(), ids=RESIZES)
+def test_a_storage_that_is_resized_just_after_a_piece_of_it_was_copied_is_found(monkeypatch, num_bytes):
+    p = parameter()
+    made = Staged(Snapshot, [p], sgd(p))
+    copy = device_module.copy_by_kernel
+
+    def resized_meanwhile(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        p.untyped_storage().resize_(num_bytes)
+        return copy(*arguments)
+
+    monkeypatch.setattr(device_module, "copy_by_kernel", resized_meanwhile)
+    assert_torn(made.copy(), "t0")
+
+
+linux = pytest.mark.skipif(
+    device_module._process_vm_writev is None, reason="this system copies nothing for us"
+)
+
+
+@linux
+def test_the_kernel_copies_until_the_first_page_that_cannot_be_read():
+    page = mmap.PAGESIZE
+    source, target = mmap.mmap(-1, 3 * page), bytearray(3 * page)
+    source[:] = bytes(range(256)) * (3 * page // 256)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(source))
+    to = ctypes.addressof(ctypes.c_char.from_buffer(target))
+
+    assert device_module.copy_by_kernel(to, [(begin + 1, 2 * page)]) == 2 * page
+    assert target[: 2 * page] == source[1 : 2 * page + 1]
+    no_access = ctypes.c_int(0)
+    assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(2 * page), no_access)
+    assert device_module.copy_by_kernel(to, [(begin, 3 * page)]) == page
+    assert device_module.copy_by_kernel(to, [(begin + page, 1)]) == 0
+    assert device_module.copy_by_kernel(to, [(begin + 5, 1), (begin + 7, 2), (begin + page, 1)]) == 3
+    assert target[:3] == bytes([5, 7, 8])
