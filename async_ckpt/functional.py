@@ -6,26 +6,31 @@ In: a state and a path, or a path. Out: a handle, or the state. Knows nothing of
 from __future__ import annotations
 
 import contextlib
-import mmap as mmap_module
+import functools
 import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 import torch
 
+from .commit.manifest import INTENT, Archive, Manifest, parse
 from .commit.manifest import NAME as MANIFEST
-from .commit.manifest import Archive, Manifest, parse
 from .commit.roots import Roots
 from .commit.run import Run
-from .errors import CorruptCheckpointError, NotCommittedError, StorageUnavailableError
-from .format import zstd
+from .errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    NotCommittedError,
+    StorageUnavailableError,
+)
 from .handle import SaveHandle
-from .load import OpenArchive, Part, check_select, check_verify, load_parts, load_state
+from .load import Groups, OpenArchive, Part, check_lent, check_select, check_verify, load_parts, load_state
 from .saver import Saver
 from .snapshot.host_copy import HostCopy, HostMemory
 from .state.tree import Select
@@ -33,11 +38,13 @@ from .storage.base import Reader, Sink, Storage
 from .storage.compressed import Zstd, compressing, decompressing
 from .storage.local import temps_of
 from .storage.scratch import refuse_in_running
-from .storage.url import Engine, Where, parent_and_name, scheme_of, storage_at
+from .storage.url import Engine, Where, parent_and_name, storage_at
 
 T = TypeVar("T")
 Compression = Zstd | Literal["zstd"] | None
 
+# A writer that keeps one step deletes it with its next save: whoever reads that slowly comes too late many times.
+_TRIES: Final = 100
 _OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 
 _saver: Saver | None = None
@@ -133,10 +140,11 @@ def load(
     """
     check_verify(verify)
     place = {"storage_options": storage_options, "engine": engine, "fs": fs}
-    with _open_any(path, verify, place) as archive:
-        return state_of(
-            archive, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
-        )
+
+    def build(parts: Sequence[Part]) -> Any:
+        return state_of(parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
+
+    return from_path(path, build, verify=verify, place=place)
 
 
 def state_of(
@@ -149,6 +157,7 @@ def state_of(
     types: Iterable[type],
 ) -> Any:
     """Build the state, from the files themselves or from maps of them."""
+    check_lent(parts, select)
     check_select(parts, select)
     if mmap and map_location is not None and torch.device(map_location).type != "cpu":
         raise ValueError("mmap=True makes views of the file, which lie on the CPU; leave map_location out")
@@ -160,111 +169,222 @@ def state_of(
             select=select,
             trust=trust,
             types=types,
-            mmap=_mapped(part.archive.path) if mmap else None,
+            mmap=mmap,
             groups=part.groups,
         )
 
     return load_parts(parts, load)
 
 
-def _mapped(path: str) -> mmap_module.mmap:
-    if scheme_of(path) is not None:
-        raise ValueError(f"mmap=True maps a local file, and {path} is none; leave it out")
-    with open(path, "rb") as file:
-        mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
-    if zstd.begins(mapped[:4]):
-        raise ValueError(f"mmap=True maps a file as it is, and {path} is compressed; leave it out")
-    return mapped
+def from_newest(
+    roots: Roots,
+    use: Callable[[Sequence[Part]], T],
+    *,
+    verify: bool,
+    passed_over: Callable[[int, CorruptCheckpointError], None] | None = None,
+) -> tuple[int, T] | None:
+    """The newest committed step, and what `use` makes of its archives; None when nothing is committed.
+
+    A step that is deleted while it is read is followed by what is the newest then. With `passed_over`, which is told of
+    it, a corrupt step is followed by the next older one; when all of them are corrupt, that error is raised.
+    Raises CorruptCheckpointError, StorageUnavailableError.
+    """
+    corrupt: dict[int, CorruptCheckpointError] = {}
+
+    def newest() -> int | None:
+        if not corrupt:
+            return _latest(roots)
+        return max((step for step in roots.steps() if step not in corrupt), default=None)
+
+    num_gone = 0
+    while (step := newest()) is not None:
+        try:
+            return step, from_step(roots, step, use, verify=verify)
+        except NotCommittedError as error:
+            num_gone += 1
+            if num_gone == _TRIES:
+                raise _overtaken(repr(roots)) from error
+        except CorruptCheckpointError as error:
+            if passed_over is None:
+                raise
+            corrupt[step] = error
+            passed_over(step, error)
+    if corrupt:
+        raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
+    return None
 
 
 def from_step(roots: Roots, step: int, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
     """What `use` makes of the archives of a committed step. Where several roots hold it, the first that is sound counts.
 
-    Raises NotCommittedError, CorruptCheckpointError, StorageUnavailableError.
+    Raises NotCommittedError, also when the step is deleted while it is read, CorruptCheckpointError,
+    StorageUnavailableError.
     """
     holders = roots.holding(step)
     for run in holders[:-1]:
         try:
-            with _open_step(run, step, verify=verify) as parts:
-                return use(parts)
+            return _from_committed(_Committed.of(run, step), use, verify=verify)
         except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
             warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
-    with _open_step(holders[-1], step, verify=verify) as parts:
-        return use(parts)
+    return _from_committed(_Committed.of(holders[-1], step), use, verify=verify)
 
 
-def _open_step(run: Run, step: int, *, verify: bool) -> contextlib.AbstractContextManager[list[Part]]:
-    return _open_committed(run.storage, run.folder(step), lambda: run.manifest(step), verify=verify)
-
-
-@contextlib.contextmanager
-def _open_committed(
-    root: Storage, folder: str, read: Callable[[], Manifest], *, verify: bool
-) -> Iterator[list[Part]]:
-    """The archives of a committed step, compared with its manifest, which `read` gives. Raises NotCommittedError."""
-    made = read()
-    try:
-        reader = root.open(f"{folder}/{made.archives[0].name}")
-    except FileNotFoundError:  # replaced or deleted between the two reads: what the manifest says now counts
-        made = read()
-        reader = _open_named(root, f"{folder}/{made.archives[0].name}")
-    shown = root.locate(f"{folder}/{made.archives[0].name}")
-    with _with_borrowed(reader, made, shown, root, verify) as parts:
-        yield parts
-
-
-@contextlib.contextmanager
-def _with_borrowed(
-    reader: Reader, made: Manifest, shown: str, root: Storage, verify: bool
-) -> Iterator[list[Part]]:
-    """The step's own archive, which is open already, and those that it has borrowed groups from."""
-    lent: dict[tuple[str, Archive], set[str]] = {}
-    for borrowed in made.elsewhere:
-        lent.setdefault((borrowed.folder, borrowed.archive), set()).add(borrowed.group)
-    with contextlib.ExitStack() as opened:
-        parts = [Part(opened.enter_context(_checked(reader, made.archives[0], shown, verify)))]
-        for (folder, told), groups in lent.items():
-            path = f"{folder}/{told.name}"
-            checked = _checked(_open_named(root, path), told, root.locate(path), verify)
-            parts.append(Part(opened.enter_context(checked), frozenset(groups)))
-        yield parts
-
-
-@contextlib.contextmanager
-def _open_any(path: Where, verify: bool, place: dict[str, Any]) -> Iterator[list[Part]]:
-    """A file, the folder of a step, or the root of a run."""
+def from_path(path: Where, use: Callable[[Sequence[Part]], T], *, verify: bool, place: dict[str, Any]) -> T:
+    """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run."""
     file = opened_as_file(path, place)
     if file is not None:
         reader, shown = file
         with reader:
-            yield [Part(OpenArchive(decompressing(reader, shown), path=shown, verify=verify))]
-        return
+            return use([Part(OpenArchive(decompressing(reader, shown), path=shown, verify=verify))])
     storage = storage_at(path, **place)
     if storage.exists(MANIFEST):
-        made = parse(storage.read(MANIFEST)[0], path=storage.locate(MANIFEST))
-        name = made.archives[0].name
-        root = (
-            storage_at(parent_and_name(path, fs=place.get("fs"))[0], **place) if made.elsewhere else storage
-        )
-        with _with_borrowed(_open_named(storage, name), made, storage.locate(name), root, verify) as parts:
-            yield parts
-        return
-    folder = _newest_folder(storage)
-    if folder is None:
-        where = storage.locate("")
-        raise NotCommittedError(f"{where}: {_what_is_there(storage)}", path=where, step=None)
-
-    def read() -> Manifest:
-        path = f"{folder}/{MANIFEST}"
+        # Looked for only when something lies there: a bucket has nothing above it.
+        root = functools.cache(lambda: storage_at(parent_and_name(path, fs=place.get("fs"))[0], **place))
+        return _from_committed(_Committed.at(storage, "", root), use, verify=verify)
+    num_gone = 0
+    while (folder := _newest_folder(storage)) is not None:
         try:
-            return parse(storage.read(path)[0], path=storage.locate(path))
-        except FileNotFoundError:  # deleted since: by retention, which leaves a newer one
-            raise NotCommittedError(
-                f"{storage.locate(folder)} was deleted this moment; load again", path=path, step=None
-            ) from None
+            return _from_committed(_Committed.at(storage, folder, lambda: storage), use, verify=verify)
+        except NotCommittedError as error:
+            num_gone += 1
+            if num_gone == _TRIES:
+                raise _overtaken(storage.locate("")) from error
+    where = storage.locate("")
+    raise NotCommittedError(f"{where}: {_what_is_there(storage)}", path=where, step=None)
 
-    with _open_committed(storage, folder, read, verify=verify) as parts:
-        yield parts
+
+def _latest(roots: Roots) -> int | None:
+    """The newest committed step. Where there is none, those listed may all have been deleted for a newer one: asked
+    again until a listing stays as it is.
+    """
+    before: object = None
+    for _ in range(_TRIES):
+        found = roots.latest()
+        listed = [run.storage.names("") for run in roots.runs] if found is None else before
+        if listed == before:
+            return found
+        before = listed
+    raise _overtaken(repr(roots))
+
+
+def _overtaken(where: str) -> StorageUnavailableError:
+    return StorageUnavailableError(
+        f"{where}: {_TRIES} times in a row the newest step was deleted before it was read; have the writer keep more "
+        "of them (keep_last)",
+        path=where,
+    )
+
+
+class _Committed(NamedTuple):
+    """Where a committed step is: its folder in a storage, what reads its manifest, and the root of its run."""
+
+    storage: Storage
+    folder: str  # empty for the storage itself
+    read: Callable[[], Manifest]  # raises NotCommittedError
+    root: Callable[[], Storage]  # in which the folders of steps lie that it has borrowed from
+
+    @classmethod
+    def of(cls, run: Run, step: int) -> Self:
+        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage)
+
+    @classmethod
+    def at(cls, storage: Storage, folder: str, root: Callable[[], Storage]) -> Self:
+        path = f"{folder}/{MANIFEST}" if folder else MANIFEST
+
+        def read() -> Manifest:
+            shown = storage.locate(path)
+            try:
+                return parse(storage.read(path)[0], path=shown)
+            except FileNotFoundError as error:
+                raise NotCommittedError(
+                    f"{storage.locate(folder)} was deleted this moment; load another step, or the newest one of its run",
+                    path=shown,
+                    step=None,
+                ) from error
+
+        return cls(storage, folder, read, root)
+
+    def archives(self, made: Manifest) -> list[_Named]:
+        """The step's own archive, and those that it has borrowed groups from."""
+        lent: dict[tuple[str, Archive], set[str]] = {}
+        for borrowed in made.elsewhere:
+            lent.setdefault((borrowed.folder, borrowed.archive), set()).add(borrowed.group)
+        own = made.archives[0]
+        path = f"{self.folder}/{own.name}" if self.folder else own.name
+        return [
+            _Named(self.storage, path, own),
+            *(
+                _Named(self.root(), f"{folder}/{told.name}", told, frozenset(groups))
+                for (folder, told), groups in lent.items()
+            ),
+        ]
+
+
+class _Named(NamedTuple):
+    """An archive that a manifest names, and the groups for which it does; None: all that it has."""
+
+    storage: Storage
+    path: str
+    told: Archive
+    groups: Groups = None
+
+    def opened(self, verify: bool, stack: contextlib.ExitStack) -> Part:
+        """The archive, closed with `stack`; it must be the one that the manifest names."""
+        shown = self.storage.locate(self.path)
+        try:
+            reader = stack.enter_context(self.storage.open(self.path))
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"{shown} is missing, though its manifest is there", path=shown
+            ) from error
+        except (IsADirectoryError, ValueError) as error:  # a folder, or what is no name of a file
+            raise CorruptCheckpointError(
+                f"{shown!a} is not a file, though its manifest names it", path=shown
+            ) from error
+        if reader.num_bytes != self.told.num_bytes:
+            raise CorruptCheckpointError(
+                f"{shown}: {reader.num_bytes:,} bytes, its manifest says {self.told.num_bytes:,}; load an earlier checkpoint",
+                path=shown,
+            )
+        archive = OpenArchive(reader, path=shown, verify=verify)
+        if verify and archive.digest != self.told.digest:
+            raise archive.corrupt("it is not the archive that its manifest names")
+        return Part(archive, self.groups)
+
+
+def _from_committed(step: _Committed, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
+    """What `use` makes of the archives of a committed step, compared with its manifest. Raises NotCommittedError.
+
+    A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
+    """
+    made = step.read()
+    for _ in range(_TRIES):
+        try:
+            with contextlib.ExitStack() as stack:
+                return use([archive.opened(verify, stack) for archive in step.archives(made)])
+        except (CorruptCheckpointError, StorageUnavailableError) as error:
+            before, made = made, _read_again(step, made, error)
+            if made == before:
+                raise
+    where = step.storage.locate(step.folder)
+    raise StorageUnavailableError(
+        f"{where} was replaced {_TRIES} times while it was read; load it again", path=where
+    )
+
+
+def _read_again(step: _Committed, made: Manifest, error: CheckpointError) -> Manifest:
+    """The manifest as it is after an error. Raises NotCommittedError when it is gone: that explains the error."""
+    try:
+        return step.read()
+    except NotCommittedError as gone:
+        raise NotCommittedError(
+            f"{gone}; it was deleted while it was read ({error})",
+            path=gone.path,
+            step=gone.step,
+            partly_overwritten=getattr(error, "partly_overwritten", False),
+        ) from error
+    except CheckpointError:
+        return made  # the first error says more
 
 
 def _what_is_there(storage: Storage) -> str:
@@ -278,12 +398,54 @@ def _what_is_there(storage: Storage) -> str:
 
 
 def _newest_folder(storage: Storage) -> str | None:
-    """The folder of a run's newest step, whatever its steps are called: the last number in its name says which."""
-    numbered = [(int(found[-1]), name) for name in storage.names("") if (found := re.findall(r"\d+", name))]
-    for _, name in sorted(numbered, reverse=True):
-        if storage.exists(f"{name}/{MANIFEST}"):
-            return name
-    return None
+    """The folder of a run's newest step, whatever its steps are called: the last number in its name says which.
+
+    A folder that is not committed may belong to a save under way, or to a step that was deleted for a newer one since
+    it was listed: listed again, an older step is taken only if nothing has changed.
+    """
+    before: list[str] | None = None
+    for _ in range(_TRIES):
+        names = storage.names("")
+        numbered = [(int(found[-1]), name) for name in names if (found := re.findall(r"[0-9]{1,255}", name))]
+        retired = _retired(storage, names, numbered)
+        ranked = (
+            name
+            for step, name in sorted(numbered, reverse=True)
+            if _is_committed(storage, step, name, retired)
+        )
+        newest = next(ranked, None)
+        if names == before or (numbered and newest == max(numbered)[1]):
+            return newest
+        before = names
+    raise _overtaken(storage.locate(""))
+
+
+def _is_committed(storage: Storage, step: int, folder: str, retired: Mapping[int, str]) -> bool:
+    if step not in retired:
+        return storage.exists(f"{folder}/{MANIFEST}")
+    made = _made(storage, folder)
+    return made is not None and made.attempt != retired[step]
+
+
+def _retired(storage: Storage, names: Sequence[str], numbered: Sequence[tuple[int, str]]) -> dict[int, str]:
+    """The attempts that announced rollbacks have taken out of the run, by step. Each counts once it is committed."""
+    retired: dict[int, str] = {}
+    for step, attempt in (match.groups() for name in names if (match := INTENT.fullmatch(name))):
+        for number, name in numbered:
+            made = _made(storage, name) if number == int(step) else None
+            if made is not None and made.attempt == attempt:
+                retired.update((gone.step, gone.attempt) for gone in made.retires)
+    return retired
+
+
+def _made(storage: Storage, folder: str) -> Manifest | None:
+    """The manifest in a folder; None when there is none that can be read."""
+    if not storage.exists(f"{folder}/{MANIFEST}"):  # it may be a file
+        return None
+    try:
+        return _Committed.at(storage, folder, lambda: storage).read()
+    except (NotCommittedError, CorruptCheckpointError, FormatVersionError):
+        return None
 
 
 def opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | None:
@@ -308,31 +470,6 @@ def _how(compression: Compression, name: str) -> Zstd | None:
     if not isinstance(compression, Zstd):
         raise ValueError(f'compression must be "zstd", a Zstd(…) or None, got {compression!r}')
     return compression
-
-
-def _open_named(storage: Storage, path: str) -> Reader:
-    try:
-        return storage.open(path)
-    except FileNotFoundError as error:
-        shown = storage.locate(path)
-        raise CorruptCheckpointError(
-            f"{shown} is missing, though its manifest is there", path=shown
-        ) from error
-
-
-@contextlib.contextmanager
-def _checked(reader: Reader, told: Archive, shown: str, verify: bool) -> Iterator[OpenArchive]:
-    """The archive behind a reader, which is closed afterwards; it must be the one that its manifest names."""
-    with reader:
-        if reader.num_bytes != told.num_bytes:
-            raise CorruptCheckpointError(
-                f"{shown}: {reader.num_bytes:,} bytes, its manifest says {told.num_bytes:,}; load an earlier checkpoint",
-                path=shown,
-            )
-        archive = OpenArchive(reader, path=shown, verify=verify)
-        if verify and archive.digest != told.digest:
-            raise archive.corrupt("it is not the archive that its manifest names")
-        yield archive
 
 
 def _forget_saver() -> None:

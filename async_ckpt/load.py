@@ -6,7 +6,8 @@ Knows nothing of: steps, manifests.
 Everything is compared before the first byte is written. Data then comes by parallel ranged reads through a small ring
 of (page-locked) buffers straight into its tensors; with `verify`, a buffer is whole digest blocks, and is looked at
 before anything leaves it. Nothing is unpickled unless the caller says `trust=True` or torch's own weights-only
-unpickler takes it, and nothing is allocated on the file's word: all tensors together are never larger than the file.
+unpickler takes it, and nothing is allocated on the file's word: all tensors together are never larger than the file,
+and a pickle is looked through before it is loaded.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import io
 import mmap as mmap_module
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
-from .errors import CorruptCheckpointError, UntrustedObjectError
+from .errors import CorruptCheckpointError, FormatVersionError, UntrustedObjectError
 from .format import digests, index, safetensors, tar
 from .format.index import Index, Member
 from .snapshot.crew import Crew
@@ -31,8 +34,21 @@ from .snapshot.device import as_integers, flat_bytes, host_pointer, memmove
 from .snapshot.host import num_cpus
 from .snapshot.pool import Segment, SegmentPool, advise_huge_pages
 from .spec import BLOCK_BYTES, KIB, MIB, PAGE_BYTES, Extent, align_up
-from .state.tree import Path, Select, Selector, Stored, decode, dtype_named, replaced, selector
+from .state import pickled
+from .state.tree import (
+    Path,
+    Select,
+    Selector,
+    Stored,
+    decode,
+    dtype_named,
+    replaced,
+    selector,
+    shown,
+    top_keys,
+)
 from .storage.base import Reader
+from .storage.local import LocalReader
 
 Groups = Collection[str] | None
 Verify = bool | Literal["first"]
@@ -66,7 +82,11 @@ class OpenArchive:
         self._verified = self._kept  # likewise, of blocks: small pieces lie together too
         self._begin = self._read_plain(Extent(0, min(reader.num_bytes, BLOCK_BYTES)))
         head = self._read_head()
-        self.index: Index = index.parse(head, path=path)
+        try:
+            self.index: Index = index.parse(head, path=path)
+        except FormatVersionError:  # or is it a damaged byte that says so?
+            self._compare(Extent(0, tar.BLOCK + len(head)))
+            raise
         if self.index.file_bytes != reader.num_bytes:
             raise self.corrupt(
                 f"it has {reader.num_bytes:,} bytes and should have {self.index.file_bytes:,}: truncated"
@@ -108,17 +128,40 @@ class OpenArchive:
         return bytes(data[extent.offset - wide.offset :][: extent.length])
 
     def verify(self, offset: int, data: memoryview) -> None:
-        """Compare whole blocks that begin at `offset` with their digests. Bytes behind the covered part are let be."""
-        if self._digests is None:
-            return
-        data = data[: self.index.digests.data.offset - offset]
+        """Compare whole blocks that begin at `offset` with their digests. Bytes behind the covered part are ignored."""
+        if self._digests is not None:
+            self._compare_blocks(offset, data[: self.index.digests.data.offset - offset], self._digests)
+
+    def _compare_blocks(self, offset: int, data: memoryview, told: bytes) -> None:
         for begin in range(0, len(data), BLOCK_BYTES):
             number = (offset + begin) // BLOCK_BYTES
-            told = self._digests[number * digests.DIGEST_BYTES :][: digests.DIGEST_BYTES]
-            if digests.block_digest(data[begin : begin + BLOCK_BYTES]) != told:
+            digest = told[number * digests.DIGEST_BYTES :][: digests.DIGEST_BYTES]
+            if digests.block_digest(data[begin : begin + BLOCK_BYTES]) != digest:
                 raise self.corrupt(
                     f"block {number} (from byte {number * BLOCK_BYTES:,}) does not match its digest"
                 )
+
+    def _compare(self, extent: Extent) -> None:
+        """Compare the blocks of an extent with their digests, in an archive that is not verified as well.
+
+        For what is about to be refused: only sound bytes may be refused as something else than corrupt. The digests are
+        found without the index, which may be what is damaged.
+        """
+        covered, told = self._find_digests()
+        wide = _widened(extent, BLOCK_BYTES, covered)
+        self._compare_blocks(wide.offset, self._read_plain(wide), told)
+
+    def _find_digests(self) -> tuple[int, bytes]:
+        """How many bytes the digests cover, and the digests."""
+        num_bytes = self._reader.num_bytes
+        places = [member.data for member in index.places_of_digests(num_bytes)]
+        begin = places[0].offset if places else num_bytes
+        tail = bytes(self._read_plain(Extent(begin, num_bytes - begin)))
+        for place in places:
+            with suppress(ValueError):
+                data = tail[place.offset - begin :][: place.length]
+                return place.offset, digests.parse(data, covered_bytes=place.offset)
+        raise self.corrupt("it has no digests where they should be: it is damaged, or cut short")
 
     def _read_plain(self, extent: Extent) -> memoryview:
         if extent.end <= len(self._begin):
@@ -174,6 +217,17 @@ class OpenArchive:
         except ValueError as error:
             raise self.corrupt(str(error)) from error
 
+    def map(self) -> mmap_module.mmap:
+        """The file that was opened, whatever is at its path by now; writes to it are seen by this process alone."""
+        if not isinstance(self._reader, LocalReader):
+            raise ValueError(
+                f"mmap=True maps a local file as it is, and {self.path} is elsewhere or compressed; leave it out"
+            )
+        mapped = mmap_module.mmap(self._reader._fd, 0, access=mmap_module.ACCESS_COPY)
+        if len(mapped) != self._reader.num_bytes:
+            raise self.corrupt("its size has changed since it was opened")
+        return mapped
+
     # --- the tree ---------------------------------------------------------------------------------------------
 
     def tree(
@@ -187,33 +241,49 @@ class OpenArchive:
             value, stored = decode(self.index.skeleton, types=types, keep=_within(groups, selector(select)))
             self._check_stored(stored)
         except ValueError as error:
-            raise self.corrupt(f"its skeleton cannot be read ({error})") from error
+            raise self._unreadable(error) from error
         if (select is not None or groups is not None) and value is None:
             raise KeyError(f"select={select!r} matches nothing in {self.path}; it holds {self.names()}")
         self._check_members(stored)
         return value, stored
 
+    def entries(self) -> list[Any] | None:
+        """The keys at the top level; None where the state is not a dict."""
+        try:
+            return top_keys(self.index.skeleton)
+        except ValueError as error:
+            raise self._unreadable(error) from error
+
     def names(self) -> str:
         """What it holds at the top level, for people."""
-        whole, _ = decode(self.index.skeleton)
-        names = whole if isinstance(whole, dict) else {str(t.path[0]) for t in self.index.tensors if t.path}
-        return ", ".join(sorted(map(str, names))) or "no named tensors"
+        keys = self.entries()
+        names = {t.path[0] for t in self.index.tensors if t.path} if keys is None else keys
+        return ", ".join(sorted(shown((name,)) for name in names)) or "no named tensors"
+
+    def nested_too_deeply(self) -> CorruptCheckpointError:
+        return self.corrupt("its structure is nested too deeply")
+
+    def _unreadable(self, error: ValueError) -> CorruptCheckpointError:
+        return self.corrupt(f"its skeleton cannot be read ({error})")
 
     def match(self, chosen: Selector, groups: Groups) -> None:
         """Show the selector every path of these top-level entries."""
         try:
             decode(self.index.skeleton, keep=_within(groups, chosen))
         except ValueError as error:
-            raise self.corrupt(f"its skeleton cannot be read ({error})") from error
+            raise self._unreadable(error) from error
 
     def _check_stored(self, stored: Iterable[Stored]) -> None:
         """Every leaf has its entry, and one of raw bytes is nothing else. Raises ValueError."""
-        for leaf in stored:
-            if leaf.kind == "object":
-                continue
-            if leaf.number >= len(self.index.tensors):
-                raise ValueError("it numbers a tensor that is not there")
+        leaves = [leaf for leaf in stored if leaf.kind != "object"]
+        if any(leaf.number >= len(self.index.tensors) for leaf in leaves):
+            raise ValueError("it numbers a tensor that is not there")
+        num_users = Counter(self.primary(leaf.number) for leaf in leaves)
+        for leaf in leaves:
             told = self.index.tensors[leaf.number]
+            # Tied tensors share their memory. Raw bytes are copied for each leaf, so a small file could ask for any amount.
+            if leaf.kind != "tensor" and num_users[self.primary(leaf.number)] > 1:
+                raise ValueError(f"{told.dotted!r:.200} is several things at once")
             if (leaf.kind == "bytes" or leaf.descr is not None) and (told.dtype, len(told.shape)) != (
                 "uint8",
                 1,
@@ -266,9 +336,12 @@ class OpenArchive:
         extent = self._check_tar_header(member)
         data = self.read(Extent(extent.offset - tar.BLOCK, tar.BLOCK + extent.length))[tar.BLOCK :]
         try:
-            loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
+            if trust:
+                loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+            else:
+                loaded = pickled.load(data)
         except pickle.UnpicklingError as error:
-            names = [".".join(map(str, s.path)) or "the state" for s in wanted]
+            names = [shown(s.path) for s in wanted]
             among = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             kind = re.search(r"GLOBAL ([\w.]+)", str(error))
             raise UntrustedObjectError(
@@ -294,10 +367,19 @@ class OpenArchive:
         except Exception as error:  # the dtype's description may be anybody's
             raise self.corrupt(f"a numpy array in it cannot be made ({error})") from error
 
+    def dtype(self, number: int) -> torch.dtype:
+        """Raises FormatVersionError when this torch is too old to have it."""
+        try:
+            return dtype_named(self.index.tensors[number].dtype)
+        except ValueError as error:
+            raise FormatVersionError(
+                f"{self.path}: {error}", path=self.path, version=index.VERSION
+            ) from error
+
     def empty(self, number: int, device: torch.device) -> torch.Tensor:
         """New memory for a tensor of the archive."""
         told = self.index.tensors[number]
-        tensor = torch.empty(told.shape, dtype=dtype_named(told.dtype), device=device)
+        tensor = torch.empty(told.shape, dtype=self.dtype(number), device=device)
         if device.type == "cpu":
             _ask_for_huge_pages(tensor)
         return tensor
@@ -310,7 +392,7 @@ def load_state(
     select: Select = None,
     trust: bool = False,
     types: Iterable[type] = (),
-    mmap: mmap_module.mmap | None = None,
+    mmap: bool = False,
     groups: Groups = None,
 ) -> Any:
     """Build the state that was saved, on the CPU or on the device `map_location`; tied tensors come back tied.
@@ -323,9 +405,10 @@ def load_state(
     objects = archive.objects(stored, trust=trust)
     on_host = {archive.primary(s.number) for s in stored if s.kind in ("ndarray", "bytes")}
     numbers = sorted({archive.primary(s.number) for s in stored if s.kind != "object"})
-    if mmap is not None:
-        tensors = {n: _mapped(archive, n, mmap) for n in numbers}
-        _verify_mapped(archive, numbers, mmap)
+    if mmap:
+        mapped = archive.map()
+        tensors = {n: _mapped(archive, n, mapped) for n in numbers}
+        _verify_mapped(archive, numbers, mapped)
     else:
         tensors = {n: archive.empty(n, _CPU if n in on_host else device) for n in numbers}
         fill(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])
@@ -335,7 +418,10 @@ def load_state(
             return objects[leaf.number]
         return archive.leaf(leaf, tensors[archive.primary(leaf.number)], device)
 
-    return replaced(value, give)
+    try:
+        return replaced(value, give)
+    except RecursionError as error:
+        raise archive.nested_too_deeply() from error
 
 
 class Part(NamedTuple):
@@ -343,6 +429,24 @@ class Part(NamedTuple):
 
     archive: OpenArchive
     groups: Groups = None
+
+
+def check_lent(parts: Sequence[Part], select: Select) -> None:
+    """Where a state is in several archives, each must hold the groups that the manifest names, as far as they are selected.
+
+    Raises CorruptCheckpointError.
+    """
+    chosen = selector(select)
+    for part in parts if len(parts) > 1 else ():
+        keys = part.archive.entries()
+        if keys is None:
+            raise part.archive.corrupt(
+                "a manifest says that it is a part of a state, and it is not a dict of groups"
+            )
+        there = {key for key in keys if isinstance(key, str)}
+        for group in sorted(part.groups or ()):
+            if group not in there and (chosen is None or chosen.reaches(group)):
+                raise part.archive.corrupt(f"a manifest says that {group!r} is in it, and it is not")
 
 
 def check_select(parts: Sequence[Part], select: Select) -> None:
@@ -554,8 +658,7 @@ def _within(groups: Groups, chosen: Selector | None) -> Callable[[Path], bool] |
 
 
 def _mapped(archive: OpenArchive, number: int, mapped: mmap_module.mmap) -> torch.Tensor:
-    told = archive.index.tensors[number]
-    dtype = dtype_named(told.dtype)
+    told, dtype = archive.index.tensors[number], archive.dtype(number)
     if not told.extent.length:
         return torch.empty(told.shape, dtype=dtype, device=_CPU)
     flat = torch.frombuffer(mapped, dtype=torch.uint8, count=told.extent.length, offset=told.extent.offset)

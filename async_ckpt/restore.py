@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from .errors import CorruptCheckpointError, StateMismatchError
-from .load import OpenArchive, Part, Verify, Wanted, check_select, fill, raise_unless_any
+from .load import OpenArchive, Part, Verify, Wanted, check_lent, check_select, fill, raise_unless_any
 from .state.capture import why_not
-from .state.tree import Path, Select, Stored, dtype_name, replaced
+from .state.tree import Path, Select, Stored, dtype_name, replaced, shown
 
 
 def restore_state(
@@ -41,10 +41,11 @@ def restore_state(
     `partly_overwritten`.
     """
     _check_root(live)
+    shares = list(_shares(parts, live))
+    check_lent([part for part, _ in shares], select)
     check_select(parts, select)
     matches: list[tuple[_Match, Any]] = []
     errors: list[KeyError] = []
-    shares = list(_shares(parts, live))
     for part, share in shares:
         try:
             saved, stored = part.archive.tree(select=select, types=types, groups=part.groups)
@@ -52,7 +53,10 @@ def restore_state(
             errors.append(error)
             continue
         match = _Match(part.archive, part.archive.objects(stored, trust=trust), select is not None)
-        match.visit(share, saved, ())
+        try:
+            match.visit(share, saved, ())
+        except RecursionError as error:
+            raise part.archive.nested_too_deeply() from error
         matches.append((match, share))
     raise_unless_any(errors, len(shares))
     nothing_fits = not any(match.fits for match, _ in matches)
@@ -187,14 +191,14 @@ class _Match:
         dtype = dtype_name(live.dtype)
         why = why_not(live)
         if why:
-            self.mismatched.append(f"{_dotted(path)} cannot be filled: {why}")
+            self.mismatched.append(f"{shown(path)} cannot be filled: {why}")
         elif (tuple(live.shape), dtype) != (told.shape, told.dtype):
             self.mismatched.append(
-                f"{_dotted(path)} is {dtype}{list(live.shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
+                f"{shown(path)} is {dtype}{list(live.shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
             )
         elif any(stride == 0 and size > 1 for stride, size in zip(live.stride(), live.shape, strict=True)):
             self.mismatched.append(
-                f"{_dotted(path)} cannot be filled: it is expanded, several items share one place"
+                f"{shown(path)} cannot be filled: it is expanded, several items share one place"
             )
         else:
             self._want(saved.number, live)
@@ -228,7 +232,7 @@ class _Match:
         live_sizes = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != live_sizes:
             self.mismatched.append(
-                f"{_dotted(path)} has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
+                f"{shown(path)} has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
             )
             return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -291,7 +295,7 @@ class _Match:
             return live
         if len(live) != len(saved):
             self.mismatched.append(
-                f"{_dotted(path)} has {len(live)} entries here and {len(saved)} in the checkpoint"
+                f"{shown(path)} has {len(live)} entries here and {len(saved)} in the checkpoint"
             )
             return live
         values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, saved, strict=True))]
@@ -306,10 +310,10 @@ class _Match:
         if not path:
             self._shares_a_name = any(key in saved for key in live)
         if not self._partial:
-            self.missing += [_dotted((*path, key)) for key in live if key not in saved]
+            self.missing += [shown((*path, key)) for key in live if key not in saved]
         if path:  # at the top, what the caller did not ask for is left alone
             names = set(live)
-            self.unexpected += [_dotted((*path, key)) for key in saved if key not in names]
+            self.unexpected += [shown((*path, key)) for key in saved if key not in names]
 
     def _materialized(self, saved: Any) -> Any:
         """A value that is not there yet: new tensors, to be filled with the rest."""
@@ -330,7 +334,7 @@ class _Match:
     def _array(self, live: Any, saved: Stored, path: Path) -> Any:
         value = self._materialized(saved)
         if not live.flags.writeable:
-            self.mismatched.append(f"{_dotted(path)} cannot be filled: it is a read-only numpy array")
+            self.mismatched.append(f"{shown(path)} cannot be filled: it is a read-only numpy array")
         elif not _is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
             self._differs(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
         else:
@@ -343,7 +347,7 @@ class _Match:
 
     def _differs(self, path: Path, here: str, saved: Any) -> None:
         kind = saved.kind if isinstance(saved, Stored) else type(saved).__qualname__
-        self.mismatched.append(f"{_dotted(path)} {here} and a {kind} in the checkpoint")
+        self.mismatched.append(f"{shown(path)} {here} and a {kind} in the checkpoint")
 
 
 def _is_plain_module(live: Any) -> bool:
@@ -404,7 +408,3 @@ def _is_filled_in_place(live: Any) -> bool:
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(map(str, path)) or "the state"

@@ -405,12 +405,36 @@ def test_an_index_is_padded_to_a_page_and_reads_back(tensors: list[TensorSpec], 
         assert row.path == tuple(k if isinstance(k, int | str) else str(k) for k in spec.path)
 
 
+@given(specs())
+def test_the_index_lists_what_each_member_stores(tensors: list[TensorSpec]) -> None:
+    told = index_of(laid_out(tensors))
+    assert len(told.stored) == len(told.members)
+    for number, stored in enumerate(told.stored):
+        assert list(stored) == [t for t in told.tensors if t.member == number and t.alias_of is None]
+
+
 def test_the_index_finds_members_by_name() -> None:
     told = index_of(laid_out([TensorSpec(("a", "w"), "int8", (3,))], objects=b"pickle"))
     objects_member = told.member(index.OBJECTS)
     assert objects_member is not None
     assert objects_member.data.length == 6
     assert told.member("other") is None
+
+
+@given(st.integers(0, 2**34))
+@example(0)
+@example(2 * BLOCK_BYTES // 512)
+def test_the_size_of_a_file_tells_where_its_digests_may_lie(num_blocks: int) -> None:
+    member, file_bytes = index.digests_member(num_blocks * tar.BLOCK)
+    places = index.places_of_digests(file_bytes)
+    assert member in places
+    assert len(places) <= 8
+    assert all(index.digests_member(p.data.offset - tar.BLOCK) == (p, file_bytes) for p in places)
+
+
+@given(st.integers(0, 2**50))
+def test_a_file_of_any_size_has_few_places_for_digests(file_bytes: int) -> None:
+    assert len(index.places_of_digests(file_bytes)) <= 8
 
 
 def test_an_extent_cannot_be_negative() -> None:

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
+import signal
+import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import difference, flip, parsed_index, read_index
+from helpers_b import Call, Nursery
+from support import difference, flip, forge_manifest, parsed_index, read_index
 from torch import nn
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, NotCommittedError
+from async_ckpt import (
+    AsyncCheckpointer,
+    CorruptCheckpointError,
+    NotCommittedError,
+    StorageUnavailableError,
+    functional,
+)
+from async_ckpt.commit.roots import Roots
+from async_ckpt.commit.run import Run
+from async_ckpt.functional import from_newest
+from async_ckpt.load import Part
+from async_ckpt.restore import restore_state
 from async_ckpt.spec import BLOCK_BYTES, MIB
+from async_ckpt.storage.local import LocalReader, LocalStorage
 
 STATE: dict[str, Any] = {
     "model": {"layer.0": {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(3)}, "layer.1": {"bias": torch.zeros(2)}},
@@ -104,6 +123,67 @@ def test_of_several_patterns_each_may_match_in_another_archive(tmp_path: Path) -
             ckpt.load(2, select=["bass", "adapter"])
         with pytest.raises(KeyError, match="'bass' matches nothing"):
             ckpt.restore(live, step=2, select=["adapter", "bass"])
+
+
+@pytest.fixture
+def promised(tmp_path: Path) -> Path:
+    """A run whose step 2 says that step 1 lends it a group, which is not there, beside one that is."""
+    root = tmp_path / "run"
+    state = {"base": {"w": torch.ones(3)}, "adapter": {"w": torch.ones(2)}, "n": 1}
+    with AsyncCheckpointer(root) as ckpt:
+        ckpt.save(state, step=1).result()
+        ckpt.save(state, step=2, unchanged="base").result()
+
+    def lie(manifest: dict[str, Any]) -> None:
+        manifest["elsewhere"].append(manifest["elsewhere"][0] | {"group": "embedding"})
+
+    forge_manifest(root / "step_00000002" / "manifest.json", lie)
+    return root
+
+
+@pytest.mark.parametrize("lent", ["beside another", "alone"])
+@pytest.mark.parametrize(
+    "select", [None, "embedding", "embedding.*", "*.w", "e*", ["adapter", "embedding.w"]]
+)
+def test_a_group_that_a_manifest_promises_and_its_archive_lacks_is_corrupt(
+    promised: Path, select: Any, lent: str
+) -> None:
+    if lent == "alone":
+        path = promised / "step_00000002" / "manifest.json"
+        forge_manifest(path, lambda made: made["elsewhere"].__delitem__(0))
+    live = {"embedding": {"w": torch.zeros(3)}, "adapter": {"w": torch.zeros(2)}}
+    with AsyncCheckpointer(promised) as ckpt:
+        for read in (
+            lambda: ckpt.load(2, select=select),
+            lambda: async_ckpt.load(promised / "step_00000002", select=select),
+            lambda: ckpt.restore(live, step=2, select=select),
+            lambda: ckpt.restore(live, step=2, select=select, strict=False),
+        ):
+            with pytest.raises(CorruptCheckpointError, match=r"step_00000001.*'embedding'") as caught:
+                read()
+            assert not caught.value.partly_overwritten
+    assert not live["adapter"]["w"].any()
+
+
+def test_a_promised_group_that_nobody_asks_for_may_be_missing(promised: Path) -> None:
+    live = {"base": {"w": torch.zeros(3)}, "adapter": {"w": torch.zeros(2)}}
+    with AsyncCheckpointer(promised) as ckpt:
+        assert set(ckpt.load(2, select=["base", "adapter.w"])) == {"base", "adapter"}
+        assert set(ckpt.load(2, select="b*")) == {"base"}
+        assert set(ckpt.load(2, select="n")) == {"n"}
+        assert ckpt.restore(live, step=2) == 2
+    assert live["base"]["w"].all()
+
+
+def test_a_step_that_borrows_and_is_no_dict_of_groups_itself_is_corrupt(promised: Path) -> None:
+    (lender,) = (promised / "step_00000001").glob("*.tar")
+    made = json.loads((promised / "step_00000002" / "manifest.json").read_bytes())
+    with AsyncCheckpointer(promised) as ckpt:
+        ckpt.save([torch.ones(2)], step=3).result()
+    forge_manifest(promised / "step_00000003" / "manifest.json", elsewhere=made["elsewhere"][:1])
+    assert lender.exists()
+    with pytest.raises(CorruptCheckpointError, match=r"step_00000003.*not a dict"):
+        async_ckpt.load(promised)
 
 
 def test_a_selection_that_matches_nothing_is_an_error_beside_empty_containers(archive: Path) -> None:
@@ -367,6 +447,318 @@ def test_what_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:
     for name, said in (("missing", "nothing at this path"), ("empty", "is empty"), ("other", "but logs")):
         with pytest.raises(NotCommittedError, match=said):
             async_ckpt.load(tmp_path / name)
+
+
+# --- beside a writer that keeps one step -------------------------------------------------------------------------
+
+
+class Overtaking(LocalStorage):
+    """A run's folder in which, when a reader has come by a certain call, a writer commits a step and deletes the older one."""
+
+    keep_every: int | None = None
+
+    def __init__(self, root: Path, call: str, times: int, *, before: bool) -> None:
+        super().__init__(root)
+        self._writes_to, self._call, self._times, self._before = root, call, times, before
+        self._lock = threading.Lock()  # readers are threads
+        self.newest = max(AsyncCheckpointer(root).steps())
+
+    @contextlib.contextmanager
+    def _at(self, call: str) -> Iterator[None]:
+        if call == self._call and self._before:
+            self._overtake()
+        yield
+        if call == self._call and not self._before:
+            self._overtake()
+
+    def _overtake(self) -> None:
+        with self._lock:
+            if not self._times:
+                return
+            self._times -= 1
+            self.newest += 1
+            Call(self._save).outcome()  # no reader's thread may wait for a save
+
+    def _save(self) -> None:
+        with AsyncCheckpointer(self._writes_to, keep_last=1, keep_every=self.keep_every) as ckpt:
+            ckpt.save({"w": torch.full((3,), float(self.newest)), "step": self.newest}, self.newest)
+
+    def names(self, folder: str) -> list[str]:
+        with self._at("names"):
+            return super().names(folder)
+
+    def exists(self, path: str) -> bool:
+        with self._at("exists"):
+            return super().exists(path)
+
+    def existing(self, paths: Sequence[str]) -> list[str]:
+        with self._at("exists"):
+            return super().existing(paths)
+
+    def read(self, path: str) -> tuple[bytes, str]:
+        with self._at("read"):
+            return super().read(path)
+
+    def open(self, path: str) -> LocalReader:
+        with self._at("open"):
+            return OvertakenReader(self, self.root / path)
+
+
+class OvertakenReader(LocalReader):
+    def __init__(self, storage: Overtaking, path: Path) -> None:
+        super().__init__(path)
+        self._storage = storage
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        with self._storage._at("read_into"):
+            super().read_into(offset, target)
+
+
+@pytest.fixture(params=["names", "exists", "read", "open", "read_into"])
+def overtaken(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Overtaking]:
+    """A run of which readers see what such a storage shows."""
+
+    def make(*, times: int, before: bool, steps: Sequence[int] = (1, 2)) -> Overtaking:
+        root = tmp_path / "run"
+        with AsyncCheckpointer(root) as ckpt:
+            for step in steps:
+                ckpt.save({"w": torch.full((3,), float(step)), "step": step}, step).result()
+        storage = Overtaking(root, request.param, times, before=before)
+
+        def storage_at(path: Any, **place: Any) -> LocalStorage:
+            return storage if Path(path) == root else real(path, **place)
+
+        real = functional.storage_at
+        monkeypatch.setattr(functional, "storage_at", storage_at)
+        return storage
+
+    return make
+
+
+HOW = [{}, {"mmap": True, "verify": False}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_run_whose_newest_step_is_deleted_while_it_is_opened_gives_a_newer_one(
+    overtaken: Callable[..., Overtaking], before: bool, how: dict[str, Any]
+) -> None:
+    storage = overtaken(times=3, before=before)
+    loaded = async_ckpt.load(storage.root, **how)
+    assert loaded["step"] == loaded["w"][0] > 1
+
+
+@pytest.mark.parametrize("overtaken", ["names", "exists", "read", "open"], indirect=True)
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_an_old_step_that_is_kept_is_not_taken_for_the_newest_when_that_is_deleted_meanwhile(
+    overtaken: Callable[..., Overtaking], before: bool
+) -> None:
+    storage = overtaken(times=1, before=before, steps=(5, 6))
+    storage.keep_every = 5
+    assert async_ckpt.load(storage.root)["step"] >= 6
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_the_newest_step_of_roots_is_a_newer_one_when_it_is_deleted_while_it_is_opened(
+    overtaken: Callable[..., Overtaking], before: bool, how: dict[str, Any]
+) -> None:
+    storage = overtaken(times=2, before=before)
+    roots = Roots([Run(storage, clock=time.time)])
+
+    def use(parts: Sequence[Part]) -> Any:
+        return functional.state_of(
+            parts, map_location=None, select=None, trust=False, mmap=how.get("mmap", False), types=()
+        )
+
+    found = from_newest(roots, use, verify=how.get("verify", True))
+    assert found is not None
+    step, loaded = found
+    assert step == loaded["step"] == loaded["w"][0] > 1
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_step_that_is_named_and_deleted_while_it_is_opened_is_not_committed(
+    overtaken: Callable[..., Overtaking], before: bool, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it was opened already, and is all there."""
+    storage = overtaken(times=1, before=before)
+    named = storage.root / "step_00000002"
+
+    class Below(Overtaking):
+        """The folder of the step, seen through the same hook."""
+
+        def __init__(self) -> None:
+            LocalStorage.__init__(self, named)
+
+        def _at(self, call: str) -> Any:
+            return storage._at(call)
+
+    monkeypatch.setattr(
+        functional, "storage_at", lambda path, **_: Below() if Path(path) == named else LocalStorage(path)
+    )
+    with contextlib.suppress(NotCommittedError):
+        assert async_ckpt.load(named, **how)["step"] == 2
+
+
+@pytest.mark.parametrize("overtaken", ["read", "open"], indirect=True)
+def test_a_run_whose_steps_are_deleted_for_ever_is_given_up(
+    overtaken: Callable[..., Overtaking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, "_TRIES", 5)
+    storage = overtaken(times=10_000, before=True)
+    with pytest.raises(StorageUnavailableError, match=r"deleted.*keep_last") as caught:
+        async_ckpt.load(storage.root)
+    assert caught.value.path == str(storage.root)
+    assert isinstance(caught.value.__cause__, NotCommittedError)
+
+
+def test_a_run_that_is_deleted_while_it_is_opened_is_not_committed(run: Path, monkeypatch: Any) -> None:
+    class Deleted(LocalStorage):
+        def read(self, path: str) -> tuple[bytes, str]:
+            shutil.rmtree(run)
+            return super().read(path)
+
+    monkeypatch.setattr(functional, "storage_at", lambda path, **_: Deleted(path))
+    with pytest.raises(NotCommittedError, match="nothing at this path"):
+        async_ckpt.load(run)
+
+
+def test_an_archive_is_mapped_as_it_was_opened(saved: Path, monkeypatch: Any) -> None:
+    """Whatever is at its path by then."""
+
+    class Replaced(LocalReader):
+        def close(self) -> None:
+            super().close()
+
+        def read_into(self, offset: int, target: memoryview) -> None:
+            super().read_into(offset, target)
+            saved.unlink(missing_ok=True)
+            saved.write_bytes(bytes(self.num_bytes))
+
+    monkeypatch.setattr(LocalStorage, "open", lambda self, path: Replaced(self.root / path))
+    assert difference(async_ckpt.load(saved, mmap=True), STATE) is None
+
+
+def test_a_step_that_can_be_read_no_more_once_it_is_deleted_is_followed_by_a_newer_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an object store nobody holds what was opened: its reads fail."""
+
+    class Far(LocalReader):
+        is_opened = False
+
+        def read_into(self, offset: int, target: memoryview) -> None:
+            if self.is_opened and (run / "step_00000012").exists():
+                Call(lambda: save_over(run, 13)).outcome()
+            self.is_opened = True
+            if not self._path.exists():
+                raise StorageUnavailableError(f"{self._path}: 404", path=str(self._path))
+            super().read_into(offset, target)
+
+    monkeypatch.setattr(LocalStorage, "open", lambda self, path: Far(self.root / path))
+    assert async_ckpt.load(run)["step"] == 13
+    with pytest.raises(NotCommittedError):
+        async_ckpt.load(run / "step_00000012")
+
+
+def save_over(root: Path, step: int) -> None:
+    with AsyncCheckpointer(root, keep_last=1) as ckpt:
+        ckpt.save({"w": torch.full((3,), float(step)), "step": step}, step)
+
+
+def test_a_step_that_is_deleted_while_it_is_restored_says_what_it_has_overwritten(
+    tmp_path: Path,
+) -> None:
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        ckpt.save({"w": torch.ones(9 * MIB, dtype=torch.uint8)}, 7).result()
+    (path,) = (tmp_path / "step_00000007").glob("*.tar")
+    flip(path, 8 * MIB)
+    live = {"w": torch.zeros(9 * MIB, dtype=torch.uint8)}
+
+    def put_back(parts: Sequence[Part]) -> None:
+        try:
+            restore_state(parts, live)
+        finally:
+            shutil.rmtree(path.parent)
+
+    roots = Roots([Run(LocalStorage(tmp_path), clock=time.time)])
+    with pytest.raises(NotCommittedError, match="deleted while it was read") as caught:
+        functional.from_step(roots, 7, put_back, verify=True)
+    assert caught.value.step == 7
+    assert isinstance(caught.value.__cause__, CorruptCheckpointError)
+    assert caught.value.partly_overwritten is caught.value.__cause__.partly_overwritten is True
+
+
+def test_of_the_newest_steps_corrupt_ones_are_told_of_and_passed_over(run: Path) -> None:
+    roots = Roots([Run(LocalStorage(run), clock=time.time)])
+    told: list[int] = []
+
+    def taken() -> tuple[int, str] | None:
+        return from_newest(
+            roots,
+            lambda parts: parts[0].archive.path,
+            verify=True,
+            passed_over=lambda step, error: told.append(step),
+        )
+
+    assert taken() == (12, str(next((run / "step_00000012").glob("*.tar"))))
+    flip(next((run / "step_00000012").glob("*.tar")), 700)
+    assert taken() == (1, str(next((run / "step_00000001").glob("*.tar"))))
+    assert told == [12]
+    with pytest.raises(CorruptCheckpointError, match="step_00000012"):
+        from_newest(roots, len, verify=True)
+    flip(next((run / "step_00000001").glob("*.tar")), 700)
+    with pytest.raises(CorruptCheckpointError, match="step_00000012"):
+        taken()
+    shutil.rmtree(run)
+    assert taken() is None
+
+
+def test_a_step_that_a_rollback_has_taken_out_of_the_run_is_not_its_newest(run: Path) -> None:
+    """As soon as the rollback is committed: that the step's manifest is renamed comes later, or never."""
+    kept, newer = (json.loads((run / f"step_{step:08d}" / "manifest.json").read_bytes()) for step in (1, 12))
+    (run / f"rollback-1.{kept['attempt']}.json").write_bytes(b"announced")
+    assert async_ckpt.load(run)["step"] == 12
+    forge_manifest(
+        run / "step_00000001" / "manifest.json", retires=[{"step": 12, "attempt": newer["attempt"]}]
+    )
+    assert async_ckpt.load(run)["step"] == 1
+    forge_manifest(run / "step_00000012" / "manifest.json", attempt="0" * 8)  # committed since
+    assert async_ckpt.load(run)["step"] == 12
+
+
+_WRITER = """
+    import itertools, sys, torch
+    from async_ckpt import AsyncCheckpointer
+    with AsyncCheckpointer(sys.argv[1], keep_last=1) as ckpt:
+        for step in itertools.count(1):
+            ckpt.save({"base": {"w": torch.full((3,), float(step))}, "step": step}, step).result()
+            if step == 2:
+                print("two steps", flush=True)
+"""
+
+
+def test_a_run_is_read_two_hundred_times_beside_a_process_that_writes_it(tmp_path: Path) -> None:
+    with Nursery(tmp_path) as nursery:
+        child = nursery.start(_WRITER, tmp_path / "run")
+        try:
+            child.wait_for_line("two steps")
+            last = 0
+            for number in range(200):
+                loaded = async_ckpt.load(tmp_path / "run", mmap=number % 2 == 1, verify=number % 3 > 0)
+                assert loaded["step"] == loaded["base"]["w"][0] >= last
+                last = loaded["step"]
+        finally:
+            child.send(signal.SIGKILL)
+            child.ended()
+    assert last > 2
+
+
+# --- other names -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz", "x.tar.bz2"])

@@ -8,6 +8,7 @@ no two overlap, and so all tensors together are never larger than the file itsel
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -54,6 +55,7 @@ class Index:
     step: int | None
     members: tuple[Member, ...]
     tensors: tuple[IndexedTensor, ...]
+    stored: tuple[tuple[IndexedTensor, ...], ...]  # by member; without aliases
     skeleton: Json
     digests: Member
     file_bytes: int
@@ -89,10 +91,26 @@ def digests_member(end_of_members: int) -> tuple[Member, int]:
     return member, align_up(end + tar.END_BYTES, PAGE_BYTES)
 
 
+def places_of_digests(file_bytes: int) -> list[Member]:
+    """Where the digests may lie in a file of this size, whatever its index says: at one of up to eight places.
+
+    In every version they are the last member, behind which only padding follows.
+    """
+
+    def size_of_file(num_blocks: int) -> int:
+        return digests_member(num_blocks * tar.BLOCK)[1]
+
+    ends = range(file_bytes // tar.BLOCK)  # of all other members, in blocks of the tar
+    first = bisect_left(ends, file_bytes, key=size_of_file)
+    last = bisect_right(ends, file_bytes, key=size_of_file)
+    return [digests_member(num_blocks * tar.BLOCK)[0] for num_blocks in ends[first:last]]
+
+
 def parse(text: bytes, *, path: str) -> Index:
     """Read an index that may be damaged, or may lie.
 
-    Raises CorruptCheckpointError where it does not hold together, FormatVersionError when it is from the future.
+    Raises CorruptCheckpointError where it does not hold together, FormatVersionError when it is from the future, or a
+    damaged byte says so: the caller compares its digest before it believes that.
     """
     try:
         raw = json.loads(text)
@@ -113,7 +131,12 @@ def parse(text: bytes, *, path: str) -> Index:
         tensors = _tensors(raw["tensors"], members)
         last_end = members[-1].data.end if members else tar.BLOCK + len(text)
         digest, file_bytes = digests_member(align_up(last_end, tar.BLOCK))
-        return Index(step, tuple(members), tuple(tensors), raw["skeleton"], digest, file_bytes)
+        stored: list[list[IndexedTensor]] = [[] for _ in members]
+        for tensor in tensors:
+            if tensor.alias_of is None:
+                stored[tensor.member].append(tensor)
+        by_member = tuple(map(tuple, stored))
+        return Index(step, tuple(members), tuple(tensors), by_member, raw["skeleton"], digest, file_bytes)
     except (_Lie, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         reason = error if isinstance(error, _Lie) else f"it is malformed ({error!r:.200})"
         raise CorruptCheckpointError(f"{path}: the index cannot be trusted: {reason}", path=path) from error
@@ -133,8 +156,10 @@ def _members(raw: Json, begin: int) -> list[Member]:
     members: list[Member] = []
     position = begin
     for name, num_bytes in raw:
+        if not (isinstance(name, str) and name.isascii()):
+            raise _Lie(f"{name!r:.100} is not the name of a member")
         position = align_up(position, tar.BLOCK) + tar.BLOCK
-        members.append(Member(str(name), Extent(position, _count(num_bytes))))
+        members.append(Member(name, Extent(position, _count(num_bytes))))
         position += num_bytes
     names = [m.name for m in members]
     if len(set(names)) != len(names) or {MEMBER, digests.MEMBER} & set(names):
@@ -147,6 +172,8 @@ def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
     names: set[tuple[int, str]] = set()
     for row in raw:
         path = tuple(row["path"])
+        if not all(isinstance(key, int | str) for key in path):
+            raise _Lie(f"a tensor has the path {path!r:.200}")
         if "alias" in row:
             alias = _count(row["alias"])
             if alias >= len(tensors) or tensors[alias].alias_of is not None:
@@ -155,11 +182,14 @@ def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
             tensors.append(IndexedTensor(path, of.member, of.name, of.dtype, of.shape, of.extent, alias))
             continue
         member, name, dtype = _count(row["member"]), row["name"], row["dtype"]
-        shape = tuple(_count(n) for n in row["shape"])
         begin, length = map(_count, row["extent"])
         if dtype not in DTYPES:
             raise _Lie(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
-        if len(shape) > 64 or prod(n or 1 for n in shape) >= 2**63:
+        # Each number first: a product of thousands of long ones takes minutes.
+        if len(row["shape"]) > 64 or not all(_count(n) < 2**63 for n in row["shape"]):
+            raise _Lie(f"tensor {path!r:.200} has an absurd shape")
+        shape = tuple(row["shape"])
+        if prod(n or 1 for n in shape) >= 2**63:
             raise _Lie(f"tensor {path!r:.200} has an absurd shape")
         if member >= len(members) or begin + length > members[member].data.length:
             raise _Lie(f"tensor {path!r:.200} lies outside of its member")
@@ -197,11 +227,10 @@ def check_member_header(index: Index, member: int, data: bytes, *, path: str) ->
         )
     told = {
         t.name: (*safetensors.stored_as(t.dtype, t.shape), t.extent.offset - base, t.extent.end - base)
-        for t in index.tensors
-        if t.member == member and t.alias_of is None
+        for t in index.stored[member]
     }
     if told != table:
         wrong = sorted(name for name in told.keys() | table.keys() if told.get(name) != table.get(name))
         raise CorruptCheckpointError(
-            f"{path}: index and {index.members[member].name} disagree about {', '.join(wrong[:5])}", path=path
+            f"{path}: index and {index.members[member].name} disagree about {wrong[:5]!r:.500}", path=path
         )

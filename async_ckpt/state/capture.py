@@ -21,7 +21,7 @@ import torch
 
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES, Json, TensorSpec
-from .tree import Encoder, Path, Select, dtype_name, is_omitted, selector
+from .tree import Encoder, Path, Select, dtype_name, is_describable, is_omitted, selector, shown
 
 Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -96,17 +96,17 @@ class _Walk:
         if type(value) is bytes:
             return {"bytes": self._bytes(value, path, "uint8", (len(value),))}
         numpy = sys.modules.get("numpy")
-        if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and not value.dtype.hasobject:
+        if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and is_describable(value.dtype):
             return self._array(numpy, value, path)
         self._objects.append(value)
-        self._object_paths.append(_dotted(path))
+        self._object_paths.append(shown(path))
         return {"object": len(self._objects) - 1}
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> int:
         name = _DTYPE_NAMES.get(tensor.dtype, "")
         pointer = _pointer(tensor) if name in DTYPES else None
         if pointer is None and (why := why_not(tensor)):
-            where = _dotted(path)
+            where = shown(path)
             raise UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
         self.marks.append((pointer, tensor._version) if pointer and not tensor.is_inference() else None)
         if tensor.device.type not in ("cpu", "cuda"):
@@ -241,7 +241,3 @@ def _pickle(value: Any) -> bytes:
 def _needs_trust(data: bytes) -> bool:
     """Whether torch's weights-only unpickler refuses it. Nothing of it is loaded: that may be large, or on a device."""
     return bool(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(map(str, path)) or "the state"

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import base64
 import fnmatch
+import itertools
 import math
+import re
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,6 +33,9 @@ Select = str | Sequence[str] | None
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 # Bytes from here on are stored like a tensor: base64 in the index would cost a third more, and every reader's time.
 INLINE_BYTES: Final = 4096
+# More than any dtype has; from a few megabytes of fields within fields, numpy takes minutes to make one.
+_MAX_FIELDS: Final = 10_000
+_MAX_DIMS: Final = 64
 _STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
 _OMITTED: Final = object()
 
@@ -43,14 +48,45 @@ class Selector:
         self.unused = list(self._patterns)  # those that have selected nothing so far
 
     def __call__(self, path: Path) -> bool:
-        dotted = ".".join(map(str, path))
+        name = dotted(path)
         if self.unused:
-            self.unused = [pattern for pattern in self.unused if not _matches(dotted, pattern)]
-        return any(_matches(dotted, pattern) for pattern in self._patterns)
+            self.unused = [pattern for pattern in self.unused if not _matches(name, pattern)]
+        return any(_matches(name, pattern) for pattern in self._patterns)
+
+    def reaches(self, name: str) -> bool:
+        """Whether it selects, or may select, an entry of this name at the top, or something in it."""
+        return any(_matches(name, pattern) or _reaches(name, pattern) for pattern in self._patterns)
 
 
-def _matches(dotted: str, pattern: str) -> bool:
-    return dotted == pattern or dotted.startswith(f"{pattern}.") or fnmatch.fnmatchcase(dotted, pattern)
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+
+
+def _reaches(name: str, pattern: str) -> bool:
+    literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+    return literal.startswith(f"{name}.") or (literal != pattern and f"{name}.".startswith(literal))
+
+
+def dotted(path: Path) -> str:
+    """The name of a path, as `select` matches it."""
+    return ".".join(map(_text, path))
+
+
+def shown(path: Path) -> str:
+    """The name of a path, for people."""
+    return printable(dotted(path)) if path else "the state"
+
+
+def printable(text: str) -> str:
+    """The text with lone surrogates written out, which no terminal and no log file takes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _text(key: Any) -> str:
+    try:
+        return str(key)
+    except (ValueError, RecursionError):  # an integer, or one in a tuple, of thousands of digits
+        return f"{hex(key)[:20]}…" if isinstance(key, int) else f"<{type(key).__qualname__}>"
 
 
 def selector(select: Select) -> Selector | None:
@@ -98,7 +134,7 @@ class Encoder:
 
     def _inside(self, container: Any, path: Path, encode: Callable[[], Json]) -> Json:
         if id(container) in self._open:
-            where = ".".join(map(str, path)) or "the state"
+            where = shown(path)
             raise UnsupportedStateError(f"{where} contains itself; a checkpoint is a tree", path=where)
         self._open.add(id(container))
         try:
@@ -165,7 +201,8 @@ class Stored:
             return array
         dtype = _numpy_dtype(self.descr)
         if (
-            not all(type(n) is int and n >= 0 for n in self.shape)
+            len(self.shape) > _MAX_DIMS
+            or not all(type(n) is int and 0 <= n < 2**63 for n in self.shape)
             or math.prod(self.shape) * dtype.itemsize != array.size
         ):
             raise ValueError(
@@ -188,9 +225,28 @@ def decode(
     decoder = _Decoder({class_name(t): t for t in types}, keep)
     try:
         value = decoder.decode(node)
-    except Exception as error:  # the text may be anybody's; whatever it makes Python raise means the same
-        raise ValueError(f"{type(error).__name__}: {error!s:.200}") from error
+    except Exception as error:
+        raise _malformed(error) from error
     return (None if value is _OMITTED else value), decoder.stored
+
+
+def top_keys(node: Json) -> list[Any] | None:
+    """The keys of a skeleton that is a dict, without decoding what they stand for; None for any other.
+
+    Raises ValueError for a node that `encode` would not have made.
+    """
+    kind = next(iter(node), None) if isinstance(node, dict) else None
+    if kind not in ("dict", "ordered"):
+        return None
+    try:
+        return [_key(raw) for raw, _ in node[kind]]
+    except Exception as error:
+        raise _malformed(error) from error
+
+
+def _malformed(error: Exception) -> ValueError:
+    """The text may be anybody's: whatever it makes Python raise means the same."""
+    return ValueError(printable(f"{type(error).__name__}: {error!s:.200}"))
 
 
 def replaced(value: Any, give: Callable[[Stored], Any]) -> Any:
@@ -227,7 +283,7 @@ class _Decoder:
         if kind == "ordered":
             made = self._dict(value, path, OrderedDict())
             if made is not _OMITTED and "metadata" in node:
-                made._metadata = _Decoder({}, None).decode(node["metadata"])
+                made._metadata = _metadata(node["metadata"])
             return made
         if kind == "list":
             return self._items(value, path)
@@ -261,7 +317,7 @@ class _Decoder:
 
     def _dict(self, items: Json, path: Path, into: Any) -> Any:
         for raw_key, node in items:
-            key = raw_key if isinstance(raw_key, str) else _key_value(raw_key)
+            key = _key(raw_key)
             value = self.decode(node, (*path, key))
             if value is not _OMITTED:
                 into[key] = value
@@ -329,7 +385,7 @@ def _plain_node(value: Any) -> Json | None:
     if kind is torch.device:
         return {"device": str(value)}
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject:
+    if numpy is not None and isinstance(value, numpy.generic) and is_describable(value.dtype):
         if isinstance(value, numpy.str_):
             return {"npstr": _scalar_node(value[:])}  # str(value) would drop trailing zeros
         if isinstance(value, numpy.bytes_):
@@ -364,7 +420,7 @@ def _numpy_scalar(kind: str, value: Json) -> Any:
     import numpy
 
     if kind == "npstr":
-        return numpy.str_(value if isinstance(value, str) else _key_value(value))
+        return numpy.str_(_key(value))
     if kind == "npbytes":
         return numpy.bytes_(base64.b64decode(value, validate=True))
     dtype = _numpy_dtype(value[0])
@@ -380,46 +436,100 @@ def _base64(data: bytes) -> str:
 
 def _key_node(key: Any, path: Path) -> Json:
     """A dict key as a node; only what hashes and needs no pickle."""
+    if type(key) is int and not _has_text(key):
+        raise UnsupportedStateError(
+            f"{shown(path)}: a key of {key.bit_length():,} bits cannot be stored; use a string, or a smaller number",
+            path=shown(path),
+        )
     if type(key) in _SCALARS:
         return _scalar_node(key)
     if type(key) is tuple:
         return {"tuple": [_key_node(part, path) for part in key]}
-    node = _plain_node(key)
+    node = None if _is_void(key) else _plain_node(key)
     if node is None:
-        where = ".".join(map(str, path))
         raise UnsupportedStateError(
-            f"{where}: a key of type {type(key).__qualname__} cannot be stored; use a string or a number",
-            path=where,
+            f"{shown(path)}: a key of type {type(key).__qualname__} cannot be stored; use a string or a number",
+            path=shown(path),
         )
     return node
 
 
-def _key_value(node: Json) -> Any:
-    key, stored = decode(node)
-    if stored:
-        raise ValueError("a key of the skeleton is not a plain value")
+def _has_text(number: int) -> bool:
+    """Whether Python writes an integer in decimal, as names of tensors do: some thousands of digits are its limit."""
+    try:
+        str(number)
+    except ValueError:
+        return False
+    return True
+
+
+def _key(node: Json) -> Any:
+    if isinstance(node, str):
+        return node
+    key = _plain(node)
+    if _is_void(key):
+        raise ValueError("a key of the skeleton is a record of numpy")
     return key
+
+
+def _is_void(key: Any) -> bool:
+    """Whether a key is a record, or raw bytes, of numpy: they raise when they are compared with anything else."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(key, numpy.void)
+
+
+def _plain(node: Json) -> Any:
+    """What a node stands for that has no leaf stored elsewhere."""
+    value, stored = decode(node)
+    if stored:
+        raise ValueError("a key, or metadata, of the skeleton is not a plain value")
+    return value
+
+
+def _metadata(node: Json) -> dict[Any, Any]:
+    value = _plain(node)
+    if not isinstance(value, dict):
+        raise ValueError("the metadata of a state dict is not a dict")
+    return value
 
 
 def _no_leaf(_value: Any, _path: Path) -> Json:
     return None  # a state dict's metadata is plain: version numbers
 
 
+def is_describable(dtype: Any) -> bool:
+    """Whether an array of this dtype is stored as its bytes: it holds no Python objects, and not too many fields."""
+    return not dtype.hasobject and _num_fields(dtype) <= _MAX_FIELDS
+
+
+def _num_fields(dtype: Any) -> int:
+    """The fields of a structured dtype, those within fields and the gaps between them included."""
+    if dtype.subdtype is not None:
+        return _num_fields(dtype.subdtype[0])
+    return sum(2 + _num_fields(dtype.fields[name][0]) for name in dtype.names or ())
+
+
 def _numpy_dtype(descr: Json) -> Any:
     """A dtype from its .npy description; never one with Python objects."""
     import numpy
 
-    dtype = numpy.lib.format.descr_to_dtype(_tuples(descr))
+    dtype = numpy.lib.format.descr_to_dtype(_tuples(descr, itertools.count()))
     if dtype.hasobject:
         raise ValueError("a numpy array of Python objects outside of objects.pt")
     return dtype
 
 
-def _tuples(descr: Json) -> Any:
-    """JSON has turned the tuples of a structured dtype's description into lists."""
+def _tuples(descr: Json, fields: Iterator[int]) -> Any:
+    """JSON has turned the tuples of a structured dtype's description into lists. `fields` counts its fields."""
     if isinstance(descr, str):
+        if len(descr) > 1000:
+            raise ValueError(f"the dtype {descr:.50}… is too long")
         return descr
-    return [
-        (tuple(name) if isinstance(name, list) else name, _tuples(inner), *map(tuple, shape))
-        for name, inner, *shape in descr
-    ]
+    made = []
+    for name, inner, *shape in descr:
+        if next(fields) > _MAX_FIELDS:
+            raise ValueError(f"a dtype of more than {_MAX_FIELDS:,} fields")
+        made.append(
+            (tuple(name) if isinstance(name, list) else name, _tuples(inner, fields), *map(tuple, shape))
+        )
+    return made
