@@ -34,9 +34,9 @@ from .storage.pace import Pace
 T = TypeVar("T")
 CommitRule = Literal["all", "any"]
 
-# With `commit="any"`: how long a place that does not even open is waited for once another one is open,
+# How long a place that does not even open is waited for once the save could go on without it, or has failed,
 _OPEN_SECONDS: Final = 10.0
-# and how long one that lags behind a committed one goes on before it is left to be caught up.
+# and with `commit="any"`, how long one that lags behind a committed one goes on before it is left to be caught up.
 _LAG_SECONDS: Final = 900.0
 
 Submit = Callable[[Callable[[], None]], None]
@@ -100,7 +100,6 @@ class SaveJob:
     writers: Callable[[Target], Submit]
     pace: Callable[[Target], Pace | None] = lambda _: None
     deliveries: list[Delivery] = field(default_factory=list)
-    opened_late: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def archive(self) -> Archive:
@@ -120,6 +119,8 @@ class Delivery:
     committed: bool = False
     error: BaseException | None = None
     write_seconds: float = 0.0
+    # Takes it back when a call has returned that nobody waits for any more.
+    left_behind: asyncio.Task[None] | None = None
 
 
 async def run_save(job: SaveJob, off_loop: OffLoop) -> SaveReport:
@@ -146,7 +147,11 @@ async def run_save(job: SaveJob, off_loop: OffLoop) -> SaveReport:
         job.drain.fail(error)
         await asyncio.wrap_future(job.drain.idle)
         for delivery in job.deliveries:
-            await _take_back(delivery, off_loop)
+            if delivery.left_behind is None:
+                await _take_back(delivery, off_loop, _LAG_SECONDS)
+        left_behind = [d.left_behind for d in job.deliveries if d.left_behind is not None]
+        if left_behind:
+            await asyncio.wait(left_behind, timeout=_OPEN_SECONDS)
         raise
     for delivery in job.deliveries:
         if delivery.committed and delivery.sink is not None:
@@ -190,8 +195,7 @@ async def _arrive_late(job: SaveJob, delivery: Delivery, off_loop: OffLoop) -> N
         if delivery.lane is not None:
             job.drain.drop(delivery.lane, delivery.error)
             job.drain.let_go(delivery.lane)
-            delivery.target.hangs(delivery.lane.quiet)
-        delivery.task.add_done_callback(_ask_for_exception)  # nobody waits for it any more
+        _leave_behind(delivery, delivery.task, off_loop)
         return
     try:
         delivery.task.result()
@@ -199,7 +203,7 @@ async def _arrive_late(job: SaveJob, delivery: Delivery, off_loop: OffLoop) -> N
         delivery.committed = True
     except Exception as error:
         delivery.error = error
-    await _take_back(delivery, off_loop)
+    await _take_back(delivery, off_loop, _LAG_SECONDS)
 
 
 def _ask_for_exception(future: asyncio.Future[Any]) -> None:
@@ -218,33 +222,51 @@ async def _open(job: SaveJob, off_loop: OffLoop) -> list[Delivery]:
         delivery.sink = await off_loop(open_there)
 
     tasks = {asyncio.create_task(begin(delivery)): delivery for delivery in job.deliveries}
-    while not all(task.done() for task in tasks):
+    failed = asyncio.wrap_future(job.drain.idle)  # while nothing is open, it is that for no other reason
+
+    def is_in_vain() -> bool:
+        errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+        return failed.done() or not all(_may_miss(job, error) for error in errors)
+
+    while (opening := [task for task in tasks if not task.done()]) and not is_in_vain():
         enough = job.rule == "any" and any(delivery.sink is not None for delivery in job.deliveries)
         done, _ = await asyncio.wait(
-            [task for task in tasks if not task.done()],
+            [*opening, failed],
             timeout=_OPEN_SECONDS if enough else None,
             return_when=asyncio.FIRST_COMPLETED,
         )
         if not done:
             break
     for task, delivery in tasks.items():
-        if not task.done():
-            delivery.error = _lagging(delivery, "does not answer")
-            job.opened_late.append(asyncio.create_task(_take_back_late(task, delivery, off_loop)))
-        elif (error := task.exception()) is not None:
-            delivery.error = error
+        if task.done():
+            delivery.error = task.exception()
+        else:
+            _leave_behind(delivery, task, off_loop)
+    job.drain.check()
     errors = [delivery.error for delivery in job.deliveries if delivery.error is not None]
     for error in errors:
         if not _may_miss(job, error) or len(errors) == len(job.deliveries):
             raise error
+    for delivery in job.deliveries:
+        if delivery.left_behind is not None:
+            delivery.error = _lagging(delivery, "does not answer")
     return [delivery for delivery in job.deliveries if delivery.error is None]
 
 
-async def _take_back_late(opening: asyncio.Task[None], delivery: Delivery, off_loop: OffLoop) -> None:
-    """A place that opens after all, when nobody waits for it any more."""
-    await asyncio.wait([opening])
-    _ask_for_exception(opening)
-    await _take_back(delivery, off_loop)
+def _leave_behind(delivery: Delivery, calling: asyncio.Task[None], off_loop: OffLoop) -> None:
+    """Go on without a place where a call does not return. If it does after all, nothing of the delivery stays there."""
+    quiet = running_future()
+
+    async def take_back() -> None:
+        try:
+            await asyncio.wait([calling])
+            _ask_for_exception(calling)
+            await _take_back(delivery, off_loop, None)
+        finally:
+            quiet.set_result(None)
+
+    delivery.left_behind = asyncio.create_task(take_back())
+    delivery.target.hangs(quiet)
 
 
 async def _deliver(job: SaveJob, delivery: Delivery, off_loop: OffLoop) -> None:
@@ -322,25 +344,25 @@ def _lagging(delivery: Delivery, why: str) -> StorageUnavailableError:
     )
 
 
-async def _abort(delivery: Delivery, off_loop: OffLoop) -> bool:
+async def _abort(delivery: Delivery, off_loop: OffLoop, timeout: float | None) -> bool:
     """Abort the sink, once nobody writes to it. False when its writes hang for ever: then it is left alone."""
     if delivery.sink is None:
         return False
     if delivery.lane is not None:
         quiet = asyncio.wrap_future(delivery.lane.quiet)
-        await asyncio.wait([quiet], timeout=_LAG_SECONDS)
+        await asyncio.wait([quiet], timeout=timeout)
         if not quiet.done():
             return False
     await off_loop(delivery.sink.abort)
     return True
 
 
-async def _take_back(delivery: Delivery, off_loop: OffLoop) -> None:
-    """End a delivery: what is not committed leaves no trace."""
+async def _take_back(delivery: Delivery, off_loop: OffLoop, timeout: float | None) -> None:
+    """End a delivery: what is not committed leaves no trace. Its writes are waited for so long."""
     if delivery.task is not None:
         await asyncio.wait([delivery.task])
         _ask_for_exception(delivery.task)
-    if delivery.sink is None or not (delivery.committed or await _abort(delivery, off_loop)):
+    if delivery.sink is None or not (delivery.committed or await _abort(delivery, off_loop, timeout)):
         return
     if delivery.finished and not delivery.committed:
         with suppress(CheckpointError, OSError):  # what is left then is swept by the next process

@@ -234,9 +234,9 @@ class ScriptedStorage(LocalStorage):
         self.pass_by("put_new", path)
         super().put_new(path, data)
 
-    def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
         self.pass_by("replace", path)
-        super().replace(path, data, version=version)
+        return super().replace(path, data, version=version)
 
     def move(self, path: str, to: str) -> None:
         self.pass_by("move", path)

@@ -8,9 +8,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers_b import Nursery, assert_is_state, leftovers, open_run
+from helpers_b import Nursery, assert_is_state, leftovers, names_below, open_run
 
 import async_ckpt
+from async_ckpt import worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 
@@ -35,6 +36,11 @@ from helpers_b import hold_writes, open_run, state_at
 torch.set_num_threads(1)  # a forked child whose parent has used OpenMP hangs in torch itself
 root = sys.argv[1]
 atexit.register(lambda: print("other hook", flush=True))
+
+def train():
+    print("training", flush=True)
+    while True:  # a signal in the moment before a wait begins is heard when it has ended
+        threading.Event().wait(0.01)
 
 def fail_writes():
     def write(self, offset, data, lease):
@@ -224,8 +230,7 @@ def test_ctrl_c_in_the_training_drains_and_a_second_one_gives_the_save_up(tmp_pa
     ckpt.save(state_at(1, 5), step=1).result()
     go = slow_disk()
     ckpt.save(state_at(2, 5), step=2)
-    print("training", flush=True)
-    signal.pause()
+    train()
     """
     child = nursery.start(script(body), root)
     child.wait_for_line("training\n")
@@ -251,8 +256,7 @@ def test_a_single_ctrl_c_loses_nothing(tmp_path, nursery):
     go = slow_disk()
     ckpt.save(state_at(1, 5), step=1)
     try:
-        print("training", flush=True)
-        signal.pause()
+        train()
     finally:
         go.set()
     """
@@ -333,6 +337,7 @@ def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_c
 def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
+    async_ckpt.worker._LEAST_ABANDON_SECONDS = 10.0  # for any machine
     ckpt = open_run(root, exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1).result()
     slow_disk()
@@ -346,6 +351,165 @@ def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery)
     assert ended.out.endswith("other hook\n")
     assert committed(root) == [1]
     assert leftovers(root) == []
+
+
+# --- what does not return ---------------------------------------------------------------------------------------
+
+# `hang` lets one call at the second root read from a pipe that nobody writes to.
+HANGING = """
+save_story = sys.modules["async_ckpt.save"]
+near, far = root + "/near", root + "/far"
+os.makedirs(root)
+os.mkfifo(root + "/pipe")
+
+def hang(owner, name):
+    real = getattr(owner, name)
+
+    def call(self, *arguments, **options):
+        if "/far" in repr(self):
+            print("hangs", flush=True)
+            open(root + "/pipe").read()
+        return real(self, *arguments, **options)
+
+    setattr(owner, name, call)
+"""
+HANG_OPEN = "hang(async_ckpt.storage.local.LocalStorage, 'create')\n"
+HANG_FINISH = "hang(LocalSink, 'finish')\n"
+TWO_ROOTS = "ckpt = open_run([near, far], commit='any')\n"
+
+
+def hanging(body: str) -> str:
+    return HEAD + textwrap.dedent(HANGING) + textwrap.dedent(body)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("pass", 0),
+        ("handle.result()", 0),
+        ("ckpt.close()", 0),
+        ("handle.result(); ckpt.save(state_at(2, 5), step=2)", 0),
+        ("sys.exit(3)", 3),
+        ("sys.exit('no more data')", 1),
+        ("raise RuntimeError('loss is nan')", 1),
+    ],
+)
+def test_a_root_that_does_not_even_open_keeps_no_process_that_is_committed_elsewhere(
+    tmp_path, nursery, end, status
+):
+    root = tmp_path / "run"
+    body = (
+        f"save_story._OPEN_SECONDS = 0.0\n{HANG_OPEN}{TWO_ROOTS}handle = ckpt.save(state_at(1, 5), step=1)\n"
+    )
+    ended = nursery.run(hanging(body + end), root)
+
+    assert ended.status == status, ended.err
+    assert ended.out == "hangs\nother hook\n"
+    assert "async" not in ended.err
+    assert ended.err == "" or status == 1
+    assert committed(root / "near")[0] == 1
+    assert leftovers(root / "near") == []
+    assert names_below(root / "far") == []
+
+
+@pytest.mark.parametrize("roots", ["[near, far]", "[far]"])
+def test_a_save_whose_root_does_not_open_is_given_up_after_the_exit_timeout(tmp_path, nursery, roots):
+    root = tmp_path / "run"
+    body = f"""
+    {HANG_OPEN}
+    async_ckpt.worker._LEAST_ABANDON_SECONDS = 5.0  # that the other root is cleaned up in, on any machine
+    ckpt = open_run({roots}, commit="any", exit_timeout=0.0)
+    ckpt.save(state_at(1, 5), step=1)
+    """
+    ended = nursery.run(hanging(body), root)
+
+    assert ended.status == 75, ended.err
+    (line,) = ended.err.splitlines()
+    assert line.startswith("async_ckpt: step 1 (")
+    assert "was not saved" in line
+    assert ended.out == "hangs\nother hook\n"
+    assert names_below(root) == ["pipe"]
+
+
+def test_a_root_where_an_archive_is_never_finished_keeps_no_process_that_is_committed_elsewhere(
+    tmp_path, nursery
+):
+    root = tmp_path / "run"
+    body = f"save_story._LAG_SECONDS = 0.0\n{HANG_FINISH}{TWO_ROOTS}ckpt.save(state_at(1, 5), step=1)\n"
+    ended = nursery.run(hanging(body), root)
+
+    assert (ended.status, ended.err) == (0, "")
+    assert committed(root / "near") == [1]
+
+
+def test_a_call_that_a_failed_save_has_left_behind_keeps_no_process(tmp_path, nursery):
+    root = tmp_path / "run"
+    body = f"""
+    from async_ckpt.checkpointer import _StepTarget
+    hang(_StepTarget, "check")
+    _StepTarget.__repr__ = lambda self: self.path
+    fail_writes()
+    {TWO_ROOTS}
+    ckpt.save(state_at(1, 5), step=1)
+    """
+    ended = nursery.run(hanging(body), root)
+
+    assert ended.status == 75, ended.err
+    (line,) = ended.err.splitlines()
+    assert line.startswith("async_ckpt: step 1 (")
+
+
+def test_the_grace_for_a_write_that_does_not_return_is_small_against_the_exit_timeout(tmp_path, nursery):
+    root = tmp_path / "run"
+    body = """
+    async_ckpt.worker._ABANDON_SECONDS = 1000.0  # longer than this test waits
+    ckpt = open_run(root, exit_timeout=0.0)
+    ckpt.save(state_at(1, 5), step=1).result()
+    hold_writes()
+    ckpt.save(state_at(2, 5), step=2)
+    """
+    ended = nursery.run(script(body), root)
+
+    assert ended.status == 75, ended.err
+    (line,) = ended.err.splitlines()
+    assert line.startswith("async_ckpt: step 2 (")
+    assert committed(root) == [1]
+
+
+def test_a_save_without_an_exit_timeout_is_drained_though_that_of_another_has_passed(tmp_path, nursery):
+    body = """
+    async_ckpt.worker._LEAST_ABANDON_SECONDS = 10.0  # for any machine
+    slow_disk()
+    patient, hasty = open_run(root + "/patient"), open_run(root + "/hasty", exit_timeout=0.0)
+    patient.save(state_at(1, 5), step=1)
+    hasty.save(state_at(1, 5), step=1)
+    """
+    ended = nursery.run(script(body), tmp_path)
+
+    assert ended.status == 75, ended.err
+    (line,) = ended.err.splitlines()
+    assert "/hasty/" in line
+    assert committed(tmp_path / "patient") == [1]
+    assert committed(tmp_path / "hasty") == []
+    assert leftovers(tmp_path / "hasty") == []
+
+
+def test_saves_that_are_given_up_together_have_one_grace_for_all(monkeypatch):
+    waited = []
+
+    def wait_for(future, timeout):
+        waited.append(timeout)
+        return False
+
+    monkeypatch.setattr(worker, "wait_for", wait_for)
+    monkeypatch.setattr(worker, "monotonic", lambda: sum(waited))
+    given_up = []
+    for exit_timeout in (None, 2.0, 40.0, 3600.0):
+        pending = [worker.Pending(None, given_up.append, exit_timeout) for _ in range(3)]
+        worker.abandon(pending, "no more time")
+
+    assert waited == [10.0, 1.0, 4.0, 10.0]
+    assert len(given_up) == 12
 
 
 # --- forks -----------------------------------------------------------------------------------------------------

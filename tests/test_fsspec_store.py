@@ -15,7 +15,7 @@ import s3fs
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers_b import MIB, PATIENCE, Call, names_below
+from helpers_b import MIB, PATIENCE, Call, names_below, open_run, state_at
 
 from async_ckpt import StorageUnavailableError
 from async_ckpt.storage import fsspec_places, fsspec_setup, fsspec_store
@@ -525,6 +525,79 @@ def test_a_store_that_ignores_conditions_is_found_out_and_told_once(through, pro
     assert ignoring.hits == 1
     assert through.names("") == ["m.json", "n.json"]
     assert len([r for r in caplog.records if "create-only puts" in r.message]) == 1
+
+
+def matches(request) -> str:
+    """What the condition of a put names, as it was sent."""
+    return request.headers.get("if-match", "")
+
+
+def as_ceph(proxy):
+    """Ceph's gateway compares the e-tag with the header as it is, and so takes it without quotes alone."""
+    return proxy.answer(
+        "PreconditionFailed", kind="put_object", where=lambda request: matches(request).startswith('"')
+    )
+
+
+def test_a_store_that_takes_e_tags_without_quotes_alone_replaces_what_was_read_and_nothing_else(
+    through, proxy
+):
+    fault = as_ceph(proxy)
+    through.put_new("latest", b"1")
+    _, version = through.read("latest")
+    through.replace("latest", b"2", version=version)
+    assert through.read("latest")[0] == b"2"
+    with pytest.raises(FileExistsError):
+        through.replace("latest", b"3", version=version)
+    assert through.read("latest")[0] == b"2"
+
+    # What was found out is remembered: from now on one request is enough.
+    hits, num_requests = fault.hits, len(proxy.requests)
+    for number in range(3, 6):
+        through.replace("latest", b"%d" % number, version=through.read("latest")[1])
+    assert through.read("latest")[0] == b"5"
+    assert fault.hits == hits
+    assert len(proxy.requests) == num_requests + 2 * 3 + 1
+    assert through.names("") == ["latest"]
+
+
+def test_a_store_that_takes_e_tags_as_it_gives_them_is_asked_nothing_more(through, proxy):
+    through.put_new("latest", b"1")
+    for number in range(2, 5):
+        _, version = through.read("latest")
+        num_requests = len(proxy.requests)
+        through.replace("latest", b"%d" % number, version=version)
+        assert len(proxy.requests) == num_requests + 1
+        assert matches(proxy.requests[-1]) == version
+
+
+def test_a_store_that_refuses_every_put_over_a_version_is_found_out_and_told_once(through, proxy, caplog):
+    proxy.answer("PreconditionFailed", kind="put_object", where=matches)
+    through.put_new("latest", b"1")
+    with pytest.raises(FileExistsError):  # this condition it obeys
+        through.put_new("latest", b"2")
+    for number in range(2, 5):
+        through.replace("latest", b"%d" % number, version=(version := through.read("latest")[1]))
+    with pytest.raises(FileExistsError):
+        through.replace("latest", b"5", version=version)
+
+    assert through.read("latest")[0] == b"4"
+    assert through.names("") == ["latest"]
+    (said,) = [record.message for record in caplog.records if record.name == "async_ckpt"]
+    assert "puts that replace one version only" in said
+
+
+def test_the_tracker_moves_at_a_store_that_takes_e_tags_without_quotes_alone(s3, bucket, proxy):
+    as_ceph(proxy)
+    options = {**s3.options, "endpoint": proxy.endpoint}
+    with open_run(f"s3://{bucket}/run", engine="s3fs", storage_options=options) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_at(step), step=step).result()
+            assert s3.client.get_object(Bucket=bucket, Key="run/latest")["Body"].read() == (
+                b"step_%08d\n" % step
+            )
+        ckpt.wait()
+        assert ckpt.metrics()["cleanup_failures"] == 0
 
 
 def test_only_a_filesystem_without_conditions_says_so(storage, caplog):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -11,11 +14,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_b import MIB, Call, Nursery, assert_is_state, leftovers, names_below, open_run, state_at
+from helpers_b import (
+    MIB,
+    Call,
+    Nursery,
+    assert_is_state,
+    footprint,
+    leftovers,
+    names_below,
+    open_run,
+    state_at,
+)
 
 import async_ckpt
 from async_ckpt import StorageFullError, StorageUnavailableError
 from async_ckpt.snapshot.pool import Segment
+from async_ckpt.storage import local
 from async_ckpt.storage.local import TEMP_SUFFIX, LocalStorage
 
 needs_fcntl = pytest.mark.skipif(sys.platform == "win32", reason="no record locks here")
@@ -266,8 +280,6 @@ def test_of_many_threads_that_put_a_new_object_exactly_one_wins(disk):
 @pytest.mark.skipif(sys.platform != "linux", reason="the exclusive rename is of Linux")
 @pytest.mark.parametrize("code", ["EPERM", "EOPNOTSUPP", "ENOSYS", "EMLINK"])
 def test_without_hard_links_a_new_object_is_still_created_only_once(disk, monkeypatch, code):
-    import errno
-
     def link(*_):
         raise OSError(getattr(errno, code), code)
 
@@ -360,6 +372,37 @@ def test_a_folder_that_a_deletion_leaves_empty_goes_too_but_never_the_root(disk)
     assert disk.root.is_dir()
 
 
+def test_an_empty_folder_is_removed_and_nothing_else(disk):
+    (disk.root / "empty").mkdir(parents=True)
+    disk.replace("full/x", b"1")
+    (disk.root / "link").symlink_to("empty")
+
+    assert disk.names("") == ["empty", "full", "link"]
+    assert [disk.remove_if_empty(name) for name in ("link", "full", "full/x", "missing", "", "empty")] == [
+        False, False, False, False, False, True,
+    ]  # fmt: skip
+    assert disk.names("") == ["full", "link"]
+
+
+@pytest.mark.parametrize("write", ["create", "put_new"])
+def test_a_folder_that_is_removed_before_anything_is_in_it_is_made_again(disk, monkeypatch, write):
+    make_folder, removed = local.make_folder, []
+
+    def made_and_removed(folder: Path) -> None:
+        make_folder(folder)
+        if folder.name == "step" and not removed:  # another process comes by in this moment
+            removed.append(disk.remove_if_empty("step"))
+
+    monkeypatch.setattr(local, "make_folder", made_and_removed)
+    if write == "create":
+        write_whole(disk, "step/x", b"data")
+    else:
+        disk.put_new("step/x", b"data")
+
+    assert removed == [True]
+    assert disk.read("step/x")[0] == b"data"
+
+
 # --- names -----------------------------------------------------------------------------------------------------
 
 
@@ -397,6 +440,181 @@ def test_a_symbolic_link_to_a_folder_is_a_folder(tmp_path):
         ckpt.save(state_at(1), step=1).result()
 
     assert_is_state(async_ckpt.load(tmp_path / "real"), 1)
+
+
+# --- what is no file ---------------------------------------------------------------------------------------------
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    with (
+        socket.socket(socket.AF_UNIX) as made,
+        contextlib.chdir(path.parent),
+    ):  # whose names may be short only
+        made.bind(path.name)
+
+
+def _device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(5, 0))  # the terminal, for a process that has one
+    except PermissionError:
+        pytest.skip("making a device needs root")
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _link_to_pipe(path: Path) -> None:
+    os.mkfifo(path.with_name("pipe"))
+    path.symlink_to("pipe")
+
+
+def _link_to_nothing(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _circle(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+no_file = pytest.mark.parametrize(
+    ("make", "is_what"),
+    [
+        (_pipe, "a named pipe where a file should be"),
+        (_socket, "a socket where a file should be"),
+        (_device, "a device where a file should be"),
+        (_folder, "a folder where a file should be"),
+        (_link_to_pipe, "a named pipe where a file should be"),
+        (_link_to_nothing, "a link to .*nowhere, which is not there"),
+        (_circle, "levels of symbolic links"),
+    ],
+)
+needs_pipes = pytest.mark.skipif(sys.platform == "win32", reason="pipes and sockets have no names here")
+
+
+@needs_pipes
+@no_file
+def test_what_is_no_file_is_refused_by_every_reader_and_not_waited_for(disk, make, is_what):
+    disk.root.mkdir()
+    make(disk.root / "x")
+    before = footprint(disk.root)
+    calls = {
+        "read": lambda: disk.read("x"),
+        "open": lambda: disk.open("x"),
+        "replace": lambda: disk.replace("x", b"new", version="1-1-1"),
+    }
+    for name, call in calls.items():
+        refused = IsADirectoryError if (make, name) == (_folder, "open") else StorageUnavailableError
+        with pytest.raises(refused, match=None if refused is IsADirectoryError else is_what):
+            Call(call).outcome()
+    assert Call(lambda: disk.sweep("", ["x"], delete=True)).outcome() == []
+    assert footprint(disk.root)["x"] == before["x"]
+    assert footprint(disk.root).keys() == before.keys()
+
+
+@needs_pipes
+@no_file
+def test_what_is_no_file_is_not_replaced_by_one(disk, make, is_what):
+    disk.root.mkdir()
+    make(disk.root / "x")
+    if "link" in is_what:  # of which the name is replaced, not what it leads to
+        disk.replace("x", b"new")
+        assert disk.read("x")[0] == b"new"
+        return
+    if make is _link_to_pipe:
+        write_whole(disk, "x", b"new")
+        assert (disk.root / "pipe").is_fifo()
+        return
+    for call in (lambda: disk.create("x", num_bytes=4096), lambda: disk.replace("x", b"new")):
+        with pytest.raises(StorageUnavailableError, match=is_what):
+            call()
+    with pytest.raises(FileExistsError):
+        disk.put_new("x", b"new")
+    assert os.listdir(disk.root) == ["x"]
+
+
+@needs_pipes
+@pytest.mark.parametrize("name", ["latest", "checkpoints.jsonl", "step_00000001/manifest.json"])
+def test_a_run_with_a_pipe_for_a_file_says_so_and_waits_for_nobody(tmp_path, name):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+        ckpt.wait()
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with open_run(tmp_path) as ckpt:
+        report = Call(lambda: ckpt.save(state_at(2), step=2).result()).outcome()
+        assert report.status == "committed"
+        Call(ckpt.wait).outcome()
+        assert_is_state(Call(lambda: ckpt.load(2)).outcome(), 2)
+        if "manifest" in name:
+            with pytest.raises(StorageUnavailableError, match="a named pipe"):
+                Call(lambda: ckpt.load(1)).outcome()
+
+
+@needs_pipes
+def test_a_manifest_that_is_a_link_to_nothing_keeps_no_other_step_from_being_saved(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+        ckpt.wait()
+    manifest = tmp_path / "step_00000001" / "manifest.json"
+    manifest.rename(tmp_path / "kept")
+    manifest.symlink_to("../gone")
+    with open_run(tmp_path) as ckpt:
+        assert ckpt.save(state_at(2), step=2).result().status == "committed"
+        ckpt.wait()
+        assert ckpt.steps() == [2]
+    manifest.unlink()
+    (tmp_path / "kept").rename(manifest)
+    with open_run(tmp_path) as ckpt:  # what it names was let be, for nobody could know
+        assert_is_state(ckpt.load(1), 1)
+
+
+@needs_pipes
+def test_a_link_that_leads_to_itself_is_unavailable_whoever_asks(disk):
+    disk.root.mkdir()
+    (disk.root / "x").symlink_to("x")
+    calls = [
+        lambda: disk.read("x"),
+        lambda: disk.open("x"),
+        lambda: disk.exists("x"),
+        lambda: disk.existing(["x"]),
+        lambda: disk.names("x"),
+        lambda: disk.sizes(""),
+        lambda: disk.create("x/y", num_bytes=1),
+        lambda: disk.put_new("x/y", b"1"),
+        lambda: disk.replace("x/y", b"1"),
+    ]
+    for call in calls:
+        with pytest.raises(StorageUnavailableError):
+            Call(call).outcome()
+    assert disk.names("") == ["x"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="leases are of Linux")
+def test_a_file_on_which_somebody_has_a_lease_is_waited_for(disk):
+    """As a server of files has it for a client; who opens it waits until it is given back."""
+    import fcntl
+    import signal
+
+    disk.replace("x", b"data")
+    with open(disk.root / "x", "rb+") as file:
+        broken = []
+
+        def give_back(*_: object) -> None:
+            broken.append(True)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+        before = signal.signal(signal.SIGIO, give_back)
+        try:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            assert disk.read("x")[0] == b"data"
+        finally:
+            signal.signal(signal.SIGIO, before)
+    assert broken
 
 
 # --- refusals --------------------------------------------------------------------------------------------------
@@ -510,7 +728,6 @@ def test_a_file_system_in_memory_is_a_place_like_any_other(tmp_path_factory):
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_file_system_that_takes_direct_writes_only_at_open_is_written_buffered(disk, monkeypatch, direct):
-    import errno
     import fcntl
 
     pwrite = os.pwrite
@@ -582,6 +799,23 @@ def test_a_sweep_deletes_nothing_by_itself_and_follows_no_links(disk, tmp_path):
 
     assert disk.sweep("", ["dead", "link", "folder", "missing"]) == ["dead"]
     assert disk.exists("dead")
+
+
+@needs_fcntl
+def test_a_temp_file_that_could_not_be_looked_at_any_more_has_no_living_writer(disk, monkeypatch):
+    """As on a network whose server no longer knows the file."""
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    sink = disk.create("x.tar", num_bytes=4096)
+    (temp,) = disk.names("")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", stale)
+        patch.setattr(os, "unlink", stale)
+        sink.abort()
+
+    assert disk.sweep("", [temp], delete=True) == [temp]
 
 
 def test_a_one_off_save_sweeps_the_leftovers_of_its_own_file_and_no_other(tmp_path):

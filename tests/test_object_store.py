@@ -10,7 +10,7 @@ import threading
 import uuid
 
 import pytest
-from helpers_b import MIB, PATIENCE, Call, until
+from helpers_b import MIB, PATIENCE, Call, open_run, state_at, until
 
 from async_ckpt import StorageUnavailableError
 from async_ckpt.storage import aws, object_store
@@ -592,6 +592,88 @@ def test_a_store_without_conditions_is_found_out_and_said_once(s3, bucket, proxy
     ]
     assert far.read("a")[0] == b"2"
     assert far.names("") == ["a"]
+
+
+def matches(request) -> str:
+    """What the condition of a put names, as it was sent."""
+    return request.headers.get("if-match", "")
+
+
+def as_ceph(proxy):
+    """Ceph's gateway compares the e-tag with the header as it is, and so takes it without quotes alone."""
+    return proxy.answer(
+        "PreconditionFailed", kind="put_object", where=lambda request: matches(request).startswith('"')
+    )
+
+
+def test_a_store_that_takes_e_tags_without_quotes_alone_replaces_what_was_read_and_nothing_else(far, proxy):
+    fault = as_ceph(proxy)
+    far.put_new("latest", b"1")
+    _, version = far.read("latest")
+    far.replace("latest", b"2", version=version)
+    assert far.read("latest")[0] == b"2"
+    with pytest.raises(FileExistsError):
+        far.replace("latest", b"3", version=version)
+    assert far.read("latest")[0] == b"2"
+
+    # What was found out is remembered: from now on one request is enough.
+    hits, num_requests = fault.hits, len(proxy.requests)
+    for number in range(3, 6):
+        far.replace("latest", b"%d" % number, version=far.read("latest")[1])
+    assert far.read("latest")[0] == b"5"
+    assert fault.hits == hits
+    assert len(proxy.requests) == num_requests + 2 * 3 + 1
+    assert far.names("") == ["latest"]
+
+
+def test_a_store_that_takes_e_tags_as_it_gives_them_is_asked_nothing_more(far, proxy):
+    far.put_new("latest", b"1")
+    for number in range(2, 5):
+        _, version = far.read("latest")
+        num_requests = len(proxy.requests)
+        far.replace("latest", b"%d" % number, version=version)
+        assert len(proxy.requests) == num_requests + 1
+        assert matches(proxy.requests[-1]) == version  # obstore sends what it is given
+
+
+def test_a_writer_who_was_really_faster_teaches_nothing_about_the_store(far, store, proxy):
+    as_ceph(proxy)
+    far.put_new("latest", b"1")
+    _, version = far.read("latest")
+    store.replace("latest", b"theirs")
+    with pytest.raises(FileExistsError):
+        far.replace("latest", b"2", version=version)
+    far.replace("latest", b"3", version=far.read("latest")[1])
+
+    assert far.read("latest")[0] == b"3"
+
+
+def test_a_store_that_refuses_every_put_over_a_version_is_found_out_and_said_once(far, proxy, caplog):
+    proxy.answer("PreconditionFailed", kind="put_object", where=matches)
+    far.put_new("latest", b"1")
+    with pytest.raises(FileExistsError):  # this condition it obeys
+        far.put_new("latest", b"2")
+    for number in range(2, 5):
+        far.replace("latest", b"%d" % number, version=(version := far.read("latest")[1]))
+    with pytest.raises(FileExistsError):
+        far.replace("latest", b"5", version=version)
+
+    assert far.read("latest")[0] == b"4"
+    assert far.names("") == ["latest"]
+    (said,) = [record.message for record in caplog.records if record.name == "async_ckpt"]
+    assert "refuses every put" in said
+
+
+def test_the_tracker_moves_at_a_store_that_takes_e_tags_without_quotes_alone(s3, bucket, proxy):
+    as_ceph(proxy)
+    with open_run(f"s3://{bucket}/run", storage_options={**s3.options, "endpoint": proxy.endpoint}) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_at(step), step=step).result()
+            assert s3.client.get_object(Bucket=bucket, Key="run/latest")["Body"].read() == (
+                b"step_%08d\n" % step
+            )
+        ckpt.wait()
+        assert ckpt.metrics()["cleanup_failures"] == 0
 
 
 def test_a_listing_is_of_one_level_however_much_lies_below_and_beside(s3, bucket, store):

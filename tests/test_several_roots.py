@@ -5,17 +5,29 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_b import ScriptedStorage, assert_is_state, leftovers, names_below, open_run, state_at, until
+from helpers_b import (
+    PATIENCE,
+    ScriptedStorage,
+    assert_is_state,
+    leftovers,
+    names_below,
+    open_run,
+    state_at,
+    until,
+)
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, StepBehindError, StepExistsError, StorageUnavailableError
 from async_ckpt.storage.local import LocalStorage
+
+save_story = sys.modules["async_ckpt.save"]  # under its name the package has the function
 
 
 @pytest.fixture
@@ -399,6 +411,63 @@ def test_a_damaged_step_does_not_keep_others_from_being_caught_up(tmp_path):
     with open_run(roots) as ckpt, pytest.raises(async_ckpt.CorruptCheckpointError):
         ckpt.catch_up()
     assert_holds(roots[2], 2, 3)
+
+
+def test_a_root_that_hangs_when_it_is_opened_is_not_asked_again_until_it_has_answered(roots, monkeypatch):
+    monkeypatch.setattr(save_story, "_OPEN_SECONDS", 0.0)
+    with open_run(roots, commit="any") as ckpt:
+        with scripted(ckpt, 1) as disk:
+            stop = disk.stop("create")
+            for step in (1, 2):
+                report = ckpt.save(state_at(step), step=step).result()
+                stop.wait_reached()
+                assert report.destinations[0].error is None
+                error = report.destinations[1].error or ""
+                assert ("does not answer" if step == 1 else "still hang") in error
+            ckpt.wait()
+            assert [call for call, _ in disk.calls].count("create") == 1
+            stop.release()
+            quiet = ckpt._standing._hanging[ckpt._roots.runs[1]]
+            assert all(future.exception(PATIENCE) is None for future in quiet)
+            assert names_below(roots[1]) == []
+        monkeypatch.undo()
+        ckpt.save(state_at(3), step=3).result()
+        ckpt.wait()
+    for root in roots:
+        assert_holds(root, 1, 2, 3)
+
+
+def test_an_archive_that_is_finished_when_nobody_waits_for_it_any_more_is_taken_back(roots, monkeypatch):
+    monkeypatch.setattr(save_story, "_LAG_SECONDS", 0.0)
+    with open_run(roots, commit="any") as ckpt:
+        with scripted(ckpt, 1) as disk:
+            stop = disk.stop("finish")
+            ckpt.save(state_at(1), step=1).result()
+            ckpt.wait()
+            stop.wait_reached()
+            stop.release()
+            quiet = ckpt._standing._hanging[ckpt._roots.runs[1]]
+            assert all(future.exception(PATIENCE) is None for future in quiet)
+        assert names_below(roots[1]) == []
+        ckpt.save(state_at(2), step=2).result()
+        ckpt.wait()
+    for root in roots:
+        assert_holds(root, 1, 2)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_all_does_not_wait_for_a_root_that_hangs_when_another_has_refused_the_save(roots, place, monkeypatch):
+    monkeypatch.setattr(save_story, "_OPEN_SECONDS", 0.0)
+    with open_run(roots) as ckpt, scripted(ckpt, place) as full, scripted(ckpt, 1 - place) as hanging:
+        full.fail("create", error=async_ckpt.StorageFullError("full", path="", needed_bytes=1, free_bytes=0))
+        stop = hanging.stop("create")
+        error = ckpt.save(state_at(1), step=1).exception(PATIENCE)
+        assert isinstance(error, async_ckpt.StorageFullError)
+        assert ckpt.metrics()["saves_failed"] == 1
+        stop.release()
+        quiet = ckpt._standing._hanging[ckpt._roots.runs[1 - place]]
+        assert all(future.exception(PATIENCE) is None for future in quiet)
+        assert [names_below(root) for root in roots] == [[], []]
 
 
 def test_a_failed_save_leaves_no_complaint_of_asyncio(roots, caplog):

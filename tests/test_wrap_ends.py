@@ -264,10 +264,17 @@ def test_ctrl_c_while_the_process_ends_gives_the_function_up(tmp_path, nursery, 
 # --- forks -------------------------------------------------------------------------------------------------------
 
 
+# What `torch.save` imports when it is first called is imported before: a child that is forked in the middle of an
+# import waits for that for ever.
+FORKED = """
+import io, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+torch.save({}, io.BytesIO())
+"""
+
+
 def forked(body: str) -> str:
-    return script(
-        "import warnings\nwarnings.simplefilter('ignore', DeprecationWarning)\n" + textwrap.dedent(body)
-    )
+    return script(FORKED + textwrap.dedent(body))
 
 
 def test_a_forked_child_wraps_with_memory_of_its_own(tmp_path, nursery):

@@ -111,15 +111,19 @@ class Storage(Protocol):
         """Raises FileNotFoundError, and IsADirectoryError where folders are real."""
 
     def read(self, path: str) -> tuple[bytes, str]:
-        """A small object, and its version: a text that changes whenever the object is replaced."""
+        """A small object, and its version: a text that changes whenever the object is replaced.
+
+        Raises FileNotFoundError only where `names` does not list it either; a link that leads nowhere, or something
+        that is no file, is a StorageUnavailableError.
+        """
 
     def put_new(self, path: str, data: bytes) -> None:
         """Write a small object durably, only if there is none; FileExistsError otherwise, whoever came first."""
 
-    def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
         """Write or replace a small object durably and at once; with `version`, only if it is still that one.
 
-        Raises FileExistsError when it is not.
+        Its new version, where the place tells it. Raises FileExistsError when it is not that one.
         """
 
     def move(self, path: str, to: str) -> None:
@@ -127,6 +131,12 @@ class Storage(Protocol):
 
     def delete(self, path: str) -> None:
         """Delete an object; no error if there is none. A folder that it leaves empty goes with it."""
+
+    def remove_if_empty(self, folder: str) -> bool:
+        """Remove a folder below the root if there is nothing in it. False when there is, or when there is no folder.
+
+        It harms no writer, even one that has made the folder and put nothing into it yet. Raises nothing.
+        """
 
     def names(self, folder: str) -> list[str]:
         """Names directly in a folder, of objects and folders, sorted; none when there is no such folder."""

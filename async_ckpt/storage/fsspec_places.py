@@ -23,6 +23,7 @@ import xxhash
 
 from ..errors import StorageUnavailableError
 from ..spec import KIB, MIB
+from .conditions import Conditions, Form
 from .fsspec_errors import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, was_repeated, words_of
 from .fsspec_setup import OncePerProcess
 from .local import TEMP_SUFFIX, sync_folder, temp_stem
@@ -117,6 +118,7 @@ class Bucket:
         self._deadline_seconds = deadline_seconds
         self._seen = False  # that there is such a bucket
         self._conditional: bool | None = None  # whether it heeds conditions on a put
+        self._conditions = Conditions()
 
     def name(self, path: str) -> str:
         name = f"{self._root}/{path}" if path else self._root
@@ -245,7 +247,38 @@ class Bucket:
                     self.delete(probe)
         return self._conditional
 
-    replaces_by_version = creates_exclusively
+    def replace(self, name: str, data: bytes, version: str) -> bool:
+        """Put over this version and no other. False when the store does not obey that condition."""
+
+        def put(form: Form) -> bool:
+            self.put(name, data, version=form(version))
+            return True
+
+        return self.creates_exclusively() and bool(
+            self._conditions.replace(
+                put, is_there=partial(self._is_there, name, version), accepts=self._accepts
+            )
+        )
+
+    def _is_there(self, name: str, version: str) -> bool:
+        try:
+            return self.info(name).version == version
+        except FileNotFoundError:
+            return False
+
+    def _accepts(self, form: Form) -> bool:
+        """Whether a put over a version that is there is obeyed, on an object made for that."""
+        probe = self.name(_probe_name())
+        self.put(probe, b"")
+        try:
+            self.put(probe, b"", version=form(self.info(probe).version))
+        except FileExistsError:
+            return False
+        else:
+            return True
+        finally:
+            with suppress(OSError):
+                self.delete(probe)
 
     def _refuses(self, probe: str, **condition: Any) -> bool:
         try:
@@ -264,6 +297,9 @@ class Bucket:
 
     def delete(self, name: str) -> None:
         self.call("delete_object", name)
+
+    def remove_if_empty(self, folder: str) -> bool:  # noqa: ARG002
+        return False  # there are no folders
 
     def names(self, folder: str) -> set[str]:
         key = self.where(folder)[1]
@@ -360,8 +396,7 @@ class Files:
     def draft(self, name: str) -> Draft:
         return Draft(self, self._filesystem(), name)
 
-    def put(self, name: str, data: bytes, *, create: bool = False, version: str | None = None) -> None:
-        assert version is None, "only a bucket compares versions"
+    def put(self, name: str, data: bytes, *, create: bool = False) -> None:
         if self.objects:
             self._filesystem().pipe_file(name, data, **({"mode": "create"} if create else {}))
             return
@@ -382,8 +417,8 @@ class Files:
         own = not method.__module__.startswith(("fsspec.spec", "fsspec.asyn"))
         return own and not self.alone and "mode" in inspect.signature(method).parameters
 
-    def replaces_by_version(self) -> bool:
-        return False
+    def replace(self, name: str, data: bytes, version: str) -> bool:  # noqa: ARG002
+        return False  # none of them can
 
     def move(self, name: str, to: str) -> None:
         from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
@@ -411,12 +446,17 @@ class Files:
     def leave(self, name: str) -> None:
         """Remove the folders above a name that is no longer there, as far as they are empty."""
         folder = name.rpartition("/")[0]
-        while self._keeps_full_folders and len(folder) > len(self._root):
-            try:
-                self._filesystem().rmdir(folder)
-            except Exception:  # not empty, which is the usual case, or already gone
-                return
+        while len(folder) > len(self._root) and self.remove_if_empty(folder):
             folder = folder.rpartition("/")[0]
+
+    def remove_if_empty(self, folder: str) -> bool:
+        if not self._keeps_full_folders:
+            return False
+        try:
+            self._filesystem().rmdir(folder)
+        except Exception:  # not empty, which is the usual case, or already gone
+            return False
+        return True
 
     def names(self, folder: str) -> set[str]:
         fs = self._filesystem()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
@@ -117,12 +117,15 @@ class FsspecStorage:
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
         name = self._place.name(path)
         with self._translated(path, passing=(FileExistsError,)):
-            if version is None or self._place.replaces_by_version():
-                try:
-                    self._place.put(name, data, version=version)
-                except FileExistsError:
-                    if not self._holds(name, data):  # else it was ours, and the first answer was lost
-                        raise
+            if version is None:
+                self._place.put(name, data)
+                return
+            try:
+                if self._place.replace(name, data, version):
+                    return
+            except FileExistsError:
+                if not self._holds(name, data):  # else it was ours, and the first answer was lost
+                    raise
                 return
             self._say_once("puts that replace one version only, so two writers could overwrite each other")
             with turn(self._url):
@@ -147,6 +150,11 @@ class FsspecStorage:
     def delete(self, path: str) -> None:
         with self._translated(path):
             self._place.delete(self._place.name(path))
+
+    def remove_if_empty(self, folder: str) -> bool:
+        with suppress(StorageUnavailableError), self._translated(folder):
+            return bool(folder) and self._place.remove_if_empty(self._place.name(folder))
+        return False
 
     def names(self, folder: str) -> list[str]:
         with self._translated(folder):

@@ -21,7 +21,7 @@ import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,6 +41,8 @@ _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _RWF_NOWAIT: Final = getattr(os, "RWF_NOWAIT", 0)  # Linux
 _O_CLOEXEC: Final = getattr(os, "O_CLOEXEC", 0)
 _O_BINARY: Final = getattr(os, "O_BINARY", 0)
+_O_NONBLOCK: Final = getattr(os, "O_NONBLOCK", 0)
+_O_DIRECTORY: Final = getattr(os, "O_DIRECTORY", 0)
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSES_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
@@ -50,8 +52,10 @@ _NUM_TRIES: Final = 100
 
 # Files that this process is writing. A record lock does not stop the process that holds it, and is lost when any
 # descriptor of the file is closed, so our own sweep must not even open them.
-_ours: set[tuple[int, int]] = set()
+_ours: dict[int, tuple[int, int]] = {}  # by descriptor; under _ours_lock
 _ours_lock = threading.Lock()
+# Temp files that this process could not delete when it was done with them; under _ours_lock.
+_left: set[Path] = set()
 
 
 class LocalStorage:
@@ -83,12 +87,19 @@ class LocalStorage:
     ) -> LocalSink:
         target = self.root / path
         with translated(target):
+            delete_left(self.root)  # first, for it makes room
+            refuse_special(target)
             free = free_bytes_at(target.parent)
             if exact and free is not None and free < num_bytes:
                 raise full(target, num_bytes, free)
             was_there = target.parent.is_dir()
             make_folder(target.parent)
-            return LocalSink(target, num_bytes, exact=exact, remove_folder=not was_there)
+            try:
+                return LocalSink(target, num_bytes, exact=exact, remove_folder=not was_there)
+            except BaseException:
+                if not was_there:
+                    _remove_if_empty(target.parent)
+                raise
 
     def open(self, path: str) -> LocalReader:
         with translated(self.root / path, passing=(FileNotFoundError, IsADirectoryError)):
@@ -97,7 +108,7 @@ class LocalStorage:
     def read(self, path: str) -> tuple[bytes, str]:
         with (
             translated(self.root / path, passing=(FileNotFoundError,)),
-            open(self.root / path, "rb") as file,
+            os.fdopen(open_regular(self.root / path, os.O_RDONLY), "rb") as file,
         ):
             return file.read(), _version(os.fstat(file.fileno()))
 
@@ -112,17 +123,21 @@ class LocalStorage:
                 _rename_new(temp, target)
             sync_folder(target.parent)
 
-    def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
         target = self.root / path
-        with translated(target, passing=(FileExistsError,)), _written(target, data) as temp:
-            if version is None:
-                os.replace(temp, target)
-            else:
-                with _locked(target) as found:
-                    if found != version:
-                        raise FileExistsError(f"{target} was replaced by another writer")
+        with translated(target, passing=(FileExistsError,)):
+            refuse_special(target)
+            with _written(target, data) as temp:
+                made = _version(os.stat(temp))
+                if version is None:
                     os.replace(temp, target)
-            sync_folder(target.parent)
+                else:
+                    with _locked(target) as found:
+                        if found != version:
+                            raise FileExistsError(f"{target} was replaced by another writer")
+                        os.replace(temp, target)
+                sync_folder(target.parent)
+        return made
 
     def move(self, path: str, to: str) -> None:
         with translated(self.root / path, passing=(FileNotFoundError,)):
@@ -137,9 +152,12 @@ class LocalStorage:
                 sync_folder(target.parent)
             except FileNotFoundError:
                 pass  # somebody else has deleted it, or the folder that it left empty
-            if target.parent != self.root:
-                with suppress(OSError):  # not empty, which is the usual case, or already gone
-                    os.rmdir(target.parent)
+            finally:  # also where the deletion may not last
+                if target.parent != self.root:
+                    _remove_if_empty(target.parent)
+
+    def remove_if_empty(self, folder: str) -> bool:
+        return bool(folder) and _remove_if_empty(self.root / folder)
 
     def names(self, folder: str) -> list[str]:
         with translated(self.root / folder):
@@ -237,11 +255,9 @@ class LocalSink:
 
     def abort(self) -> None:
         if self._fd >= 0 and not self._finished:
-            with suppress(OSError):
-                os.unlink(self._temp)
+            _delete_temp(self._temp)
             if self._remove_folder:
-                with suppress(OSError):  # only if this attempt was all that it held
-                    os.rmdir(self._target.parent)
+                _remove_if_empty(self._target.parent)
         self.close()
 
     def close(self) -> None:
@@ -268,15 +284,23 @@ class LocalReader:
         self._path = path
         if os.path.isdir(path):  # which some systems open, and others refuse for another reason
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        self._fd = os.open(path, os.O_RDONLY | _O_CLOEXEC | _O_BINARY)
+        self._fd = open_regular(path, os.O_RDONLY)
         self._direct_fd = -1
         if _O_DIRECT:
-            with suppress(OSError):
-                self._direct_fd = os.open(path, os.O_RDONLY | _O_CLOEXEC | _O_DIRECT)
+            with suppress(OSError, StorageUnavailableError):
+                self._direct_fd = self._open_direct()
                 # What comes through the cache are single pieces: what lies behind them is not read ahead.
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._asks_cache = bool(_RWF_NOWAIT)
         self.num_bytes = os.fstat(self._fd).st_size
+
+    def _open_direct(self) -> int:
+        """The same file once more; -1 if another one has taken its place."""
+        fd = open_regular(self._path, os.O_RDONLY | _O_DIRECT)
+        if _identity(os.fstat(fd)) == _identity(os.fstat(self._fd)):
+            return fd
+        os.close(fd)
+        return -1
 
     def read_into(self, offset: int, target: memoryview) -> None:
         aligned = not (offset % PAGE_BYTES or len(target) % PAGE_BYTES or _address(target) % PAGE_BYTES)
@@ -339,7 +363,7 @@ def temp_stem(name: str) -> str:
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable. What cannot be opened or synced (Windows, some FUSE) is left to the system."""
     try:
-        fd = os.open(folder, os.O_RDONLY | _O_CLOEXEC)
+        fd = os.open(folder, os.O_RDONLY | _O_CLOEXEC | _O_DIRECTORY)
     except PermissionError:
         return
     try:
@@ -381,6 +405,60 @@ def translated(
         ) from error
 
 
+def open_regular(path: Path, flags: int) -> int:
+    """Open a file that is there. What is no regular file is refused: opening it could block for ever, or do something.
+
+    Raises FileNotFoundError only where there is no such name: a link that leads nowhere is a StorageUnavailableError.
+    """
+    flags |= _O_CLOEXEC | _O_BINARY
+    try:
+        _refuse_kind(path, os.stat(path).st_mode)
+        try:
+            # A pipe may have taken its place this moment.
+            fd = os.open(path, flags | _O_NONBLOCK)
+        except BlockingIOError:  # somebody has a lease on it, and gives it up when another opens it and waits
+            fd = os.open(path, flags)
+    except FileNotFoundError:
+        if os.path.islink(path):
+            raise StorageUnavailableError(
+                f"{path} is a link to {os.path.realpath(path)}, which is not there; bring that back, or delete the link",
+                path=str(path),
+            ) from None
+        raise
+    try:
+        _refuse_kind(path, os.fstat(fd).st_mode)
+        if _O_NONBLOCK:
+            os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def refuse_special(path: Path) -> None:
+    """Raise StorageUnavailableError if there is something that is no file and must not be replaced by one."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = os.lstat(path).st_mode
+        if not stat.S_ISLNK(found):
+            _refuse_kind(path, found)
+
+
+def _refuse_kind(path: Path, mode: int) -> None:
+    if stat.S_ISREG(mode):
+        return
+    kinds = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    kind = kinds.get(stat.S_IFMT(mode), "something else")
+    raise StorageUnavailableError(
+        f"{path} is {kind} where a file should be; move it away, or use another place", path=str(path)
+    )
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, each durable in its own parent."""
     if folder.is_dir():
@@ -393,39 +471,94 @@ def make_folder(folder: Path) -> None:
             raise NotADirectoryError(
                 errno.ENOTDIR, f"{folder} is a file where a folder should be", str(folder)
             ) from None
-    sync_folder(folder.parent)
+    try:
+        sync_folder(folder.parent)
+    except BaseException:
+        _remove_if_empty(folder)
+        raise
+
+
+def _remove_if_empty(folder: Path) -> bool:
+    """Never the folder of a writer who has just made it: that one makes it again (see `create_locked`)."""
+    try:
+        os.rmdir(folder)
+    except OSError:  # not empty, which is the usual case, no folder, already gone, or not to be removed
+        return False
+    return True
 
 
 def create_locked(target: Path) -> tuple[Path, int]:
     """A new temp file beside the target, locked before anybody could take it for a leftover."""
+    was_swept = False
     for _ in range(_NUM_TRIES):
         temp = target.with_name(f"{temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}")
         try:
             with _ours_lock:  # in one go, or our own sweep could come between
                 fd = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | _O_CLOEXEC | _O_BINARY, 0o666)
-                key = _identity(os.fstat(fd))
-                _ours.add(key)
-        except FileNotFoundError:  # another process swept the empty folder away
-            make_folder(target.parent)
+                key = _ours[fd] = _identity(os.fstat(fd))
+        except FileNotFoundError:  # somebody swept the empty folder away
+            was_swept = True
+            _make_again(target.parent)
             continue
         if fcntl is not None:
             with suppress(OSError):  # a file system without locks: then nobody can sweep there either
                 fcntl.lockf(fd, fcntl.LOCK_EX)
         try:
             if _identity(os.stat(temp)) == key:
+                if was_swept:
+                    sync_folder(target.parent.parent)
                 return temp, fd
         except FileNotFoundError:
             pass  # swept between open and lock
+        except BaseException:
+            _delete_temp(temp)
+            forget(fd)
+            raise
         forget(fd)
     # As in /proc, where there is a folder, and no file can be made.
     raise FileNotFoundError(errno.ENOENT, "no file can be made there", str(target.parent))
 
 
+def _make_again(folder: Path) -> None:
+    """Only made, so that its first file is there as soon as it is; its name is made durable after that."""
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:  # nor is its parent there any more
+        make_folder(folder)
+
+
 def forget(fd: int) -> None:
     """Close a file of ours, and with it its lock."""
-    with _ours_lock:  # first: once it is closed, its identity may belong to a new file
-        _ours.discard(_identity(os.fstat(fd)))
+    with _ours_lock:  # first: once it is closed, its number and its identity may belong to a new file
+        _ours.pop(fd, None)
     os.close(fd)
+
+
+def _delete_temp(temp: Path) -> None:
+    """Delete a temp file of ours. If that fails, `delete_left` tries again."""
+    try:
+        os.unlink(temp)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        with _ours_lock:
+            _left.add(temp)
+
+
+def delete_left(root: Path) -> None:
+    """Delete the temp files below a folder that this process could not delete before, and folders that held only them.
+
+    Nobody else has their names: these are random, and taken as long as the files are there.
+    """
+    with _ours_lock:
+        left = [temp for temp in _left if temp.is_relative_to(root)]
+        _left.difference_update(left)
+    for temp in left:
+        _delete_temp(temp)
+        if temp.parent != root:
+            _remove_if_empty(temp.parent)
 
 
 def is_dead(path: Path, *, delete: bool) -> bool:
@@ -437,10 +570,10 @@ def is_dead(path: Path, *, delete: bool) -> bool:
         return False
     try:
         with _ours_lock:
-            if _identity(os.stat(path)) in _ours:
+            if _identity(os.stat(path)) in _ours.values():
                 return False
-        fd = os.open(path, os.O_RDWR | _O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+        fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
+    except (OSError, StorageUnavailableError):
         return False
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -489,8 +622,7 @@ def _written(target: Path, data: bytes) -> Iterator[Path]:
             forget(fd)
         yield temp
     finally:
-        with suppress(OSError):
-            os.unlink(temp)
+        _delete_temp(temp)
         if fcntl is not None:
             forget(fd)
 
@@ -503,7 +635,7 @@ def _locked(path: Path) -> Iterator[str | None]:
     """Keep other writers from replacing a file meanwhile; yields the version of the file that is there."""
     with _replacing:  # record locks do not keep threads of one process apart
         try:
-            fd = os.open(path, os.O_RDWR | _O_CLOEXEC)
+            fd = open_regular(path, os.O_RDWR)
         except FileNotFoundError:
             yield None
             return
@@ -520,10 +652,9 @@ def _rename_new(temp: Path, target: Path) -> None:
     """Rename without replacing, for file systems without hard links: renameat2(2), RENAME_NOREPLACE."""
     if sys.platform != "linux":
         raise OSError(errno.ENOTSUP, "neither link nor exclusive rename")
-    libc = ctypes.CDLL(None, use_errno=True)
     at_fdcwd, noreplace = -100, 1
-    if libc.renameat2(at_fdcwd, os.fsencode(temp), at_fdcwd, os.fsencode(target), noreplace):
-        code = ctypes.get_errno()
+    code = call_libc("renameat2", at_fdcwd, os.fsencode(temp), at_fdcwd, os.fsencode(target), noreplace)
+    if code:
         raise OSError(code, os.strerror(code), str(target))
 
 
@@ -531,13 +662,22 @@ def _preallocate(fd: int, num_bytes: int, target: Path) -> None:
     """fallocate(2) itself: the C library's posix_fallocate would write zeros where the file system cannot do it."""
     if sys.platform != "linux" or not num_bytes:
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
-        code = ctypes.get_errno()
-        if code in _FULL:
-            raise full(target, num_bytes, free_bytes_at(target.parent))
-        if code not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
-            raise OSError(code, os.strerror(code), str(target))
+    code = call_libc("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes))
+    if code in _FULL:
+        raise full(target, num_bytes, free_bytes_at(target.parent))
+    if code not in (0, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+        raise OSError(code, os.strerror(code), str(target))
+
+
+def call_libc(name: str, *arguments: Any) -> int:
+    """Make a call that `os` lacks; its errno, or 0. Repeated when a signal interrupts it, as those of `os` are."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is None:  # an older C library
+        return errno.ENOSYS
+    while function(*arguments):
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            return code
+    return 0
 
 
 def free_bytes_at(folder: Path) -> int | None:
@@ -581,6 +721,7 @@ def _forget_parent() -> None:
     """In a forked child: its parent's files are not its own, and who held a lock is not here to release it."""
     global _ours_lock, _replacing
     _ours.clear()
+    _left.clear()
     _ours_lock, _replacing = threading.Lock(), threading.Lock()
 
 

@@ -29,6 +29,7 @@ from ..spans import monotonic
 from ..spec import KIB, MIB
 from . import answers, retry
 from .aws import AwsSetup
+from .conditions import Conditions, Form
 from .url import split_bucket, unusable_name
 
 if TYPE_CHECKING:
@@ -85,8 +86,10 @@ class ObjectStorage:
         self._lock = threading.Lock()
         self._stores: dict[bool, Any] = {}  # under _lock
         self._answered = False  # the bucket is there, so a 404 is about the key
+        self._said = False  # that no put replaces one version only; under _lock
         # S3 itself, Google and Azure are known to obey conditions; other servers that speak S3 are asked, once.
         self._conditional: bool | None = None if self._aws and self._aws.endpoint else True
+        self._conditions = Conditions()
         self._store()  # options that it does not take are refused here
 
     def __repr__(self) -> str:
@@ -140,16 +143,14 @@ class ObjectStorage:
             raise FileExistsError(f"{self.locate(path)} exists already")
         self._put(path, data)
 
-    def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
-        if version is None:
-            self._put(path, data)
-        elif self._has_conditions():
-            e_tag, _, generation = version.partition(" ")
-            self._put_if(path, data, {"e_tag": e_tag} | ({"version": generation} if generation else {}))
-        else:
-            if not self.exists(path) or _version(self.head(path)) != version:
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
+        if version is not None:
+            made = self._put_over(path, data, version) if self._has_conditions() else None
+            if made is not None:
+                return made
+            if not self._is_there(path, version):
                 raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
-            self._put(path, data)
+        return self._put(path, data)
 
     def move(self, path: str, to: str) -> None:
         import obstore
@@ -162,6 +163,9 @@ class ObjectStorage:
 
         with suppress(FileNotFoundError):
             self.ask(path, lambda store: obstore.delete(store, self.key(path)))
+
+    def remove_if_empty(self, folder: str) -> bool:  # noqa: ARG002
+        return False  # there are no folders
 
     def names(self, folder: str) -> list[str]:
         found = self._list(folder)
@@ -340,31 +344,68 @@ class ObjectStorage:
 
         return self.ask(folder, lambda store: obstore.list_with_delimiter(store, self.key(folder) or None))
 
-    def _put(self, path: str, data: bytes) -> None:
+    def _put(self, path: str, data: bytes) -> str:
         import obstore
 
-        self.ask(path, lambda store: obstore.put(store, self.key(path), data, use_multipart=False))
+        put = self.ask(path, lambda store: obstore.put(store, self.key(path), data, use_multipart=False))
+        return _version(put)
 
-    def _put_if(self, path: str, data: bytes, mode: Any) -> None:
-        """Put on a condition. FileExistsError where it does not hold, unless that is our own doing."""
+    def _put_if(self, path: str, data: bytes, mode: Any) -> str:
+        """Put on a condition; the version. FileExistsError where it does not hold, unless that is our own doing."""
         import obstore
 
         unsure = False  # an earlier try had no answer, and may have come through
 
-        def put() -> None:
+        def put() -> str:
             nonlocal unsure
             try:
-                self.ask_once(path, lambda store: obstore.put(store, self.key(path), data, mode=mode))
+                return _version(
+                    self.ask_once(path, lambda store: obstore.put(store, self.key(path), data, mode=mode))
+                )
             except FileExistsError:
                 with suppress(FileNotFoundError):
-                    if unsure and self.read(path)[0] == data:
-                        return
+                    there, version = self.read(path) if unsure else (None, "")
+                    if there == data:
+                        return version
                 raise
             except StorageUnavailableError:
                 unsure = True
                 raise
 
-        self._persist(put)
+        return self._persist(put)
+
+    def _put_over(self, path: str, data: bytes, version: str) -> str | None:
+        """Put over this version and no other. None when the store refuses every such put, which is said once."""
+        made = self._conditions.replace(
+            lambda form: self._put_if(path, data, _matching(version, form)),
+            is_there=partial(self._is_there, path, version),
+            accepts=self._accepts,
+        )
+        if made is None:
+            with self._lock:
+                first, self._said = not self._said, True
+            if first:
+                _log.warning(
+                    "%s: the store refuses every put that is to replace one version only, so two writers could "
+                    "overwrite each other; let only one write",
+                    self.url,
+                )
+        return made
+
+    def _is_there(self, path: str, version: str) -> bool:
+        try:
+            return _version(self.head(path)) == version
+        except FileNotFoundError:
+            return False
+
+    def _accepts(self, form: Form) -> bool:
+        """Whether a put over a version that is there is obeyed, on an object made for that."""
+        with self._probe() as path:
+            try:
+                self._put_if(path, b"accepted", _matching(_version(self.head(path)), form))
+            except FileExistsError:
+                return False
+        return True
 
     def _persist(self, call: Callable[[], T]) -> T:
         return retry.persist(call, deadline_seconds=min(self.deadline_seconds, retry.REQUEST_SECONDS))
@@ -820,6 +861,12 @@ class ObjectReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _matching(version: str, form: Form) -> Any:
+    """The mode of a put that replaces this version only."""
+    e_tag, _, generation = version.partition(" ")
+    return {"e_tag": form(e_tag)} | ({"version": generation} if generation else {})
 
 
 def _version(meta: Any) -> str:

@@ -7,7 +7,6 @@ The folder belongs to a file with a record lock, as every temp file does: whose 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import stat
@@ -23,6 +22,7 @@ from ..errors import StorageUnavailableError
 from ..snapshot.crew import LibraryThread
 from .local import (
     TEMP_SUFFIX,
+    call_libc,
     create_locked,
     forget,
     is_dead,
@@ -198,8 +198,8 @@ def _link_missing(source: Path, target: Path, replaced: Callable[[str], bool]) -
 def _exchange(a: Path, b: Path) -> None:
     """Swap two folders: renameat2(2), RENAME_EXCHANGE; where there is none, by two renames with a gap between them."""
     if sys.platform == "linux":
-        libc, at_fdcwd = ctypes.CDLL(None, use_errno=True), -100
-        if libc.renameat2(at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), _EXCHANGE) == 0:
+        at_fdcwd = -100
+        if call_libc("renameat2", at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), _EXCHANGE) == 0:
             return
     aside = a.with_name(f"{a.name}.old")
     os.rename(b, aside)

@@ -478,6 +478,14 @@ class StorageContract:
         assert storage.read("x")[0] == b"two"
         assert storage.names("") == ["x"]
 
+    def test_the_version_that_replacing_tells_is_the_one_that_is_read(self, storage: Storage) -> None:
+        """A place that cannot tell says so by None."""
+        told = storage.replace("x", b"one")
+        again = storage.replace("x", b"two", version=storage.read("x")[1])
+
+        assert again in (None, storage.read("x")[1])
+        assert told is None or told != again
+
     def test_of_many_writers_that_replace_one_version_exactly_one_wins(self, storage: Storage) -> None:
         storage.put_new("x", b"old")
         version = storage.read("x")[1]
@@ -519,6 +527,41 @@ class StorageContract:
 
         assert storage.names("") == ["other"]
         assert not storage.exists("folder")
+
+    def test_a_folder_with_something_in_it_is_not_removed(self, storage: Storage) -> None:
+        storage.replace("folder/deep/x", b"1")
+        for folder in ("folder", "folder/deep", "folder/deep/x", "missing", "missing/too", ""):
+            assert not storage.remove_if_empty(folder)
+        data, memory = _random_bytes(2 * _SEGMENT_BYTES), Memory()
+        sink = _create(storage, "other/x.tar", data, memory)
+        assert not storage.remove_if_empty("other")
+        _write(sink, data, memory, order=[0, 1])
+        sink.finish()
+        sink.close()
+
+        assert _everything(storage) == ["folder/deep/x", "other/x.tar"]
+
+    def test_a_folder_that_others_remove_while_something_is_begun_in_it_is_made_again(
+        self, storage: Storage
+    ) -> None:
+        data = _random_bytes(PAGE_BYTES)
+
+        def run(who: int) -> None:
+            if who == 0:
+                _upload(storage, "folder/x.tar", data, Memory())
+            elif who == 1:
+                storage.put_new("folder/manifest", b"1")
+            else:  # again and again, as if many processes came by
+                for _ in range(10):
+                    storage.remove_if_empty("folder")
+
+        for _ in range(5):
+            _together(run, range(4))
+            assert _same(self.content(storage, "folder/x.tar"), data)
+            assert storage.names("folder") == ["manifest", "x.tar"]
+            storage.delete("folder/x.tar")
+            storage.delete("folder/manifest")
+            assert _everything(storage) == []
 
     # --- names ------------------------------------------------------------------------------------------------
 
