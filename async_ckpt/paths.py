@@ -85,7 +85,7 @@ def local_read_files(
     path: Where,
     names: Iterable[str],
     *,
-    missing: Literal["error", "skip"] = "error",
+    missing: Literal["error", "skip"] = "skip",
     storage_options: Mapping[str, Any] | None = None,
     engine: Engine | None = None,
     fs: Any = None,
@@ -93,7 +93,8 @@ def local_read_files(
     """A local folder that holds these files of the folder at `path`, for as long as the block lasts.
 
     A local folder is itself; of a URL, these files and no others are fetched. `names` may lie deeper ("hf/config.json").
-    Raises FileNotFoundError for files that are not there, unless they may be `missing`; for the folder in any case.
+    Files that are not there are skipped, as in SkyRL: look whether they came, or pass missing="error" to get
+    FileNotFoundError. A folder that is not there raises FileNotFoundError in any case.
     """
     if missing not in ("error", "skip"):
         raise ValueError(f'missing must be "error" or "skip", got {missing!r}')
@@ -108,7 +109,7 @@ def local_read_files(
     lacking = [wish for wish in wanted if wish not in found]
     if lacking and missing == "error":
         raise FileNotFoundError(
-            f'{storage.locate(name)} has no {", ".join(lacking)}; missing="skip" does without'
+            f'{storage.locate(name)} has no {", ".join(lacking)}; pass missing="skip" to ignore missing files'
         )
     if not storage.remote:
         yield _as_given(path)
@@ -287,23 +288,34 @@ def open_file(
 ) -> IO[Any]:
     """Open a file, with or without `with`; text is UTF-8.
 
-    A local file is what `open` opens. An object of a store is read in ranges as they are asked for, and may be sought
-    in. What is written for a store is kept in a scratch file, and uploaded by `close`; not if the `with` block ends by
-    an exception, nor if the file is never closed.
+    A local file is what `open` opens; the folders above one that is created are created, too. An object of a store is
+    read in ranges as they are asked for, and may be sought in. What is written for a store is kept in a scratch file,
+    and uploaded by `close`; not if the `with` block ends by an exception, nor if the file is never closed.
     """
+    encoding = None if "b" in mode else "utf-8"
     if scheme_of(text_of(path)) in (None, "file") and fs is None:
-        return open(_as_given(path), mode, encoding=None if "b" in mode else "utf-8")
+        return _open_local(_as_given(path), mode, encoding)
     if mode not in ("r", "rt", "rb", "w", "wt", "wb"):
         raise ValueError(
             f'a file of a store is read ("r", "rb") or written anew ("w", "wb"), not opened by {mode!r}'
         )
     place, name = parent_and_name(path, fs=fs)
     storage = storage_at(place, storage_options=storage_options, engine=engine, fs=fs)
-    encoding = None if "b" in mode else "utf-8"
     if "w" in mode:
         return cast("IO[Any]", _Upload(storage, name, mode, encoding))
     ranges = io.BufferedReader(_Ranges(storage.open(name)), _BUFFER_BYTES)
     return io.TextIOWrapper(ranges, encoding) if encoding else ranges
+
+
+def _open_local(path: str, mode: str, encoding: str | None) -> IO[Any]:
+    try:
+        return open(path, mode, encoding=encoding)
+    except FileNotFoundError:
+        folder = os.path.dirname(path)
+        if "r" in mode or not folder:
+            raise
+    os.makedirs(folder, exist_ok=True)
+    return open(path, mode, encoding=encoding)
 
 
 class _Ranges(io.RawIOBase):

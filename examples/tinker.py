@@ -1,6 +1,9 @@
 """What tinker's client is to a training loop, with its server in the same process: a model that is trained by calls.
 
 In: batches of text, names of checkpoints. Out: losses, paths of archives. Knows nothing of: loops, when to save.
+
+Paths are relative to the place of the archives, as `tinker://` names are to that of the server: what a loop has written
+down stays right when the archives are moved.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _WORLD_SIZE: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A checkpoint on its way. `path` holds one once `result_async` has returned."""
+    """A checkpoint on its way. It is at `path`, for the client that returned this, once `result_async` has returned."""
 
     path: str
     handle: SaveHandle
@@ -48,7 +51,7 @@ class TrainingClient:
         dispatch = LocalDispatch({MODEL_ID: trainee}, world_size=_WORLD_SIZE)
         self._scheduler = scheduler
         self._backend = CheckpointBackend(dispatch, role={MODEL_ID: "policy"}, tokenizer=ByteTokenizer())
-        self._base = f"{checkpoints_base.rstrip('/')}/{MODEL_ID}"
+        self._base = checkpoints_base.rstrip("/")
 
     async def forward_backward_async(self, text: Tensor) -> float:
         """The loss of a batch; its gradients are kept for the step."""
@@ -63,20 +66,24 @@ class TrainingClient:
 
     async def save_state_async(self, name: str) -> Saving:
         """All that training goes on from: back as soon as the workers have written it down."""
-        path = f"{self._base}/{name}.tar.gz"
-        return Saving(path, self._backend.save_checkpoint(path, MODEL_ID))
+        path = f"{MODEL_ID}/{name}.tar.gz"
+        return Saving(path, self._backend.save_checkpoint(self._place_of(path), MODEL_ID))
 
     async def save_weights_for_sampler_async(self, name: str) -> Saving:
-        path = f"{self._base}/sampler_weights/{name}.tar.gz"
-        return Saving(path, await self._backend.save_sampler_checkpoint_async(path, MODEL_ID))
+        path = f"{MODEL_ID}/sampler_weights/{name}.tar.gz"
+        handle = await self._backend.save_sampler_checkpoint_async(self._place_of(path), MODEL_ID)
+        return Saving(path, handle)
 
     async def load_state_with_optimizer_async(self, path: str) -> None:
-        self._backend.load_checkpoint(path, MODEL_ID, load_optimizer=True)
+        self._backend.load_checkpoint(self._place_of(path), MODEL_ID, load_optimizer=True)
 
     async def delete_async(self, path: str) -> None:
         """Delete a checkpoint, which may be gone already."""
         with suppress(FileNotFoundError):
-            await asyncio.to_thread(paths.remove, path)
+            await asyncio.to_thread(paths.remove, self._place_of(path))
+
+    def _place_of(self, path: str) -> str:
+        return f"{self._base}/{path}"
 
     def __enter__(self) -> Self:
         return self

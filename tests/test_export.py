@@ -572,7 +572,7 @@ class LoraConfig:
         self.peft_type = PeftType.LORA
         self.base_model_name_or_path = "base/model"
         self.r, self.lora_alpha, self.bias = 4, 8, "none"
-        self.target_modules = {"v_proj", "q_proj"}
+        self.target_modules = {"v_proj", "q_proj", "embed_tokens"}
         self.inference_mode = False
         self.revision = None
         vars(self).update(options)
@@ -676,6 +676,7 @@ class PeftModel(torch.nn.Module):
 
 # What get_peft_model_state_dict has, and what it is called in memory, with "{}" for the adapter.
 IN_FILE = {
+    "base_model.model.model.embed_tokens.base_layer.weight": "model.embed_tokens.base_layer.weight",
     "base_model.model.model.embed_tokens.lora_embedding_A": "model.embed_tokens.lora_embedding_A.{}",
     "base_model.model.model.embed_tokens.lora_embedding_B": "model.embed_tokens.lora_embedding_B.{}",
     "base_model.model.model.positions.token_adapter.trainable_tokens_delta": (
@@ -711,7 +712,7 @@ def test_the_adapter_in_use_is_written_under_the_names_of_peft(active, out):
     assert_same(weights_in(out), wanted)
     assert json.loads((out / "adapter_config.json").read_text()) == {
         "base_model_name_or_path": "base/model", "bias": "none", "inference_mode": True, "lora_alpha": 8,
-        "peft_type": "LORA", "r": 4, "revision": None, "target_modules": ["q_proj", "v_proj"],
+        "peft_type": "LORA", "r": 4, "revision": None, "target_modules": ["embed_tokens", "q_proj", "v_proj"],
     }  # fmt: skip
 
 
@@ -751,6 +752,46 @@ def test_an_adapter_that_transformers_itself_has_added_gets_the_prefix_of_peft(o
     async_ckpt.export_hf(model, out).result()
 
     assert_same(weights_in(out), adapter_of(model.state_dict(), "second"))
+
+
+# What LoraConfig is given. transformers ties the weights of the first model and not of the second.
+LORA_CONFIGS: dict[str, dict[str, Any]] = {
+    "layers": {"target_modules": ["q_proj", "v_proj"]},
+    "every linear layer": {"target_modules": "all-linear", "use_dora": True},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+    "tokens of both": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [1, 2]},
+    },
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "embeddings by a pattern": {"target_modules": r".*\.(q_proj|embed_tokens)"},
+    "embeddings of both": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "tokens, and a head": {"target_modules": ["lm_head"], "trainable_token_indices": [1, 2]},
+    "embeddings trained whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "both trained whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "biases": {"target_modules": ["q_proj"], "bias": "all"},
+    "a parameter": {"target_modules": ["q_proj"], "target_parameters": ["mlp.down_proj.weight"]},
+}
+
+
+# PEFT says when it saves embeddings, or when they are tied; and asks transformers for what will be renamed.
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("options", LORA_CONFIGS.values(), ids=LORA_CONFIGS)
+def test_the_file_of_an_adapter_has_the_tensors_that_peft_itself_would_have_written(
+    out, tmp_path, options, tied
+):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        llama(tie_word_embeddings=tied, attention_bias=True), peft.LoraConfig(r=2, **options)
+    )
+    model.save_pretrained(tmp_path / "peft")
+    wanted = weights_in(tmp_path / "peft")
+
+    async_ckpt.export_hf(model, out).result()
+    assert_same(weights_in(out), wanted)
+    async_ckpt.export_hf(model.state_dict(), out, tmp_path / "peft").result()
+    assert_same(weights_in(out), wanted)
 
 
 def test_of_several_adapters_in_use_none_is_guessed(out):

@@ -270,17 +270,20 @@ def test_only_the_files_that_are_named_are_fetched(cloud, scratch):
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-def test_a_missing_file_is_an_error_unless_it_may_be_missing(bucket, tmp_path, scratch, is_local):
+def test_files_may_be_missing_as_those_that_skyrl_reads_unless_that_is_to_be_an_error(
+    bucket, tmp_path, scratch, is_local
+):
+    """Its FSDP loader names the file of the optimizer, too, and looks whether it came."""
     bucket.write(below("ckpt", TREE))
     path = str(write(tmp_path / "ckpt", TREE)) if is_local else bucket.url
     names = ["config.json", "nothing", "model"]
-    with pytest.raises(FileNotFoundError, match="nothing, model"):
-        async_ckpt.local_read_files(path, names, **bucket.options).__enter__()
-    with async_ckpt.local_read_files(path, names, missing="skip", **bucket.options) as folder:
+    with async_ckpt.local_read_files(path, names, **bucket.options) as folder:
         assert read(folder) == (TREE if is_local else {"config.json": b"{}"})
         assert (folder == path) == is_local
     with async_ckpt.local_read_files(path, ["nothing"], missing="skip", **bucket.options) as folder:
         assert os.path.isdir(folder)
+    with pytest.raises(FileNotFoundError, match="nothing, model"):
+        async_ckpt.local_read_files(path, names, missing="error", **bucket.options).__enter__()
 
 
 @pytest.mark.parametrize("missing", ["error", "skip"])
@@ -770,6 +773,29 @@ def test_a_local_file_is_an_ordinary_one(tmp_path, monkeypatch):
         file.write("ü")
     with async_ckpt.open_file(Path("x")) as file:
         assert file.read() == "aü".encode()
+
+
+@pytest.mark.parametrize("mode", ["w", "wb", "a", "ab", "x", "xb", "w+", "wb+"])
+def test_writing_a_local_file_makes_the_folders_above_it(tmp_path, monkeypatch, mode):
+    """As it does with SkyRL's open_file, and as an object of a store needs none."""
+    monkeypatch.chdir(tmp_path)
+    for path in ("a/b/x", tmp_path / "c/d/x", (tmp_path / "e/f/x").as_uri()):
+        with async_ckpt.open_file(path, mode) as file:
+            file.write(b"1" if "b" in mode else "1")
+    assert read(tmp_path) == {"a/b/x": b"1", "c/d/x": b"1", "e/f/x": b"1"}
+
+
+@pytest.mark.parametrize("mode", ["r", "rb", "r+", "rw", "q", ""])
+def test_a_local_file_that_is_not_written_anew_needs_its_folder(tmp_path, mode):
+    with pytest.raises((FileNotFoundError, ValueError)):
+        async_ckpt.open_file(tmp_path / "a" / "x", mode)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_where_a_folder_should_be_is_told_when_a_local_file_is_written(tmp_path):
+    write(tmp_path, {"a": b"1"})
+    with pytest.raises(NotADirectoryError):
+        async_ckpt.open_file(tmp_path / "a" / "b" / "x", "w")
 
 
 def test_what_cannot_be_opened_says_why(cloud, tmp_path):

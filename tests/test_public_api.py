@@ -81,7 +81,7 @@ SIGNATURES = {
     ),
     async_ckpt.release: "()",
     async_ckpt.local_read_dir: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.local_read_files: "(path, names, *, missing='error', storage_options=None, engine=None, fs=None)",
+    async_ckpt.local_read_files: "(path, names, *, missing='skip', storage_options=None, engine=None, fs=None)",
     async_ckpt.local_work_dir: "(output, *, storage_options=None, engine=None, fs=None)",
     async_ckpt.upload_directory: "(local, cloud, *, storage_options=None, engine=None, fs=None)",
     async_ckpt.download_directory: "(cloud, local, *, storage_options=None, engine=None, fs=None)",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import shutil
 import tarfile
 import uuid
 from collections.abc import Iterator
@@ -439,6 +441,50 @@ def test_a_save_that_workers_go_on_with_is_complete_before_it_is_packed(trained,
         assert set(RANK_FILES) <= set(tar.getnames())
 
 
+class Creating(LocalDispatch):
+    """Its workers make the folder by themselves, and would take one that is there for somebody else's."""
+
+    def save_checkpoint(self, model: str, ckpt_dir: str, *args: Any, **kwargs: Any) -> None:
+        os.makedirs(ckpt_dir)
+        super().save_checkpoint(model, ckpt_dir, *args, **kwargs)
+
+    def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> None:
+        staged = f"{export_dir}.staged"
+        super().save_hf_model(model, staged, tokenizer)
+        shutil.move(staged, export_dir)  # into it, if it were there
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "save_sampler_checkpoint"])
+def test_workers_are_given_a_folder_that_is_not_there_yet_as_skyrl_does(trained, tmp_path, call):
+    dispatch = Creating({"a": trained}, world_size=WORLD_SIZE)
+    with CheckpointBackend(dispatch, tokenizer=Tokenizer()) as backend:
+        getattr(backend, call)(tmp_path / "ours.tar.gz", "a")
+    with backend_of(trained) as backend:
+        getattr(backend, call)(tmp_path / "expected.tar.gz", "a")
+
+    names = []
+    for archive in ("ours.tar.gz", "expected.tar.gz"):
+        with tarfile.open(tmp_path / archive) as tar:
+            names.append(tar.getnames())
+    assert names[0] == names[1]
+    assert len(names[0]) > 2
+    assert everything_below(tmp_path) == ["expected.tar.gz", "ours.tar.gz"]
+
+
+class Idle(LocalDispatch):
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_workers_that_write_nothing_save_nothing(trained, tmp_path):
+    backend = CheckpointBackend(Idle({"a": trained}))
+    with pytest.raises(async_ckpt.NothingWrittenError, match="nothing was written"):
+        backend.save_checkpoint(tmp_path / "x.tar.gz", "a").result()
+    backend.close()
+
+    assert everything_below(tmp_path) == []
+
+
 # --- failures -------------------------------------------------------------------------------------------------
 
 
@@ -446,10 +492,13 @@ class Failing(LocalDispatch):
     """Its second rank runs out of memory: some files are there, others are not."""
 
     def save_checkpoint(self, model: str, ckpt_dir: str, *args: Any, **kwargs: Any) -> None:
+        os.makedirs(ckpt_dir, exist_ok=True)
         Path(ckpt_dir, "model_world_size_2_rank_0.pt").write_bytes(b"half of it")
         raise MemoryError("rank 1")
 
     def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> None:
+        os.makedirs(f"{export_dir}.staged")
+        os.makedirs(export_dir, exist_ok=True)
         Path(export_dir, "config.json").write_text("{}")
         raise MemoryError("rank 1")
 
@@ -622,6 +671,20 @@ def test_the_inference_engines_get_the_weights_whatever_is_kept(trained, tmp_pat
 
     assert dispatch.sent_to == sent_to
     assert everything_below(tmp_path) == ["x.tar.gz"]
+
+
+@pytest.mark.parametrize("persist", [False, True])
+async def test_only_the_policy_can_be_sampled_from(trained, tmp_path, persist):
+    """SkyRL refuses a critic by ValueError, too. Nothing is sent, since the engines would get the policy's weights."""
+    dispatch = Sending({"a": trained, "b": trained})
+    with CheckpointBackend(dispatch, role={"a": "policy", "b": "critic"}) as backend:
+        with pytest.raises(ValueError, match=r"'b' is a critic.*only a policy.*save_checkpoint"):
+            await asyncio.to_thread(backend.save_sampler_checkpoint, tmp_path / "x.tar.gz", "b", persist)
+        with pytest.raises(ValueError, match=r"'b' is a critic.*only a policy.*save_checkpoint"):
+            await backend.save_sampler_checkpoint_async(tmp_path / "x.tar.gz", "b", persist)
+
+    assert dispatch.sent_to == []
+    assert everything_below(tmp_path) == []
 
 
 async def test_on_an_event_loop_sending_weights_is_awaited(trained, tmp_path):

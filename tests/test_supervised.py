@@ -117,7 +117,7 @@ def test_records_are_what_tinkers_cookbook_reads_and_a_finished_run_adds_none(lo
         "name": "000012",
         "batch": 12,
         "epoch": 0,
-        "state_path": f"s3://{loop.bucket}/runs/model_a/000012.tar.gz",
+        "state_path": "model_a/000012.tar.gz",
     }
     assert loop.records[3]["rolling"] is True
     assert loop.records[-1] == {
@@ -125,14 +125,39 @@ def test_records_are_what_tinkers_cookbook_reads_and_a_finished_run_adds_none(lo
         "batch": 0,
         "epoch": 3,
         "final": True,
-        "state_path": f"s3://{loop.bucket}/runs/model_a/final.tar.gz",
-        "sampler_path": f"s3://{loop.bucket}/runs/model_a/sampler_weights/final.tar.gz",
+        "state_path": "model_a/final.tar.gz",
+        "sampler_path": "model_a/sampler_weights/final.tar.gz",
     }
 
     again, _ = loop.run()
 
     assert again == {}
     assert loop.names == names
+
+
+def test_a_run_that_is_moved_with_its_archives_goes_on_bit_for_bit_where_it_is_now(tmp_path):
+    """Its records name the archives below the folder that they are in, whatever that is called."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    whole = run_toy(old)
+    old.rename(new)
+    journal = new / "checkpoints.jsonl"  # as if killed after the third record
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:3]))
+
+    assert run_toy(new) == {step: whole[step] for step in range(13, STEPS + 1)}
+    assert not old.exists()
+
+
+def run_toy(log: Path) -> dict[int, str]:
+    """The loss of every step of the loop, with its archives in the folder of its log."""
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.supervised", str(log), "--toy"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return losses(done.stdout)
 
 
 def test_a_checkpoint_that_fails_leaves_no_record_and_the_rolling_one_before_it(loop, proxy):

@@ -32,10 +32,14 @@ from ..worker import Pending, wait_for
 from ..wrap import wrap
 
 _MARKER: Final = "MARKER"
+# The role whose weights the inference engines have.
+_SAMPLED: Final = "policy"
 
 
 class Dispatch(Protocol):
     """What every `WorkerDispatch` has. Where its methods take a `model_id`, they are given it.
+
+    The folder that they are to write does not exist yet, the one that it is in does; the one to read exists.
 
     Newer ones also have `finalize_pending_saves(model)`, which returns when the files of a save are complete, and
     `async save_weights_for_sampler(model_id=None)`, which sends the weights to the inference engines.
@@ -127,8 +131,9 @@ class CheckpointBackend:
         With `persist=False` the archive is a mere marker, which no load takes for weights. The sending, for a dispatch that
         does it, is waited for. On the thread of a running event loop nothing can wait for it: there this raises RuntimeError,
         before anything is done, and `save_sampler_checkpoint_async` is for it.
+        Raises ValueError, before anything is done, for a model whose role is not "policy".
         """
-        role = self._begin(model_id)
+        role = self._begin_sampler(model_id)
         if self._send is not None:
             _refuse_running_loop()
             asyncio.run(self._send_weights(model_id))
@@ -138,7 +143,7 @@ class CheckpointBackend:
         self, output_path: Where, model_id: str, persist: bool = True
     ) -> SaveHandle:
         """The same on an event loop, which goes on while the weights are sent: `report = await (await …)`."""
-        role = self._begin(model_id)
+        role = self._begin_sampler(model_id)
         if self._send is not None:
             await self._send_weights(model_id)
         return self._sampler_saved(output_path, role, model_id, persist)
@@ -205,6 +210,14 @@ class CheckpointBackend:
             raise ClosedError("this backend is closed; make a new one to save")
         return self._role_of(model_id)
 
+    def _begin_sampler(self, model_id: str) -> str:
+        role = self._begin(model_id)
+        if role != _SAMPLED:
+            raise ValueError(
+                f"{model_id!r} is a {role}, and only a policy has weights to sample from; save it with save_checkpoint"
+            )
+        return role
+
     def _role_of(self, model_id: str) -> str:
         if self._validate is not None:
             self._validate(model_id)
@@ -231,7 +244,10 @@ class CheckpointBackend:
 
     def _packed(self, output_path: Where, write: Callable[[str], None]) -> SaveHandle:
         with pack(output_path, scratch=self._scratch, **self._place) as folder:
+            # SkyRL passes a path that does not exist yet, and some dispatches insist on creating it.
+            os.rmdir(folder)
             write(str(folder))
+            os.makedirs(folder, exist_ok=True)  # without files in it, the save fails as one of nothing
         return self._follow(folder.handle)
 
     def _follow(self, handle: SaveHandle) -> SaveHandle:

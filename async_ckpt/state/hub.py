@@ -33,6 +33,8 @@ _OF_ADAPTER: Final = re.compile(
 )
 # Where a safetensors file has what is no tensor.
 _RESERVED: Final = "__metadata__"
+# What PEFT calls embeddings: a LoRA layer around one of these is saved with the layer that it is around.
+_EMBEDDINGS: Final = frozenset({"embed_tokens", "lm_head"})
 # In files the adapter has no name, so that one of these follows at once.
 _LEAVES: Final = frozenset({"weight", "bias"})
 
@@ -224,7 +226,7 @@ def _adapter_of(model: Any, tensors: Tensors, beside: Mapping[str, bytes]) -> We
             f"there is an {ADAPTER_CONFIG}, but the weights are no LoRA's; give a config_folder without it",
             path=ADAPTER_CONFIG,
         )
-    found = tensors if adapter is None else _adapter_only(tensors, adapter, config.get("bias", "none"))
+    found = tensors if adapter is None else _adapter_only(tensors, adapter, config)
     named = {_ADAPTER_PREFIX + name.removeprefix(_ADAPTER_PREFIX): tensor for name, tensor in found.items()}
     return Weights("adapter_model", named, {}, files, lambda copy: copy)
 
@@ -255,16 +257,27 @@ def _only_adapter(tensors: Tensors) -> str | None:
     return names[0] if names else None
 
 
-def _adapter_only(tensors: Tensors, adapter: str, bias: str) -> Tensors:
+def _adapter_only(tensors: Tensors, adapter: str, config: Mapping[str, Any]) -> Tensors:
+    """What PEFT's `get_peft_model_state_dict` selects, under the names that it gives."""
+    bias = config.get("bias", "none")
     found: Tensors = {}
     layers = set()
+    # A head that is tied to the embeddings shares their trained tokens, too, and only the embeddings' are saved.
+    deltas = {name: tensor for name, tensor in tensors.items() if ".trainable_tokens_delta." in name}
+    tied = _without_tied(deltas, None)[1]
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
     for name, tensor in tensors.items():
         match = _OF_ADAPTER.search(name)
         if match is not None and match["adapter"] == adapter:
             layers.add(name[: match.start()])
             found[_name_in_file(name, match)] = tensor
+    embeddings = set()
+    if config.get("trainable_token_indices") is None:  # which are there to save space
+        embeddings = {f"{layer}.base_layer" for layer in layers if layer.rpartition(".")[2] in _EMBEDDINGS}
     for name, tensor in tensors.items():
         layer, _, leaf = name.rpartition(".")
+        if layer in embeddings:
+            found[name] = tensor
         trained = bias == "all" or (bias == "lora_only" and layer.removesuffix(".base_layer") in layers)
         if (
             trained
