@@ -489,6 +489,7 @@ class _StepTarget:
         self._replaces: tuple[Manifest, str] | None = None
         self._announced = False
         self._driver_sink: Sink | None = None
+        self.num_bytes_beside = len(attempt.driver.image) if attempt.driver else 0
         self._name = run.attempt_path(step, token)
         self.storage = run.storage
         self.path = run.storage.locate(self._name)

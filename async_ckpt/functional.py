@@ -493,6 +493,8 @@ def _default_saver() -> Saver:
 class FileTarget:
     """One object at a path of the user's choice: durable is committed."""
 
+    num_bytes_beside = 0
+
     @classmethod
     def at(cls, path: Where, place: dict[str, Any], compression: Compression = None) -> Self:
         """What the user said, checked. `place` are the options of its URL."""

@@ -53,6 +53,7 @@ class Target(Protocol):
 
     path: str
     storage: Storage
+    num_bytes_beside: int  # of other objects of the checkpoint, which `commit` writes
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         """Begin the object; asks nothing over a network."""
@@ -372,11 +373,12 @@ async def _take_back(delivery: Delivery, off_loop: OffLoop, timeout: float | Non
 
 def _report(job: SaveJob, call_seconds: float) -> SaveReport:
     seconds = job.spans.seconds
+    target = next(delivery.target for delivery in job.deliveries if delivery.committed)
     return SaveReport(
         status="committed",
         step=job.step,
-        path=next(delivery.target.path for delivery in job.deliveries if delivery.committed),
-        num_bytes=job.layout.file_bytes,
+        path=target.path,
+        num_bytes=job.layout.file_bytes + target.num_bytes_beside,
         num_tensors=job.num_tensors,
         stall_seconds=call_seconds + job.staging.stall_seconds,
         stage_seconds=job.staging.stage_seconds,
@@ -394,7 +396,9 @@ def _destination(delivery: Delivery) -> Destination:
         error = _lagging(delivery, "not durable yet when the step was committed elsewhere")
     return Destination(
         path=delivery.target.path,
-        num_bytes=delivery.sink.num_bytes if delivery.sink is not None and error is None else 0,
+        num_bytes=delivery.sink.num_bytes + delivery.target.num_bytes_beside
+        if delivery.sink is not None and error is None
+        else 0,
         write_seconds=delivery.write_seconds,
         retries=0 if delivery.sink is None else delivery.sink.num_retries,
         retryable=delivery.sink is not None and delivery.sink.retryable,

@@ -866,3 +866,39 @@ def test_names_that_are_shared_at_the_top_are_not_said_to_be_missing(ckpt: Async
     assert caught.value.missing == ("m.0.weight", "m.0.bias")
     with pytest.raises(StateMismatchError, match="none of its names is one of the live state; it holds m"):
         ckpt.restore(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (
+            {
+                "latest_ckpt_global_step.txt": "20",
+                "global_step_20/policy/model.pt": "x",
+                "global_step_20/data.pt": "x",
+            },
+            r"global_step_20 and latest_ckpt_global_step\.txt, which says '20'",
+        ),
+        ({"global_step_10/model.pt": "x", "global_step_20/model.pt": "x"}, "global_step_20, global_step_10"),
+    ],
+    ids=["skyrl", "folders"],
+)
+def test_a_run_that_a_trainer_has_written_without_us_is_told_of(tmp_path, files, told):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    options = {"step_format": "global_step_{}", "tracker": "latest_ckpt_global_step.txt"}
+    with AsyncCheckpointer(tmp_path, **options) as ckpt:
+        with pytest.warns(RuntimeWarning, match=told):
+            assert ckpt.restore({"w": torch.zeros(2)}) is None
+        assert {
+            p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()
+        } == files.keys()
+
+
+def test_what_a_killed_process_of_ours_left_is_not_taken_for_somebody_elses(tmp_path):
+    (tmp_path / "step_00000001").mkdir()
+    (tmp_path / "step_00000001/rank_00000.0123abcd.tar").write_bytes(b"x")
+    (tmp_path / "step_00000002").mkdir()
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        assert ckpt.restore({"w": torch.zeros(2)}) is None

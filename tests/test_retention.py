@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers_b import assert_is_state, leftovers, names_below, open_run, scripted, state_at
 from hypothesis import given
 from hypothesis import strategies as st
@@ -367,6 +368,47 @@ def test_the_clock_is_the_one_that_was_handed_in(tmp_path):
     run = Run(LocalStorage(tmp_path), clock=lambda: later, retention=Retention(keep_seconds=1800))
     assert run.retain(3, replaced=None, in_flight={2}) == [1]
     assert run.steps() == [2, 3]
+
+
+def test_while_no_record_has_the_metric_every_step_stays_and_that_is_said_once(tmp_path, caplog):
+    """A slip of the pen in `keep_best` must not cost all checkpoints but the newest."""
+    with open_run(tmp_path, keep_best=("val_loss", "min", 1)) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step, loss=0.5)
+        assert ckpt.steps() == [1, 2, 3]
+        said = [record.message for record in caplog.records if "keep_best" in record.message]
+        assert len(said) == 1
+        assert "'val_loss'" in said[0]
+        assert "their records have loss" in said[0]
+        ckpt.save(state_at(4), step=4, record={"val_loss": 0.5}).result()
+        ckpt.wait()
+        assert ckpt.steps() == [4]
+
+
+def test_files_of_others_stay_in_the_folder_of_a_deleted_step_and_that_is_said_once(tmp_path, caplog):
+    with open_run(tmp_path, keep_last=1) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_at(step), step=step).result()
+            (tmp_path / f"step_{step:08d}/trainer_state.json").write_text("{}")
+            ckpt.wait()
+    assert names_below(tmp_path / "step_00000001") == ["trainer_state.json"]
+    assert names_below(tmp_path / "step_00000002") == ["trainer_state.json"]
+    said = [record.message for record in caplog.records if "did not write" in record.message]
+    assert len(said) == 1
+    assert "trainer_state.json" in said[0]
+
+
+def test_a_lender_that_the_next_save_may_borrow_from_is_not_deleted(tmp_path):
+    """Also while saves of a part are all that is committed after it."""
+    frozen = {"weight": torch.zeros(8)}
+    with open_run(tmp_path, keep_last=1) as ckpt:
+        ckpt.save({"base": frozen, "step": 1}, step=1).result()
+        for step in (2, 3):
+            ckpt.save({"base": frozen, "step": step}, step=step, select="step").result()
+            ckpt.wait()
+        ckpt.save({"base": frozen, "step": 4}, step=4, unchanged="base").result()
+        ckpt.wait()
+        assert torch.equal(ckpt.load(4)["base"]["weight"], frozen["weight"])
 
 
 # --- several roots -----------------------------------------------------------------------------------------------

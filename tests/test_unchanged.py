@@ -257,7 +257,7 @@ def test_an_archive_that_is_missing_is_told_with_its_step(tmp_path, training):
             ckpt.load(2)
 
 
-@pytest.mark.parametrize("folder", ["../elsewhere", "", "..", "/etc", 3])
+@pytest.mark.parametrize("folder", ["../elsewhere", "", "..", "/etc", 3, "step_\ud800"])
 def test_a_manifest_that_borrows_from_elsewhere_is_refused(tmp_path, training, folder):
     with AsyncCheckpointer(tmp_path) as ckpt:
         for step in (1, 2):
@@ -477,3 +477,13 @@ def test_a_name_that_matches_nothing_is_told_with_what_is_borrowed(
                 KeyError, match=r"it holds epoch, model, optimizer; .* it holds epoch, model, optimizer, ref"
             ):
                 read()
+
+
+def test_a_report_counts_the_bytes_of_the_driver_as_well(tmp_path):
+    roots = [tmp_path / "a", tmp_path / "b"]
+    with AsyncCheckpointer(roots) as ckpt:
+        report = ckpt.save({"w": torch.zeros(8)}, step=1, driver={"loader": list(range(1000))}).result()
+    for root, told in zip(roots, report.destinations, strict=True):
+        archives = list((root / "step_00000001").glob("*.tar"))
+        assert len(archives) == 2
+        assert sum(path.stat().st_size for path in archives) == report.num_bytes == told.num_bytes
