@@ -32,8 +32,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import async_ckpt
 from async_ckpt import StorageFullError, StorageUnavailableError, TornSnapshotError, UnsupportedStateError
 from async_ckpt.functional import host_memory
+from async_ckpt.snapshot.stager import Snapshot
 from async_ckpt.testing import FaultyProxy
-from async_ckpt.worker import get_worker
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()  # of special tokens outside of a vocabulary of 99
@@ -182,15 +182,15 @@ def held_back() -> Iterator[threading.Event]:
 
 
 @pytest.fixture
-def no_copying() -> Iterator[threading.Event]:
+def no_copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """What may be copied later is not copied before the event is set."""
-    go, crew = threading.Event(), get_worker().copiers
+    go, copy_later = threading.Event(), Snapshot._fill_later
 
-    def hold() -> None:
+    def held(snapshot: Snapshot) -> None:
         go.wait(60)
+        copy_later(snapshot)
 
-    for _ in range(crew.max_threads):
-        crew.submit(hold)
+    monkeypatch.setattr(Snapshot, "_fill_later", held)
     yield go
     go.set()
 

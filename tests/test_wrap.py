@@ -38,6 +38,7 @@ from async_ckpt import (
 )
 from async_ckpt.pack import files_saver
 from async_ckpt.snapshot.crew import LibraryThread
+from async_ckpt.snapshot.stager import Snapshot
 from async_ckpt.spec import DTYPES
 
 
@@ -488,11 +489,15 @@ def guarded(count: int, mib: int = 4) -> tuple[list[torch.nn.Parameter], list[to
 
 
 @pytest.fixture
-def held_copiers(gate):
-    """All threads that copy in the background wait for the gate."""
-    crew = async_ckpt.worker.get_worker().copiers
-    for _ in range(crew.max_threads):
-        crew.submit(gate.passed)
+def held_copiers(gate, monkeypatch):
+    """What is copied in the background waits for the gate."""
+    copy_later = Snapshot._fill_later
+
+    def held(snapshot: Snapshot) -> None:
+        gate.passed()
+        copy_later(snapshot)
+
+    monkeypatch.setattr(Snapshot, "_fill_later", held)
     return gate
 
 
