@@ -312,7 +312,7 @@ def test_a_child_forked_in_the_middle_of_a_call_still_wraps(tmp_path, nursery):
         with (
             functional.host_memory()._changed,
             async_ckpt.wrap.__globals__["_busy_lock"],
-            async_ckpt.wrap.__globals__["files_saver"]()._changed,
+            async_ckpt.wrap.__globals__["files_saver"]().pool._changed,
         ):
             functional.host_memory()._num_lent, functional.host_memory()._lent_bytes = 1, 1 << 62
             held.set()
