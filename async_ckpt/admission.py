@@ -12,12 +12,11 @@ from __future__ import annotations
 import queue
 import weakref
 from collections.abc import Callable, Collection
-from typing import Final, Literal
+from typing import Literal
+
+from .snapshot.pool import LIVENESS_SECONDS
 
 OnOverlap = Literal["wait", "skip"]
-
-# How long a caller waits before it looks whether its turn can still come.
-_LOOK_SECONDS: Final = 0.2
 
 
 class Place:
@@ -52,7 +51,7 @@ class Admission:
                 return False
             try:
                 check()
-                place.bell.get(timeout=_LOOK_SECONDS)
+                place.bell.get(timeout=LIVENESS_SECONDS)
             except queue.Empty:
                 continue
             except BaseException:

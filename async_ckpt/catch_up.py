@@ -24,7 +24,6 @@ def catch_up(
     `check` is called between segments, and ends it by raising.
     Raises StorageUnavailableError, and CorruptCheckpointError for a source that is damaged; what was copied stays.
     """
-    run.steps()  # or what it lacks would not be known: a root that is away is left out of what follows
     copied = []
     errors: list[CheckpointError] = []
     for step, holders in roots.missing(run):

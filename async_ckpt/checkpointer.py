@@ -60,7 +60,8 @@ class AsyncCheckpointer:
             save then goes to all of them in one pass, and a step is there when any of them has it.
         keep_last: keep this many of the newest steps; without any `keep_` option all are kept, and the newest always.
         keep_every: keep for good every step that this divides; what no `keep_` option wants is deleted after a commit.
-        keep_best: keep the best by a metric of their records, such as ("loss", "min", 3): least loss, three of them.
+        keep_best: keep the best by a metric of their records, such as ("loss", "min", 3): least loss, three of them. While
+            no record has the metric every step is kept, with a warning.
         keep_seconds: keep steps that were committed at most this long ago.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: the copy of these
             then overlaps the next forward and backward, and `step()` waits for what is left of it.
@@ -370,7 +371,9 @@ class AsyncCheckpointer:
     ) -> int | None:
         """Fill live objects in place from a step, by default the newest; the step, or None when nothing is committed.
 
-        With `step=None`, a step that turns out to be corrupt is passed over with a warning, for the next older one.
+        With `step=None`, a step that turns out to be corrupt is passed over with a warning, for the next older one; one that
+        its writer deletes while it is read is followed by what is the newest then. A folder in which only another
+        program has saved is warned of.
         `verify="first"` checks every byte before any is written, at the price of reading twice.
         Raises StateMismatchError before anything is written, CorruptCheckpointError, NotCommittedError.
         """
@@ -576,10 +579,8 @@ class _StepTarget:
         if not self._announced:
             try:
                 self._run.announce(self._step, in_flight=in_flight)
-            except (
-                CheckpointError
-            ) as error:  # a tracker that cannot be moved must not keep old steps for ever
-                refusal = error
+            except CheckpointError as error:
+                refusal = error  # a tracker that cannot be moved must not keep old steps for ever
         self._run.retain(self._step, replaced=replaced, in_flight=in_flight)
         if self.storage.remote:
             self._run.sweep_once()
@@ -606,10 +607,8 @@ class _Standing:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Under _lock, and read without it:
-        self.rolled_back: object | None = (
-            None  # the restore from below the newest commit that no commit has followed
-        )
+        # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
+        self.rolled_back: object | None = None
         self._hanging: dict[Run, list[Future[None]]] = {}  # writes that saves went on without
 
     def restored(self, *, behind: bool) -> None:

@@ -21,7 +21,7 @@ import torch
 from .commit.manifest import INTENT, Archive, Manifest, parse
 from .commit.manifest import NAME as MANIFEST
 from .commit.roots import Roots
-from .commit.run import Run
+from .commit.run import TRIES, Run, overtaken
 from .errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -43,8 +43,6 @@ from .storage.url import Engine, Where, parent_and_name, storage_at
 T = TypeVar("T")
 Compression = Zstd | Literal["zstd"] | None
 
-# A writer that keeps one step deletes it with its next save: whoever reads that slowly comes too late many times.
-_TRIES: Final = 100
 _OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 
 _saver: Saver | None = None
@@ -193,7 +191,7 @@ def from_newest(
 
     def newest() -> int | None:
         if not corrupt:
-            return _latest(roots)
+            return roots.latest()
         return max((step for step in roots.steps() if step not in corrupt), default=None)
 
     num_gone = 0
@@ -202,8 +200,8 @@ def from_newest(
             return step, from_step(roots, step, use, verify=verify)
         except NotCommittedError as error:
             num_gone += 1
-            if num_gone == _TRIES:
-                raise _overtaken(repr(roots)) from error
+            if num_gone == TRIES:
+                raise overtaken(repr(roots)) from error
         except CorruptCheckpointError as error:
             if passed_over is None:
                 raise
@@ -247,32 +245,10 @@ def from_path(path: Where, use: Callable[[Sequence[Part]], T], *, verify: bool, 
             return _from_committed(_Committed.at(storage, folder, lambda: storage), use, verify=verify)
         except NotCommittedError as error:
             num_gone += 1
-            if num_gone == _TRIES:
-                raise _overtaken(storage.locate("")) from error
+            if num_gone == TRIES:
+                raise overtaken(storage.locate("")) from error
     where = storage.locate("")
     raise NotCommittedError(f"{where}: {_what_is_there(storage)}", path=where, step=None)
-
-
-def _latest(roots: Roots) -> int | None:
-    """The newest committed step. Where there is none, those listed may all have been deleted for a newer one: asked
-    again until a listing stays as it is.
-    """
-    before: object = None
-    for _ in range(_TRIES):
-        found = roots.latest()
-        listed = [run.storage.names("") for run in roots.runs] if found is None else before
-        if listed == before:
-            return found
-        before = listed
-    raise _overtaken(repr(roots))
-
-
-def _overtaken(where: str) -> StorageUnavailableError:
-    return StorageUnavailableError(
-        f"{where}: {_TRIES} times in a row the newest step was deleted before it was read; have the writer keep more "
-        "of them (keep_last)",
-        path=where,
-    )
 
 
 class _Committed(NamedTuple):
@@ -358,7 +334,7 @@ def _from_committed(step: _Committed, use: Callable[[Sequence[Part]], T], *, ver
     A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
     """
     made = step.read()
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         try:
             with contextlib.ExitStack() as stack:
                 return use([archive.opened(verify, stack) for archive in step.archives(made)])
@@ -368,7 +344,7 @@ def _from_committed(step: _Committed, use: Callable[[Sequence[Part]], T], *, ver
                 raise
     where = step.storage.locate(step.folder)
     raise StorageUnavailableError(
-        f"{where} was replaced {_TRIES} times while it was read; load it again", path=where
+        f"{where} was replaced {TRIES} times while it was read; load it again", path=where
     )
 
 
@@ -404,7 +380,7 @@ def _newest_folder(storage: Storage) -> str | None:
     it was listed: listed again, an older step is taken only if nothing has changed.
     """
     before: list[str] | None = None
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         names = storage.names("")
         numbered = [(int(found[-1]), name) for name in names if (found := re.findall(r"[0-9]{1,255}", name))]
         retired = _retired(storage, names, numbered)
@@ -417,7 +393,7 @@ def _newest_folder(storage: Storage) -> str | None:
         if names == before or (numbered and newest == max(numbered)[1]):
             return newest
         before = names
-    raise _overtaken(storage.locate(""))
+    raise overtaken(storage.locate(""))
 
 
 def _is_committed(storage: Storage, step: int, folder: str, retired: Mapping[int, str]) -> bool:

@@ -115,7 +115,7 @@ class SavePolicy:
     # --- parts ------------------------------------------------------------------------------------------------
 
     def _take_note(self) -> None:
-        """Of the saves that were begun since the last time."""
+        """Take note of the saves that were begun since the last time."""
         while self._begun:
             step, begun_at, save = self._begun.popleft()
             self._measure_saves()

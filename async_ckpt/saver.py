@@ -146,7 +146,8 @@ class Saver:
     ) -> SaveHandle:
         """Begin a save. `make_targets` and then `state` are called once it is this save's turn, and may refuse it.
 
-        `captured_as` is told what is saved, `needs` tells the steps that must stay on storage until it is decided. What `also` has copied to the host of this moment's state is taken from there.
+        `captured_as` is told what is saved, `needs` tells the steps that must stay on storage until it is decided. What
+        `also` has copied to the host of this moment's state is taken from there.
 
         Raises UnsupportedStateError, ClosedError, what `make_targets` raises, and under `strict` the last unseen error.
         """
@@ -296,7 +297,7 @@ class Saver:
         deferred = deferrable(optimizers, captured.specs, captured.tensors)
         if self._is_tight(drain.num_segments) and (self._max_in_flight > 1 or in_turn):
             # What is copied up front could fill the pool, and wait there for what is copied later.
-            deferred = frozen = frozenset()
+            deferred, frozen = {}, frozenset()
         if reserve is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
             worker.call(partial(reserve, worker.copiers))
@@ -605,7 +606,8 @@ class _Begun:
     def abandon(self, cause: BaseException) -> None:
         """The call of `save` has raised: nothing of it becomes visible, and its memory comes back."""
         error = interrupted(cause)
-        get_worker().soon(partial(self._end, error))
+        with suppress(ClosedError):  # the interpreter is exiting: the drain gives it up
+            get_worker().soon(partial(self._end, error))
         self.snapshot.give_up(error)
 
     def _end(self, error: BaseException) -> None:

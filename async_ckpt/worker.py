@@ -70,8 +70,8 @@ class _ByLoop:
     def __init__(self, worker: Worker, crew: Crew) -> None:
         self._worker, self._crew = worker, crew
 
-    def submit(self, task: Task) -> None:
-        self._worker.soon(lambda: self._crew.submit(task))
+    def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
+        self._worker.soon(lambda: self._crew.submit(task, refused))
 
 
 class Worker:
@@ -176,20 +176,25 @@ class Worker:
 
     def call(self, fn: Callable[[], T]) -> T:
         """Run a blocking call on a helper thread and wait for it. An interrupt ends the wait, and not the call."""
-        outcome: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
+        outcome: Future[T] = Future()
+        ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
         def run() -> None:
-            future: Future[T] = Future()
             try:
-                future.set_result(fn())
+                outcome.set_result(fn())
             except BaseException as error:
-                future.set_exception(error)
-            outcome.put(future)
+                outcome.set_exception(error)
+            ended.put(None)
 
-        self.soon(lambda: self.callers.submit(run))
+        def refused(error: RuntimeError) -> None:
+            outcome.set_exception(error)
+            ended.put(None)
+
+        self.soon(lambda: self.callers.submit(run, refused))
         while self._thread.is_alive():
             with suppress(queue.Empty):
-                return outcome.get(timeout=LIVENESS_SECONDS).result()
+                ended.get(timeout=LIVENESS_SECONDS)
+                return outcome.result()
         raise ClosedError("the interpreter is exiting; a save must be begun before that")
 
     def start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from helpers_b import PATIENCE, Gate
 
 from async_ckpt import worker
-from async_ckpt.testing import moto_server, rclone_server
+from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
 from async_ckpt.testing.servers import Server
 
 
@@ -49,6 +50,21 @@ def s3() -> Iterator[Server]:
     """A faithful S3 server. Every test makes a bucket or a prefix of its own."""
     with moto_server() as server:
         yield server
+
+
+@pytest.fixture
+def bucket(s3: Server) -> str:
+    """An empty bucket of the test's own."""
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    s3.make_bucket(name)
+    return name
+
+
+@pytest.fixture
+def proxy(s3: Server) -> Iterator[FaultyProxy]:
+    """What stands before the faithful server, and may be told to misbehave."""
+    with FaultyProxy(s3.endpoint) as proxy:
+        yield proxy
 
 
 @pytest.fixture(scope="session")

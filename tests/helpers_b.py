@@ -544,3 +544,15 @@ def injected(child: Child, *faults: str, paths: tuple[str, ...] = ()) -> Iterato
     finally:
         tracer.send_signal(signal.SIGINT)
         tracer.communicate(timeout=PATIENCE)
+
+
+def matches(request: Any) -> str:
+    """What the condition of a put names, as it was sent."""
+    return request.headers.get("if-match", "")
+
+
+def as_ceph(proxy: Any) -> Any:
+    """Ceph's gateway compares the e-tag with the header as it is, and so takes it without quotes alone."""
+    return proxy.answer(
+        "PreconditionFailed", kind="put_object", where=lambda request: matches(request).startswith('"')
+    )

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import uuid
-
 import pytest
 import torch
 from helpers_b import assert_is_state, open_run, scripted, state_at
 
 from async_ckpt import AsyncCheckpointer
 from async_ckpt.commit.manifest import Archive, Manifest
-from async_ckpt.testing import FaultyProxy
 
 # Beside one page of a listing for every thousand folders. An upload in parts asks for each of these, too.
 MOST_REQUESTS = 12
-
-
-@pytest.fixture
-def bucket(s3):
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
-    s3.make_bucket(name)
-    return name
-
-
-@pytest.fixture
-def proxy(s3):
-    with FaultyProxy(s3.endpoint) as proxy:
-        yield proxy
 
 
 def seed(s3, bucket: str, num_steps: int) -> None:
@@ -63,6 +47,21 @@ def test_a_commit_asks_a_store_the_same_few_things_whatever_is_kept(s3, bucket, 
     assert [record["step"] for record in records] == list(range(4, num_kept + 4))
     # A new process looks at each folder once: what is written there, and what a dead writer may have left.
     assert learned <= 30 + 3 * num_kept
+
+
+def test_with_several_roots_a_commit_asks_a_store_no_more(s3, bucket, proxy, tmp_path):
+    place = {**s3.options, "endpoint": proxy.endpoint}
+    roots = [tmp_path, f"s3://{bucket}/run"]
+    with open_run(roots, keep_last=20, storage_options=[None, place]) as ckpt:
+        for step in range(21):
+            save(ckpt, step)
+        for step in range(21, 24):
+            before = len(proxy.requests)
+            save(ckpt, step)
+            asked = proxy.requests[before:]
+            # The copy to a root that lags lists all, and looks at a step that retention has deleted at one of them.
+            assert len(asked) <= MOST_REQUESTS + 4, "\n".join(f"{r.method} {r.target}" for r in asked)
+        assert ckpt.steps() == list(range(4, 24))
 
 
 def test_a_new_process_asks_for_what_it_does_not_know_all_at_once(s3, bucket, proxy):

@@ -15,14 +15,13 @@ import s3fs
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers_b import MIB, PATIENCE, Call, names_below, open_run, state_at
+from helpers_b import MIB, PATIENCE, Call, as_ceph, matches, names_below, open_run, state_at
 
 from async_ckpt import StorageUnavailableError
 from async_ckpt.storage import fsspec_places, fsspec_setup, fsspec_store
 from async_ckpt.storage.fsspec_sinks import AppendingSink, MultipartSink
 from async_ckpt.storage.fsspec_store import FsspecStorage, abort_stale_uploads
 from async_ckpt.storage.local import TEMP_SUFFIX
-from async_ckpt.testing import FaultyProxy
 
 KINDS = ("memory", "local", "folder", "s3fs", "s3fs object")
 SEGMENT = 5 * MIB
@@ -307,12 +306,6 @@ def test_parts_are_what_s3_takes(num_bytes, segment_bytes, segments):
 
 
 @pytest.fixture
-def proxy(s3):
-    with FaultyProxy(s3.endpoint) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 def through(s3, bucket, proxy):
     """A bucket behind the proxy."""
     return FsspecStorage(f"s3://{bucket}/run", {**s3.options, "endpoint": proxy.endpoint})
@@ -525,18 +518,6 @@ def test_a_store_that_ignores_conditions_is_found_out_and_told_once(through, pro
     assert ignoring.hits == 1
     assert through.names("") == ["m.json", "n.json"]
     assert len([r for r in caplog.records if "create-only puts" in r.message]) == 1
-
-
-def matches(request) -> str:
-    """What the condition of a put names, as it was sent."""
-    return request.headers.get("if-match", "")
-
-
-def as_ceph(proxy):
-    """Ceph's gateway compares the e-tag with the header as it is, and so takes it without quotes alone."""
-    return proxy.answer(
-        "PreconditionFailed", kind="put_object", where=lambda request: matches(request).startswith('"')
-    )
 
 
 def test_a_store_that_takes_e_tags_without_quotes_alone_replaces_what_was_read_and_nothing_else(

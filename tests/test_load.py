@@ -608,7 +608,7 @@ def test_a_step_that_is_named_and_deleted_while_it_is_opened_is_not_committed(
 def test_a_run_whose_steps_are_deleted_for_ever_is_given_up(
     overtaken: Callable[..., Overtaking], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functional, "_TRIES", 5)
+    monkeypatch.setattr(functional, "TRIES", 5)
     storage = overtaken(times=10_000, before=True)
     with pytest.raises(StorageUnavailableError, match=r"deleted.*keep_last") as caught:
         async_ckpt.load(storage.root)

@@ -10,32 +10,18 @@ import threading
 import uuid
 
 import pytest
-from helpers_b import MIB, PATIENCE, Call, open_run, state_at, until
+from helpers_b import MIB, PATIENCE, Call, as_ceph, matches, open_run, state_at, until
 
 from async_ckpt import StorageUnavailableError
 from async_ckpt.storage import aws, object_store
 from async_ckpt.storage.object_store import ObjectStorage
-from async_ckpt.testing import FaultyProxy
 
 SEGMENT = 5 * MIB  # the smallest that is a part by itself
 
 
 @pytest.fixture
-def bucket(s3):
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
-    s3.make_bucket(name)
-    return name
-
-
-@pytest.fixture
 def store(s3, bucket):
     return ObjectStorage(f"s3://{bucket}/run", s3.options)
-
-
-@pytest.fixture
-def proxy(s3):
-    with FaultyProxy(s3.endpoint) as proxy:
-        yield proxy
 
 
 @pytest.fixture
@@ -592,18 +578,6 @@ def test_a_store_without_conditions_is_found_out_and_said_once(s3, bucket, proxy
     ]
     assert far.read("a")[0] == b"2"
     assert far.names("") == ["a"]
-
-
-def matches(request) -> str:
-    """What the condition of a put names, as it was sent."""
-    return request.headers.get("if-match", "")
-
-
-def as_ceph(proxy):
-    """Ceph's gateway compares the e-tag with the header as it is, and so takes it without quotes alone."""
-    return proxy.answer(
-        "PreconditionFailed", kind="put_object", where=lambda request: matches(request).startswith('"')
-    )
 
 
 def test_a_store_that_takes_e_tags_without_quotes_alone_replaces_what_was_read_and_nothing_else(far, proxy):

@@ -19,7 +19,7 @@ from support import forge_manifest
 
 from async_ckpt import AsyncCheckpointer, StorageUnavailableError
 from async_ckpt.commit.manifest import Manifest
-from async_ckpt.commit.retention import Retention
+from async_ckpt.commit.retention import Commits, Retention
 from async_ckpt.commit.run import Run
 from async_ckpt.storage.local import LocalStorage
 
@@ -107,7 +107,7 @@ rule_sets = st.builds(
 
 @given(runs, rule_sets, st.sets(st.integers(0, 40), max_size=4))
 def test_what_goes_is_exactly_what_the_manual_says(made, rules, protected):
-    doomed = rules.doomed(made, now=NOW, protected=protected)
+    doomed = rules.doomed(Commits(made), now=NOW, protected=protected)
 
     assert doomed == [step for step in sorted(made) if not stays(step, made, rules, protected)]
     assert max(made) not in doomed
@@ -116,10 +116,10 @@ def test_what_goes_is_exactly_what_the_manual_says(made, rules, protected):
 
 @given(runs, rule_sets, st.sets(st.integers(0, 40), max_size=4))
 def test_what_was_left_is_left_when_the_rules_are_read_again(made, rules, protected):
-    doomed = rules.doomed(made, now=NOW, protected=protected)
+    doomed = rules.doomed(Commits(made), now=NOW, protected=protected)
     left = {step: manifest for step, manifest in made.items() if step not in doomed}
 
-    assert rules.doomed(left, now=NOW, protected=protected) == []
+    assert rules.doomed(Commits(left), now=NOW, protected=protected) == []
 
 
 @given(runs, rule_sets)
@@ -128,7 +128,7 @@ def test_another_rule_keeps_more_and_never_less(made, rules):
         return
     more = Retention(rules.keep_last or 2, rules.keep_every, rules.keep_best, rules.keep_seconds)
 
-    assert set(more.doomed(made, now=NOW)) <= set(rules.doomed(made, now=NOW))
+    assert set(more.doomed(Commits(made), now=NOW)) <= set(rules.doomed(Commits(made), now=NOW))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_another_rule_keeps_more_and_never_less(made, rules):
     ],
 )  # fmt: skip
 def test_what_retention_dooms(rules, made, doomed):
-    assert rules.doomed(made, now=NOW) == doomed
+    assert rules.doomed(Commits(made), now=NOW) == doomed
 
 
 @pytest.mark.parametrize(

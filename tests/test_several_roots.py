@@ -433,8 +433,7 @@ def test_a_root_that_hangs_when_it_is_opened_is_not_asked_again_until_it_has_ans
         monkeypatch.undo()
         ckpt.save(state_at(3), step=3).result()
         ckpt.wait()
-    for root in roots:
-        assert_holds(root, 1, 2, 3)
+        assert all(run.steps() == [1, 2, 3] for run in ckpt._roots.runs)
 
 
 def test_an_archive_that_is_finished_when_nobody_waits_for_it_any_more_is_taken_back(roots, monkeypatch):

@@ -7,7 +7,6 @@ import io
 import os
 import shutil
 import tarfile
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -99,13 +98,6 @@ def trained() -> Trainee:
     one = trainee()
     train(one, 3)
     return one
-
-
-@pytest.fixture
-def bucket(s3: Server) -> str:
-    name = f"skyrl-{uuid.uuid4().hex[:12]}"
-    s3.make_bucket(name)
-    return name
 
 
 @pytest.fixture

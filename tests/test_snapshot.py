@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from helpers_b import MIB, SEGMENT, open_run, scripted, weight
+from helpers_b import MIB, PATIENCE, SEGMENT, open_run, scripted, weight
 
 import async_ckpt
+from async_ckpt import worker
 from async_ckpt.snapshot.device import dense_blocks, flat_bytes, host_pointer
 
 SIZES = [0, 1, 3, 1023, 1024, MIB // 4 - 1, MIB // 4, MIB // 4 + 1, MIB, 3 * MIB + 5]
@@ -239,3 +242,28 @@ def test_only_a_dense_host_tensor_has_an_address():
     assert host_pointer(tensor.t()) == 0
     assert host_pointer(torch.zeros(3, dtype=torch.complex64).conj()) == 0
     assert host_pointer(torch.empty(0)) == 0
+
+
+def test_a_save_for_which_the_system_has_no_thread_ends_in_its_handle_and_the_next_one_is_whole(
+    tmp_path, monkeypatch
+):
+    start = threading.Thread.start
+
+    def scarce(thread):
+        if thread.name.startswith(("async_ckpt-copy", "async_ckpt-call-")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    state = {"w": torch.ones(MIB)}
+    with open_run(tmp_path) as ckpt:
+        worker.get_worker().copiers.stop()
+        worker.get_worker().callers.stop()
+        monkeypatch.setattr(threading.Thread, "start", scarce)
+        handle = ckpt.save(state, step=1)
+        with pytest.raises(RuntimeError, match="new thread"):
+            handle.result(PATIENCE)
+        with pytest.raises(RuntimeError, match="new thread"):
+            worker.get_worker().call(lambda: None)
+        monkeypatch.undo()
+        ckpt.save(state, step=2).result()
+        assert ckpt.steps() == [2]

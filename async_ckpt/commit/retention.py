@@ -20,14 +20,59 @@ Of the rest a step stays if any of the rules that are set wants it, and all stay
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from .manifest import Manifest
 from .record import number
 
 Best = tuple[str, Literal["min", "max"], int]
+_MARKS: Final = ("rolling", "ttl_seconds")
+
+
+class Commits(dict[int, Manifest | None]):
+    """The committed steps, ascending, with their manifests; None is one that cannot be read. Not changed once it is made.
+
+    What only a few of them have is known without going through all of them: there may be thousands.
+    """
+
+    __slots__ = ("borrowers", "marked")
+
+    def __init__(self, commits: Mapping[int, Manifest | None] | None = None) -> None:
+        super().__init__(sorted((commits or {}).items()))
+        self.marked: dict[int, Manifest] = {}  # those that were perhaps not meant to last
+        self.borrowers: dict[int, Manifest] = {}  # those that have groups in archives of other steps
+        self._note(self)
+
+    def having(self, seen: Mapping[int, Manifest | None]) -> Commits:
+        """These too, or instead of those of the same steps."""
+        if seen and self and min(seen) <= next(reversed(self)):
+            return Commits({**self, **seen})
+        more = self._copy()
+        more.update(sorted(seen.items()))
+        more._note(seen)
+        return more
+
+    def without(self, steps: Iterable[int]) -> Commits:
+        less = self._copy()
+        for step in steps:
+            for those in (less, less.marked, less.borrowers):
+                those.pop(step, None)
+        return less
+
+    def _copy(self) -> Commits:
+        copy = Commits()
+        copy.update(self)
+        copy.marked, copy.borrowers = dict(self.marked), dict(self.borrowers)
+        return copy
+
+    def _note(self, commits: Mapping[int, Manifest | None]) -> None:
+        for step, made in commits.items():
+            if made is not None and not made.record.keys().isdisjoint(_MARKS):
+                self.marked[step] = made
+            if made is not None and made.elsewhere:
+                self.borrowers[step] = made
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +97,21 @@ class Retention:
                 f'("loss", "min", 3); got {self.keep_best!r}'
             )
 
-    def doomed(
-        self, commits: Mapping[int, Manifest | None], *, now: float, protected: Collection[int] = ()
-    ) -> list[int]:
-        """Steps to delete, oldest first. `commits` are the committed ones; None is a manifest that cannot be read."""
-        steps = sorted(commits)
-        lasting = _lasting(steps, commits, now)
+    def doomed(self, commits: Commits, *, now: float, protected: Collection[int] = ()) -> list[int]:
+        """Steps to delete, oldest first."""
+        steps = list(commits)
+        passing = {step for step, made in commits.marked.items() if _passes(made, now)}
+        lasting = [step for step in steps if step not in passing] if passing else steps
         kept = {*steps[-1:], *protected, *self._wanted(lasting, commits, now)}
-        return [step for step in steps if step not in kept]
+        return sorted(commits.keys() - kept)
 
-    def unheard_metric(self, commits: Mapping[int, Manifest | None]) -> str | None:
+    def unheard_metric(self, commits: Commits) -> str | None:
         """The metric of `keep_best`, if there are commits and no record has it."""
         if self.keep_best is None or not commits or _best(list(commits), commits, self.keep_best) is not None:
             return None
         return self.keep_best[0]
 
-    def _wanted(self, steps: list[int], commits: Mapping[int, Manifest | None], now: float) -> set[int]:
+    def _wanted(self, steps: list[int], commits: Commits, now: float) -> set[int]:
         if (self.keep_last, self.keep_every, self.keep_best, self.keep_seconds) == (None, None, None, None):
             return set(steps)
         wanted: set[int] = set()
@@ -83,11 +127,6 @@ class Retention:
         return wanted
 
 
-def _lasting(steps: list[int], commits: Mapping[int, Manifest | None], now: float) -> list[int]:
-    """Those that no mark in their record lets go."""
-    return [s for s in steps if not ((made := commits[s]) is not None and made.record and _passes(made, now))]
-
-
 def _passes(made: Manifest, now: float) -> bool:
     """Whether a save was not meant to last, or not for so long."""
     ttl_seconds = number(made.record.get("ttl_seconds"))
@@ -99,7 +138,7 @@ def _age(made: Manifest | None, now: float) -> float:
     return now - made.created if made is not None else 0.0
 
 
-def _best(steps: list[int], commits: Mapping[int, Manifest | None], best: Best) -> list[int] | None:
+def _best(steps: list[int], commits: Commits, best: Best) -> list[int] | None:
     """The best of these steps; None where no record of any commit has the metric."""
     metric, mode, count = best
     values = {

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from ..errors import NotCommittedError, StorageUnavailableError
 from .manifest import Manifest
+from .retention import Commits
 from .run import Run
 
 T = TypeVar("T")
@@ -49,14 +50,14 @@ class Roots:
 
     def missing(self, run: Run) -> list[tuple[int, list[Run]]]:
         """Steps that this root lacks, or holds as they were before an overwriting that it missed, and retention would
-        keep here: the newest first, with those that hold them.
+        keep here: the newest first, with those that hold them. Raises StorageUnavailableError when it is away itself.
         """
-        views = dict(self._ask(lambda run: run.view()))
+        views = dict(self._ask(Run.view, but_not_without=run))
         current = {
             step: self._current(step, {holder: views[holder][step] for holder in holders})
             for step, holders in self._without_retired(views).items()
         }
-        told = {step: _told(views[holder][step] for holder in holders) for step, holders in current.items()}
+        told = Commits({step: _told(views[h][step] for h in holders) for step, holders in current.items()})
         doomed = set(run.doomed(told))
         kept = [step for step in sorted(current, reverse=True) if step not in doomed]
         return [(step, current[step]) for step in kept if run not in current[step]]
@@ -73,7 +74,7 @@ class Roots:
         return current or list(made)
 
     def _holders(self) -> dict[int, list[Run]]:
-        return self._without_retired(dict(self._ask(lambda run: run.steps())))
+        return self._without_retired(dict(self._ask(Run.steps)))
 
     def _without_retired(self, found: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
         """The runs in which each step is committed, but for steps that a rollback took out of the run at another root."""
@@ -95,14 +96,16 @@ class Roots:
         except StorageUnavailableError:  # gone away since: then its word does not count
             return False
 
-    def _ask(self, question: Callable[[Run], T]) -> list[tuple[Run, T]]:
-        """The answers of the roots that give one; the first refusal is raised when none does."""
+    def _ask(self, question: Callable[[Run], T], but_not_without: Run | None = None) -> list[tuple[Run, T]]:
+        """The answers of the roots that give one; the first refusal is raised when none does, or when that one does not."""
         answers: list[tuple[Run, T]] = []
         errors: list[StorageUnavailableError] = []
         for run in self.runs:
             try:
                 answers.append((run, question(run)))
             except StorageUnavailableError as error:
+                if run is but_not_without:
+                    raise
                 errors.append(error)
         if errors and not answers:
             raise errors[0]

@@ -11,7 +11,8 @@ In: a storage and the naming of its steps. Out: commits that are whole or not th
 
 Every decision is made from what is on storage at that moment, so several processes may share a root. What a commit costs
 must not grow with the steps that are kept: a commit that this process has seen stays known until a listing, a rollback or
-its own retention says otherwise, and what is about to be deleted is looked at again.
+its own retention says otherwise, and what is about to be deleted is looked at again. The root is listed once for each
+save. That no other process has committed since is told by the version of the journal, which each of them replaces.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
 from ..errors import (
@@ -40,7 +42,7 @@ from . import journal, manifest
 from .manifest import INTENT, Archive, Elsewhere, Manifest, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, Tracker, folder_pattern, tracker_of
 from .record import number
-from .retention import Retention
+from .retention import Commits, Retention
 
 # A manifest that a rollback has retired: still there for whoever wants it back, no longer a commit.
 _RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
@@ -50,12 +52,14 @@ _TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp|\.async_ckpt-probe-[0-9a-f]+")
 _TRACKER_TRIES: Final = 20
 # How often a manifest that is listed, and gone when it is read, is looked for again: more often than others will replace it.
 _READ_TRIES: Final = 20
+# A writer that keeps one step deletes it with its next save: whoever reads that slowly comes too late many times.
+TRIES: Final = 100
+# Folders that are looked into for what other programs have written: those of the newest steps.
+_LOOKED_INTO: Final = 10
 # Requests to a store that are made at the same time.
 _READS_IN_FLIGHT: Final = 16
 
 _log = logging.getLogger("async_ckpt")
-
-View = dict[int, Manifest | None]
 
 
 class _Listing(NamedTuple):
@@ -63,6 +67,14 @@ class _Listing(NamedTuple):
 
     steps: list[int]
     intents: list[tuple[int, str]]
+
+    def has(self, step: int) -> bool:
+        at = bisect_left(self.steps, step)
+        return self.steps[at : at + 1] == [step]
+
+    def having(self, step: int) -> _Listing:
+        """The same with this step, whose folder may be younger."""
+        return self if self.has(step) else _Listing(sorted([*self.steps, step]), self.intents)
 
 
 class _Inside(NamedTuple):
@@ -101,14 +113,17 @@ class Run:
         self._told: list[int] | None = None  # the steps that the journal has; None: not known
         self._journal_version: str | None = None  # as it was written here last; None: not known
         self._tracks: int | None = None  # what the tracker names; None: not known
+        self._lines: dict[
+            int, bytes
+        ] = {}  # of the journal, for known commits; each is taken out in one step, by any thread
         self._lock = threading.Lock()
         # Under _lock, and read without it:
-        self._known: dict[int, Manifest] = {}  # commits that were seen
-        self._lines: dict[int, bytes] = {}  # of the journal, for known commits
+        self._known = Commits()  # that were seen, and could be read; replaced as a whole
         self._made: set[int] = set()  # steps committed here by this object: known without asking
         self._parsed: dict[str, int] = {}  # the step that a name in the root stands for; -1: none
-        self._listing: _Listing | None = None  # of the last `check`
         self._said: set[str] = set()  # warnings that are given once
+        # Replaced as a whole, by any thread:
+        self._listing: _Listing | None = None  # the last one, and what was committed or deleted here since
         self._swept = False
 
     # --- reading: changes nothing on storage ------------------------------------------------------------------
@@ -118,24 +133,23 @@ class Run:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        listing = self._list()
-        paths = {self._manifest_path(step): step for step in listing.steps}
-        found = [paths[path] for path in self.storage.existing(list(paths))]
-        gone = self._retiring(listing.intents)
-        return [step for step in found if not self._is_retired(step, gone)]
+
+        def committed(listing: _Listing) -> list[int]:
+            paths = {self._manifest_path(step): step for step in listing.steps}
+            found = [paths[path] for path in self.storage.existing(list(paths))]
+            gone = self._retiring(listing.intents)
+            return [step for step in found if not self._is_retired(step, gone)]
+
+        return self._settled(committed)
 
     def latest(self) -> int | None:
         """The newest committed step."""
-        listing = self._list()
-        while True:
-            newest = self._newest(listing.steps, self._retiring(listing.intents))
-            if listing.steps[-1:] in ([], [newest]):
-                return newest
-            # A step above it may have been deleted since it was listed, by a writer that has committed a newer one.
-            again = self._list()
-            if again == listing:
-                return newest
-            listing = again
+
+        def newest(listing: _Listing) -> list[int]:
+            found = self._newest(listing.steps, self._retiring(listing.intents))
+            return [] if found is None else [found]
+
+        return next(iter(self._settled(newest)), None)
 
     def manifest(self, step: int) -> Manifest:
         """Raises NotCommittedError when there is none."""
@@ -148,14 +162,14 @@ class Run:
     def archive_path(self, step: int, archive: Archive) -> str:
         return f"{self.folder(step)}/{archive.name}"
 
-    def view(self) -> View:
+    def view(self) -> Commits:
         """The committed steps with their manifests, ascending; None for one that is damaged. Known ones are not read again."""
         return self._view(self._list())
 
     def written_by_others(self) -> str | None:
         """What looks like a run here though nothing is committed: folders of steps, or a tracker, of another program."""
         folders = []
-        for step in reversed(self._list().steps):
+        for step in self._list().steps[: -_LOOKED_INTO - 1 : -1]:
             names = self.storage.names(self.folder(step))
             if any(not (_ARCHIVE.fullmatch(n) or _TEMP.fullmatch(n) or _RETIRED.fullmatch(n)) for n in names):
                 folders.append(self.folder(step))
@@ -176,8 +190,6 @@ class Run:
     def check(self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool) -> None:
         """Refuse a step that could not be committed: StepExistsError, StepBehindError."""
         listing = self._list()
-        with self._lock:
-            self._listing = listing
         gone = self._retiring(listing.intents)
         steps = listing.steps
         above = bisect_right(steps, step)
@@ -234,13 +246,13 @@ class Run:
         With `retire`, the newer steps leave the run by the same manifest.
         Raises StepExistsError when another writer was faster; its commit stands.
         """
-        listing = self._listing
-        is_behind = listing is not None and listing.steps[-1:] > [step]
-        if listing is None or listing.intents or (retire and is_behind) or replaces is not None:
+        listing = self._listing or self._list()
+        is_behind = bool(listing.steps) and listing.steps[-1] > step
+        if listing.intents or (retire and is_behind) or replaces is not None:
             listing = self._list()
             # An earlier rollback counts while its manifest stands, which this commit may end: finish it first.
             self._clean(listing.intents)
-        newer = self._look_up([s for s in listing.steps if s > step]) if retire else {}
+        newer = self._look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
         retires = tuple(Retired(s, found.attempt if found else "") for s, found in sorted(newer.items()))
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
@@ -266,10 +278,10 @@ class Run:
         self._note({step: made})
         self._forget(newer)
         with self._lock:
-            self._made = (self._made | {step}) - newer.keys()
-            # Its folder may be younger than the listing.
-            steps = listing.steps if step in listing.steps else sorted([*listing.steps, step])
-            self._listing = None if newer or listing.intents else _Listing(steps, [])
+            self._made.add(step)
+            self._made -= newer.keys()
+        self._listing = None if newer or listing.intents else (self._listing or listing).having(step)
+        self._parsed[self.folder(step)] = step
         return made
 
     def adopt(self, made: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
@@ -283,6 +295,7 @@ class Run:
         except FileExistsError as error:
             raise _exists(made.step) from error
         self._note({made.step: made})
+        self._listing = None
         self._delete_replaced(made.step, replaces[0] if replaces else None)
 
     def committed(self, step: int) -> Manifest | None:
@@ -300,7 +313,7 @@ class Run:
                     attempts.add(manifest.parse(data, path=f"{folder}/{name}").attempt)
                 except (CheckpointError, FileNotFoundError):
                     continue
-        gone = self._retiring(self._list().intents).get(step)
+        gone = self._retiring((self._listing or self._list()).intents).get(step)
         return attempts | {gone} if gone else attempts
 
     def discard(self, step: int, attempt: str) -> None:
@@ -319,7 +332,7 @@ class Run:
 
     def retain(self, step: int, *, replaced: Manifest | None, in_flight: Collection[int]) -> list[int]:
         """Delete what `overwrite` and retention leave behind; the manifest goes first. Returns the deleted steps, ascending."""
-        listing = self._list()
+        listing = self._listing or self._list()
         self._clean(listing.intents)
         view = self._view(listing)
         self._delete_replaced(step, replaced)
@@ -331,9 +344,10 @@ class Run:
             self._forget(doomed)
             view = self._view(listing)
             doomed = [old for old in self.doomed(view, protected=protected) if old in inside]
+        self._listing = None
         for old in reversed(doomed):  # a step may borrow from older ones, which go after it
             self._delete(old, inside[old])
-            del view[old]
+        view = view.without(doomed)
         with self._announcing:
             if self._told != list(view):  # what another process has done since, too
                 self._journal_version = None
@@ -341,12 +355,12 @@ class Run:
         self._say_what_best_lacks(view)
         return doomed
 
-    def doomed(self, commits: Mapping[int, Manifest | None], *, protected: Collection[int] = ()) -> list[int]:
+    def doomed(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
         """The steps that retention does not keep at this hour, and that no step which it keeps has borrowed from."""
         doomed = self.retention.doomed(commits, now=self._clock(), protected=protected)
         while doomed:
             gone = set(doomed)
-            kept = (made for step, made in commits.items() if made is not None and step not in gone)
+            kept = (made for step, made in commits.borrowers.items() if step not in gone)
             needed = {borrowed.step for made in kept for borrowed in made.elsewhere}
             if needed.isdisjoint(gone):
                 break
@@ -398,16 +412,21 @@ class Run:
         """
         with self._announcing:
             listing = self._listing if step is not None else None
-            listing = listing or self._list()
+            if listing is None or not (step is None or listing.has(step)):
+                listing = self._list()
+            self._listing = None  # until it is known that nobody else has been here
             self._clean(listing.intents)
             view = self._view(listing, tolerant=True)
             refusal: StorageUnavailableError | None = None
             if self._tracker is not None and view:
                 try:
-                    self._track(self._tracker, max(view))
+                    self._track(self._tracker, next(reversed(view)))
                 except StorageUnavailableError as error:
                     refusal = error
-            if not self._write_journal(self._spared(view, step, in_flight)):
+            was_known = self._journal_version is not None
+            if self._write_journal(self._spared(view, step, in_flight)):
+                self._listing = listing if was_known and not listing.intents else None
+            else:
                 # Another process has been here, and may have overwritten, or taken out of the run, what is known.
                 self._forget(self._known)
                 view = self._view(self._list(), tolerant=True)
@@ -422,43 +441,65 @@ class Run:
 
     def _list(self) -> _Listing:
         """List the root: one request. What was seen before is not parsed again: there may be thousands of steps."""
-        parsed, intents = self._parsed, []
         names = self.storage.names("")
-        steps = list(map(parsed.get, names))
-        if None in steps:
-            for name in [name for name in names if name not in parsed]:
-                if intent := INTENT.fullmatch(name):
-                    intents.append((int(intent[1]), intent[2]))
-                match = self._step_pattern.fullmatch(name)
-                parsed[name] = int(match[1]) if match and self.folder(int(match[1])) == name else -1
-            steps = list(map(parsed.get, names))
-            for step, attempt in intents:  # they come and go, and are of interest each time
-                del parsed[intent_name(step, attempt)]
-        return _Listing(sorted(step for step in steps if step is not None and step >= 0), intents)
+        intents: list[tuple[int, str]] = []
+        try:
+            steps = list(map(self._parsed.__getitem__, names))
+        except KeyError:
+            steps = [self._parse(name, intents) for name in names]
+        if len(self._parsed) > 2 * len(names) + 100:  # most of these were deleted since
+            self._parsed = {}
+        steps.sort()
+        listing = self._listing = _Listing(steps[bisect_left(steps, 0) :], intents)
+        return listing
 
-    def _view(self, listing: _Listing, *, tolerant: bool = False) -> View:
+    def _parse(self, name: str, intents: list[tuple[int, str]]) -> int:
+        """The step that a name in the root stands for, or -1. An intent goes to `intents`."""
+        step = self._parsed.get(name)
+        if step is not None:
+            return step
+        if intent := INTENT.fullmatch(name):  # they come and go, and are of interest each time
+            intents.append((int(intent[1]), intent[2]))
+            return -1
+        match = self._step_pattern.fullmatch(name)
+        step = int(match[1]) if match and self.folder(int(match[1])) == name else -1
+        self._parsed[name] = step
+        return step
+
+    def _settled(self, look: Callable[[_Listing], list[int]]) -> list[int]:
+        """What `look` finds, ascending, in a listing, or in the next one: what is listed and not committed may have been
+        deleted since, by a writer that has committed something newer.
+        """
+        listing = self._list()
+        for _ in range(TRIES):
+            found = look(listing)
+            if found[-1:] == listing.steps[-1:]:
+                return found
+            before, listing = listing, self._list()
+            if listing == before:
+                return found
+        raise overtaken(self.storage.locate(""))
+
+    def _view(self, listing: _Listing, *, tolerant: bool = False) -> Commits:
         """The commits of a listing, ascending. `tolerant`: one that cannot be read now is left out."""
         gone = self._retiring(listing.intents)
         self._forget(gone)
         known = self._known
         if list(known) == listing.steps:
-            return dict(known)
+            return known
         found = self._look_up([step for step in listing.steps if step not in known], tolerant=tolerant)
         found = {step: made for step, made in found.items() if not _is_out(step, made, gone)}
         self._note({step: made for step, made in found.items() if made is not None})
+        self._forget(self._known.keys() - {*listing.steps})
         known = self._known
-        self._forget(known.keys() - {*listing.steps})
-        known = self._known
-        return {s: known.get(s) for s in listing.steps if s in known or s in found}
+        return Commits({s: known.get(s) for s in listing.steps if s in known or s in found})
 
     def _note(self, seen: Mapping[int, Manifest]) -> None:
         """These are committed."""
         if not seen:
             return
         with self._lock:
-            in_order = not self._known or min(seen) > next(reversed(self._known))
-            known = {**self._known, **seen}
-            self._known = known if in_order else dict(sorted(known.items()))
+            self._known = self._known.having(seen)
             for step in seen:
                 self._lines.pop(step, None)
 
@@ -467,15 +508,13 @@ class Run:
         gone = {*steps}
         if gone:
             with self._lock:
-                known = dict(self._known)  # others read the old one meanwhile
+                self._known = self._known.without(gone)
                 for step in gone:
-                    known.pop(step, None)
                     self._lines.pop(step, None)
-                self._known = known
 
-    def _look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> View:
+    def _look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> dict[int, Manifest | None]:
         """Read the manifests of those steps that are committed, in parallel where reading is slow; None for a damaged one."""
-        found: View = {}
+        found: dict[int, Manifest | None] = {}
 
         def look(step: int) -> None:
             try:
@@ -578,10 +617,10 @@ class Run:
         else:
             self.storage.replace(path, made.dump(), version=replaces[1])
 
-    def _protected(self, step: int, view: View, in_flight: Collection[int]) -> set[int]:
+    def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
         """What retention does not touch after the commit of a step, whatever its rules say."""
-        steps = list(view)
-        protected = {*in_flight, *steps[bisect_left(steps, step) :]}
+        newer = takewhile(lambda later: later >= step, reversed(view))
+        protected = {*in_flight, *newer}
         if self._tracker is not None:
             tracked = self._tracks
             if tracked is None:
@@ -595,8 +634,8 @@ class Run:
 
     def _borrowed(self, step: int) -> set[str]:
         """Archives of a step that later ones have borrowed from, also if the step itself names another by now."""
-        made = (made for later, made in self.view().items() if later > step)
-        return {b.archive.name for m in made if m is not None for b in m.elsewhere if b.step == step}
+        made = (made for later, made in self.view().borrowers.items() if later > step)
+        return {borrowed.archive.name for m in made for borrowed in m.elsewhere if borrowed.step == step}
 
     def _delete_replaced(self, step: int, replaced: Manifest | None) -> None:
         """What `overwrite` leaves behind."""
@@ -665,35 +704,30 @@ class Run:
             dead = [name for name in dead if name not in named]
         for name in dead:
             self.storage.delete(f"{folder}/{name}")
-        if step is not None and len(temps) == len(
-            names
-        ):  # a writer was killed before it had written anything, or had ended
+        if step is not None and len(temps) == len(names):
+            # A writer was killed before it had written anything, or had ended.
             self.storage.remove_if_empty(folder)
         swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
 
     # --- tracker and journal ----------------------------------------------------------------------------------
 
-    def _spared(self, view: View, step: int | None, in_flight: Collection[int]) -> View:
+    def _spared(self, view: Commits, step: int | None, in_flight: Collection[int]) -> Commits:
         """What the retention that follows the commit of a step is going to leave."""
         if step is None:
             return view
-        doomed = set(self.doomed(view, protected=self._protected(step, view, in_flight)))
-        return {s: made for s, made in view.items() if s not in doomed}
+        return view.without(self.doomed(view, protected=self._protected(step, view, in_flight)))
 
-    def _write_journal(self, view: View) -> bool:
+    def _write_journal(self, view: Commits) -> bool:
         """One line for each step; only those of new commits are made anew. Under _announcing.
 
         False when somebody else has written it since it was written here: every process does so with each commit.
         """
-        made_anew = {}
-        for step in view.keys() - self._lines.keys():
+        lines = self._lines
+        for step in view.keys() - lines.keys():
             made = view[step]
             if made is not None:
-                path = self.archive_path(step, made.archives[0])
-                made_anew[step] = journal.dump([(path, made)])
-        with self._lock:
-            lines = self._lines = self._lines | made_anew
-        data = b"".join([lines[s] for s in view if s in lines])
+                lines[step] = journal.dump([(self.archive_path(step, made.archives[0]), made)])
+        data = b"".join(filter(None, map(lines.get, view)))
         version, self._journal_version, self._told = self._journal_version, None, None
         try:
             self._journal_version = self.storage.replace(journal.NAME, data, version=version)
@@ -741,7 +775,9 @@ class Run:
 
     # --- what is said once ------------------------------------------------------------------------------------
 
-    def _say_what_best_lacks(self, view: View) -> None:
+    def _say_what_best_lacks(self, view: Commits) -> None:
+        if "best" in self._said:
+            return
         metric = self.retention.unheard_metric(view)
         if metric is not None:
             numbers = {
@@ -771,6 +807,15 @@ class Run:
 def _is_out(step: int, made: Manifest | None, gone: Mapping[int, str]) -> bool:
     """Whether a rollback took this very commit of the step out of the run; one that is damaged is what was there."""
     return step in gone and (made is None or made.attempt == gone[step])
+
+
+def overtaken(where: str) -> StorageUnavailableError:
+    """What to raise when something newer has come each of `TRIES` times."""
+    return StorageUnavailableError(
+        f"{where}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep more "
+        "of them (keep_last)",
+        path=where,
+    )
 
 
 def _exists(step: int) -> StepExistsError:

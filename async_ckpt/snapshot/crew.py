@@ -36,7 +36,8 @@ _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 class Submits(Protocol):
     """What takes tasks for threads of this library."""
 
-    def submit(self, task: Task) -> None: ...
+    def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
+        """`refused` is told when the system has no thread left for the task; without it, that is raised."""
 
 
 class LibraryThread(threading.Thread):
@@ -63,10 +64,10 @@ class Crew:
         self._pid = os.getpid()
         _crews.add(self)
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
         """Run `task` on a thread of the crew, after the tasks submitted before it were begun.
 
-        Raises RuntimeError, and forgets the task, when the system has no thread left for it.
+        When the system has no thread left for it the task is forgotten, and `refused` told; without it, raises RuntimeError.
         """
         with self._lock:
             self._num_waiting += 1
@@ -77,11 +78,14 @@ class Crew:
         if start:
             try:
                 LibraryThread(target=self._run, name=f"async_ckpt-{self.name}-{number}", daemon=False).start()
-            except RuntimeError:
+            except RuntimeError as error:
                 with self._lock:
                     self._num_threads -= 1
                     self._num_waiting -= 1
-                raise
+                if refused is None:
+                    raise
+                refused(error)
+                return
         self._tasks.put(task)
 
     def _run(self) -> None:

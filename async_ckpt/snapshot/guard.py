@@ -33,20 +33,13 @@ class Held(Protocol):
 class Gate:
     """The pre-step hook of one optimizer. It is registered once and stays: coming and going defeats `torch.compile`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        # Weak, since the optimizer's hooks have this gate.
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+    def __init__(self) -> None:
         # Changed and copied in one step each, without a lock: a step that is interrupted must not be while it holds one.
         self._pending: set[Held] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         """Of a copied optimizer: the copy is for saving, and never steps."""
         return Gate()
-
-    def owned(self) -> dict[int, torch.Tensor]:
-        """The large tensors that its optimizer alone changes, by their addresses."""
-        optimizer = None if self._optimizer is None else self._optimizer()
-        return {} if optimizer is None else _owned(optimizer)
 
     def close(self, snapshot: Held) -> None:
         self._pending.add(snapshot)
@@ -65,7 +58,7 @@ _gates: weakref.WeakKeyDictionary[torch.optim.Optimizer, Gate] = weakref.WeakKey
 def gate_of(optimizer: torch.optim.Optimizer) -> Gate:
     gate = _gates.get(optimizer)
     if gate is None:
-        gate = Gate(optimizer)
+        gate = Gate()
         optimizer.register_step_pre_hook(gate._before_step)
         _gates[optimizer] = gate  # last: a gate that is known is hung
     return gate
@@ -105,39 +98,33 @@ def _innermost(given: Any) -> torch.optim.Optimizer | None:
 
 def deferrable(
     optimizers: Optimizers, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
-) -> frozenset[int]:
-    """Which tensors may be copied after `save` has returned: large, dense ones in an optimizer's params and state.
+) -> dict[int, torch.Tensor]:
+    """Which tensors may be copied after `save` has returned: large, dense ones in an optimizer's params and state. By the
+    number of each, the optimizer's own tensor of this memory, which may be another object.
 
     None while a stream is being captured into a graph, nor of an optimizer with `capturable` groups: replaying a
     graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never deferred.
     """
     if not optimizers or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        return frozenset()
-    guarded: dict[int, int] = {}  # how many bytes from an address on
+        return {}
+    guarded: dict[int, torch.Tensor] = {}  # by address; of those that begin at the same one, the largest
     for optimizer in optimizers:
         if not any(group.get("capturable") for group in optimizer.param_groups):
-            for at, tensor in _owned(optimizer).items():
-                guarded[at] = max(_num_bytes(tensor), guarded.get(at, 0))
-    return frozenset(
-        i
+            for tensor in _params_and_state(optimizer):
+                if _num_bytes(tensor) >= DEFERRED_BYTES and tensor.is_contiguous():
+                    other = guarded.setdefault(tensor.data_ptr(), tensor)
+                    if _num_bytes(tensor) > _num_bytes(other):
+                        guarded[tensor.data_ptr()] = tensor
+    return {
+        i: owner
         for i, (spec, tensor) in enumerate(zip(specs, tensors, strict=True))
         if spec.num_bytes >= DEFERRED_BYTES
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
         # What only begins like a parameter, such as a flat buffer of which it is the first, holds more than that.
-        and spec.num_bytes <= guarded.get(tensor.data_ptr(), 0)
-    )
-
-
-def _owned(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
-    """The large, dense tensors that an optimizer alone changes; of those that begin at one address, the largest."""
-    found: dict[int, torch.Tensor] = {}
-    for tensor in _params_and_state(optimizer):
-        if _num_bytes(tensor) >= DEFERRED_BYTES and tensor.is_contiguous():
-            other = found.setdefault(tensor.data_ptr(), tensor)
-            if _num_bytes(tensor) > _num_bytes(other):
-                found[tensor.data_ptr()] = tensor
-    return found
+        and (owner := guarded.get(tensor.data_ptr())) is not None
+        and spec.num_bytes <= _num_bytes(owner)
+    }
 
 
 def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

@@ -243,7 +243,7 @@ class HostCopy:
         specs = [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts]
         sources = [part.tensor for part in parts]
         known = deferrable(optimizers, specs, sources)
-        deferred = frozenset(i for i in known if parts[i].whole)
+        deferred = {i: owner for i, owner in known.items() if parts[i].whole}
         pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
         pool: Any = _Slices(self._buffer, self.num_bytes)
         return Snapshot(

@@ -67,7 +67,7 @@ class Snapshot(Held):
         segments: Sequence[SegmentPlan],
         *,
         order: int,
-        deferred: frozenset[int],
+        deferred: Mapping[int, torch.Tensor],
         gates: Sequence[Gate],
         num_tail: int,
         pool: SegmentPool,
@@ -90,7 +90,7 @@ class Snapshot(Held):
         may_hold = min(pool.max_segments // 2, pool.max_segments - num_tail - 1)
         # `frozen` tensors change no more, and have their bytes `after` another copy has ended.
         self._frozen, self._after = frozen, after
-        self._now, self._later = _split(segments, deferred | frozen, may_hold)
+        self._now, self._later = _split(segments, frozen.union(deferred), may_hold)
         # Set up by `_look_at_tensors`, then only read, by all copying threads.
         self._pointers = [0] * len(tensors)
         self._dense = [False] * len(tensors)
@@ -125,10 +125,9 @@ class Snapshot(Held):
             for device in self._devices.values():
                 device.follow_training()
             if self._devices:
-                self._crew.submit(self._pass_on_enqueued)
+                self._crew.submit(self._pass_on_enqueued, refused=self._end)
             if self._deferred:
-                owners = {at: tensor for gate in self._gates for at, tensor in gate.owned().items()}
-                self._tripwires = _Tripwires(self._aliases, self._tensors, owners, self._devices)
+                self._tripwires = _Tripwires(self._aliases, self._tensors, self._deferred, self._devices)
             if self._now or not self._later:
                 self._fill_now()
             for device in self._devices.values():
@@ -136,12 +135,11 @@ class Snapshot(Held):
             if self._later:
                 for gate in self._gates:
                     gate.close(self)
-                self._crew.submit(self._fill_later)
+                self._crew.submit(self._fill_later, refused=self._end)
         except Exception as error:
             self._end(error)
-        except (
-            BaseException
-        ) as error:  # a task of asyncio must not end in one of these: it would end the loop
+        except BaseException as error:
+            # A task of asyncio must not end in one of these: it would end the loop.
             self.give_up(interrupted(error))
             raise
 
@@ -159,7 +157,7 @@ class Snapshot(Held):
             else:
                 outcome.put(None)
 
-        self._crew.submit(fill)
+        self._crew.submit(fill, refused=outcome.put)
         while True:
             try:
                 error = outcome.get(timeout=LIVENESS_SECONDS)
@@ -218,7 +216,7 @@ class Snapshot(Held):
         )
 
     def _num_helpers(self) -> int:
-        """Threads worth having beside the caller's: none to enqueue device copies, which is one thread's work."""
+        """Threads worth having beside the first: none to enqueue device copies, which is one thread's work."""
         if self._devices:
             on_host = sum(
                 s.num_bytes for s, pointer in zip(self._specs, self._pointers, strict=True) if pointer
@@ -236,7 +234,8 @@ class Snapshot(Held):
         """
         todo = deque(jobs)
         for _ in range(min(num_helpers, len(jobs) - 1)):
-            self._crew.submit(lambda: self._copy(todo, late))
+            # Without it, this thread copies more.
+            self._crew.submit(lambda: self._copy(todo, late), refused=lambda _: None)
         self._copy(todo, late)
         with self._changed:
             while self._num_filling:
@@ -416,7 +415,7 @@ class Snapshot(Held):
             gate.open(self)
         self._now, self._later, self._tensors, self._alive, self._tripwires = [], [], [], [], None
         self._specs, self._pointers, self._dense = [], [], []  # a handle may be kept for long
-        self._aliases = {}
+        self._aliases, self._deferred = {}, {}
         self.stage_seconds = self._clock() - self._begun
         if error is None:
             self.completion.set_result(None)
@@ -425,7 +424,7 @@ class Snapshot(Held):
 
     def __repr__(self) -> str:
         state = "staged" if self.completion.done() else "held" if self._held_since else "staging"
-        return f"<Snapshot {self._order} {state}, {len(self._deferred)} tensors deferred>"
+        return f"<Snapshot {self._order} {state}>"
 
 
 def interrupted(cause: BaseException) -> SaveAbandonedError:
@@ -490,10 +489,7 @@ class _Tripwires:
         devices: dict[torch.device, Device],
     ) -> None:
         self._devices = devices
-        self._watched = [
-            _Watched(i, alias, tensors[i], owners.get(alias.address, tensors[i]))
-            for i, alias in aliases.items()
-        ]
+        self._watched = [_Watched(i, alias, tensors[i], owners[i]) for i, alias in aliases.items()]
         self._on: dict[torch.device, list[_Watched]] = {}
         for watched in self._watched:
             self._on.setdefault(watched.alias.device, []).append(watched)
