@@ -8,8 +8,23 @@ with async_ckpt.AsyncCheckpointer("runs/a", keep_last=3, guard=optimizer) as ckp
     ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=100)
 """
 
+from .around.export import export_hf
+from .around.files import (
+    download_directory,
+    exists,
+    isdir,
+    list_dir,
+    local_read_dir,
+    local_read_files,
+    local_work_dir,
+    open_file,
+    remove,
+    upload_directory,
+)
+from .around.pack import pack, pack_folder
+from .around.unpack import extract, unpack
+from .around.wrap import wrap
 from .checkpointer import AsyncCheckpointer
-from .commit.naming import Tracker
 from .errors import (
     CheckpointError,
     ClosedError,
@@ -31,27 +46,12 @@ from .errors import (
     UnsupportedStateError,
     UntrustedObjectError,
 )
-from .export import export_hf
-from .functional import load, release, save
-from .handle import SaveHandle
-from .pack import pack, pack_folder
-from .paths import (
-    download_directory,
-    exists,
-    isdir,
-    list_dir,
-    local_read_dir,
-    local_read_files,
-    local_work_dir,
-    open_file,
-    remove,
-    upload_directory,
-)
+from .oneoff import load, release, save
 from .report import Destination, Progress, SaveReport
+from .runs.naming import Tracker
+from .saving.handle import SaveHandle
 from .state.rng import RngState
 from .storage.compressed import Zstd
-from .unpack import extract, unpack
-from .wrap import wrap
 
 __version__ = "0.1.0"
 

@@ -17,14 +17,6 @@ from typing import Any, Literal, Self
 
 import torch
 
-from .admission import OnOverlap
-from .catch_up import catch_up
-from .commit.manifest import Archive, Elsewhere, Manifest
-from .commit.naming import STEP_FORMAT, TRACKER, Tracker
-from .commit.record import plain_record
-from .commit.retention import Best, Retention
-from .commit.roots import Roots
-from .commit.run import Run
 from .errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -32,22 +24,31 @@ from .errors import (
     StorageUnavailableError,
     UnsupportedStateError,
 )
-from .functional import from_newest, from_step, host_copy_of, state_of
-from .handle import SaveHandle
-from .load import Part, Verify, check_verify
-from .policy import MARGIN_SECONDS, Deadline, SavePolicy
-from .restore import is_looked_into, restore_state
-from .save import CommitRule
-from .saver import Saver
-from .snapshot.guard import unwrapped
+from .loading.catch_up import catch_up
+from .loading.find import from_newest, from_step
+from .loading.load import Verify, check_verify, state_of
+from .loading.open import Part
+from .loading.restore import is_looked_into, restore_state
+from .runs.manifest import Archive, Elsewhere, Manifest
+from .runs.naming import STEP_FORMAT, TRACKER, Tracker
+from .runs.record import plain_record
+from .runs.retention import Best, Retention
+from .runs.roots import Roots
+from .runs.run import Run
+from .saving.admission import OnOverlap
+from .saving.borrowed import Attempt, UnchangedGroups, driver_of
+from .saving.handle import SaveHandle, host_copy_of
+from .saving.policy import MARGIN_SECONDS, Deadline, SavePolicy
+from .saving.saver import Saver
+from .saving.story import CommitRule
+from .saving.worker import get_worker
 from .spans import wall_time
 from .spec import BLOCK_BYTES, align_up
+from .staging.guard import unwrapped
 from .state.tree import Select
 from .storage.base import Sink, Storage
 from .storage.local import LocalStorage
-from .storage.url import Engine, Where, storage_at
-from .unchanged import Attempt, UnchangedGroups, driver_of
-from .worker import get_worker
+from .storage.place import Engine, Where, storage_at
 
 _UNSET: Any = object()
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from async_ckpt import AsyncCheckpointer
-from async_ckpt.snapshot.host import free_memory_bytes
+from async_ckpt.host.limits import free_memory_bytes
 
 from .figures import Saves
 from .limits import SEGMENT_BYTES

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers_b import PATIENCE, Gate
 
-from async_ckpt import worker
+from async_ckpt.saving import worker
 from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
 from async_ckpt.testing.servers import Server
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_ckpt.commit import manifest
 from async_ckpt.format import digests, index, tar
+from async_ckpt.runs import manifest
 from async_ckpt.spec import BLOCK_BYTES, MIB, PAGE_BYTES, align_up
 
 

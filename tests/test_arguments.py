@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from async_ckpt import UnsupportedStateError
-from async_ckpt.state.arguments import closed_over, copied, tensors_in
+from async_ckpt.around.arguments import closed_over, copied, tensors_in
 
 
 @dataclasses.dataclass

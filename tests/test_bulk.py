@@ -12,9 +12,9 @@ import pytest
 from async_ckpt.errors import CorruptCheckpointError, StorageUnavailableError
 from async_ckpt.spec import MIB
 from async_ckpt.storage.bulk import Parcel, copy, delete
-from async_ckpt.storage.fsspec_store import FsspecStorage
+from async_ckpt.storage.fsspec.store import FsspecStorage
 from async_ckpt.storage.local import LocalStorage
-from async_ckpt.storage.object_store import ObjectStorage
+from async_ckpt.storage.s3.store import ObjectStorage
 
 SEGMENT = 8 * MIB
 NUM_SEGMENTS = 16

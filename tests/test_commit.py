@@ -36,9 +36,9 @@ from async_ckpt import (
     StepExistsError,
     StorageUnavailableError,
 )
-from async_ckpt.commit import journal, manifest
-from async_ckpt.commit.retention import Retention
-from async_ckpt.commit.run import Run
+from async_ckpt.runs import journal, manifest
+from async_ckpt.runs.retention import Retention
+from async_ckpt.runs.run import Run
 from async_ckpt.storage.local import LocalStorage
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")

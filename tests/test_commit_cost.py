@@ -7,7 +7,7 @@ import torch
 from helpers_b import assert_is_state, open_run, scripted, state_at
 
 from async_ckpt import AsyncCheckpointer
-from async_ckpt.commit.manifest import Archive, Manifest
+from async_ckpt.runs.manifest import Archive, Manifest
 
 # Beside one page of a listing for every thousand folders. An upload in parts asks for each of these, too.
 MOST_REQUESTS = 12

@@ -37,11 +37,11 @@ from async_ckpt import (
     unpack,
 )
 from async_ckpt.format.zstd import FOOTER_BYTES, Frame, begins, dump, parse, table_bytes
-from async_ckpt.snapshot.pool import Lease, SegmentPool
+from async_ckpt.host.pool import Lease, SegmentPool
 from async_ckpt.storage.append import Appender
 from async_ckpt.storage.compressed import ZstdReader, ZstdSink, compressing
 from async_ckpt.storage.local import LocalStorage
-from async_ckpt.storage.url import storage_at
+from async_ckpt.storage.place import storage_at
 
 zstandard = pytest.importorskip("zstandard")
 BLOCK = 4 * MIB
@@ -249,7 +249,8 @@ def test_without_the_package_it_is_said_what_to_install(tmp_path, monkeypatch):
 def test_a_guarded_save_through_a_pool_that_is_too_small_for_it_ends(tmp_path, monkeypatch):
     """What is held until its turn must not keep memory from what comes before it."""
     monkeypatch.setattr(
-        "async_ckpt.functional._saver", async_ckpt.saver.Saver(host_bytes=16 * MIB, segment_bytes=BLOCK)
+        "async_ckpt.saving.default._one_off_saver",
+        async_ckpt.saving.saver.Saver(host_bytes=16 * MIB, segment_bytes=BLOCK),
     )
     parameters = [torch.nn.Parameter(torch.randn(MIB)) for _ in range(12)]
     optimizer = torch.optim.SGD(parameters)

@@ -54,8 +54,8 @@ from async_ckpt import (
     UntrustedObjectError,
 )
 from async_ckpt.format import digests, index, tar
-from async_ckpt.functional import from_path
-from async_ckpt.restore import restore_state
+from async_ckpt.loading.find import from_path
+from async_ckpt.loading.restore import restore_state
 from async_ckpt.spec import MIB
 
 

@@ -3,8 +3,8 @@
 import threading
 
 from async_ckpt.format.layout import TensorPlan, lay_out
-from async_ckpt.save import Drain
-from async_ckpt.snapshot.pool import Lease, SegmentPool
+from async_ckpt.host.pool import Lease, SegmentPool
+from async_ckpt.saving.drain import Drain
 from async_ckpt.spec import MIB, TensorSpec
 
 SEGMENT_BYTES = 4 * MIB

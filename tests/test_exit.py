@@ -11,7 +11,7 @@ import pytest
 from helpers_b import Nursery, assert_is_state, leftovers, names_below, open_run
 
 import async_ckpt
-from async_ckpt import worker
+from async_ckpt.saving import worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
 
@@ -28,7 +28,7 @@ HEAD = """
 import atexit, errno, os, signal, sys, threading
 import torch
 import async_ckpt
-import async_ckpt.saver, async_ckpt.worker
+import async_ckpt.saving.saver, async_ckpt.saving.worker
 from async_ckpt import AsyncCheckpointer
 from async_ckpt.storage.local import LocalSink
 from helpers_b import hold_writes, open_run, state_at
@@ -50,7 +50,7 @@ def fail_writes():
 def slow_disk():
     # Writes end once the saves have been given up, as those of a real disk would some time.
     go = hold_writes()
-    real_wait, real_abandon = async_ckpt.worker.wait_for, async_ckpt.worker.abandon
+    real_wait, real_abandon = async_ckpt.saving.worker.wait_for, async_ckpt.saving.worker.abandon
 
     def wait_for(future, timeout=None):
         if told:
@@ -64,8 +64,8 @@ def slow_disk():
         return real_abandon(pending, why)
 
     told = []
-    async_ckpt.worker.wait_for = async_ckpt.saver.wait_for = wait_for
-    async_ckpt.worker.abandon = async_ckpt.saver.abandon = abandon
+    async_ckpt.saving.worker.wait_for = async_ckpt.saving.saver.wait_for = wait_for
+    async_ckpt.saving.worker.abandon = async_ckpt.saving.saver.abandon = abandon
     return go
 """
 
@@ -319,7 +319,7 @@ def test_ctrl_c_during_a_save_call_leaves_a_checkpointer_that_can_be_left(tmp_pa
 def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_ctrl_c(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.worker._ABANDON_SECONDS = 0.1
+    async_ckpt.saving.worker._ABANDON_SECONDS = 0.1
     ckpt = open_run(root)
     ckpt.save(state_at(1, 5), step=1).result()
     slow_disk()
@@ -337,7 +337,7 @@ def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_c
 def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.worker._LEAST_ABANDON_SECONDS = 10.0  # for any machine
+    async_ckpt.saving.worker._LEAST_ABANDON_SECONDS = 10.0  # for any machine
     ckpt = open_run(root, exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1).result()
     slow_disk()
@@ -357,7 +357,7 @@ def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery)
 
 # `hang` lets one call at the second root read from a pipe that nobody writes to.
 HANGING = """
-save_story = sys.modules["async_ckpt.save"]
+from async_ckpt.saving import story as save_story
 near, far = root + "/near", root + "/far"
 os.makedirs(root)
 os.mkfifo(root + "/pipe")
@@ -417,7 +417,7 @@ def test_a_save_whose_root_does_not_open_is_given_up_after_the_exit_timeout(tmp_
     root = tmp_path / "run"
     body = f"""
     {HANG_OPEN}
-    async_ckpt.worker._LEAST_ABANDON_SECONDS = 5.0  # that the other root is cleaned up in, on any machine
+    async_ckpt.saving.worker._LEAST_ABANDON_SECONDS = 5.0  # that the other root is cleaned up in, on any machine
     ckpt = open_run({roots}, commit="any", exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1)
     """
@@ -462,7 +462,7 @@ def test_a_call_that_a_failed_save_has_left_behind_keeps_no_process(tmp_path, nu
 def test_the_grace_for_a_write_that_does_not_return_is_small_against_the_exit_timeout(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.worker._ABANDON_SECONDS = 1000.0  # longer than this test waits
+    async_ckpt.saving.worker._ABANDON_SECONDS = 1000.0  # longer than this test waits
     ckpt = open_run(root, exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1).result()
     hold_writes()
@@ -478,7 +478,7 @@ def test_the_grace_for_a_write_that_does_not_return_is_small_against_the_exit_ti
 
 def test_a_save_without_an_exit_timeout_is_drained_though_that_of_another_has_passed(tmp_path, nursery):
     body = """
-    async_ckpt.worker._LEAST_ABANDON_SECONDS = 10.0  # for any machine
+    async_ckpt.saving.worker._LEAST_ABANDON_SECONDS = 10.0  # for any machine
     slow_disk()
     patient, hasty = open_run(root + "/patient"), open_run(root + "/hasty", exit_timeout=0.0)
     patient.save(state_at(1, 5), step=1)
@@ -573,12 +573,12 @@ def test_a_child_forked_in_the_middle_of_another_threads_work_still_saves(tmp_pa
     body = """
     import warnings
     warnings.simplefilter("ignore", DeprecationWarning)
-    from async_ckpt import functional
+    from async_ckpt.saving import default
     from async_ckpt.storage import local
     held, go = threading.Event(), threading.Event()
 
     def hold_locks():
-        with local._ours_lock, local._replacing, functional._saver_lock:
+        with local._ours_lock, local._replacing, default._making:
             held.set()
             go.wait()
 

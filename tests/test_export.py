@@ -31,8 +31,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import async_ckpt
 from async_ckpt import StorageFullError, StorageUnavailableError, TornSnapshotError, UnsupportedStateError
-from async_ckpt.functional import host_memory
-from async_ckpt.snapshot.stager import Snapshot
+from async_ckpt.saving.default import host_memory
+from async_ckpt.staging.stager import Snapshot
 from async_ckpt.testing import FaultyProxy
 
 transformers.utils.logging.disable_progress_bar()

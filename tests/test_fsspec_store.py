@@ -18,9 +18,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers_b import MIB, PATIENCE, Call, as_ceph, matches, names_below, open_run, state_at
 
 from async_ckpt import StorageUnavailableError
-from async_ckpt.storage import fsspec_places, fsspec_setup, fsspec_store
-from async_ckpt.storage.fsspec_sinks import AppendingSink, MultipartSink
-from async_ckpt.storage.fsspec_store import FsspecStorage, abort_stale_uploads
+from async_ckpt.storage.fsspec import places as fsspec_places
+from async_ckpt.storage.fsspec import setup as fsspec_setup
+from async_ckpt.storage.fsspec import store as fsspec_store
+from async_ckpt.storage.fsspec.sinks import AppendingSink, MultipartSink
+from async_ckpt.storage.fsspec.store import FsspecStorage, abort_stale_uploads
 from async_ckpt.storage.local import TEMP_SUFFIX
 
 KINDS = ("memory", "local", "folder", "s3fs", "s3fs object")

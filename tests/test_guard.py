@@ -12,7 +12,7 @@ from helpers_b import MIB, Call, ScriptedStorage, leftovers, open_run, scripted,
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, TornSnapshotError
-from async_ckpt.snapshot.guard import deferrable, unwrapped
+from async_ckpt.staging.guard import deferrable, unwrapped
 from async_ckpt.state.capture import capture
 
 # Several times the budget of host memory, so that a copy cannot end before the disk has taken some of it.

@@ -20,15 +20,15 @@ from helpers_b import MIB, PATIENCE, SEGMENT, open_run, scripted
 
 from async_ckpt import TornSnapshotError
 from async_ckpt.format.layout import cut, slices
-from async_ckpt.snapshot import device as device_module
-from async_ckpt.snapshot.crew import Crew
-from async_ckpt.snapshot.device import Device
-from async_ckpt.snapshot.guard import deferrable, gate_of
-from async_ckpt.snapshot.host_copy import HostCopy, HostMemory
-from async_ckpt.snapshot.pool import Lease, SegmentPool
-from async_ckpt.snapshot.stager import Snapshot
+from async_ckpt.host.pool import Lease, SegmentPool
+from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
 from async_ckpt.spec import TensorSpec
+from async_ckpt.staging import device as device_module
+from async_ckpt.staging.device import Device
+from async_ckpt.staging.guard import deferrable, gate_of
+from async_ckpt.staging.stager import Snapshot
+from async_ckpt.staging.whole import HostCopy, HostMemory
 
 HOST = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from helpers_b import MIB, Thrown, open_run, scripted, state_at, until
 
 import async_ckpt
 from async_ckpt import SaveHandle, SaveReport, StorageUnavailableError
-from async_ckpt.snapshot.crew import LibraryThread
+from async_ckpt.host.threads import LibraryThread
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 

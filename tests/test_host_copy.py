@@ -14,11 +14,11 @@ from helpers_b import MIB, Call
 from support import bits_of
 
 from async_ckpt import TornSnapshotError
-from async_ckpt.snapshot.crew import Crew
-from async_ckpt.snapshot.guard import deferrable
-from async_ckpt.snapshot.host_copy import HostCopy, HostMemory
+from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
 from async_ckpt.spec import DTYPES, TensorSpec
+from async_ckpt.staging.guard import deferrable
+from async_ckpt.staging.whole import HostCopy, HostMemory
 
 
 class HeldCrew(Crew):

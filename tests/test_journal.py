@@ -11,7 +11,7 @@ import pytest
 from helpers_b import assert_is_state, open_run, state_at
 
 import async_ckpt
-from async_ckpt.commit import journal
+from async_ckpt.runs import journal
 
 
 def last_record(log_path: Path) -> dict[str, Any] | None:

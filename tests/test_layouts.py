@@ -16,7 +16,7 @@ from support import forge_manifest
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, StorageUnavailableError, Tracker
-from async_ckpt.commit.record import RECORD_BYTES
+from async_ckpt.runs.record import RECORD_BYTES
 from async_ckpt.testing.servers import Server
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")

@@ -26,13 +26,14 @@ from async_ckpt import (
     CorruptCheckpointError,
     NotCommittedError,
     StorageUnavailableError,
-    functional,
 )
-from async_ckpt.commit.roots import Roots
-from async_ckpt.commit.run import Run
-from async_ckpt.functional import from_newest
-from async_ckpt.load import Part
-from async_ckpt.restore import restore_state
+from async_ckpt.loading import find
+from async_ckpt.loading import load as load_module
+from async_ckpt.loading.find import from_newest
+from async_ckpt.loading.open import Part
+from async_ckpt.loading.restore import restore_state
+from async_ckpt.runs.roots import Roots
+from async_ckpt.runs.run import Run
 from async_ckpt.spec import BLOCK_BYTES, MIB
 from async_ckpt.storage.local import LocalReader, LocalStorage
 
@@ -530,8 +531,8 @@ def overtaken(
         def storage_at(path: Any, **place: Any) -> LocalStorage:
             return storage if Path(path) == root else real(path, **place)
 
-        real = functional.storage_at
-        monkeypatch.setattr(functional, "storage_at", storage_at)
+        real = find.storage_at
+        monkeypatch.setattr(find, "storage_at", storage_at)
         return storage
 
     return make
@@ -569,7 +570,7 @@ def test_the_newest_step_of_roots_is_a_newer_one_when_it_is_deleted_while_it_is_
     roots = Roots([Run(storage, clock=time.time)])
 
     def use(parts: Sequence[Part]) -> Any:
-        return functional.state_of(
+        return load_module.state_of(
             parts, map_location=None, select=None, trust=False, mmap=how.get("mmap", False), types=()
         )
 
@@ -598,7 +599,7 @@ def test_a_step_that_is_named_and_deleted_while_it_is_opened_is_not_committed(
             return storage._at(call)
 
     monkeypatch.setattr(
-        functional, "storage_at", lambda path, **_: Below() if Path(path) == named else LocalStorage(path)
+        find, "storage_at", lambda path, **_: Below() if Path(path) == named else LocalStorage(path)
     )
     with contextlib.suppress(NotCommittedError):
         assert async_ckpt.load(named, **how)["step"] == 2
@@ -608,7 +609,7 @@ def test_a_step_that_is_named_and_deleted_while_it_is_opened_is_not_committed(
 def test_a_run_whose_steps_are_deleted_for_ever_is_given_up(
     overtaken: Callable[..., Overtaking], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functional, "TRIES", 5)
+    monkeypatch.setattr(find, "TRIES", 5)
     storage = overtaken(times=10_000, before=True)
     with pytest.raises(StorageUnavailableError, match=r"deleted.*keep_last") as caught:
         async_ckpt.load(storage.root)
@@ -622,7 +623,7 @@ def test_a_run_that_is_deleted_while_it_is_opened_is_not_committed(run: Path, mo
             shutil.rmtree(run)
             return super().read(path)
 
-    monkeypatch.setattr(functional, "storage_at", lambda path, **_: Deleted(path))
+    monkeypatch.setattr(find, "storage_at", lambda path, **_: Deleted(path))
     with pytest.raises(NotCommittedError, match="nothing at this path"):
         async_ckpt.load(run)
 
@@ -687,7 +688,7 @@ def test_a_step_that_is_deleted_while_it_is_restored_says_what_it_has_overwritte
 
     roots = Roots([Run(LocalStorage(tmp_path), clock=time.time)])
     with pytest.raises(NotCommittedError, match="deleted while it was read") as caught:
-        functional.from_step(roots, 7, put_back, verify=True)
+        find.from_step(roots, 7, put_back, verify=True)
     assert caught.value.step == 7
     assert isinstance(caught.value.__cause__, CorruptCheckpointError)
     assert caught.value.partly_overwritten is caught.value.__cause__.partly_overwritten is True

@@ -28,7 +28,7 @@ from helpers_b import (
 
 import async_ckpt
 from async_ckpt import StorageFullError, StorageUnavailableError
-from async_ckpt.snapshot.pool import Segment
+from async_ckpt.host.pool import Segment
 from async_ckpt.storage import local
 from async_ckpt.storage.local import TEMP_SUFFIX, LocalStorage
 

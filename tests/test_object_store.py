@@ -13,8 +13,9 @@ import pytest
 from helpers_b import MIB, PATIENCE, Call, as_ceph, matches, open_run, state_at, until
 
 from async_ckpt import StorageUnavailableError
-from async_ckpt.storage import aws, object_store
-from async_ckpt.storage.object_store import ObjectStorage
+from async_ckpt.storage.s3 import aws
+from async_ckpt.storage.s3 import store as object_store
+from async_ckpt.storage.s3.store import ObjectStorage
 
 SEGMENT = 5 * MIB  # the smallest that is a part by itself
 

@@ -39,13 +39,13 @@ from async_ckpt import (
     pack_folder,
     unpack,
 )
+from async_ckpt.around.pack import files_saver
 from async_ckpt.format.layout import SegmentPlan
 from async_ckpt.format.tarball import Entry, Tarball, WholeFile, stays_inside
-from async_ckpt.pack import files_saver
-from async_ckpt.snapshot.crew import Crew
-from async_ckpt.snapshot.files import FileFill, Source, scan
-from async_ckpt.snapshot.pool import Lease, SegmentPool
+from async_ckpt.host.pool import Lease, SegmentPool
+from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
+from async_ckpt.staging.files import FileFill, Source, scan
 from async_ckpt.storage.local import LocalSink
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")
@@ -240,7 +240,7 @@ def test_holes_take_no_room_in_the_archive(tmp_path, case):
 
 
 def test_a_file_of_more_holes_than_a_map_may_tell_of_is_packed_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("async_ckpt.snapshot.files._MAX_RUNS", 8)
+    monkeypatch.setattr("async_ckpt.staging.files._MAX_RUNS", 8)
     (tmp_path / "few").mkdir()
     with_holes(tmp_path / "few/holes", 8)
     with_holes(tmp_path / "few/more holes", 9)
@@ -736,7 +736,7 @@ def changed_after_the_scan(monkeypatch: pytest.MonkeyPatch, change: Callable[[Pa
         change(folder)
         return found
 
-    monkeypatch.setattr(sys.modules["async_ckpt.pack"], "scan", scanned)
+    monkeypatch.setattr(sys.modules["async_ckpt.around.pack"], "scan", scanned)
 
 
 def write_at(path: Path, at: int, data: bytes) -> None:
@@ -965,7 +965,7 @@ def test_a_file_that_may_not_be_read_is_said_so(big, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     with filling(big) as fill:
-        monkeypatch.setattr("async_ckpt.snapshot.files.open", refuse, raising=False)
+        monkeypatch.setattr("async_ckpt.staging.files.open", refuse, raising=False)
         fill.begin()
         with pytest.raises(StorageUnavailableError, match="Permission denied; make sure that it can be read"):
             fill.completion.result(PATIENCE)
@@ -1190,8 +1190,8 @@ def pack_another():
     with pack(out / "child.tar") as other:
         (other / "a").write_text("child")
     other.handle.result()
-    import async_ckpt.worker
-    async_ckpt.worker._drain_at_exit()
+    import async_ckpt.saving.worker
+    async_ckpt.saving.worker._drain_at_exit()
 
 packing = pack(out / "x.tar")
 with packing as folder:
@@ -1236,9 +1236,9 @@ def test_ctrl_c_at_the_end_gives_the_pack_up_and_keeps_the_folder(out, nursery):
         HEAD
         + """
 from helpers_b import hold_writes
-import async_ckpt.worker
+import async_ckpt.saving.worker
 go = hold_writes()
-abandon, wait = async_ckpt.worker.abandon, async_ckpt.worker.wait_for
+abandon, wait = async_ckpt.saving.worker.abandon, async_ckpt.saving.worker.wait_for
 def let_go(pending, why):
     for save in pending:
         save.give_up(async_ckpt.SaveAbandonedError(why))
@@ -1247,7 +1247,7 @@ def let_go(pending, why):
 def waits(*arguments):
     print("waiting", flush=True)
     return wait(*arguments)
-async_ckpt.worker.abandon, async_ckpt.worker.wait_for = let_go, waits
+async_ckpt.saving.worker.abandon, async_ckpt.saving.worker.wait_for = let_go, waits
 import async_ckpt
 (out / "x.tar").write_bytes(b"of before")
 with pack(out / "x.tar") as folder:

@@ -12,8 +12,8 @@ import pytest
 from helpers_b import open_run, scripted, state_at, until
 
 from async_ckpt import StorageFullError
-from async_ckpt.policy import FIRST_SAVE_SECONDS, MARGIN_SECONDS, SavePolicy
 from async_ckpt.report import SaveReport
+from async_ckpt.saving.policy import FIRST_SAVE_SECONDS, MARGIN_SECONDS, SavePolicy
 
 NOON = datetime(2026, 8, 1, 12, tzinfo=UTC)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from helpers_b import MIB, SEGMENT, Call, Nursery, Thrown, until
 
-from async_ckpt.snapshot import host
-from async_ckpt.snapshot.crew import Crew
-from async_ckpt.snapshot.host import free_memory_bytes
-from async_ckpt.snapshot.numa import _node_at, prefer_node
-from async_ckpt.snapshot.pool import MIN_SEGMENTS, Segment, SegmentPool
+from async_ckpt.host import limits as host
+from async_ckpt.host.limits import free_memory_bytes
+from async_ckpt.host.numa import _node_at, prefer_node
+from async_ckpt.host.pool import MIN_SEGMENTS, Segment, SegmentPool
+from async_ckpt.host.threads import Crew
 
 
 def nothing() -> None:
@@ -50,7 +50,7 @@ def test_a_segment_is_page_aligned_writable_and_of_its_exact_size():
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(tmp_path):
     script = """
-    from async_ckpt.snapshot.pool import Segment
+    from async_ckpt.host.pool import Segment
     segment = Segment(4 << 20)
     held = segment.tensor
     segment.free()
@@ -179,7 +179,7 @@ def test_reserving_takes_what_is_missing_up_to_the_budget(pool):
 def test_a_forked_child_neither_inherits_the_memory_nor_gives_it_back(tmp_path):
     script = """
     import os, signal
-    from async_ckpt.snapshot.pool import SegmentPool
+    from async_ckpt.host.pool import SegmentPool
     pool = SegmentPool(4 << 20, max_bytes=16 << 20)
     lease = pool.lease((0, 0), pin=False, check=lambda: None)
     lease.segment.tensor.fill_(5)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from support import forge_manifest
 
 from async_ckpt import AsyncCheckpointer, StorageUnavailableError
-from async_ckpt.commit.manifest import Manifest
-from async_ckpt.commit.retention import Commits, Retention
-from async_ckpt.commit.run import Run
+from async_ckpt.runs.manifest import Manifest
+from async_ckpt.runs.retention import Commits, Retention
+from async_ckpt.runs.run import Run
 from async_ckpt.storage.local import LocalStorage
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")

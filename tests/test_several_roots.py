@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +24,8 @@ from helpers_b import (
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, StepBehindError, StepExistsError, StorageUnavailableError
+from async_ckpt.saving import story as save_story
 from async_ckpt.storage.local import LocalStorage
-
-save_story = sys.modules["async_ckpt.save"]  # under its name the package has the function
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from helpers_b import MIB, PATIENCE, SEGMENT, open_run, scripted, weight
 
 import async_ckpt
-from async_ckpt import worker
-from async_ckpt.snapshot.device import dense_blocks, flat_bytes, host_pointer
+from async_ckpt.saving import worker
+from async_ckpt.staging.device import dense_blocks, flat_bytes, host_pointer
 
 SIZES = [0, 1, 3, 1023, 1024, MIB // 4 - 1, MIB // 4, MIB // 4 + 1, MIB, 3 * MIB + 5]
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 
 from async_ckpt.errors import CorruptCheckpointError
-from async_ckpt.storage.fsspec_store import FsspecStorage
+from async_ckpt.storage.fsspec.store import FsspecStorage
 from async_ckpt.storage.local import LocalStorage
-from async_ckpt.storage.object_store import ObjectStorage
+from async_ckpt.storage.s3.store import ObjectStorage
 from async_ckpt.testing import StorageContract
 
 

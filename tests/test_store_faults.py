@@ -38,7 +38,8 @@ from async_ckpt import (
     StepExistsError,
     StorageUnavailableError,
 )
-from async_ckpt.storage import fsspec_store, object_store
+from async_ckpt.storage.fsspec import store as fsspec_store
+from async_ckpt.storage.s3 import store as object_store
 from async_ckpt.testing import FaultyProxy
 
 # A store that does not come back is given up after this time.

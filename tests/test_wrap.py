@@ -36,10 +36,11 @@ from async_ckpt import (
     UnsupportedStateError,
     wrap,
 )
-from async_ckpt.pack import files_saver
-from async_ckpt.snapshot.crew import LibraryThread
-from async_ckpt.snapshot.stager import Snapshot
+from async_ckpt.around.pack import files_saver
+from async_ckpt.host.threads import LibraryThread
+from async_ckpt.saving import default
 from async_ckpt.spec import DTYPES
+from async_ckpt.staging.stager import Snapshot
 
 
 def records(path: Path) -> dict[str, bytes]:
@@ -58,7 +59,7 @@ def _nothing_is_left(tmp_path):
     """After every test: no temporary file, and no memory counted as in use."""
     yield
     assert [name for name in names(tmp_path) if "async_ckpt-tmp" in name] == []
-    assert repr(async_ckpt.functional.host_memory()).startswith("<HostMemory 0 bytes lent")
+    assert repr(default.host_memory()).startswith("<HostMemory 0 bytes lent")
 
 
 def names(root: Path) -> list[str]:
@@ -1021,14 +1022,14 @@ def test_a_hundred_calls_leave_no_threads_descriptors_or_memory(tmp_path):
     threads, files = count()
     assert threads <= before[0] + 4  # a crew's threads may still be about to end
     assert files <= before[1] + 2
-    assert async_ckpt.functional.host_memory()._idle_bytes() <= 32 * MIB
+    assert default.host_memory()._idle_bytes() <= 32 * MIB
 
 
 def test_release_gives_the_memory_back(tmp_path):
     wrap(torch.save)(torch.ones(1000), tmp_path / "x.pt").result()
     async_ckpt.release()
 
-    assert repr(async_ckpt.functional.host_memory()) == "<HostMemory 0 bytes lent, 0 buffers idle>"
+    assert repr(default.host_memory()) == "<HostMemory 0 bytes lent, 0 buffers idle>"
 
 
 # --- functions within functions ----------------------------------------------------------------------------------
@@ -1051,8 +1052,8 @@ def test_waiting_for_a_handle_in_a_wrapped_function_raises_at_once(tmp_path):
 
 
 def test_a_wrapped_function_may_begin_another_save_elsewhere_whatever_memory_is_free(tmp_path, monkeypatch):
-    small = async_ckpt.snapshot.host_copy.HostMemory(1000)
-    monkeypatch.setattr(async_ckpt.functional, "_host_memory", small)
+    small = async_ckpt.staging.whole.HostMemory(1000)
+    monkeypatch.setattr(default, "_host_memory", small)
     inner = wrap(torch.save)
     handles = []
 

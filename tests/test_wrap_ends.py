@@ -29,6 +29,7 @@ def nursery(tmp_path_factory):
 HEAD = """
 import os, signal, sys, threading
 import torch
+from async_ckpt.saving import default
 import async_ckpt
 from async_ckpt import wrap
 from helpers_b import until
@@ -245,9 +246,9 @@ def test_ctrl_c_while_a_handle_is_waited_for_lets_the_function_end(tmp_path, nur
 @pytest.mark.parametrize("kind", ["held folder", "held stream"])
 def test_ctrl_c_while_the_process_ends_gives_the_function_up(tmp_path, nursery, kind):
     body = f"""
-    async_ckpt.worker._ABANDON_SECONDS = 0.1
-    real_wait = async_ckpt.worker.wait_for
-    async_ckpt.worker.wait_for = lambda *a: (print("waiting", flush=True), real_wait(*a))[1]
+    async_ckpt.saving.worker._ABANDON_SECONDS = 0.1
+    real_wait = async_ckpt.saving.worker.wait_for
+    async_ckpt.saving.worker.wait_for = lambda *a: (print("waiting", flush=True), real_wait(*a))[1]
     {SAVES[kind]}
     """
     child = nursery.start(script(body), tmp_path)
@@ -304,17 +305,17 @@ def test_a_forked_child_wraps_with_memory_of_its_own(tmp_path, nursery):
 
 def test_a_child_forked_in_the_middle_of_a_call_still_wraps(tmp_path, nursery):
     body = """
-    from async_ckpt import functional, pack
+    from async_ckpt.saving import default
     held, go = threading.Event(), threading.Event()
     async_ckpt.wrap.__globals__["files_saver"]()
 
     def hold_locks():
         with (
-            functional.host_memory()._changed,
+            default.host_memory()._changed,
             async_ckpt.wrap.__globals__["_busy_lock"],
             async_ckpt.wrap.__globals__["files_saver"]().pool._changed,
         ):
-            functional.host_memory()._num_lent, functional.host_memory()._lent_bytes = 1, 1 << 62
+            default.host_memory()._num_lent, default.host_memory()._lent_bytes = 1, 1 << 62
             held.set()
             go.wait()
 

@@ -21,12 +21,7 @@ from test_stores import Bucket, _botocore_reads_its_files_once, through  # noqa:
 from test_wrap import _nothing_is_left, names, records, save_folder, save_text  # noqa: F401
 
 import async_ckpt
-from async_ckpt import (
-    DestinationBusyError,
-    StorageFullError,
-    StorageUnavailableError,
-    wrap,
-)
+from async_ckpt import DestinationBusyError, StorageFullError, StorageUnavailableError, wrap
 from async_ckpt.testing import FaultyProxy
 
 STATE = {"w": torch.arange(1000)}

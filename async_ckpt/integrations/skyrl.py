@@ -22,14 +22,15 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self
 from weakref import WeakSet, WeakValueDictionary
 
+from ..around.pack import pack
+from ..around.unpack import unpack
+from ..around.wrap import wrap
 from ..errors import CheckpointError, ClosedError
-from ..handle import SaveHandle
-from ..pack import files_saver, pack
+from ..saving.default import files_saver
+from ..saving.handle import SaveHandle
+from ..saving.worker import Pending, wait_for
 from ..spans import monotonic
-from ..storage.url import Engine, Where, parent_and_name, storage_at, text_of
-from ..unpack import unpack
-from ..worker import Pending, wait_for
-from ..wrap import wrap
+from ..storage.place import Engine, Where, parent_and_name, storage_at, text_of
 
 _MARKER: Final = "MARKER"
 # The role whose weights the inference engines have.

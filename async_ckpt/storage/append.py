@@ -9,10 +9,10 @@ import ctypes
 import threading
 from typing import Final
 
-from ..snapshot.crew import Crew
-from ..snapshot.device import memmove
-from ..snapshot.pool import LIVENESS_SECONDS, Lease, SegmentPool
+from ..host.pool import LIVENESS_SECONDS, Lease, SegmentPool
+from ..host.threads import Crew
 from ..spec import MIB
+from ..staging.device import memmove
 from .base import Sink, Storage
 
 _SEGMENT_BYTES: Final = 8 * MIB

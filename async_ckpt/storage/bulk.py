@@ -18,8 +18,8 @@ from functools import partial
 from typing import Final
 
 from ..errors import StorageUnavailableError
-from ..snapshot.crew import Crew, Task
-from ..snapshot.pool import Lease, SegmentPool
+from ..host.pool import Lease, SegmentPool
+from ..host.threads import Crew, Task
 from ..spec import MIB
 from .base import Reader, Sink, Storage
 

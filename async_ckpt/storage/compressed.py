@@ -18,7 +18,7 @@ from typing import Any, Final, Self, cast
 
 from ..errors import CorruptCheckpointError
 from ..format import zstd
-from ..snapshot.host import num_cpus
+from ..host.limits import num_cpus
 from ..spec import BLOCK_BYTES
 from .append import Appender
 from .base import Held, Reader, Storage

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .base import Held
 
 from ..errors import StorageFullError, StorageUnavailableError
+from ..host.process import in_forked_child
 from ..spec import PAGE_BYTES, SEGMENT_BYTES
 
 try:
@@ -717,16 +718,13 @@ def sync_file(fd: int) -> None:
 _seeking: Final = threading.Lock()  # where a descriptor's position is all there is (Windows)
 
 
+@in_forked_child
 def _forget_parent() -> None:
     """In a forked child: its parent's files are not its own, and who held a lock is not here to release it."""
     global _ours_lock, _replacing
     _ours.clear()
     _left.clear()
     _ours_lock, _replacing = threading.Lock(), threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> int:

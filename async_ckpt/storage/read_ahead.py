@@ -10,7 +10,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any, Final
 
-from ..snapshot.crew import Crew, running_future
+from ..host.threads import Crew, running_future
 from ..spec import MIB
 from .base import Reader
 

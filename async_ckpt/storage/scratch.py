@@ -11,7 +11,6 @@ import os
 import shutil
 import stat
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from ..errors import StorageUnavailableError
-from ..snapshot.crew import LibraryThread
+from ..host.threads import is_library_thread
 from .local import (
     TEMP_SUFFIX,
     call_libc,
@@ -114,7 +113,7 @@ def refuse_in_running(folder: Path) -> None:
     It cannot wait for it, and the folder is gone when the function has returned.
     """
     inside = any(part.endswith(TEMP_SUFFIX + _FOLDER_SUFFIX) for part in folder.parts)
-    if inside and isinstance(threading.current_thread(), LibraryThread):
+    if inside and is_library_thread():
         raise ValueError(
             f"{folder} is where a wrapped function is just writing, and goes when that returns: nothing can be saved "
             "there in the background; call a plain function, such as .__wrapped__ of a wrapped one"

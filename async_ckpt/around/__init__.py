@@ -1,0 +1,1 @@
+"""What is wrapped around the work of others: their functions, their files, their folders."""

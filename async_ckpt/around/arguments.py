@@ -1,0 +1,132 @@
+"""The arguments of somebody's function: the tensors anywhere in them, and a copy with others in their place.
+
+In: any Python objects. Out: tensors, and equal objects that share nothing that changes. Knows nothing of: what for.
+
+Tensors are looked for where `copy.deepcopy` will meet them, by the same rules: what it knows itself, else what
+`__reduce_ex__` says. One that is overlooked all the same is copied with the rest, only later and more slowly.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import sys
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, Final
+
+import torch
+
+from ..errors import UnsupportedStateError
+from ..state.capture import no_collection, why_not
+
+_ATOMS: Final = (
+    str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.FunctionType,
+    types.BuiltinFunctionType, PurePath, torch.dtype, torch.device, torch.Size, torch.Generator,
+)  # fmt: skip
+
+
+@no_collection()
+def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor]]:
+    """Names and tensors: each tensor with dense memory of its own once, wherever it hangs. Others are left to `copied`."""
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}  # with the objects, for some are made on the way, and no other may get their id
+    todo: list[tuple[str, Any]] = list(arguments.items())[::-1]
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            if not _is_ordinary(value):
+                continue
+            names.append(name)
+            tensors.append(value)
+        parts = [(key, inner) for key, inner in _parts(value) if not isinstance(inner, _ATOMS)]
+        todo += [(f"{name}.{key}", inner) for key, inner in reversed(parts)]
+    return names, tensors
+
+
+def closed_over(function: Any) -> dict[str, Any]:
+    """The variables that a function has from the one that it was defined in; those of its module are not among them."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    found = {}
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            pass
+    return found
+
+
+@no_collection()
+def copied(value: Any, tensors: Sequence[torch.Tensor], instead: Sequence[torch.Tensor], *, what: str) -> Any:
+    """A deep copy, in which each of `tensors` is the one `instead`, with its attributes and its gradient.
+
+    Raises UnsupportedStateError for what cannot be copied.
+    """
+    memo: dict[int, Any] = {id(module): module for module in list(sys.modules.values())}
+    memo.update((id(old), new) for old, new in zip(tensors, instead, strict=True))
+    try:
+        for old, new in zip(tensors, instead, strict=True):
+            if attributes := vars(old):
+                vars(new).update(copy.deepcopy(attributes, memo))
+            if (grad := _grad(old)) is not None:
+                new.grad = copy.deepcopy(grad, memo).to(new.device)
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise UnsupportedStateError(
+            f"{what} cannot be called later, for an argument, or what it is a method of, cannot be copied ({error}); "
+            "pass plain data, or what its state_dict() gives",
+            path=what,
+        ) from error
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its memory and its attributes: such a one can be made anew around other memory."""
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter) and (
+        kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        or kind.__deepcopy__ not in (torch.Tensor.__deepcopy__, torch.nn.Parameter.__deepcopy__)
+    ):
+        return False
+    return tensor.device.type in ("cpu", "cuda") and why_not(tensor) is None
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a deep copy of a value is made of, each with a name."""
+    kind = type(value)
+    if kind is dict:
+        return [*value.items(), *(("key", key) for key in value)]
+    if kind in (list, tuple, set, frozenset):
+        return enumerate(value)
+    if kind is types.MethodType:
+        return [("self", value.__self__)]
+    if isinstance(value, torch.Tensor):
+        return [*vars(value).items(), ("grad", _grad(value))]
+    if hasattr(kind, "__deepcopy__"):
+        return getattr(value, "__dict__", {}).items()
+    try:
+        reduce: Any = copyreg.dispatch_table.get(kind)
+        reduced = reduce(value) if reduce else value.__reduce_ex__(4)
+    except Exception:  # `copied` will say so
+        return ()
+    if isinstance(reduced, str):  # the name of a global
+        return ()
+    _, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+    states = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # with slots, there are two
+    named = [
+        pair for part in states for pair in (part.items() if isinstance(part, dict) else [("state", part)])
+    ]
+    return [*enumerate(arguments), *named, *enumerate(items or ()), *_parts(dict(pairs or ()))]
+
+
+def _grad(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a leaf; asking others for it makes torch warn."""
+    return tensor.grad if tensor.is_leaf else None

@@ -1,0 +1,307 @@
+"""`export_hf`: weights as the Hugging Face ecosystem reads them, written beside a checkpoint or alone.
+
+In: a model, or its state dict. Out: a folder of safetensors, index, config and tokenizer, on disk or in a store.
+Knows nothing of: how models call their weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ..format import safetensors
+from ..host.threads import running_future
+from ..report import Progress
+from ..saving.errand import CopyErrand
+from ..saving.handle import SaveHandle
+from ..saving.story import OffLoop
+from ..spans import Spans
+from ..staging.device import dense_blocks
+from ..staging.guard import Optimizers, unwrapped
+from ..state.tree import dtype_name
+from ..storage.append import Appender
+from ..storage.base import Storage
+from ..storage.local import LocalStorage, free_bytes_at, full, translated
+from ..storage.place import Engine, Where, storage_at
+from ..storage.scratch import Scratch, publish
+from .hub import ADAPTER_CONFIG, Weights, json_bytes, weights_of
+
+MAX_SHARD_BYTES: Final = 5 * 10**9
+_INDEX: Final = "model.safetensors.index.json"
+# Of what lies beside a config: weights in any format and their indices, archives, hidden files.
+_NOT_COPIED: Final = re.compile(
+    r"\..*|.*\.index\.json|.*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|ot|onnx|onnx_data|tflite|pkl|npz|distcp"
+    r"|tar|zst|gz|zip)",
+    re.IGNORECASE,
+)
+# The only folder that a tokenizer has.
+_TEMPLATES: Final = "additional_chat_templates"
+_HEADER_MODULO: Final = 8
+
+
+def export_hf(
+    state_or_model: Any,
+    destination: Where,
+    config_folder: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    guard: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> SaveHandle:
+    """Write a model as a folder that `from_pretrained` loads; returns a handle at once.
+
+    One `model.safetensors`, or shards with their index, under the names that `save_pretrained` gives, without what
+    `torch.compile` and DistributedDataParallel put before them. Weights that the model ties are written once. Of a
+    PEFT model, or of LoRA weights with an `adapter_config.json` in `config_folder`, it is the adapter in use:
+    `adapter_model.safetensors`. The weights may change as soon as the call returns.
+
+    A local folder appears at once, and one that is there is exchanged for one with its other files too. At a URL
+    `config.json` goes first and comes last: when it fails in between, nothing there loads. An export is written when
+    those begun before it are.
+
+    To save a checkpoint of the same moment, give the handle to `save` before the state changes: what is copied from
+    the device already is not copied again.
+
+        save({"model": model, "optimizer": optimizer}, "x.tar", also=export_hf(model, "hf"))
+
+    Args:
+        state_or_model: a module, or a flat mapping of names to tensors, which are then written as they are called.
+        destination: a folder, or the URL of one.
+        config_folder: whose files (config, tokenizer, generation config, chat templates; no weights, no other folders)
+            are put beside the weights. They win over what the model knows of its own config.
+        max_shard_bytes: of one file; a larger tensor has one to itself.
+        guard: as for `save`.
+        storage_options: what the client of a URL needs; see AsyncCheckpointer, for the next two as well.
+        engine: which client that is.
+        fs: an fsspec filesystem to use instead.
+
+    Raises UnsupportedStateError for what is no plain tensor, or of a dtype that safetensors does not know, and
+    NotADirectoryError for a `config_folder` or destination that is none. A model is not put beside an adapter, which
+    would be loaded in its place: that ends in the handle, with FileExistsError.
+    """
+    if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
+    storage = storage_at(destination, storage_options=storage_options, engine=engine, fs=fs)
+    if not storage.remote:
+        storage = LocalStorage(_replaceable(storage.locate("")))
+    spans, called = Spans(), running_future()
+    try:
+        beside = {} if config_folder is None else _files_of(Path(config_folder))
+        weights = weights_of(state_or_model, beside)
+        export = _Export(storage, weights, beside, max_shard_bytes, unwrapped(guard), spans, called)
+        handle = export.begin()
+        handle.host_copy = export.copy
+        return handle
+    finally:
+        called.set_result(spans.total())
+
+
+def _replaceable(folder: str) -> str:
+    """What is behind a link to a folder, since it is exchanged. Raises for what cannot be."""
+    real = os.path.realpath(folder)
+    if os.path.lexists(real) and not os.path.isdir(real):
+        raise NotADirectoryError(f"{folder} is a file; give the folder that the model goes to")
+    with suppress(FileNotFoundError):  # there is no current folder any more
+        if Path.cwd().is_relative_to(real):
+            raise ValueError(
+                f"{folder} is the current folder, or around it, and would be exchanged; give one inside"
+            )
+    return real
+
+
+def _files_of(folder: Path) -> dict[str, bytes]:
+    """Config, tokenizer and the like. Read now, so that the folder may go as soon as the call returns."""
+    if not folder.is_dir():
+        raise NotADirectoryError(
+            f"config_folder {folder} is no folder; give the one with the model's config.json"
+        )
+    paths = [path for path in folder.iterdir() if not _NOT_COPIED.fullmatch(path.name) and not path.is_dir()]
+    paths += (folder / _TEMPLATES).glob("*.jinja")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(paths)}
+
+
+class _Shard(NamedTuple):
+    """One file: its header, and the tensors behind it."""
+
+    name: str
+    head: bytes
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def _shards(weights: Weights, max_bytes: int) -> list[_Shard]:
+    """In the order of names, as many to a file as fit."""
+    parts: list[list[str]] = [[]]
+    room = max_bytes
+    for name, tensor in weights.tensors.items():
+        if weights.stem == "model" and parts[-1] and tensor.nbytes > room:
+            parts.append([])
+            room = max_bytes
+        parts[-1].append(name)
+        room -= tensor.nbytes
+    shards = []
+    for number, names in enumerate(parts, start=1):
+        # Descending item size aligns every tensor without holes, which the format forbids.
+        names.sort(key=lambda name: -weights.tensors[name].element_size())
+        part = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+        tensors = {name: weights.tensors[name] for name in names}
+        shards.append(_Shard(f"{weights.stem}{part}.safetensors", _head(tensors, weights.tied), tensors))
+    return shards
+
+
+def _head(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> bytes:
+    entries, at = [], 0
+    for name, tensor in tensors.items():
+        end = at + tensor.nbytes
+        entries.append(safetensors.Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape), at, end))
+        at = end
+    metadata = {other: kept for other, kept in tied.items() if kept in tensors} | {"format": "pt"}
+    return safetensors.header(entries, metadata, header_bytes_modulo=_HEADER_MODULO, at=0)
+
+
+def _index(shards: Sequence[_Shard]) -> bytes:
+    tensors = [tensor for shard in shards for tensor in shard.tensors.values()]
+    numbers = {
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+        "total_parameters": sum(tensor.numel() for tensor in tensors),
+    }
+    where = {name: shard.name for shard in shards for name in shard.tensors}
+    return json_bytes({"metadata": numbers, "weight_map": where})
+
+
+class _Export(CopyErrand):
+    """One export."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        weights: Weights,
+        beside: Mapping[str, bytes],
+        max_shard_bytes: int,
+        optimizers: Optimizers,
+        spans: Spans,
+        called: Future[float],
+    ) -> None:
+        names, tensors = list(weights.tensors), list(weights.tensors.values())
+        super().__init__(
+            storage.locate(""), tensors, names, optimizers=optimizers, spans=spans, called=called
+        )
+        self._storage, self._max_shard_bytes = storage, max_shard_bytes
+        self._small = {**weights.files, **beside}
+        self._total_bytes = sum(map(len, self._small.values())) + sum(tensor.nbytes for tensor in tensors)
+        self._shard_names: set[str] = set()  # written
+        self._weights = weights._replace(tensors=dict(zip(names, self.copy.tensors, strict=True)))
+
+    @property
+    def progress(self) -> Progress:
+        staged = self._total_bytes if self.staged.done() else 0
+        return Progress(self._total_bytes, staged, self._num_bytes)
+
+    async def _write(self, off_loop: OffLoop) -> None:
+        await off_loop(self._write_folder)
+
+    def failed(self, error: BaseException) -> None:
+        self._let_go()
+        self._small.clear()
+        super().failed(error)
+
+    async def afterwards(self, off_loop: OffLoop) -> None:
+        self._small.clear()
+        await super().afterwards(off_loop)
+
+    # --- blocking, on helper threads --------------------------------------------------------------------------
+
+    def _write_folder(self) -> None:
+        if self._weights.stem == "model" and self._storage.exists(ADAPTER_CONFIG):
+            raise FileExistsError(
+                f"{self.path} holds an adapter ({ADAPTER_CONFIG}), which would be loaded in place of the model; "
+                "delete it, or give another folder"
+            )
+        place = self._write_weights()
+        self._let_go()
+        for name, data in sorted(self._small.items()):
+            if not (place.remote and name == self._weights.last):
+                place.replace(name, data)
+            self._num_bytes += len(data)
+
+    def _write_weights(self) -> Storage:
+        """Returns where the other files go, too."""
+        weights = self._weights
+        shards = _shards(
+            weights._replace(tensors=weights.as_published(weights.tensors)), self._max_shard_bytes
+        )
+        if len(shards) > 1:
+            self._small[_INDEX] = _index(shards)
+        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(map(len, self._small.values()))
+        place = self._place()
+        for shard in shards:
+            self._write_shard(place, shard)
+            self._shard_names.add(shard.name)
+        return place
+
+    def _place(self) -> Storage:
+        """Beside the folder that it will be, or where it stays."""
+        if self._storage.remote:
+            self._hide_the_one_before()
+            return self._storage
+        path = Path(self.path)
+        free = free_bytes_at(path.parent)
+        if free is not None and free < self._total_bytes:
+            raise full(path, self._total_bytes, free)
+        self._scratch = Scratch(path.parent, path.name)
+        return LocalStorage(self._scratch.folder)
+
+    def _hide_the_one_before(self) -> None:
+        """What stands there must not be loaded while its files are replaced one by one."""
+        last = self._weights.last
+        if self._storage.exists(last):
+            if last not in self._small:  # it stays that of the new weights
+                self._small[last] = self._storage.read(last)[0]
+                self._total_bytes += len(self._small[last])
+            self._storage.delete(last)
+
+    def _write_shard(self, place: Storage, shard: _Shard) -> None:
+        out = self._out = Appender(place, shard.name, limit_bytes=shard.num_bytes)
+        before = self._num_bytes
+        self._check()
+        out.append(memoryview(shard.head))
+        for tensor in shard.tensors.values():
+            for _, block in dense_blocks(tensor, 0, tensor.nbytes):
+                view = (ctypes.c_ubyte * block.numel()).from_address(block.data_ptr())
+                out.append(memoryview(view).cast("B"))
+                self._num_bytes = before + out.num_bytes
+        out.finish()
+        out.sink.close()
+        self._num_bytes = before + out.num_bytes
+        self._num_retries += out.sink.num_retries
+        self._out = None
+
+    def _let_go(self) -> None:
+        """Of the copies, and of the model."""
+        self._weights = self._weights._replace(tensors={}, as_published=dict)
+        self.copy.let_go()
+
+    def _commit(self) -> None:
+        weights, storage = self._weights, self._storage
+        if self._scratch is not None:
+            with translated(Path(self.path)):
+                publish(self._scratch.folder, Path(self.path), replaced=weights.is_own)
+            return
+        for name in storage.names(""):
+            if weights.is_own(name) and name not in self._shard_names | set(self._small):
+                storage.delete(name)  # shards of the one before, which would be loaded first
+        if weights.last in self._small:
+            storage.replace(weights.last, self._small[weights.last])

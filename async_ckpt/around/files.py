@@ -1,0 +1,531 @@
+"""Folders and files wherever they are, for code that knows only local ones: a loader of models, a foreign writer.
+
+In: paths, URLs, ids of the Hugging Face hub. Out: local folders, open files, names. Knows nothing of: checkpoints.
+
+Every function takes a string or a Path, and `storage_options`, `engine` and `fs` as AsyncCheckpointer does; for a local
+path these are not used. In a store a folder is there as long as something is in it. Scratch folders are made where
+`tempfile` makes them: set TMPDIR where that is too small for a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Final, Literal, Self, cast
+
+from ..spec import MIB
+from ..storage.base import Reader, Storage
+from ..storage.bulk import Parcel, copy, delete
+from ..storage.local import TEMP_SUFFIX, LocalStorage, sync_folder, temp_stem
+from ..storage.place import (
+    Engine,
+    Where,
+    parent_and_name,
+    place_and_name,
+    scheme_of,
+    shown,
+    storage_at,
+    text_of,
+    unusable_name,
+)
+
+# Hub ids, as huggingface_hub takes them, but always with the organisation: what is just a word is more likely to be
+# the name of a folder that is missing.
+_HUB_ID: Final = re.compile(
+    r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]{0,95}(?<![.-])/\w[\w.-]{0,95}(?<![.-])", re.ASCII
+)
+# What a file of a store keeps of it in memory, and what it asks for at most in one request.
+_BUFFER_BYTES: Final = 4 * MIB
+_REQUEST_BYTES: Final = 16 * MIB
+
+
+# --- folders ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def local_read_dir(
+    path: Where,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> Iterator[str]:
+    """What a loader of models can read `path` by, for as long as the block lasts.
+
+    A local folder is itself. The folder of a URL is fetched into a scratch folder, which is removed at the end of the
+    block, however it ends. An id of the Hugging Face hub ("org/name") that is no local path is left as it is, for the
+    loader to fetch; a hub model without an organisation is only known by its full name ("openai-community/gpt2").
+    Raises FileNotFoundError for anything else, CorruptCheckpointError for objects that cannot be files of one folder.
+    """
+    storage, name = _resolved(path, storage_options, engine, fs)
+    if storage.remote:
+        with _scratch() as folder:
+            _fetch(storage, name, _sizes_below(storage, name), folder)
+            yield folder
+    elif os.path.isdir(storage.locate(name)):
+        yield _as_given(path)
+    elif _HUB_ID.fullmatch(text_of(path)) and not os.path.lexists(storage.locate(name)):
+        yield text_of(path)
+    else:
+        raise FileNotFoundError(
+            f"{text_of(path)} is no folder, no URL and no id of the Hugging Face hub (org/name); correct the path"
+        )
+
+
+@contextlib.contextmanager
+def local_read_files(
+    path: Where,
+    names: Iterable[str],
+    *,
+    missing: Literal["error", "skip"] = "skip",
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> Iterator[str]:
+    """A local folder that holds these files of the folder at `path`, for as long as the block lasts.
+
+    A local folder is itself; of a URL, these files and no others are fetched. `names` may lie deeper ("hf/config.json").
+    Files that are not there are skipped, as in SkyRL: look whether they came, or pass missing="error" to get
+    FileNotFoundError. A folder that is not there raises FileNotFoundError in any case.
+    """
+    if missing not in ("error", "skip"):
+        raise ValueError(f'missing must be "error" or "skip", got {missing!r}')
+    wanted = _checked_names(names)
+    storage, name = _resolved(path, storage_options, engine, fs)
+    if storage.remote:
+        sizes = _sizes_below(storage, name)
+        found = {wish: sizes[wish] for wish in wanted if wish in sizes}
+    else:
+        folder = _existing_folder(path)
+        found = {wish: 0 for wish in wanted if os.path.isfile(os.path.join(folder, wish))}
+    lacking = [wish for wish in wanted if wish not in found]
+    if lacking and missing == "error":
+        raise FileNotFoundError(
+            f'{storage.locate(name)} has no {", ".join(lacking)}; pass missing="skip" to ignore missing files'
+        )
+    if not storage.remote:
+        yield _as_given(path)
+        return
+    with _scratch() as folder:
+        _fetch(storage, name, found, folder)
+        yield folder
+
+
+@contextlib.contextmanager
+def local_work_dir(
+    output: Where,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> Iterator[str]:
+    """A local folder to write to, whose content is at `output` after the block.
+
+    A local folder is itself, and made if need be. For a URL it is a scratch folder, which is uploaded when the block
+    ends without an exception, and only then, and removed in any case. A block that writes no file uploads none.
+    """
+    storage, name = _resolved(output, storage_options, engine, fs)
+    if not storage.remote:
+        os.makedirs(storage.locate(name), exist_ok=True)
+        yield _as_given(output)
+        return
+    with _scratch() as folder:
+        yield folder
+        _send(folder, LocalStorage(folder).sizes(""), storage, name)
+
+
+def upload_directory(
+    local: Where,
+    cloud: Where,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> None:
+    """Copy all files below a local folder into the folder at a URL: `local/x` becomes `cloud/x`, however often.
+
+    Several files go at once, through 128 MiB of memory; each appears whole. Files of the same name are replaced, others
+    stay. Links are followed; folders without files are not kept, since stores have none.
+    """
+    storage, name = _resolved(cloud, storage_options, engine, fs)
+    if not storage.remote:
+        raise ValueError(f"{text_of(cloud)} is no URL to upload to; give one such as s3://bucket/folder")
+    folder = _existing_folder(local)
+    sizes = LocalStorage(folder).sizes("")
+    if not sizes:
+        raise FileNotFoundError(f"{folder} holds no files; there is nothing to upload")
+    _send(folder, sizes, storage, name)
+
+
+def download_directory(
+    cloud: Where,
+    local: Where,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> None:
+    """Copy all objects below the folder at a URL into a local folder: `cloud/x` becomes `local/x`, however often.
+
+    Nothing is seen at `local` until all of it is there and durable. Files of the same name are replaced, others stay.
+    Raises FileNotFoundError where there is nothing to copy, CorruptCheckpointError for objects that cannot be files of
+    one folder, StorageFullError, StorageUnavailableError; then nothing has changed.
+    """
+    storage, name = _resolved(cloud, storage_options, engine, fs)
+    if not storage.remote:
+        raise ValueError(f"{text_of(cloud)} is no URL to download from; give one such as s3://bucket/folder")
+    place, last = _resolved(local)
+    if place.remote:
+        raise ValueError(f"{shown(text_of(local))} is no local folder; give a path")
+    sizes = _sizes_below(storage, name)
+    target = Path(place.locate(last))
+    _check_target(target, sizes)
+    # Where a rename can take it from: what is there already may be a disk of its own, or a link to another.
+    beside = target if target.is_dir() else target.parent
+    temp = beside / f"{temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}"
+    try:
+        _fetch(storage, name, sizes, temp)
+        _put_in_place(temp, target, sizes)
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+def exists(
+    path: Where,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> bool:
+    """Whether there is such a file or folder. Raises StorageUnavailableError where that cannot be found out."""
+    storage, name = _resolved(path, storage_options, engine, fs)
+    if storage.remote and not name:
+        return bool(storage.names(""))
+    return storage.exists(name) or (storage.remote and bool(storage.names(name)))
+
+
+def isdir(
+    path: Where,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> bool:
+    """Whether there is such a folder. Raises StorageUnavailableError where that cannot be found out."""
+    storage, name = _resolved(path, storage_options, engine, fs)
+    return bool(storage.names(name)) if storage.remote else os.path.isdir(storage.locate(name))
+
+
+def list_dir(
+    path: Where,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> list[str]:
+    """The full paths, or URLs, of all that lies directly in a folder, sorted.
+
+    Raises FileNotFoundError for a folder that is not there, NotADirectoryError for a file.
+    """
+    storage, name = _resolved(path, storage_options, engine, fs)
+    if not storage.remote:
+        folder = _existing_folder(path)
+        return [os.path.join(folder, entry) for entry in sorted(os.listdir(folder))]
+    names = storage.names(name)
+    if not names:
+        raise _no_folder(storage, name)
+    return [f"{text_of(path).rstrip('/')}/{entry}" for entry in names]
+
+
+def remove(
+    path: Where,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> None:
+    """Delete a file, or a folder with all that is in it. A local link goes, and not what it leads to.
+
+    Raises FileNotFoundError when there is neither, ValueError for a whole bucket or a whole disk.
+    """
+    storage, name = _resolved(path, storage_options, engine, fs)
+    if not name or (not storage.remote and os.path.ismount(storage.locate(name))):
+        raise ValueError(
+            f"{shown(text_of(path))} is all that there is in that place; name a file or a folder in it"
+        )
+    if not storage.remote:
+        _remove_local(storage.locate(name))
+        return
+    paths = [f"{name}/{below}" for below in storage.sizes(name)]
+    if _is_object(storage, name):
+        paths.append(name)
+    if not paths:
+        raise FileNotFoundError(f"{storage.locate(name)} is not there")
+    delete(storage, paths)
+
+
+# --- one file -----------------------------------------------------------------------------------------------------
+
+
+def open_file(
+    path: Where,
+    mode: str = "rb",
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> IO[Any]:
+    """Open a file, with or without `with`; text is UTF-8.
+
+    A local file is what `open` opens; the folders above one that is created are created, too. An object of a store is
+    read in ranges as they are asked for, and may be sought in. What is written for a store is kept in a scratch file,
+    and uploaded by `close`; not if the `with` block ends by an exception, nor if the file is never closed.
+    """
+    encoding = None if "b" in mode else "utf-8"
+    if scheme_of(text_of(path)) in (None, "file") and fs is None:
+        return _open_local(_as_given(path), mode, encoding)
+    if mode not in ("r", "rt", "rb", "w", "wt", "wb"):
+        raise ValueError(
+            f'a file of a store is read ("r", "rb") or written anew ("w", "wb"), not opened by {mode!r}'
+        )
+    place, name = parent_and_name(path, fs=fs)
+    storage = storage_at(place, storage_options=storage_options, engine=engine, fs=fs)
+    if "w" in mode:
+        return cast("IO[Any]", _Upload(storage, name, mode, encoding))
+    ranges = io.BufferedReader(_Ranges(storage.open(name)), _BUFFER_BYTES)
+    return io.TextIOWrapper(ranges, encoding) if encoding else ranges
+
+
+def _open_local(path: str, mode: str, encoding: str | None) -> IO[Any]:
+    try:
+        return open(path, mode, encoding=encoding)
+    except FileNotFoundError:
+        folder = os.path.dirname(path)
+        if "r" in mode or not folder:
+            raise
+    os.makedirs(folder, exist_ok=True)
+    return open(path, mode, encoding=encoding)
+
+
+class _Ranges(io.RawIOBase):
+    """The bytes of a reader as a file of Python's."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._reader.num_bytes}[whence]
+        if at < 0:
+            raise ValueError(f"there is nothing before the beginning: byte {at}")
+        self._at = at
+        return at
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        length = min(len(view), max(0, self._reader.num_bytes - self._at), _REQUEST_BYTES)
+        if length:
+            self._reader.read_into(self._at, view[:length])
+        self._at += length
+        return length
+
+    def readall(self) -> bytes:
+        """What is left, in large requests: the inherited one would ask for a few KiB at a time."""
+        data = bytearray(max(0, self._reader.num_bytes - self._at))
+        at = 0
+        while at < len(data):
+            at += self.readinto(memoryview(data)[at:])
+        return bytes(data)
+
+    def close(self) -> None:
+        self._reader.close()
+        super().close()
+
+
+class _Upload:
+    """A scratch file that becomes an object when it is closed."""
+
+    def __init__(self, storage: Storage, name: str, mode: str, encoding: str | None) -> None:
+        self._storage = storage
+        self._name = name
+        self._scratch = tempfile.TemporaryDirectory(prefix="async_ckpt-")
+        newline = None if encoding is None else "\n"
+        self._file = open(  # noqa: SIM115
+            os.path.join(self._scratch.name, "file"), mode, encoding=encoding, newline=newline
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def close(self) -> None:
+        """Upload what was written. Nothing is left to be done after an error."""
+        if self._file.closed:
+            return
+        with self._scratch as folder:
+            self._file.close()
+            local = LocalStorage(folder)
+            copy([Parcel(partial(local.open, "file"), self._name, local.sizes("")["file"])], self._storage)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            with self._scratch:
+                self._file.close()
+
+
+# --- what they share ----------------------------------------------------------------------------------------------
+
+
+def _resolved(
+    path: Where,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> tuple[Storage, str]:
+    """The storage that something lies in, and its name there, which a whole bucket has not."""
+    place, name = place_and_name(path, fs=fs)
+    return storage_at(place, storage_options=storage_options, engine=engine, fs=fs), name
+
+
+def _as_given(path: Where) -> str:
+    """A local path as it was given; a `file://` URL as the path that it names."""
+    text = text_of(path)
+    return os.path.expanduser(text) if scheme_of(text) is None else os.path.join(*place_and_name(text))
+
+
+def _existing_folder(path: Where) -> str:
+    """Where a local folder lies. Raises FileNotFoundError, NotADirectoryError, and ValueError for a URL."""
+    storage, name = _resolved(path)
+    if storage.remote:
+        raise ValueError(f"{shown(text_of(path))} is no local folder; give a path")
+    folder = storage.locate(name)
+    if not os.path.exists(folder):
+        raise FileNotFoundError(f"{folder} is not there; correct the path")
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(f"{folder} is a file; give the folder that it lies in")
+    return folder
+
+
+def _sizes_below(storage: Storage, name: str) -> dict[str, int]:
+    """What lies below a folder of a store, and can be files below a local one."""
+    sizes = storage.sizes(name)
+    if not sizes:
+        raise _no_folder(storage, name)
+    for path in sizes:
+        if os.sep != "/" and re.search(r'[\\:*?"<>|]', path):
+            raise unusable_name(
+                storage.locate(name), f"{path!r} has a character that this system does not allow"
+            )
+        if both := next((folder for folder in _folders_of(path) if folder in sizes), None):
+            raise unusable_name(storage.locate(name), f"{both!r} is an object, and the folder of another")
+    return sizes
+
+
+def _no_folder(storage: Storage, name: str) -> OSError:
+    where = storage.locate(name)
+    if _is_object(storage, name):
+        return NotADirectoryError(f"{where} is an object, and no folder; read it with open_file")
+    return FileNotFoundError(f"{where} is not there: nothing lies below it; correct the URL")
+
+
+def _is_object(storage: Storage, name: str) -> bool:
+    try:
+        storage.open(name).close()
+    except (FileNotFoundError, IsADirectoryError):
+        return False
+    return True
+
+
+def _folders_of(path: str) -> Iterator[str]:
+    """The folders above a relative path, the nearest first."""
+    while path := path.rpartition("/")[0]:
+        yield path
+
+
+def _checked_names(names: Iterable[str]) -> list[str]:
+    if isinstance(names, str):
+        raise TypeError(f"names are several: pass [{names!r}]")
+    wanted = list(dict.fromkeys(names))
+    for name in wanted:
+        if os.path.isabs(name) or any(part in ("", ".", "..") for part in name.split("/")):
+            raise ValueError(f"{name!r} is no name of a file below a folder")
+    return wanted
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="async_ckpt-") as folder:
+        yield folder
+
+
+def _fetch(storage: Storage, name: str, sizes: Mapping[str, int], folder: str | Path) -> None:
+    parcels = [Parcel(partial(storage.open, _below(name, path)), path, size) for path, size in sizes.items()]
+    copy(parcels, LocalStorage(folder))
+
+
+def _send(folder: str, sizes: Mapping[str, int], storage: Storage, name: str) -> None:
+    local = LocalStorage(folder)
+    copy(
+        [Parcel(partial(local.open, path), _below(name, path), size) for path, size in sizes.items()], storage
+    )
+
+
+def _below(name: str, path: str) -> str:
+    return f"{name}/{path}" if name else path
+
+
+def _check_target(target: Path, paths: Collection[str]) -> None:
+    """See that files can be put there, before they are fetched."""
+    for folder in {target, *(target / folder for path in paths for folder in _folders_of(path))}:
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(
+                f"{folder} is a file where a folder should be; remove it, or choose another folder"
+            )
+    for path in paths:
+        if (target / path).is_dir():
+            raise IsADirectoryError(f"{target / path} is a folder where a file should be; remove it first")
+
+
+def _put_in_place(temp: Path, target: Path, paths: Collection[str]) -> None:
+    try:
+        os.rename(temp, target)
+        sync_folder(target.parent)
+        return
+    except OSError:  # there is a folder already, perhaps by another process that fetches the same
+        if not target.is_dir():
+            raise
+    for path in paths:
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(temp / path, target / path)
+    for folder in {target, *(target / folder for path in paths for folder in _folders_of(path))}:
+        sync_folder(folder)
+
+
+def _remove_local(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)

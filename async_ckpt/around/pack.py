@@ -1,0 +1,219 @@
+"""`pack`: what existing code writes into a folder becomes one tar, streamed away in the background.
+
+In: a folder. Out: a handle. Knows nothing of: what is in the files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import ClosedError, NothingWrittenError, StorageUnavailableError
+from ..format.tarball import Tarball
+from ..host.threads import running_future
+from ..report import Progress, SaveReport
+from ..saving.default import files_saver
+from ..saving.handle import SaveHandle
+from ..saving.saver import Files, Saver
+from ..saving.story import OffLoop, SaveJob, follow_up, run_save
+from ..saving.targets import Compression, FileTarget
+from ..spans import Spans
+from ..staging.files import FileFill, scan
+from ..storage.local import translated
+from ..storage.place import Engine, Where
+from ..storage.scratch import Scratch
+
+_PathType: Any = type(Path())
+
+
+class Folder(_PathType):  # type: ignore[misc]
+    """A `pathlib.Path`; once the block that it belongs to is left, `handle` is that of the save."""
+
+    _handle: SaveHandle | None = None
+
+    @property
+    def handle(self) -> SaveHandle:
+        """The save, once the block has been left."""
+        if self._handle is None:
+            raise RuntimeError("there is no handle before the block has been left without an exception")
+        return self._handle
+
+
+class Pack:
+    """A folder to write into; leaving the block streams it away. See `pack`."""
+
+    def __init__(self, target: FileTarget, scratch: Path, name: str) -> None:
+        self._target, self._parent, self._name = target, scratch, name
+        self._scratch: Scratch | None = None
+        self._folder = Folder(scratch)  # once the block is entered, the one to write into
+
+    @property
+    def handle(self) -> SaveHandle:
+        """The save, once the block has been left."""
+        return self._folder.handle
+
+    def __enter__(self) -> Folder:
+        if self._scratch is not None:
+            raise RuntimeError("this folder was packed already; call pack() again for another one")
+        self._scratch = Scratch(self._parent, self._name)
+        self._folder = Folder(self._scratch.folder)
+        return self._folder
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._scratch is not None
+        if error is not None:
+            self._scratch.__exit__(kind, error, trace)
+        elif not self._scratch.belongs_here:
+            raise ClosedError(
+                f"{self._folder} belongs to the process that was forked from; leave the block there"
+            )
+        else:
+            self._folder._handle = _stream(self._scratch.folder, self._target, self._scratch)
+
+    def __repr__(self) -> str:
+        handle = self._folder._handle
+        return f"<Pack {self._target.path}{f' {handle!r}' if handle else ''}>"
+
+
+def pack(
+    destination: Where,
+    *,
+    compression: Compression = None,
+    scratch: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> Pack:
+    """A folder for existing code to fill, in a `with` block; what it holds becomes the archive at `destination`.
+
+    Leaving the block returns at once, and `folder.handle` is there; the folder is then streamed as one plain tar
+    (members `./…`; modes, links and holes kept), and removed once that is committed. Leaving it by an exception
+    publishes nothing. When the save fails the folder stays, and the error says where. Packs are streamed one after
+    the other, in the order in which their blocks were left: of two with one destination, the later one stays there.
+    The folder lies beside a local destination, where every node sees it, and otherwise in the system's temp folder or
+    in `scratch`. `compression` is as for `save`, the rest as for AsyncCheckpointer.
+    """
+    target = FileTarget.at(
+        destination, {"storage_options": storage_options, "engine": engine, "fs": fs}, compression
+    )
+    name = target.path.rstrip("/").rpartition("/")[2] if target.storage.remote else Path(target.path).name
+    beside = Path(tempfile.gettempdir()) if target.storage.remote else Path(target.path).parent
+    return Pack(target, beside if scratch is None else Path(scratch).absolute(), name)
+
+
+def pack_folder(
+    folder: str | os.PathLike[str],
+    destination: Where,
+    *,
+    compression: Compression = None,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> SaveHandle:
+    """Stream a folder that is there already, and stays, as `pack` does. It must not change until the handle is done.
+
+    Raises NotADirectoryError for anything but a folder, and ValueError for a destination inside of it.
+    """
+    source = Path(folder).absolute()
+    if not source.is_dir():
+        raise NotADirectoryError(f"{source} is no folder; give the folder that is to be packed")
+    source = source.resolve()
+    target = FileTarget.at(
+        destination, {"storage_options": storage_options, "engine": engine, "fs": fs}, compression
+    )
+    if not target.storage.remote and Path(target.path).resolve().is_relative_to(source):
+        raise ValueError(f"{target.path} lies in {source}, which would pack itself; write it elsewhere")
+    return _stream(source, target, None)
+
+
+def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHandle:
+    packing = _Packing(files_saver(), folder, target, scratch)
+    try:
+        handle = packing.saver.take_on(packing)
+    except ClosedError as error:  # the interpreter is exiting
+        packing.failed(error)
+        raise
+    packing.called.set_result(packing.spans.total())
+    return handle
+
+
+class _Packing:
+    """The errand of one folder."""
+
+    def __init__(self, saver: Saver, folder: Path, target: FileTarget, scratch: Scratch | None) -> None:
+        self.saver, self._folder, self._target, self._scratch = saver, folder, target, scratch
+        self.path = target.path
+        self.staged = running_future()
+        self.spans, self.called = Spans(), running_future()  # `called` is when the caller has its handle
+        self._job: SaveJob | None = None
+        self._given_up: BaseException | None = None
+
+    @property
+    def progress(self) -> Progress:
+        return self._job.drain.progress if self._job else Progress(0, 0, 0)
+
+    def give_up(self, error: BaseException) -> None:
+        self._given_up = error
+        if self._job is not None:
+            self._job.drain.fail(error)
+
+    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+        if turn is not None:
+            await asyncio.wrap_future(turn)
+        job, fill = await off_loop(self._set_up)
+        fill.completion.add_done_callback(self._pass_on)
+        with self.saver.relieved_by(job.drain):
+            fill.begin()
+            try:
+                return await run_save(job, off_loop)
+            finally:  # until then it reads from the folder
+                await off_loop(fill.completion.exception)
+
+    def _set_up(self) -> tuple[SaveJob, FileFill]:
+        job, fill = self.saver.files_job(self._scan(), self._target, self.spans, self.called)
+        self._job = job
+        if self._given_up is not None:
+            job.drain.fail(self._given_up)
+        return job, fill
+
+    def _scan(self) -> Files:
+        with translated(self._folder):
+            entries, sources = scan(self._folder)
+        if len(entries) == 1:
+            raise NothingWrittenError(
+                f"nothing was written into {self._folder}; {self.path} is left as it was"
+            )
+        return Files(Tarball(entries), sources)
+
+    def _pass_on(self, ended: Future[None]) -> None:
+        error = ended.exception()
+        if error is None:
+            self.staged.set_result(None)
+        else:
+            self.staged.set_exception(error)
+
+    def failed(self, error: BaseException) -> None:
+        if self._scratch is None:
+            return
+        try:
+            if isinstance(error, NothingWrittenError):
+                self._scratch.remove()
+            else:  # it may be all that there is of this checkpoint
+                self._scratch.keep()
+                error.add_note(f"async_ckpt: what was to be packed is kept in {self._scratch.folder}")
+        except StorageUnavailableError as failure:
+            error.add_note(f"async_ckpt: {failure}")
+
+    async def afterwards(self, off_loop: OffLoop) -> None:
+        assert self._job is not None
+        await follow_up(self._job, off_loop)
+        if self._scratch is not None:
+            await off_loop(self._scratch.remove)

@@ -1,0 +1,394 @@
+"""`extract` and `unpack`: any tar, ours or another's, back into a folder; safely, or not at all.
+
+In: a path or URL, and a folder. Out: files. Knows nothing of: what they hold.
+
+`tarfile`'s own `data` filter does the work; but versions of it have let links of links escape (CVE-2025-4517), and it
+mends what should be refused. So what a member may be is decided here, first: every name stays in the folder by its
+text alone, no member lies behind a link, and no link leads through another one's parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import os
+import re
+import stat
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn, cast
+
+from ..errors import CorruptCheckpointError, NotCommittedError, UnsafeArchiveError
+from ..format import zstd
+from ..format.tarball import stays_inside
+from ..loading.find import opened_as_file
+from ..spec import MIB
+from ..storage.local import free_bytes_at, full, translated
+from ..storage.place import Engine, Where, shown
+from ..storage.read_ahead import ReadAhead
+from ..storage.scratch import Scratch
+
+# What a checkpoint may be made of; the one of 100,000 files is a tenth of it.
+MAX_MEMBERS: Final = 1_000_000
+_GZIP_MAGIC: Final = b"\x1f\x8b"
+# Headers, and maps of holes, are read as a whole: no name and no list of attributes is as long as this.
+_MAX_HEADER_BYTES: Final = MIB
+_MAX_NAME_BYTES: Final = 4096
+# A number that long makes `tarfile` take a time that grows with its square (CVE-2024-6232); no name has one either.
+_LONG_NUMBER: Final = re.compile(rb"[0-9]{256}")
+# SkyRL writes such an archive where weights were not to be kept.
+_MARKER: Final = "MARKER"
+_BUFFER_BYTES: Final = MIB
+
+
+def extract(
+    source: Where,
+    folder: str | os.PathLike[str],
+    *,
+    max_bytes: int | None = None,
+    max_file_bytes: int | None = None,
+    max_members: int = MAX_MEMBERS,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> Path:
+    """Extract a tar (plain, gzip or zstd, whatever its name says) into `folder`, new or empty; the folder.
+
+    It appears whole or not at all. `max_bytes` is of all files together, `max_file_bytes` of each; without them what
+    the disk has free is the limit. Raises UnsafeArchiveError for members that would do harm and for too many bytes or
+    members, CorruptCheckpointError for what is cut off, damaged, or several archives in one, NotCommittedError for an
+    archive that is a mere marker, StorageFullError, FileExistsError for a folder that holds something, and
+    FileNotFoundError when there is nothing at `source`.
+    """
+    target = Path(folder).absolute()
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise FileExistsError(f"{target} is there already, and not an empty folder; give a new one")
+    place = target.resolve()
+    with Scratch(place.parent, place.name) as scratch:
+        limits = _Limits(max_bytes, max_file_bytes, max_members)
+        _extract(
+            source, scratch.folder, limits, {"storage_options": storage_options, "engine": engine, "fs": fs}
+        )
+        with translated(target):
+            if place.is_dir():  # its owner decides who may look into it
+                scratch.folder.chmod(stat.S_IMODE(place.stat().st_mode))
+            os.replace(scratch.folder, place)
+    return target
+
+
+@contextlib.contextmanager
+def unpack(
+    source: Where,
+    *,
+    scratch: str | os.PathLike[str] | None = None,
+    max_bytes: int | None = None,
+    max_file_bytes: int | None = None,
+    max_members: int = MAX_MEMBERS,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> Iterator[Path]:
+    """What is in a tar, in a folder that is removed at the end of the `with` block, however it ends.
+
+    It lies in the system's temp folder or in `scratch`. Everything else is as for `extract`.
+    """
+    parent = Path(tempfile.gettempdir() if scratch is None else scratch).absolute()
+    with Scratch(parent, "unpacked") as own:
+        limits = _Limits(max_bytes, max_file_bytes, max_members)
+        _extract(source, own.folder, limits, {"storage_options": storage_options, "engine": engine, "fs": fs})
+        yield own.folder
+
+
+@dataclass(slots=True)
+class _Limits:
+    """What may come, and what has come so far."""
+
+    max_bytes: int | None
+    max_file_bytes: int | None
+    max_members: int
+    num_bytes: int = 0
+    num_members: int = 0
+
+    def take(self, member: tarfile.TarInfo, num_members: int, path: str) -> None:
+        """Count a member, and the folders that come with it. Raises UnsafeArchiveError when it is too much."""
+        self.num_members += num_members
+        self.num_bytes += member.size
+        for name, limit, found in (
+            ("max_members", self.max_members, self.num_members),
+            ("max_file_bytes", self.max_file_bytes, member.size),
+            ("max_bytes", self.max_bytes, self.num_bytes),
+        ):
+            if limit is not None and found > limit:
+                raise UnsafeArchiveError(
+                    f"{path}: the member {member.name[:200]!r} goes beyond {name}={limit:,}; raise it if that is right",
+                    path=path,
+                    member=member.name[:200],
+                )
+
+
+def _extract(source: Where, folder: Path, limits: _Limits, place: dict[str, Any]) -> None:
+    opened = opened_as_file(source, place)
+    if opened is None:
+        raise FileNotFoundError(f"{shown(os.fspath(source))}: there is no such archive")
+    reader, path = opened
+    with ReadAhead(reader) as raw, _damage_told(path):
+        content = _Forward(_decompressed(raw, path))
+        with tarfile.open(fileobj=cast(Any, content), mode="r:", tarinfo=_Info) as tar:
+            _extract_members(tar, content, folder, limits, path)
+        _expect_end(content, path)
+    if os.listdir(folder) == [_MARKER] and not (folder / _MARKER).is_dir():
+        with open(folder / _MARKER, "rb") as file:
+            text = file.read(300).decode(errors="replace").strip()
+        raise NotCommittedError(
+            f"{path} is a mere marker, without weights: it was saved with persist=False ({text}); save it with persist=True",
+            path=path,
+            step=None,
+        )
+
+
+def _extract_members(
+    tar: tarfile.TarFile, content: _Forward, folder: Path, limits: _Limits, path: str
+) -> None:
+    tar.copybufsize = _BUFFER_BYTES  # type: ignore[attr-defined]  # it copies by 16 KiB otherwise
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # type: ignore[attr-defined]  # or it would keep all of them
+        if member.size < 0:
+            raise _DamagedError("it has a member of less than no bytes")
+        with translated(folder / member.name, needed_bytes=member.size, passing=(gzip.BadGzipFile,)):
+            num_folders = _checked(member, folder, path)
+            limits.take(member, 1 + num_folders, path)
+            _expect_room(member, folder)
+            content.header_bytes = None
+            tar.extract(member, folder, filter="data")
+        content.header_bytes = _MAX_HEADER_BYTES
+        if len(str(tar.pax_headers)) > _MAX_HEADER_BYTES:  # those of all members that follow add up
+            raise _DamagedError("its global headers are too long")
+    if not limits.num_members:
+        raise _DamagedError("it holds nothing")
+
+
+def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
+    """How many folders on the way to a member are not there yet. Raises UnsafeArchiveError for what would do harm."""
+
+    def refuse(why: str) -> NoReturn:
+        name = member.name[:200]
+        raise UnsafeArchiveError(
+            f"{path}: the member {name!r} {why}; extract only what comes from people that you trust",
+            path=path,
+            member=name,
+        )
+
+    parts = _parts(member.name)
+    if len(os.fsencode(member.name)) > _MAX_NAME_BYTES:
+        refuse("has a name that is too long")
+    if member.name.startswith("/") or os.path.isabs(member.name):
+        refuse("has an absolute name")
+    if ".." in parts or (os.sep != "/" and any(os.sep in part for part in parts)):
+        refuse("leads out of the folder")
+    kinds = _kinds(folder, parts)
+    if any(kind != stat.S_IFDIR for kind in kinds[: len(parts) - 1]):
+        refuse("lies behind a link, or in a file")
+    if len(kinds) == len(parts) and not (member.isdir() and set(kinds) <= {stat.S_IFDIR}):
+        refuse("is there already")
+    if member.issym():
+        if not stays_inside("/".join(parts), member.linkname):
+            refuse(f"links to {member.linkname[:200]!r}, out of the folder")
+    elif member.islnk():
+        target = _parts(member.linkname)
+        found = _kinds(folder, target)
+        if (
+            member.linkname.startswith("/")
+            or ".." in target
+            or len(found) < len(target)
+            or found[-1:] != [stat.S_IFREG]
+        ):
+            refuse(f"links to {member.linkname[:200]!r}, which is no file before it")
+    elif not (member.isreg() or member.isdir()):
+        refuse("is a device, a pipe, or something else that is no file")
+    return max(0, len(parts) - 1 - len(kinds))
+
+
+def _parts(name: str) -> list[str]:
+    return [part for part in name.split("/") if part not in ("", ".")]
+
+
+def _kinds(folder: Path, parts: Sequence[str]) -> list[int]:
+    """What lies there, part by part, as far as it is there and no link would be followed."""
+    kinds: list[int] = []
+    place = str(folder)
+    for part in parts:
+        place = os.path.join(place, part)
+        try:
+            kinds.append(stat.S_IFMT(os.lstat(place).st_mode))
+        except FileNotFoundError:
+            break
+        if kinds[-1] != stat.S_IFDIR:
+            break
+    return kinds
+
+
+def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
+    """Raises StorageFullError when the disk has no room for a member, whose map of holes must be a true one."""
+    runs: Any = member.sparse
+    needed, end = member.size, 0
+    if runs is not None:
+        needed = 0
+        for offset, length in runs:
+            if length and (length < 0 or not end <= offset <= member.size - length):
+                raise _DamagedError("its map of holes cannot be true")
+            needed, end = needed + length, max(end, offset + length)
+    free = free_bytes_at(folder) if needed > _BUFFER_BYTES else None
+    if free is not None and needed > free:
+        raise full(folder, needed, free)
+
+
+class _Info(tarfile.TarInfo):
+    """A header that is not what it should be is an error; `tarfile` takes some for the end."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> _Info:
+        try:
+            info = super().frombuf(buf, encoding, errors)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.HeaderError as error:
+            raise _DamagedError("it is cut off" if len(buf) < tarfile.BLOCKSIZE else str(error)) from error
+        if info.size < 0:
+            raise _DamagedError("it has a header of less than no bytes")
+        return info
+
+
+class _DamagedError(Exception):
+    """What `tarfile` must not swallow, as it does its own errors."""
+
+
+# What a hostile or broken archive makes `tarfile`, `gzip` and `zlib` raise.
+_DAMAGE: Final = (
+    _DamagedError,
+    tarfile.TarError,
+    gzip.BadGzipFile,
+    zlib.error,
+    EOFError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+    MemoryError,
+)
+
+
+@contextlib.contextmanager
+def _damage_told(path: str) -> Iterator[None]:
+    """Whatever a hostile or broken archive makes these packages raise is one error."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, _DAMAGE) and type(error).__name__ != "ZstdError":
+            raise
+        raise CorruptCheckpointError(
+            f"{path}: it cannot be extracted ({error}); fetch it again, or use an earlier one", path=path
+        ) from error
+
+
+def _decompressed(raw: io.RawIOBase, path: str) -> Any:
+    """What is in the file, by what its first bytes say."""
+    buffered = io.BufferedReader(raw, _BUFFER_BYTES)
+    magic = buffered.peek(4)[:4]
+    if magic.startswith(_GZIP_MAGIC):
+        return gzip.GzipFile(fileobj=buffered)
+    if zstd.begins(magic):
+        try:
+            import zstandard
+        except ImportError:
+            raise ImportError(f'{path} is compressed; pip install "async_ckpt[zstd]"') from None
+        return zstandard.ZstdDecompressor().stream_reader(
+            cast(Any, _Followed(buffered)), read_across_frames=True
+        )
+    return buffered
+
+
+class _Followed:
+    """Frames on their way to a decompressor, which does not tell when the last one is cut off."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._frames = zstd.Follower()
+
+    def read(self, num_bytes: int) -> bytes:
+        data: bytes = self._file.read(num_bytes)
+        self._frames.feed(data)
+        if not data and not self._frames.is_whole:
+            raise EOFError("it is cut off")
+        return data
+
+
+class _Forward:
+    """A file that goes forward only, as `tarfile` needs one that seeks: back by no more than a byte.
+
+    Its own streams copy what they hold with every read, which is slow where there are many small members.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._at = 0  # of the next byte of `file`
+        self._last = b""  # the byte before it
+        self._wanted = 0
+        self.header_bytes: int | None = _MAX_HEADER_BYTES  # that may still be read; None while data is
+
+    def tell(self) -> int:
+        return self._wanted
+
+    def seek(self, position: int) -> int:
+        if position < self._at - 1:
+            raise _DamagedError("its members are not in order")
+        self._wanted = position
+        return position
+
+    def read(self, num_bytes: int) -> bytes:
+        if self.header_bytes is None:
+            return self._read(num_bytes)
+        self.header_bytes -= num_bytes
+        if self.header_bytes < 0:
+            raise _DamagedError("it has a header that is too long")
+        data = self._read(num_bytes)
+        if _LONG_NUMBER.search(data):
+            raise _DamagedError("it has a header that makes no sense")
+        return data
+
+    def _read(self, num_bytes: int) -> bytes:
+        while self._at < self._wanted:
+            if not self._take(min(_BUFFER_BYTES, self._wanted - self._at)):
+                return b""
+        if self._wanted < self._at and num_bytes:
+            self._wanted += 1
+            return self._last + self._read(num_bytes - 1)
+        data = self._take(num_bytes)
+        self._wanted = self._at
+        return data
+
+    def _take(self, num_bytes: int) -> bytes:
+        """As many bytes as there are, up to this."""
+        parts: list[bytes] = []
+        while num_bytes and (part := self._file.read(num_bytes)):
+            parts.append(part)
+            num_bytes -= len(part)
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._at += len(data)
+        self._last = data[-1:] or self._last
+        return data
+
+
+def _expect_end(content: _Forward, path: str) -> None:
+    """Nothing but zeros may follow the end of the archive."""
+    content.header_bytes = None
+    while rest := content.read(_BUFFER_BYTES):
+        if rest.strip(b"\0"):
+            raise CorruptCheckpointError(
+                f"{path}: something follows the end of the archive, such as a second one; extract them one by one",
+                path=path,
+            )

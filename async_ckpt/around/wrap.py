@@ -1,0 +1,598 @@
+"""`wrap`: any function that writes to a path, made to return at once.
+
+In: a function. Out: the same one, which returns a handle. Knows nothing of: what it writes, and how.
+
+The tensors in the arguments are copied to the host, the function runs in the background on the copies, and what it
+wrote appears under the name that it was given when all of it is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import os
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final, NamedTuple, ParamSpec, overload
+
+import torch
+
+from ..backends.cuda import on_device
+from ..errors import DestinationBusyError, NothingWrittenError, UnsupportedStateError
+from ..format.tarball import WholeFile
+from ..host.process import in_forked_child
+from ..host.threads import running_future
+from ..report import Progress
+from ..saving.default import files_saver
+from ..saving.errand import CopyErrand
+from ..saving.handle import SaveHandle
+from ..saving.saver import Files
+from ..saving.story import OffLoop, SaveJob, run_save
+from ..saving.targets import FileTarget
+from ..spans import Spans
+from ..spec import GIB, MIB
+from ..staging.files import source_of
+from ..staging.guard import Optimizers, unwrapped
+from ..storage.append import Appender
+from ..storage.base import Storage
+from ..storage.local import LocalStorage, temps_of, translated
+from ..storage.place import Engine, parent_and_name, storage_at
+from ..storage.scratch import Scratch, publish, refuse_in_running, refuse_misfit, sync_all
+from .arguments import closed_over, copied, tensors_in
+
+P = ParamSpec("P")
+
+# A pickle may be this much longer than its tensors, and what a function makes of them twice as long; beyond that a
+# store may run out of parts.
+_LIMIT_BYTES: Final = GIB
+# What goes to a store in one request.
+_SMALL_BYTES: Final = MIB
+
+# What functions that write call the argument that says where.
+_NAMES: Final = {
+    "destination", "dest", "path", "filename", "file_path", "filepath", "fname", "file", "f", "fp",
+    "save_directory", "save_dir", "save_path", "output_dir", "output_path", "out_dir", "out_path",
+    "ckpt_dir", "ckpt_path", "checkpoint_dir", "checkpoint_path", "checkpoint_id", "local_path",
+    "folder", "directory", "dir", "out", "target",
+}  # fmt: skip
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+# Functions that take an open file where they take a path, and the ending that they add to a path without it.
+_TAKE_FILES: Final = {
+    ("torch.serialization", "save"): "",
+    ("numpy", "save"): ".npy",
+    ("numpy", "savez"): ".npz",
+    ("numpy", "savez_compressed"): ".npz",
+}
+
+
+@overload
+def wrap(
+    fn: Callable[P, Any],
+    /,
+    *,
+    destination: str | int | None = None,
+    guard: Any = None,
+    file_object: bool | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> Callable[P, SaveHandle]: ...
+
+
+@overload
+def wrap(
+    fn: None = None,
+    /,
+    *,
+    destination: str | int | None = None,
+    guard: Any = None,
+    file_object: bool | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> Callable[[Callable[P, Any]], Callable[P, SaveHandle]]: ...
+
+
+def wrap(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    destination: str | int | None = None,
+    guard: Any = None,
+    file_object: bool | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> Any:
+    """Any function that writes to a path, with the same arguments, and a SaveHandle as its result, at once.
+
+    Also as a decorator, `@wrap` or `@wrap(...)`. The arguments, and the object of a method, are copied deeply: they may
+    change as soon as the call returns. What the function reaches otherwise, such as globals, is not copied. It runs
+    on a thread of its own, one such call after the other; its tensors are then on the CPU. It gets a path in an empty
+    folder beside the destination; what it writes there, a file or a folder, is made durable and takes its place at
+    once. An existing folder keeps what was not written again. When it raises, the handle carries that, and nothing
+    is visible. At a URL, files appear one by one, and those that end in ".json" last.
+
+    A module or an optimizer takes longer to copy than what its state_dict() gives. What the function does under
+    Python's lock, as pickling does in part, slows training: the figure "wrapped" of the benchmarks says how much.
+
+    Args:
+        fn: any function that writes to a path.
+        destination: which argument says where: its name, or its position. By default the one that is called so
+            (`path`, `f`, `filename`, `save_directory`, …), or the only one that is a path. A link is followed.
+        guard: as for `save`.
+        file_object: the function also takes an open file: it is streamed, without a temporary one. Known of
+            `torch.save` and numpy's functions.
+        scratch: where it writes what goes to a URL; by default in the system's temp folder.
+        storage_options: what the client of a URL needs; see AsyncCheckpointer, for the next two as well.
+        engine: which client that is.
+        fs: an fsspec filesystem to use instead.
+
+    The call raises TypeError when the destination cannot be told, DestinationBusyError while an earlier call writes to
+    the same one, UnsupportedStateError for arguments that cannot be copied and for a function that closes over tensors,
+    and what the destination itself gives reason for (as `save` does).
+    """
+    place = {"storage_options": storage_options, "engine": engine, "fs": fs}
+    if fn is None:
+        return functools.partial(
+            wrap, destination=destination, guard=guard, file_object=file_object, scratch=scratch, **place
+        )
+    if not callable(fn):
+        raise TypeError(
+            f"wrap takes a function, not a {type(fn).__qualname__}; write wrap(torch.save)(state, path)"
+        )
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"{_name_of(fn)} does not write when it is called, but when it is awaited or gone through; "
+            "wrap a plain function that does that"
+        )
+    ending = _ending_of(fn)
+    streams = file_object if file_object is not None else ending is not None
+    options = _Options(_name_of(fn), streams, ending or "", scratch, place)
+    find = _Finder(fn, destination)
+    optimizers = unwrapped(guard)  # refused now rather than at the first save
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> SaveHandle:
+        bound = find(args, kwargs)
+        where = _where(bound.given, options)
+        spans, called = Spans(), running_future()
+        key = _reserve(where)
+        handle: SaveHandle | None = None
+        try:
+            handle = _Call(fn, bound, where, options, optimizers, spans, called).begin()
+            return handle
+        finally:
+            called.set_result(spans.total())
+            with _busy_lock:
+                if handle is None:
+                    del _busy[key]
+                else:
+                    _busy[key] = handle
+
+    return wrapped
+
+
+class _Options(NamedTuple):
+    name: str
+    streams: bool
+    ending: str
+    scratch: str | os.PathLike[str] | None
+    place: dict[str, Any]
+
+
+class _Bound(NamedTuple):
+    """A call whose destination is known: `make` gives the arguments with another one in its place."""
+
+    given: str | os.PathLike[str]
+    others: dict[str | int, Any]
+    names: dict[str | int, str]
+    make: Callable[[dict[str | int, Any], Any], tuple[list[Any], dict[str, Any]]]
+
+
+class _Finder:
+    """Knows which argument of a function is the destination."""
+
+    def __init__(self, fn: Callable[..., Any], said: str | int | None) -> None:
+        self._name = _name_of(fn)
+        self._said = said
+        self._parameters: Mapping[str, inspect.Parameter] = {}
+        self._signature: inspect.Signature | None = None
+        with contextlib.suppress(ValueError, TypeError):  # of some built-in functions nothing is known
+            self._signature = inspect.signature(fn)
+            self._parameters = self._signature.parameters
+        self._positional = [p.name for p in self._parameters.values() if p.kind in _POSITIONAL]
+        if isinstance(said, int) and said < len(self._positional):
+            self._said = self._positional[said]  # so it may be given by name as well
+        elif isinstance(said, str) and self._signature is not None:
+            kinds = [p.kind for p in self._parameters.values()]
+            if said not in self._parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+                raise TypeError(
+                    f"{self._name} has no argument {said!r}; it has {', '.join(self._parameters)}"
+                )
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound:
+        if self._signature is not None:
+            self._signature.bind(*args, **kwargs)  # a wrong call is an error now, not in the background
+        values: dict[str | int, Any] = dict(enumerate(args))
+        values.update(kwargs)
+        names: dict[str | int, str] = {
+            key: key if isinstance(key, str) else f"argument {key}" for key in values
+        } | dict(enumerate(self._positional[: len(args)]))
+        key, given = self._find(values, names)
+        num_args, keywords = len(args), [*kwargs] if key in values else [*kwargs, str(key)]
+        others = {k: value for k, value in values.items() if k != key}
+
+        def make(others: dict[str | int, Any], where: Any) -> tuple[list[Any], dict[str, Any]]:
+            both = {**others, key: where}
+            return [both[i] for i in range(num_args)], {k: both[k] for k in keywords}
+
+        return _Bound(given, others, names, make)
+
+    def _find(
+        self, values: Mapping[str | int, Any], names: Mapping[str | int, str]
+    ) -> tuple[str | int, str | os.PathLike[str]]:
+        """The destination's key, and its value. Raises TypeError when it cannot be told."""
+        defaults: dict[str | int, Any] = {
+            p.name: p.default
+            for p in self._parameters.values()
+            if p.kind in _BY_NAME and p.name not in names.values() and p.default is not p.empty
+        }
+        both = {**values, **defaults}
+        if self._said is not None:
+            for key, value in both.items():
+                if self._said in (key, names.get(key)):
+                    return key, self._checked(value)
+            raise TypeError(f"{self._name} was called without its destination {self._said!r}")
+        called_so = [key for key in values if names[key] in _NAMES]
+        for candidates in (
+            [key for key in called_so if names[key] in self._parameters and _is_path(values[key])],
+            [key for key in called_so if _is_path(values[key])],
+            [key for key in called_so if hasattr(values[key], "write")],  # to be refused by what it is
+            [key for key in values if _is_path(values[key])],
+            [name for name in defaults if name in _NAMES and _is_path(defaults[name])],
+        ):
+            if len(candidates) == 1:
+                return candidates[0], self._checked(both[candidates[0]])
+            if candidates:
+                break
+        many = "several" if candidates else "none"
+        raise TypeError(
+            f"which argument of {self._name} says where it writes? {many} of them may; "
+            'say so: wrap(fn, destination="its name")'
+        )
+
+    def _checked(self, value: Any) -> str | os.PathLike[str]:
+        if not _is_path(value):
+            raise TypeError(
+                f"{self._name} was given a {type(value).__qualname__} to write to; a wrapped function needs a path or URL"
+            )
+        return value  # type: ignore[no-any-return]
+
+
+class _Where(NamedTuple):
+    """Where it is to appear."""
+
+    path: str
+    storage: Storage
+    name: str
+
+    @property
+    def parent(self) -> Path:
+        """Of a local destination."""
+        return Path(self.path).parent
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.storage.remote and Path(self.path).is_dir()
+
+
+def _where(given: str | os.PathLike[str], options: _Options) -> _Where:
+    """Raises ValueError, IsADirectoryError and StorageUnavailableError for what cannot be written to."""
+    parent, name = parent_and_name(given, fs=options.place["fs"])
+    if name in ("", ".."):
+        raise ValueError(f"{os.fspath(given)} names no file or folder that could be replaced; give it a name")
+    if options.streams and not name.endswith(options.ending):
+        name += options.ending
+    storage = storage_at(parent, **options.place)
+    if not storage.remote and os.path.islink(os.path.join(parent, name)):
+        parent, name = os.path.split(os.path.realpath(os.path.join(parent, name)))
+        storage = storage_at(parent)
+    where = _Where(storage.locate(name), storage, name)
+    if options.streams and where.is_folder:
+        raise IsADirectoryError(f"{where.path} is a folder; give the path of a file")
+    if where.is_folder and Path.cwd().is_relative_to(os.path.realpath(where.path)):
+        raise ValueError(
+            f"{where.path} is the folder that this process works in, and would be replaced; give one in it"
+        )
+    if not storage.remote:
+        refuse_in_running(where.parent)
+    return where
+
+
+_busy: dict[str, SaveHandle | None] = {}
+_busy_lock = threading.Lock()
+
+
+def _reserve(where: _Where) -> str:
+    """One call at a time to one destination. Raises DestinationBusyError."""
+    key = where.path if where.storage.remote else os.path.realpath(where.path)
+    with _busy_lock:
+        for other in [k for k, handle in _busy.items() if handle is not None and handle.done()]:
+            del _busy[other]
+        if key in _busy:
+            raise DestinationBusyError(
+                f"{where.path} is still being written by an earlier save; wait for its handle, or give each its own name",
+                path=where.path,
+            )
+        _busy[key] = None
+    return key
+
+
+@in_forked_child
+def _forget_parent() -> None:
+    """In a forked child: its parent's calls are not its own, and who held the lock is not here to release it."""
+    global _busy_lock
+    _busy.clear()
+    _busy_lock = threading.Lock()
+
+
+class _Call(CopyErrand):
+    """One call."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        bound: _Bound,
+        where: _Where,
+        options: _Options,
+        optimizers: Optimizers,
+        spans: Spans,
+        called: Future[float],
+    ) -> None:
+        _refuse_closed_over(fn, options.name)
+        given = {bound.names[key]: value for key, value in bound.others.items()}
+        names, tensors = tensors_in({options.name: fn, **given})
+        super().__init__(where.path, tensors, names, optimizers=optimizers, spans=spans, called=called)
+        self._where, self._options = where, options
+        self._host_bytes = self.copy.num_bytes
+        # Only of copies: a handle may be kept for long, and must not keep what the caller has let go of.
+        self._arguments: tuple[Callable[..., Any], dict[str | int, Any]] | None
+        try:
+            self._arguments = copied((fn, bound.others), tensors, self.copy.tensors, what=options.name)
+        except BaseException:
+            self.copy.let_go()
+            raise
+        self._make = bound.make
+        self._as_given: Callable[[str], Any] = type(bound.given) if isinstance(bound.given, Path) else str
+        self._grad_mode = torch.is_grad_enabled()
+        # Work in the background is for the device that the caller works on.
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._job: SaveJob | None = None
+        self._written: list[Path] = []  # complete, and durable on this disk
+
+    @property
+    def progress(self) -> Progress:
+        done = self._out.num_bytes if self._out else self._num_bytes
+        total = max(self._host_bytes, done)  # what a function makes of tensors may be longer
+        return Progress(total, self._host_bytes if self.staged.done() else 0, done)
+
+    def give_up(self, error: BaseException) -> None:
+        super().give_up(error)
+        if self._job is not None:
+            self._job.drain.fail(error)
+
+    async def _write(self, off_loop: OffLoop) -> None:
+        await off_loop(self._stream if self._options.streams else self._fill_scratch)
+        self.copy.let_go()
+        if self._where.storage.remote and not self._options.streams:
+            await self._upload(off_loop)
+
+    def failed(self, error: BaseException) -> None:
+        self._arguments = None
+        super().failed(error)
+
+    def _leave(self, scratch: Scratch, error: BaseException) -> None:
+        if self._written:  # the function has done its part, and what it wrote may be all that there is
+            scratch.keep()
+            error.add_note(f"async_ckpt: what {self._options.name} wrote is kept in {scratch.folder}")
+        else:
+            scratch.remove()
+
+    # --- blocking, on helper threads --------------------------------------------------------------------------
+
+    def _call(self, where: Any) -> None:
+        """The function itself, once."""
+        self._check()
+        assert self._arguments is not None
+        (fn, others), self._arguments = self._arguments, None
+        args, kwargs = self._make(others, where)
+        with (
+            torch.set_grad_enabled(self._grad_mode),
+            contextlib.nullcontext() if self._device is None else on_device(self._device),
+        ):
+            try:
+                fn(*args, **kwargs)
+            except BaseException as error:
+                _clear_frames(error)
+                raise
+            finally:
+                del fn, others, args, kwargs
+
+    def _stream(self) -> None:
+        """Into the sink, as it is written."""
+        where = self._where
+        if not where.storage.remote:
+            names = temps_of(where.name, where.storage.names(""))
+            where.storage.sweep("", names, delete=True)
+        self._out = Appender(where.storage, where.name, limit_bytes=2 * self._host_bytes + _LIMIT_BYTES)
+        try:
+            with _File(self._out) as file:
+                self._call(file)
+        except BaseException:
+            self._out.check()  # what the sink met, whatever the function has made of it
+            raise
+        self._num_bytes = self._out.num_bytes
+        if not self._num_bytes:
+            raise NothingWrittenError(f"{self._options.name} wrote nothing; {self.path} is left as it was")
+
+    def _fill_scratch(self) -> None:
+        """Into a folder of its own."""
+        where, options = self._where, self._options
+        beside = Path(options.scratch or tempfile.gettempdir()) if where.storage.remote else where.parent
+        self._scratch = Scratch(beside.absolute(), where.name)
+        folder = self._scratch.folder
+        inner = folder / where.name
+        if where.is_folder:
+            inner.mkdir()  # it expects one
+        self._call(self._as_given(str(inner)))
+        with translated(folder):
+            written = sorted(folder.iterdir())
+            if not written or (written == [inner] and inner.is_dir() and not any(inner.iterdir())):
+                raise NothingWrittenError(
+                    f"{options.name} wrote nothing to the path that it was given; {self.path} is left as it was"
+                )
+            _refuse_open_files(folder, options.name)
+            self._num_bytes = sum(sync_all(path) for path in written)
+        self._written = written
+
+    def _commit(self) -> None:
+        if self._out is not None:
+            self._out.finish()
+            self._out.sink.close()
+            self._num_retries = self._out.sink.num_retries
+        elif not self._where.storage.remote:
+            with translated(self._where.parent, passing=(FileExistsError, IsADirectoryError)):
+                targets = {path: self._where.parent / path.name for path in self._written}
+                for path, target in targets.items():  # all of them, before the first is visible
+                    refuse_misfit(path, target)
+                for path, target in targets.items():
+                    publish(path, target)
+
+    async def _upload(self, off_loop: OffLoop) -> None:
+        assert self._scratch is not None
+        root = self._scratch.folder
+        # What says that a model is there (config, index) comes when all that it speaks of is there.
+        names = await off_loop(lambda: [*LocalStorage(root).sizes("")])
+        for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
+            await self._upload_file(root / name, name, off_loop)
+
+    async def _upload_file(self, path: Path, name: str, off_loop: OffLoop) -> None:
+        storage, source = self._where.storage, source_of(path)
+        if source.num_bytes <= _SMALL_BYTES:
+            await off_loop(lambda: storage.replace(name, path.read_bytes()))
+            return
+        files, target = Files(WholeFile(source.num_bytes), [source]), FileTarget(storage, name)
+        saver = files_saver()
+        job, fill = await off_loop(lambda: saver.files_job(files, target, Spans(), self._called))
+        self._job = job
+        self._check()
+        with saver.relieved_by(job.drain):
+            fill.begin()
+            report = await run_save(job, off_loop)
+        self._num_retries += report.retries
+
+
+class _File(io.RawIOBase):
+    """What a function writes to, from front to back."""
+
+    def __init__(self, out: Appender) -> None:
+        super().__init__()
+        self._out = out
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if self.closed:
+            raise ValueError("the function has returned, and what it wrote is complete")
+        view = memoryview(data).cast("B")
+        self._out.append(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._out.num_bytes
+
+
+def _clear_frames(error: BaseException) -> None:
+    """A failed handle may be kept for long: let go of the copies that its traceback has in its frames."""
+    chain: list[BaseException] = []
+    todo: list[BaseException | None] = [error]
+    while todo:
+        next_one = todo.pop()
+        if next_one is not None and next_one not in chain:
+            chain.append(next_one)
+            todo += [next_one.__cause__, next_one.__context__]
+    for one in chain:
+        traceback.clear_frames(one.__traceback__)
+
+
+def _refuse_closed_over(fn: Callable[..., Any], name: str) -> None:
+    names, _ = tensors_in(closed_over(fn))
+    if names:
+        raise UnsupportedStateError(
+            f"{name} uses {names[0]} of the function that it was defined in, which may change while it runs; "
+            "make it an argument",
+            path=name,
+        )
+
+
+def _refuse_open_files(folder: Path, name: str) -> None:
+    """Raise when this process can still write to a file there: what it holds back would be missing.
+
+    Nor would a collection of garbage help: it may close a file without what Python has buffered for it.
+    """
+    still = _open_files(folder)
+    if still:
+        raise NothingWrittenError(
+            f"{name} left {', '.join(still)} open, so nobody knows whether all of it is written; close it before returning"
+        )
+
+
+def _open_files(folder: Path) -> list[str]:
+    """The files below a folder that this process has open for writing."""
+    found = []
+    inside = os.path.realpath(folder) + os.sep
+    with contextlib.suppress(OSError):  # no /proc there: then it cannot be told
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{fd}")
+                if target.startswith(inside) and _may_write(fd):
+                    found.append(os.path.basename(target))
+    return sorted(found)
+
+
+def _may_write(fd: str) -> bool:
+    """See proc(5); opened for reading only is 0."""
+    told = Path(f"/proc/self/fdinfo/{fd}").read_text()
+    flags = next(line for line in told.splitlines() if line.startswith("flags:"))
+    return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def _ending_of(fn: Callable[..., Any]) -> str | None:
+    """What is added to a path that is given to this function, if it is one that takes open files; else None."""
+    key = (getattr(fn, "__module__", ""), getattr(fn, "__name__", ""))
+    # Another one may go by its name, as what functools.wraps makes does.
+    known = getattr(sys.modules.get(key[0]), key[1], None) is fn
+    return _TAKE_FILES.get(key) if known else None
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__qualname__)

@@ -1,0 +1,1 @@
+"""What an accelerator can do: the only code that knows its API."""

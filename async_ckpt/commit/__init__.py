@@ -1,1 +1,0 @@
-"""What makes a checkpoint true: attempts, manifests, the tracker, the journal, retention (DESIGN §4)."""

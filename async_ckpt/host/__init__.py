@@ -1,0 +1,1 @@
+"""The host: threads and memory, leased; what the machine has of them."""

@@ -1,0 +1,343 @@
+"""The segment pool: the host memory that a snapshot is copied into, and that is written from without another copy.
+
+In: a budget. Out: leases of page-aligned memory. Knows nothing of: tensors' values, files.
+
+Segments are private anonymous maps with huge pages: first touch costs a tenth of Python's shared default, a forked
+child does not inherit them (so its copy-on-write never slows a page that a device is writing to), and they have their
+exact size, where PyTorch's own pinned allocator rounds up to a power of two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import mmap
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from typing import Final
+
+import torch
+
+from ..backends.cuda import on_device
+from ..spec import MIB, SEGMENT_BYTES, align_up
+from .limits import free_memory_bytes, local_world_size
+from .numa import node_of, prefer_node
+from .threads import Crew
+
+# Without at least this many a save cannot overlap copying with writing: one being filled, one being written,
+# and up to two that wait for the end of the file.
+MIN_SEGMENTS: Final = 4
+_HUGE_PAGE_BYTES: Final = 2 * MIB
+_HOST_REGISTER_PORTABLE: Final = 1
+# How long a waiting thread sleeps before it looks whether what it waits for can still come.
+LIVENESS_SECONDS: Final = 0.2
+# Of the memory that is free, the share that the pool may take when the user sets no budget.
+_SHARE_OF_FREE: Final = 0.5
+
+
+Reliever = Callable[[bool], bool]
+
+
+class Segment:
+    """One piece of host memory. Owned by the pool, lent by a lease."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        # The slack is never touched, so it takes no memory; it lets the segment begin on a huge page.
+        if hasattr(mmap, "MAP_ANONYMOUS"):
+            self._map = mmap.mmap(
+                -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+        else:
+            self._map = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                try:
+                    self._map.madvise(getattr(mmap, advice))
+                except OSError:
+                    pass  # a kernel without it works, only slower
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = align_up(begin, _HUGE_PAGE_BYTES)
+        self._begin = self.address - begin
+        self.view = memoryview(self._map)[self._begin :][:num_bytes]
+        self.pinned_for: torch.device | None = None
+        self._pid = os.getpid()
+
+    @classmethod
+    def near(cls, device: torch.device | None, num_bytes: int) -> Segment:
+        """A new one, whose pages lie near the device that it is to be pinned for."""
+        segment = cls(num_bytes)
+        node = node_of(device) if device else None
+        if node is not None:
+            prefer_node(segment.address, num_bytes, node)
+        return segment
+
+    @property
+    def pinned(self) -> bool:
+        return self.pinned_for is not None
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """The memory as a 1-D uint8 tensor."""
+        # From the map itself, which then cannot be unmapped under the tensor; and an ordinary tensor, even when the
+        # first save is made inside of inference mode.
+        items = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
+        with torch.inference_mode(False):
+            return torch.frombuffer(items, dtype=torch.uint8)
+
+    def pin(self, device: torch.device) -> int:
+        """Page-lock the memory for every device's copy engine; CUDA's error code, 0 when it is locked.
+
+        `device` is one that this process uses: on a thread without one, CUDA would take a context on the first GPU.
+        """
+        with on_device(device):
+            code = int(
+                torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _HOST_REGISTER_PORTABLE)
+            )
+            if code == 0:
+                self.pinned_for = device
+            else:
+                # The refusal stays in CUDA's memory until a launch has reported it.
+                with suppress(RuntimeError):
+                    torch.zeros(1, device=device)
+        return code
+
+    def touch(self) -> None:
+        """Make the kernel give the pages now rather than while training waits. Releases the GIL."""
+        ctypes.memset(self.address, 0, self.num_bytes)
+
+    def unpin(self) -> None:
+        if self.pinned_for is not None and os.getpid() == self._pid:
+            with on_device(self.pinned_for):
+                torch.cuda.cudart().cudaHostUnregister(self.address)
+        self.pinned_for = None
+
+    def __del__(self) -> None:
+        # A map that goes while CUDA still has it registered would leave its address pointing at other memory.
+        with suppress(Exception):  # at the interpreter's end CUDA may be gone before us
+            self.unpin()
+
+    def free(self) -> None:
+        self.unpin()
+        self.__dict__.pop("tensor", None)
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass  # someone still looks at it; the map goes when they do
+
+
+class Lease:
+    """A segment on loan. It goes back to the pool when everyone who retained it has released it."""
+
+    __slots__ = ("_count", "_lock", "_pool", "segment")
+
+    def __init__(self, pool: SegmentPool, segment: Segment) -> None:
+        self.segment = segment
+        self._pool = pool
+        self._count = 1
+        self._lock = threading.Lock()
+
+    def retain(self) -> None:
+        """One more release is needed: for a sink that reads the memory after its `write` has returned."""
+        with self._lock:
+            self._count += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._count -= 1
+            last = self._count == 0
+        if last:
+            self._pool._take_back(self.segment)
+
+
+class SegmentPool:
+    """Grants leases, never more than the budget holds: the oldest save first, in file order within a save.
+
+    A drained segment is lent again before new memory is touched. The budget is hard: `lease` waits.
+    """
+
+    def __init__(self, segment_bytes: int = SEGMENT_BYTES, *, max_bytes: int | None = None) -> None:
+        self.segment_bytes = segment_bytes
+        self._hard = max_bytes is not None
+        self._max_segments = MIN_SEGMENTS if max_bytes is None else max_bytes // segment_bytes
+        self._changed = threading.Condition()
+        self._free: list[Segment] = []  # under _changed, like all below
+        self._num_segments = 0
+        self._waiting: list[tuple[int, int]] = []
+        self._relievers: list[Reliever] = []
+        self._closed = False
+        self._pin_refused = False
+        self._pid = os.getpid()
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory held, lent or free."""
+        return self._num_segments * self.segment_bytes
+
+    @property
+    def max_segments(self) -> int:
+        return self._max_segments
+
+    def admit(self, file_bytes: int, num_saves: int = 1, *, least: int = MIN_SEGMENTS) -> None:
+        """Without a budget from the user, let the pool grow to what `num_saves` such archives need, memory permitting.
+
+        It may have `least` segments in any case.
+        """
+        if self._hard:
+            return
+        self._max_segments = max(self._max_segments, least)
+        needed = align_up(file_bytes, self.segment_bytes) // self.segment_bytes * num_saves
+        if needed > self._max_segments:
+            spare = int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size()) + self.num_bytes
+            self._max_segments = max(self._max_segments, min(needed, spare // self.segment_bytes))
+
+    def lease(self, order: tuple[int, int], *, pin: torch.device | None, check: Callable[[], None]) -> Lease:
+        """Wait for a segment. The lowest `order` (save, segment) is served first.
+
+        With `pin` the segment is page-locked, by a thread that works for this device.
+        `check` raises when waiting has become pointless; it is called again and again while waiting.
+        """
+        with self._changed:
+            heapq.heappush(self._waiting, order)
+            starving = False
+            try:
+                while self._waiting[0] != order or not (
+                    self._free or self._num_segments < self._max_segments
+                ):
+                    relievers = self._relievers if self._waiting[0] == order else []
+                    self._changed.release()
+                    try:
+                        check()
+                        relieved = any(relieve(starving) for relieve in relievers)
+                    finally:
+                        self._changed.acquire()
+                    if not relieved and not self._free:
+                        starving = not self._changed.wait(LIVENESS_SECONDS)
+            finally:
+                self._waiting.remove(order)
+                heapq.heapify(self._waiting)
+                self._changed.notify_all()
+            segment = self._free.pop() if self._free else None
+            if segment is None:
+                self._num_segments += 1
+        try:
+            segment = segment or Segment.near(pin, self.segment_bytes)
+        except BaseException:
+            with self._changed:
+                self._num_segments -= 1
+            raise
+        if pin:
+            try:
+                self._pin(segment, pin)
+            except BaseException:
+                self._take_back(segment)
+                raise
+        return Lease(self, segment)
+
+    def add_reliever(self, relieve: Reliever) -> None:
+        """Ask `relieve` for memory, the oldest first, when a lease has to wait: it says whether it has let go of some.
+
+        Its argument says whether the wait has already been in vain for a while.
+        """
+        with self._changed:
+            self._relievers = [*self._relievers, relieve]
+
+    def remove_reliever(self, relieve: Reliever) -> None:
+        with self._changed:
+            self._relievers = [other for other in self._relievers if other != relieve]
+
+    def reserve(self, num_segments: int, crew: Crew, *, pin: torch.device | None) -> None:
+        """Hold this many free segments, touched (and page-locked) by several threads at once. Returns when done."""
+        done = threading.Semaphore(0)
+        errors: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                segment = Segment.near(pin, self.segment_bytes)
+                segment.touch()
+                if pin:
+                    self._pin(segment, pin)
+                self._take_back(segment)
+            except BaseException as error:
+                errors.append(error)
+                with self._changed:
+                    self._num_segments -= 1
+            finally:
+                done.release()
+
+        with self._changed:
+            num_new = min(num_segments, self._max_segments) - self._num_segments
+            self._num_segments += max(0, num_new)
+        for _ in range(num_new):
+            crew.submit(make)
+        if pin:
+            with self._changed:
+                pageable = [segment for segment in self._free if not segment.pinned]
+                self._free = [segment for segment in self._free if segment.pinned]
+            try:
+                for segment in pageable:
+                    self._pin(segment, pin)
+            finally:
+                for segment in pageable:
+                    self._take_back(segment)
+        for _ in range(num_new):
+            done.acquire()
+        if errors:
+            raise errors[0]
+
+    def _pin(self, segment: Segment, device: torch.device) -> None:
+        if self._pin_refused or segment.pinned:
+            return
+        code = segment.pin(device)
+        if code:
+            self._pin_refused = True
+            warnings.warn(
+                f"CUDA refused to page-lock host memory (error {code}); copies will be slower. "
+                "Raise the limit on locked memory (ulimit -l) or lower host_bytes.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _take_back(self, segment: Segment) -> None:
+        with self._changed:
+            if self._closed:
+                self._num_segments -= 1
+            else:
+                self._free.append(segment)
+            self._changed.notify_all()
+        if self._closed:
+            segment.free()
+
+    def release(self) -> None:
+        """Give the memory of every segment that is not on loan back to the system."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            free, self._free = self._free, []
+            self._num_segments -= len(free)
+        for segment in free:
+            segment.free()
+
+    def close(self) -> None:
+        """Like `release`; segments on loan follow as they come back."""
+        with self._changed:
+            self._closed = True
+        self.release()
+
+    def __repr__(self) -> str:
+        lent = self._num_segments - len(self._free)
+        held = f"{self.num_bytes / MIB:.0f}/{self._max_segments * self.segment_bytes / MIB:.0f} MiB"
+        return f"<SegmentPool {held}, {lent} of {self._num_segments} segments lent, {len(self._waiting)} waiting>"
+
+
+def advise_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask for huge pages under memory that is not ours; where that is refused, nothing is lost but time."""
+    begin = align_up(address, _HUGE_PAGE_BYTES)
+    length = (address + num_bytes - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)

@@ -1,0 +1,217 @@
+"""A crew of plain threads.
+
+In: callables. Out: nothing; a task reports its own errors. Knows nothing of: what the tasks do.
+
+Not an executor: those refuse work once the interpreter has begun to exit, which is exactly when the last
+checkpoint must still be written. The threads are not daemons, so none dies in the middle of a write; they are
+stopped by an exit hook, after the hooks registered later (the worker's drain) have run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from ..backends.cuda import claim_thread
+
+Task = Callable[[], None]
+
+_BACKGROUND_NICENESS: Final = 10
+# ioprio_set(2), for which libc has no function: its number, what it is about (a thread), and the class that is served
+# when no other asks; under mq-deadline, by default, within ten seconds all the same.
+_IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_WHO_PROCESS: Final = 1
+_IOPRIO_IDLE: Final = 3 << 13
+_IOPRIO_USUAL: Final = 0  # what the nice value says
+
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+class Submits(Protocol):
+    """What takes tasks for threads of this library."""
+
+    def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
+        """`refused` is told when the system has no thread left for the task; without it, that is raised."""
+
+
+class LibraryThread(threading.Thread):
+    """A thread of this library: waiting for a save in one of these would wait for itself."""
+
+    def run(self) -> None:
+        claim_thread()
+        super().run()
+
+
+def start_thread(name: str, run: Task) -> LibraryThread:
+    """Begin to run this on a thread of its own. Raises RuntimeError when the system has none left."""
+    thread = LibraryThread(target=run, name=f"async_ckpt-{name}", daemon=False)
+    thread.start()
+    return thread
+
+
+def is_library_thread() -> bool:
+    """Whether this very thread is one of the library's."""
+    return isinstance(threading.current_thread(), LibraryThread)
+
+
+class Crew:
+    """Up to `max_threads` threads that take tasks in order; each is started when a task finds no idle one.
+
+    With `background` they give way to the training where processors are short.
+    A crew belongs to the process that made it and is inert in a forked child.
+    """
+
+    def __init__(self, name: str, max_threads: int, *, background: bool = False) -> None:
+        self.name = name
+        self.max_threads = max_threads
+        self._background = background
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = 0  # under _lock
+        self._num_waiting = 0  # tasks queued or running; under _lock
+        # Threads in the disk's idle class, as the kernel numbers them; under _lock.
+        self._yielding: list[int] = []
+        self._pid = os.getpid()
+        _crews.add(self)
+
+    def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
+        """Run `task` on a thread of the crew, after the tasks submitted before it were begun.
+
+        When the system has no thread left for it the task is forgotten, and `refused` told; without it, raises RuntimeError.
+        """
+        with self._lock:
+            self._num_waiting += 1
+            start = self._num_waiting > self._num_threads and self._num_threads < self.max_threads
+            if start:
+                self._num_threads += 1
+                number = self._num_threads
+        if start:
+            try:
+                start_thread(f"{self.name}-{number}", self._run)
+            except RuntimeError as error:
+                with self._lock:
+                    self._num_threads -= 1
+                    self._num_waiting -= 1
+                if refused is None:
+                    raise
+                refused(error)
+                return
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        with self._lock:
+            if self._background:
+                _give_way()
+                self._yielding.append(threading.get_native_id())
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except BaseException:  # a task reports its own errors; one that cannot must not end the thread
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            finally:
+                with self._lock:
+                    self._num_waiting -= 1
+            del task  # what the task held must not live until the next one comes
+        with self._lock, suppress(ValueError):  # the kernel will give its number to another
+            self._yielding.remove(threading.get_native_id())
+
+    def run_all(self, tasks: Iterable[Task]) -> None:
+        """Run tasks on the crew's threads and return when all are done; the first error is raised, and no more begin."""
+        todo = iter(tasks)
+        lock = threading.Lock()
+        errors: list[BaseException] = []
+        ended = threading.Semaphore(0)
+
+        def work() -> None:
+            try:
+                while not errors:
+                    with lock:
+                        task = next(todo, None)
+                    if task is None:
+                        return
+                    task()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                ended.release()
+
+        num_left = 0
+        try:
+            # None begins before all have started: a thread's stack waits for the memory that tasks take.
+            with lock:
+                for _ in range(self.max_threads):
+                    self.submit(work)
+                    num_left += 1
+            while num_left:
+                ended.acquire()
+                num_left -= 1
+        except BaseException as error:
+            # Ctrl-C, or no thread to be had: no other begins, and those under way end before anything is closed.
+            errors.append(error)
+            for _ in range(num_left):
+                ended.acquire()
+            raise
+        if errors:
+            raise errors[0]
+
+    def hurry(self) -> None:
+        """From now on somebody waits for these threads: they have the disk like all others."""
+        with self._lock:
+            self._background = False
+            yielding, self._yielding = self._yielding, []
+        for thread in yielding:
+            _set_io_class(thread, _IOPRIO_USUAL)
+
+    def stop(self) -> None:
+        """Let the threads end once the tasks already submitted are done. Idempotent; tasks may follow again."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            num_threads, self._num_threads = self._num_threads, 0
+        for _ in range(num_threads):
+            self._tasks.put(None)
+
+    def __repr__(self) -> str:
+        return f"<Crew {self.name}: {self._num_threads} threads, {self._num_waiting} tasks>"
+
+
+def _give_way() -> None:
+    """Lower this thread's priority for processor and disk; on Linux alone it is a thread that has one (sched(7)).
+
+    Nice values alone move no request on a disk but under one scheduler (BFQ).
+    """
+    if sys.platform != "linux":
+        return
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
+    _set_io_class(threading.get_native_id(), _IOPRIO_IDLE)
+
+
+def _set_io_class(thread: int, priority: int) -> None:
+    number = _IOPRIO_SET.get(os.uname().machine) if sys.platform == "linux" else None
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, thread, priority)
+
+
+def running_future() -> Future[Any]:
+    """A future that nobody can cancel."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _stop_all() -> None:
+    for crew in list(_crews):
+        crew.stop()
+
+
+# Runs before the interpreter joins its non-daemon threads; atexit would be too late.
+threading._register_atexit(_stop_all)  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""A load, told once: from a path to tensors."""

@@ -1,0 +1,181 @@
+"""From archives into memory: what is to be read is planned, read in large pieces, and copied to where it belongs.
+
+In: tensors of archives, and live tensors. Out: filled tensors. Knows nothing of: names, states, runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ..backends.cuda import on_device
+from ..host.limits import num_cpus
+from ..host.pool import Segment, SegmentPool
+from ..host.threads import Crew
+from ..spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
+from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
+from .open import CPU, OpenArchive
+
+# One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
+_READ_BYTES: Final = 8 * MIB
+# Some read while others verify and copy.
+_MIN_READERS: Final = 12
+_MAX_READERS: Final = 16
+
+
+class Wanted(NamedTuple):
+    """One tensor of the archive and the memory that its bytes are to fill: same shape, same dtype, any device."""
+
+    number: int
+    into: torch.Tensor
+
+
+class _Part(NamedTuple):
+    """`length` bytes from byte `source` of a read go to byte `target` of `wanted[wanted]`."""
+
+    source: int
+    wanted: int
+    target: int
+    length: int
+
+
+@dataclass(slots=True)
+class _Read:
+    extent: Extent
+    parts: list[_Part]
+
+
+def fill(archive: OpenArchive, wanted: Sequence[Wanted], *, copy: bool = True) -> None:
+    """Read every wanted tensor into its memory, in parallel. With `copy=False` only verify the bytes.
+
+    What is on a device is filled in order with its current stream. Raises CorruptCheckpointError; tensors that were
+    filled before stay so.
+    """
+    targets = [_Target(item.into) for item in wanted] if copy else []
+    numbers = [item.number for item in wanted]
+    reads = plan_reads(archive, numbers, keep_parts=copy)
+    if not reads:
+        return
+    crew = Crew("read", min(max(_MIN_READERS, num_cpus()), _MAX_READERS, len(reads)))
+    ring = SegmentPool(_READ_BYTES, max_bytes=crew.max_threads * _READ_BYTES)
+    devices = {target.device for target in targets if target.device.type == "cuda"}
+    streams = {device: torch.cuda.Stream(device) for device in devices}
+    for device, stream in streams.items():
+        stream.wait_stream(torch.cuda.current_stream(device))
+
+    def run(read: _Read) -> None:
+        lease = ring.lease((0, read.extent.offset), pin=next(iter(devices), None), check=lambda: None)
+        try:
+            _run_read(archive, read, lease.segment, targets, streams)
+        finally:
+            lease.release()
+
+    try:
+        crew.run_all(functools.partial(run, read) for read in reads)
+    finally:
+        crew.stop()
+        ring.close()
+    for device, stream in streams.items():
+        torch.cuda.current_stream(device).wait_stream(stream)
+    for target in targets:
+        target.finish()
+
+
+def _run_read(
+    archive: OpenArchive, read: _Read, segment: Segment, targets: list[_Target], streams: dict[Any, Any]
+) -> None:
+    data = segment.view[: read.extent.length]
+    try:
+        archive._reader.read_into(read.extent.offset, data)
+    except EOFError as error:
+        raise archive.corrupt(f"truncated: {error}") from error
+    archive.verify(read.extent.offset, data)
+    for device, stream in streams.items():
+        parts = [part for part in read.parts if targets[part.wanted].device == device]
+        if parts:
+            _enqueue(parts, segment, targets, device, stream)
+    for source, wanted, begin, length in read.parts:
+        target = targets[wanted]
+        if target.pointer:
+            memmove(target.pointer + begin, segment.address + source, length)
+
+
+def _enqueue(
+    parts: list[_Part], segment: Segment, targets: list[_Target], device: torch.device, stream: Any
+) -> None:
+    """Copy parts of a read to a device, and wait for that: the buffer is read from until then."""
+    ended = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, and for no other's copies
+    # In inference mode, because so may the caller be: its tensors take no writes outside.
+    with torch.inference_mode(), on_device(device), torch.cuda.stream(stream):
+        try:
+            for source, wanted, begin, length in parts:
+                piece = segment.tensor[source : source + length]
+                targets[wanted].flat[begin : begin + length].copy_(piece, non_blocking=True)
+        finally:
+            ended.record(stream)
+            ended.synchronize()
+
+
+class _Target:
+    """Memory to fill. What is not dense, or on a device without a copy engine of ours, goes through a dense copy."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        # Others see by its counter that it was written to; our copies move none.
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+        self._final: torch.Tensor | None = None
+        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if not plain or tensor.device.type not in ("cpu", "cuda"):
+            self._final = tensor
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
+        self.device = tensor.device
+        self.flat = flat_bytes(tensor)
+        self.pointer = host_pointer(self.flat)
+
+    def finish(self) -> None:
+        if self._final is None:
+            return
+        with torch.inference_mode():  # for tensors that were made in it; the others take it as well
+            if self._final.is_conj() or self._final.is_neg():
+                self._final.copy_(self.flat.view(self._final.dtype).reshape(self._final.shape))
+            else:
+                items = as_integers(self._final)
+                items.copy_(self.flat.view(items.dtype).reshape(items.shape))
+
+
+def plan_reads(archive: OpenArchive, numbers: Sequence[int], *, keep_parts: bool) -> list[_Read]:
+    """Cut what these tensors need into reads: whole digest blocks (or pages), neighbours together, up to a buffer's size."""
+    wanted: dict[Extent, list[int]] = {}  # one tensor may fill several, that are tied no more
+    for i, number in enumerate(numbers):
+        wanted.setdefault(archive.index.tensors[number].extent, []).append(i)
+    extents = sorted({*wanted, *archive.headers(numbers)}, key=lambda extent: extent.offset)
+    granule = BLOCK_BYTES if archive._digests is not None else PAGE_BYTES
+    file_bytes = archive.index.file_bytes
+    reads: list[_Read] = []
+    for extent in extents:
+        at, end = extent.offset, extent.end
+        while at < end:
+            last = reads[-1].extent if reads else Extent(0, 0)
+            if at < last.offset:
+                raise archive.corrupt("parts of it overlap")
+            if at >= last.end:
+                begin = at // granule * granule
+                # A block that the read before has fetched already is not read again: `at` lies behind it.
+                room = min(file_bytes - begin, align_up(min(end - begin, _READ_BYTES), granule))
+                if begin == last.end and last.length + room <= _READ_BYTES and reads:
+                    reads[-1].extent = last = Extent(last.offset, last.length + room)
+                else:
+                    last = Extent(begin, room)
+                    reads.append(_Read(last, []))
+            stop = min(end, last.end)
+            if keep_parts:
+                reads[-1].parts += [
+                    _Part(at - last.offset, i, at - extent.offset, stop - at) for i in wanted.get(extent, ())
+                ]
+            at = stop
+    return reads

@@ -1,0 +1,294 @@
+"""Where the archives of a path are: one file, the folder of a step, or the newest step of a run.
+
+In: paths, and runs. Out: opened archives, for whoever is handed them. Knows nothing of: what is made of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
+
+from ..errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    NotCommittedError,
+    StorageUnavailableError,
+)
+from ..runs.manifest import INTENT, Archive, Manifest, parse
+from ..runs.manifest import NAME as MANIFEST
+from ..runs.roots import Roots
+from ..runs.run import TRIES, Run, overtaken
+from ..storage.base import Reader, Storage
+from ..storage.compressed import decompressing
+from ..storage.place import Where, parent_and_name, storage_at
+from .open import Groups, OpenArchive, Part
+
+T = TypeVar("T")
+
+
+def from_newest(
+    roots: Roots,
+    use: Callable[[Sequence[Part]], T],
+    *,
+    verify: bool,
+    passed_over: Callable[[int, CorruptCheckpointError], None] | None = None,
+) -> tuple[int, T] | None:
+    """The newest committed step, and what `use` makes of its archives; None when nothing is committed.
+
+    A step that is deleted while it is read is followed by what is the newest then. With `passed_over`, which is told of
+    it, a corrupt step is followed by the next older one; when all of them are corrupt, that error is raised.
+    Raises CorruptCheckpointError, StorageUnavailableError.
+    """
+    corrupt: dict[int, CorruptCheckpointError] = {}
+
+    def newest() -> int | None:
+        if not corrupt:
+            return roots.latest()
+        return max((step for step in roots.steps() if step not in corrupt), default=None)
+
+    num_gone = 0
+    while (step := newest()) is not None:
+        try:
+            return step, from_step(roots, step, use, verify=verify)
+        except NotCommittedError as error:
+            num_gone += 1
+            if num_gone == TRIES:
+                raise overtaken(repr(roots)) from error
+        except CorruptCheckpointError as error:
+            if passed_over is None:
+                raise
+            corrupt[step] = error
+            passed_over(step, error)
+    if corrupt:
+        raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
+    return None
+
+
+def from_step(roots: Roots, step: int, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
+    """What `use` makes of the archives of a committed step. Where several roots hold it, the first that is sound counts.
+
+    Raises NotCommittedError, also when the step is deleted while it is read, CorruptCheckpointError,
+    StorageUnavailableError.
+    """
+    holders = roots.holding(step)
+    for run in holders[:-1]:
+        try:
+            return _from_committed(_Committed.of(run, step), use, verify=verify)
+        except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
+            warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
+    return _from_committed(_Committed.of(holders[-1], step), use, verify=verify)
+
+
+def from_path(path: Where, use: Callable[[Sequence[Part]], T], *, verify: bool, place: dict[str, Any]) -> T:
+    """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run."""
+    file = opened_as_file(path, place)
+    if file is not None:
+        reader, shown = file
+        with reader:
+            return use([Part(OpenArchive(decompressing(reader, shown), path=shown, verify=verify))])
+    storage = storage_at(path, **place)
+    if storage.exists(MANIFEST):
+        # Looked for only when something lies there: a bucket has nothing above it.
+        root = functools.cache(lambda: storage_at(parent_and_name(path, fs=place.get("fs"))[0], **place))
+        return _from_committed(_Committed.at(storage, "", root), use, verify=verify)
+    num_gone = 0
+    while (folder := _newest_folder(storage)) is not None:
+        try:
+            return _from_committed(_Committed.at(storage, folder, lambda: storage), use, verify=verify)
+        except NotCommittedError as error:
+            num_gone += 1
+            if num_gone == TRIES:
+                raise overtaken(storage.locate("")) from error
+    where = storage.locate("")
+    raise NotCommittedError(f"{where}: {_what_is_there(storage)}", path=where, step=None)
+
+
+class _Committed(NamedTuple):
+    """Where a committed step is: its folder in a storage, what reads its manifest, and the root of its run."""
+
+    storage: Storage
+    folder: str  # empty for the storage itself
+    read: Callable[[], Manifest]  # raises NotCommittedError
+    root: Callable[[], Storage]  # in which the folders of steps lie that it has borrowed from
+
+    @classmethod
+    def of(cls, run: Run, step: int) -> Self:
+        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage)
+
+    @classmethod
+    def at(cls, storage: Storage, folder: str, root: Callable[[], Storage]) -> Self:
+        path = f"{folder}/{MANIFEST}" if folder else MANIFEST
+
+        def read() -> Manifest:
+            shown = storage.locate(path)
+            try:
+                return parse(storage.read(path)[0], path=shown)
+            except FileNotFoundError as error:
+                raise NotCommittedError(
+                    f"{storage.locate(folder)} was deleted this moment; load another step, or the newest one of its run",
+                    path=shown,
+                    step=None,
+                ) from error
+
+        return cls(storage, folder, read, root)
+
+    def archives(self, made: Manifest) -> list[_Named]:
+        """The step's own archive, and those that it has borrowed groups from."""
+        lent: dict[tuple[str, Archive], set[str]] = {}
+        for borrowed in made.elsewhere:
+            lent.setdefault((borrowed.folder, borrowed.archive), set()).add(borrowed.group)
+        own = made.archives[0]
+        path = f"{self.folder}/{own.name}" if self.folder else own.name
+        return [
+            _Named(self.storage, path, own),
+            *(
+                _Named(self.root(), f"{folder}/{told.name}", told, frozenset(groups))
+                for (folder, told), groups in lent.items()
+            ),
+        ]
+
+
+class _Named(NamedTuple):
+    """An archive that a manifest names, and the groups for which it does; None: all that it has."""
+
+    storage: Storage
+    path: str
+    told: Archive
+    groups: Groups = None
+
+    def opened(self, verify: bool, stack: contextlib.ExitStack) -> Part:
+        """The archive, closed with `stack`; it must be the one that the manifest names."""
+        shown = self.storage.locate(self.path)
+        try:
+            reader = stack.enter_context(self.storage.open(self.path))
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"{shown} is missing, though its manifest is there", path=shown
+            ) from error
+        except (IsADirectoryError, ValueError) as error:  # a folder, or what is no name of a file
+            raise CorruptCheckpointError(
+                f"{shown!a} is not a file, though its manifest names it", path=shown
+            ) from error
+        if reader.num_bytes != self.told.num_bytes:
+            raise CorruptCheckpointError(
+                f"{shown}: {reader.num_bytes:,} bytes, its manifest says {self.told.num_bytes:,}; load an earlier checkpoint",
+                path=shown,
+            )
+        archive = OpenArchive(reader, path=shown, verify=verify)
+        if verify and archive.digest != self.told.digest:
+            raise archive.corrupt("it is not the archive that its manifest names")
+        return Part(archive, self.groups)
+
+
+def _from_committed(step: _Committed, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
+    """What `use` makes of the archives of a committed step, compared with its manifest. Raises NotCommittedError.
+
+    A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
+    """
+    made = step.read()
+    for _ in range(TRIES):
+        try:
+            with contextlib.ExitStack() as stack:
+                return use([archive.opened(verify, stack) for archive in step.archives(made)])
+        except (CorruptCheckpointError, StorageUnavailableError) as error:
+            before, made = made, _read_again(step, made, error)
+            if made == before:
+                raise
+    where = step.storage.locate(step.folder)
+    raise StorageUnavailableError(
+        f"{where} was replaced {TRIES} times while it was read; load it again", path=where
+    )
+
+
+def _read_again(step: _Committed, made: Manifest, error: CheckpointError) -> Manifest:
+    """The manifest as it is after an error. Raises NotCommittedError when it is gone: that explains the error."""
+    try:
+        return step.read()
+    except NotCommittedError as gone:
+        raise NotCommittedError(
+            f"{gone}; it was deleted while it was read ({error})",
+            path=gone.path,
+            step=gone.step,
+            partly_overwritten=getattr(error, "partly_overwritten", False),
+        ) from error
+    except CheckpointError:
+        return made  # the first error says more
+
+
+def _what_is_there(storage: Storage) -> str:
+    """Instead of a checkpoint."""
+    names = storage.names("")
+    if names:
+        shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+        return f"no committed checkpoint there, but {shown}"
+    is_folder = not storage.remote and storage.exists("")
+    return "the folder is empty" if is_folder else "there is nothing at this path"
+
+
+def _newest_folder(storage: Storage) -> str | None:
+    """The folder of a run's newest step, whatever its steps are called: the last number in its name says which.
+
+    A folder that is not committed may belong to a save under way, or to a step that was deleted for a newer one since
+    it was listed: listed again, an older step is taken only if nothing has changed.
+    """
+    before: list[str] | None = None
+    for _ in range(TRIES):
+        names = storage.names("")
+        numbered = [(int(found[-1]), name) for name in names if (found := re.findall(r"[0-9]{1,255}", name))]
+        retired = _retired(storage, names, numbered)
+        ranked = (
+            name
+            for step, name in sorted(numbered, reverse=True)
+            if _is_committed(storage, step, name, retired)
+        )
+        newest = next(ranked, None)
+        if names == before or (numbered and newest == max(numbered)[1]):
+            return newest
+        before = names
+    raise overtaken(storage.locate(""))
+
+
+def _is_committed(storage: Storage, step: int, folder: str, retired: Mapping[int, str]) -> bool:
+    if step not in retired:
+        return storage.exists(f"{folder}/{MANIFEST}")
+    made = _made(storage, folder)
+    return made is not None and made.attempt != retired[step]
+
+
+def _retired(storage: Storage, names: Sequence[str], numbered: Sequence[tuple[int, str]]) -> dict[int, str]:
+    """The attempts that announced rollbacks have taken out of the run, by step. Each counts once it is committed."""
+    retired: dict[int, str] = {}
+    for step, attempt in (match.groups() for name in names if (match := INTENT.fullmatch(name))):
+        for number, name in numbered:
+            made = _made(storage, name) if number == int(step) else None
+            if made is not None and made.attempt == attempt:
+                retired.update((gone.step, gone.attempt) for gone in made.retires)
+    return retired
+
+
+def _made(storage: Storage, folder: str) -> Manifest | None:
+    """The manifest in a folder; None when there is none that can be read."""
+    if not storage.exists(f"{folder}/{MANIFEST}"):  # it may be a file
+        return None
+    try:
+        return _Committed.at(storage, folder, lambda: storage).read()
+    except (NotCommittedError, CorruptCheckpointError, FormatVersionError):
+        return None
+
+
+def opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | None:
+    """The object at a path, if it is one and no folder."""
+    try:
+        parent, name = parent_and_name(path, fs=place.get("fs"))
+    except ValueError:  # the root of a bucket
+        return None
+    storage = storage_at(parent, **place)
+    try:
+        return storage.open(name), storage.locate(name)
+    except (FileNotFoundError, IsADirectoryError):
+        return None

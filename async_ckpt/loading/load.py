@@ -1,0 +1,174 @@
+"""A load, told once from top to bottom. No threads are started here, and nothing is logged.
+
+In: an archive that may be damaged, or may lie; and, to restore, live objects. Out: the state, or the objects filled.
+Knows nothing of: steps, manifests.
+
+Everything is compared before the first byte is written. Data then comes by parallel ranged reads through a small ring
+of (page-locked) buffers straight into its tensors; with `verify`, a buffer is whole digest blocks, and is looked at
+before anything leaves it. Nothing is unpickled unless the caller says `trust=True` or torch's own weights-only
+unpickler takes it, and nothing is allocated on the file's word: all tensors together are never larger than the file,
+and a pickle is looked through before it is loaded.
+"""
+
+from __future__ import annotations
+
+import mmap as mmap_module
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from ..state.tree import (
+    Select,
+    Stored,
+    replaced,
+    selector,
+)
+from .fill import Wanted, fill, plan_reads
+from .open import CPU, Groups, OpenArchive, Part
+
+Verify = bool | Literal["first"]
+
+
+def load_state(
+    archive: OpenArchive,
+    *,
+    map_location: str | torch.device | None = None,
+    select: Select = None,
+    trust: bool = False,
+    types: Iterable[type] = (),
+    mmap: bool = False,
+    groups: Groups = None,
+) -> Any:
+    """Build the state that was saved, on the CPU or on the device `map_location`; tied tensors come back tied.
+
+    With `mmap`, tensors are views of the mapped archive, and only their pages are read, when they are first touched
+    (or, verified, now).
+    """
+    device = CPU if map_location is None else torch.device(map_location)
+    value, stored = archive.tree(select=select, types=types, groups=groups)
+    objects = archive.objects(stored, trust=trust)
+    on_host = {archive.primary(s.number) for s in stored if s.kind in ("ndarray", "bytes")}
+    numbers = sorted({archive.primary(s.number) for s in stored if s.kind != "object"})
+    if mmap:
+        mapped = archive.map()
+        tensors = {n: _mapped(archive, n, mapped) for n in numbers}
+        _verify_mapped(archive, numbers, mapped)
+    else:
+        tensors = {n: archive.empty(n, CPU if n in on_host else device) for n in numbers}
+        fill(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])
+
+    def give(leaf: Stored) -> Any:
+        if leaf.kind == "object":
+            return objects[leaf.number]
+        return archive.leaf(leaf, tensors[archive.primary(leaf.number)], device)
+
+    try:
+        return replaced(value, give)
+    except RecursionError as error:
+        raise archive.nested_too_deeply() from error
+
+
+def check_lent(parts: Sequence[Part], select: Select) -> None:
+    """Where a state is in several archives, each must hold the groups that the manifest names, as far as they are selected.
+
+    Raises CorruptCheckpointError.
+    """
+    chosen = selector(select)
+    for part in parts if len(parts) > 1 else ():
+        keys = part.archive.entries()
+        if keys is None:
+            raise part.archive.corrupt(
+                "a manifest says that it is a part of a state, and it is not a dict of groups"
+            )
+        there = {key for key in keys if isinstance(key, str)}
+        for group in sorted(part.groups or ()):
+            if group not in there and (chosen is None or chosen.reaches(group)):
+                raise part.archive.corrupt(f"a manifest says that {group!r} is in it, and it is not")
+
+
+def check_select(parts: Sequence[Part], select: Select) -> None:
+    """Of several patterns each is to select something: one that does not has a typo. Raises KeyError."""
+    chosen = None if isinstance(select, str) else selector(select)
+    if chosen is None:
+        return
+    for part in parts:
+        part.archive.match(chosen, part.groups)
+    if chosen.unused:
+        there = "; ".join(f"{part.archive.path} holds {part.archive.names()}" for part in parts)
+        raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing; {there}")
+
+
+def check_verify(verify: Verify) -> None:
+    """A slip of the pen must not be taken for a check, or for none. Raises ValueError."""
+    if verify not in (True, False, "first"):
+        raise ValueError(f'verify={verify!r} is none of True, False and, for restore, "first"')
+
+
+def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
+    """The state that is in one archive, or in several: the first has the step's own, the others what it borrows.
+
+    Raises KeyError when `load` does for each.
+    """
+    if len(parts) == 1:
+        return load(parts[0])
+    merged: dict[Any, Any] = {}
+    errors: list[KeyError] = []
+    for part in parts:
+        try:
+            merged.update(load(part))
+        except KeyError as error:
+            errors.append(error)
+    raise_unless_any(errors, len(parts))
+    return merged
+
+
+def raise_unless_any(errors: Sequence[KeyError], num_parts: int) -> None:
+    """Raises one KeyError when none of the archives has anything that was selected."""
+    if len(errors) == num_parts:
+        raise KeyError("; ".join(error.args[0] for error in errors))
+
+
+def state_of(
+    parts: Sequence[Part],
+    *,
+    map_location: str | torch.device | None,
+    select: Select,
+    trust: bool,
+    mmap: bool,
+    types: Iterable[type],
+) -> Any:
+    """Build the state, from the files themselves or from maps of them."""
+    check_lent(parts, select)
+    check_select(parts, select)
+    if mmap and map_location is not None and torch.device(map_location).type != "cpu":
+        raise ValueError("mmap=True makes views of the file, which lie on the CPU; leave map_location out")
+
+    def load(part: Part) -> Any:
+        return load_state(
+            part.archive,
+            map_location=map_location,
+            select=select,
+            trust=trust,
+            types=types,
+            mmap=mmap,
+            groups=part.groups,
+        )
+
+    return load_parts(parts, load)
+
+
+def _mapped(archive: OpenArchive, number: int, mapped: mmap_module.mmap) -> torch.Tensor:
+    told, dtype = archive.index.tensors[number], archive.dtype(number)
+    if not told.extent.length:
+        return torch.empty(told.shape, dtype=dtype, device=CPU)
+    flat = torch.frombuffer(mapped, dtype=torch.uint8, count=told.extent.length, offset=told.extent.offset)
+    return (flat if dtype == torch.uint8 else flat.view(dtype)).view(told.shape)
+
+
+def _verify_mapped(archive: OpenArchive, numbers: Sequence[int], mapped: mmap_module.mmap) -> None:
+    reads = plan_reads(archive, numbers, keep_parts=False)
+    with memoryview(mapped) as view:
+        for read in reads:
+            with view[read.extent.offset : read.extent.end] as part:
+                archive.verify(read.extent.offset, part)

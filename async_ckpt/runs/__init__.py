@@ -1,0 +1,1 @@
+"""Agreement: what makes a checkpoint true."""

@@ -1,0 +1,98 @@
+"""How many saves may be under way at once, and whose turn it is.
+
+In: places, asked for by callers of `save`. Out: admission in the order of asking. Knows nothing of: what a save is.
+
+The caller's thread may be interrupted between any two steps (Ctrl-C, an exception of a signal handler), so it holds no
+lock here, and nothing has to be undone by it: a place is admitted while fewer than `max_in_flight` older ones live. It
+leaves by `leave`, and by being lost: places are known by weak references only. Whoever holds one keeps it alive.
+"""
+
+from __future__ import annotations
+
+import queue
+import weakref
+from collections.abc import Callable, Collection
+from typing import Literal
+
+from ..host.pool import LIVENESS_SECONDS
+
+OnOverlap = Literal["wait", "skip"]
+
+
+class Place:
+    """A place among the saves under way, from the call until the save is decided."""
+
+    __slots__ = ("__weakref__", "bell", "is_admitted", "needs", "step")
+
+    def __init__(self, step: int | None, needs: Callable[[], Collection[int]] = tuple) -> None:
+        self.step = step
+        self.needs = needs  # steps that must stay on storage until this save is decided
+        self.is_admitted = False
+        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # rings when somebody has left
+
+
+class Admission:
+    """The places of one saver. From any thread."""
+
+    def __init__(self, max_in_flight: int, on_overlap: OnOverlap) -> None:
+        self._max_in_flight, self._on_overlap = max_in_flight, on_overlap
+        # Oldest first. It changes by `append` and `remove` alone, each of which is one step for every other thread.
+        self._claims: list[weakref.ref[Place]] = []
+
+    def enter(self, place: Place, check: Callable[[], None]) -> bool:
+        """Wait until it is this place's turn; False at once where overlapping saves are skipped.
+
+        `check` is called while waiting, and raises when there is nothing to wait for.
+        """
+        self._claims.append(weakref.ref(place))
+        while not self._is_its_turn(place):
+            if self._on_overlap == "skip":
+                self.leave(place)
+                return False
+            try:
+                check()
+                place.bell.get(timeout=LIVENESS_SECONDS)
+            except queue.Empty:
+                continue
+            except BaseException:
+                self.leave(place)
+                raise
+        place.is_admitted = True
+        return True
+
+    def enter_at_once(self, place: Place) -> None:
+        """Count a save that waits for nobody here."""
+        self._claims.append(weakref.ref(place))
+        place.is_admitted = True
+
+    def leave(self, place: Place) -> None:
+        """Give a place back. Idempotent."""
+        try:
+            self._claims.remove(weakref.ref(place))
+        except ValueError:
+            return
+        for other in self._living():
+            other.bell.put(None)
+
+    def under_way(self) -> list[Place]:
+        """The admitted places, oldest first."""
+        return [place for place in self._living() if place.is_admitted]
+
+    def _is_its_turn(self, place: Place) -> bool:
+        return place in self._living()[: self._max_in_flight]
+
+    def _living(self) -> list[Place]:
+        living = []
+        for claim in list(self._claims):
+            place = claim()
+            if place is not None:
+                living.append(place)
+            else:
+                try:
+                    self._claims.remove(claim)  # lost by a caller that was interrupted
+                except ValueError:
+                    pass  # another thread has seen it, too
+        return living
+
+    def __repr__(self) -> str:
+        return f"<Admission {len(self.under_way())}/{self._max_in_flight} under way>"

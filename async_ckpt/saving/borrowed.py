@@ -1,0 +1,204 @@
+"""Groups of a state that the caller says are unchanged: not written again, but borrowed from the step that has them.
+
+In: what saves captured, and where it was committed. Out: what need not be written, or that the statement is wrong.
+Knows nothing of: files.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+from ..errors import NotUnchangedError
+from ..runs.manifest import Archive, Elsewhere
+from ..runs.run import Run
+from ..spec import MIB, Json, TensorSpec
+from ..state.capture import Capture, Mark, capture
+from .saver import small_archive
+
+_MAX_DRIVER_BYTES: Final = 64 * MIB
+
+
+class Look:
+    """How a state looked when it was captured; kept to be compared with, without its tensors."""
+
+    def __init__(self, captured: Capture) -> None:
+        self._specs, self._marks, self._skeleton = captured.specs, captured.marks, captured.skeleton
+
+    @cached_property
+    def _entries(self) -> dict[Any, Json]:
+        node = json.loads(self._skeleton)
+        items = (node.get("dict") or node.get("ordered") or ()) if isinstance(node, dict) else ()
+        return {key: inner for key, inner in items if isinstance(key, str)}
+
+    @cached_property
+    def groups(self) -> list[str]:
+        return list(self._entries)
+
+    def of(self, group: str) -> _GroupLook:
+        numbers = [i for i, spec in enumerate(self._specs) if spec.path[:1] == (group,)]
+        first = numbers[0] if numbers else 0
+        node, unknown = _relative(self._entries.get(group), first)
+        return _GroupLook([self._specs[i] for i in numbers], [self._marks[i] for i in numbers], node, unknown)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupLook:
+    specs: Sequence[TensorSpec]
+    marks: Sequence[Mark | None]
+    node: Json
+    has_objects: bool
+
+    def differences(self, other: _GroupLook) -> list[str]:
+        """The names of what differs, or cannot be compared. Nothing: it is the same memory, and was not written to."""
+        if self.has_objects or other.has_objects:
+            return ["objects that are not plain data"]
+        ours = [(spec.path, spec.dtype, spec.shape) for spec in self.specs]
+        theirs = [(spec.path, spec.dtype, spec.shape) for spec in other.specs]
+        if ours != theirs:
+            changed = set(ours) ^ set(theirs)
+            return sorted({".".join(map(str, path)) for path, *_ in changed}) or ["the order of its tensors"]
+        names = [
+            spec.dotted
+            for spec, before, now in zip(self.specs, self.marks, other.marks, strict=True)
+            if before is None or before != now
+        ]
+        return names or ([] if self.node == other.node else ["plain values"])
+
+
+@dataclass(slots=True)
+class _Written:
+    """Where a group was written last, and how it looked then."""
+
+    borrowed: Elsewhere
+    look: Look
+    runs: set[Run] = field(default_factory=set)
+
+
+class Driver(NamedTuple):
+    """The archive of what one process holds for all ranks."""
+
+    image: bytes
+    digest: str
+    groups: tuple[str, ...]
+
+
+def driver_of(driver: Mapping[str, Any], state: Any, *, step: int) -> Driver:
+    """Raises ValueError for entries without a name, or with one that the state has too, and for too many bytes."""
+    for name in driver:
+        if not isinstance(name, str) or (isinstance(state, Mapping) and name in state):
+            raise ValueError(
+                f"driver={name!r}: its entries need names of their own, which the state does not have"
+            )
+    if not isinstance(state, Mapping):
+        raise ValueError("driver= adds entries to a state, which must be a dict then")
+    image, digest = small_archive(driver, step=step, max_bytes=_MAX_DRIVER_BYTES)
+    return Driver(image, digest, tuple(driver))
+
+
+class Attempt:
+    """One save: what it borrows, and how what it writes looks. Made on the caller's thread, then only read."""
+
+    def __init__(self) -> None:
+        self.borrowed: tuple[Elsewhere, ...] = ()
+        self.look: Look | None = None
+        self.driver: Driver | None = None
+
+    def lenders(self) -> list[int]:
+        """The steps that it borrows from."""
+        return [borrowed.step for borrowed in self.borrowed]
+
+    def captured(self, captured: Capture) -> None:
+        self.look = Look(captured)
+
+
+class UnchangedGroups:
+    """What a run knows of the groups that it has written. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._written: dict[str, _Written] = {}  # replaced as a whole; under _lock, and read without it
+
+    def without(
+        self, state: Any, names: Collection[str], *, step: int, runs: Sequence[Run]
+    ) -> tuple[Any, tuple[Elsewhere, ...]]:
+        """The state without those of the named groups that are committed at all these runs already; and where they are.
+
+        Raises ValueError for a name that is no group of the state, NotUnchangedError for one that has changed.
+        """
+        if not names:
+            return state, ()
+        for name in names:
+            if not isinstance(state, Mapping) or name not in state or _is_plain(state[name]):
+                raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
+        borrowed = []
+        for name in sorted(names):
+            # Without the lock: this is the caller's thread, which may be interrupted, and must not be while it holds one.
+            known = self._written.get(name)
+            if known is None or known.borrowed.step >= step or not known.runs.issuperset(runs):
+                continue  # it has to be written
+            now = Look(capture({name: state[name]})).of(name)
+            differences = known.look.of(name).differences(now)
+            if differences:
+                shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")
+                raise NotUnchangedError(
+                    f"{name} is not as it was saved in step {known.borrowed.step}: {shown}; leave it out of unchanged=",
+                    names=tuple(differences),
+                )
+            borrowed.append(known.borrowed)
+        absent = {b.group for b in borrowed}
+        if len(absent) == len(state):
+            raise ValueError("every group is said to be unchanged; there would be nothing to save")
+        return {key: value for key, value in state.items() if key not in absent}, tuple(borrowed)
+
+    def lenders(self) -> set[int]:
+        """The steps that the next save may borrow from."""
+        return {known.borrowed.step for known in self._written.values()}
+
+    def committed(self, run: Run, step: int, archive: Archive, attempt: Attempt) -> None:
+        """A save is true at one run: from now on its groups may be borrowed from it."""
+        if attempt.look is None:
+            return
+        with self._lock:
+            if any(known.borrowed.step > step for known in self._written.values()):
+                for known in self._written.values():  # it arrived late
+                    if known.borrowed.archive == archive:
+                        known.runs.add(run)
+                return
+            kept = {b.group: self._written[b.group] for b in attempt.borrowed if b.group in self._written}
+            for group in attempt.look.groups:
+                before = self._written.get(group)
+                if before is None or before.borrowed.archive.name != archive.name:
+                    before = _Written(Elsewhere(group, step, run.folder(step), archive), attempt.look)
+                before.runs.add(run)
+                kept[group] = before
+            self._written = kept
+
+    def restored(self, state: Any, parts: Mapping[str, Elsewhere], runs: Collection[Run]) -> None:
+        """Live groups hold what these archives do: they need not be written again either."""
+        look = Look(capture(state))
+        with self._lock:
+            self._written = {group: _Written(borrowed, look, set(runs)) for group, borrowed in parts.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, Mapping | list | tuple) and not hasattr(value, "state_dict")
+
+
+def _relative(node: Json, first: int) -> tuple[Json, bool]:
+    """A group's node with its tensors counted from its first; and whether there are leaves that cannot be compared."""
+    if isinstance(node, list):
+        parts = [_relative(inner, first) for inner in node]
+        return [inner for inner, _ in parts], any(unknown for _, unknown in parts)
+    if not isinstance(node, dict):
+        return node, False
+    if "object" in node:
+        return node, True
+    if "tensor" in node:
+        return {"tensor": node["tensor"] - first}, False
+    found = {key: _relative(inner, first) for key, inner in node.items()}
+    return {key: inner for key, (inner, _) in found.items()}, any(unknown for _, unknown in found.values())

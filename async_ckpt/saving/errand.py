@@ -1,0 +1,128 @@
+"""Saves that are written by others than the stager, from copies of tensors: wrapped functions, and exports.
+
+In: tensors, copied to the host before the caller goes on. Out: a handle, and its report. Knows nothing of: what is
+made of the copies, and where it goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Final
+
+import torch
+
+from ..report import Destination, Progress, SaveReport
+from ..spans import Spans, monotonic
+from ..staging.guard import Optimizers
+from ..staging.whole import HostCopy
+from ..storage.append import Appender
+from ..storage.scratch import Scratch
+from .default import files_saver, host_memory
+from .handle import SaveHandle
+from .story import OffLoop
+from .worker import get_worker
+
+
+class CopyErrand(ABC):
+    """One such save (see Errand). Subclasses say how it is written, and how it becomes visible."""
+
+    def __init__(
+        self,
+        path: str,
+        tensors: Sequence[torch.Tensor],
+        names: Sequence[str],
+        *,
+        optimizers: Optimizers,
+        spans: Spans,
+        called: Future[float],
+    ) -> None:
+        self.path = path
+        self._spans, self._called = spans, called  # `called` is when the caller has its handle
+        crew = get_worker().copiers
+        # From here on it alone keeps the tensors alive.
+        self.copy: Final = HostCopy(
+            tensors, names, optimizers=optimizers, memory=host_memory(), crew=crew, clock=monotonic
+        )
+        self.staged = self.copy.completion
+        self._num_tensors = len(tensors)
+        self._num_bytes = self._num_retries = 0  # of what is written
+        self._out: Appender | None = None  # what is being written to
+        self._scratch: Scratch | None = None
+        self._given_up: BaseException | None = None
+
+    def begin(self) -> SaveHandle:
+        """On the caller's thread: from now on the tensors may change."""
+        try:
+            handle = files_saver().take_on(self)
+        except BaseException:
+            self.copy.let_go()
+            raise
+        self.copy.begin()
+        return handle
+
+    @property
+    @abstractmethod
+    def progress(self) -> Progress: ...
+
+    def give_up(self, error: BaseException) -> None:
+        self._given_up = error
+        if self._out is not None:
+            self._out.fail(error)
+
+    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+        await asyncio.wrap_future(self.staged)
+        if turn is not None:
+            await asyncio.wrap_future(turn)
+        with self._spans.span("write"):
+            await self._write(off_loop)
+        self._check()
+        with self._spans.span("commit"):
+            await off_loop(self._commit)
+        return self._report(await asyncio.wrap_future(self._called))
+
+    @abstractmethod
+    async def _write(self, off_loop: OffLoop) -> None:
+        """All but what makes it visible."""
+
+    @abstractmethod
+    def _commit(self) -> None:
+        """Make it visible. Blocks."""
+
+    def _check(self) -> None:
+        if self._given_up is not None:
+            raise self._given_up
+
+    def failed(self, error: BaseException) -> None:
+        self.copy.let_go()
+        if self._out is not None:
+            self._out.abort()
+        if self._scratch is not None:
+            self._leave(self._scratch, error)
+
+    def _leave(self, scratch: Scratch, error: BaseException) -> None:  # noqa: ARG002
+        """What becomes of the scratch folder of one that has failed."""
+        scratch.remove()
+
+    async def afterwards(self, off_loop: OffLoop) -> None:
+        if self._scratch is not None:
+            await off_loop(self._scratch.remove)
+
+    def _report(self, call_seconds: float) -> SaveReport:
+        seconds, total = self._spans.seconds, self._spans.total()
+        return SaveReport(
+            status="committed",
+            step=None,
+            path=self.path,
+            num_bytes=self._num_bytes,
+            num_tensors=self._num_tensors,
+            stall_seconds=call_seconds + self.copy.snapshot.stall_seconds,
+            stage_seconds=self.copy.snapshot.stage_seconds,
+            write_seconds=seconds["write"],
+            commit_seconds=seconds["commit"],
+            total_seconds=total,
+            retries=self._num_retries,
+            destinations=(Destination(self.path, self._num_bytes, total, self._num_retries),),
+        )

@@ -1,0 +1,153 @@
+"""The future of a save.
+
+In: a save under way. Out: its report, or what went wrong, for threads and for event loops.
+Knows nothing of: how a save works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any
+
+from ..errors import ClosedError
+from ..host.threads import Task, is_library_thread
+from ..report import Progress, SaveReport
+from ..staging.whole import HostCopy
+
+_log = logging.getLogger("async_ckpt")
+
+
+class SaveHandle(Future[SaveReport]):
+    """One save: a `concurrent.futures.Future` that is born running, and that `await` takes too.
+
+    It cannot be cancelled, and a cancelled `await` leaves the save alone. Callbacks run on a thread of their own,
+    in the order in which they were added; what they raise is logged. Waiting in one of the library's threads raises
+    RuntimeError at once, since it would wait for itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: int | None,
+        path: str,
+        staging: Future[None],
+        progress: Callable[[], Progress],
+        submit_callbacks: Callable[[Task], None],
+    ) -> None:
+        super().__init__()
+        self.step = step
+        self.path = path
+        self.staging_completion = staging
+        self._progress = progress
+        self._submit = submit_callbacks
+        self._pid = os.getpid()
+        self._callbacks_lock = threading.Lock()
+        self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
+        self.host_copy: HostCopy | None = None  # the whole tensors that it is made from: what `also=` takes
+        self.looked_at = False  # somebody has seen how it ended; a race here costs one superfluous warning
+        self.set_running_or_notify_cancel()
+        super().add_done_callback(lambda _: self._run_callbacks_soon())
+
+    @property
+    def upload_completion(self) -> SaveHandle:
+        """This handle, under the name that torch.distributed.checkpoint uses."""
+        return self
+
+    @property
+    def progress(self) -> Progress:
+        """Bytes of the archive staged and written so far. From any thread."""
+        return self._progress()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is durable and committed. `timeout` in seconds; TimeoutError when it has passed."""
+        self._refuse_to_wait_for_itself()
+        try:
+            return super().result(timeout)
+        finally:
+            self.looked_at = self.looked_at or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Like `result`, but the error is returned, or None."""
+        self._refuse_to_wait_for_itself()
+        try:
+            return super().exception(timeout)
+        finally:
+            self.looked_at = self.looked_at or self.done()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until the snapshot is complete in host memory: from then on the state may change in any way.
+
+        For those whom no hook can serve: an optimizer that steps in the backward pass, graph replay, tools that unmap
+        device memory. Raises what went wrong while staging.
+        """
+        self._refuse_to_wait_for_itself(self.staging_completion)
+        self.staging_completion.result(timeout)
+
+    def add_done_callback(self, fn: Callable[[SaveHandle], Any]) -> None:
+        """Call `fn(handle)` when the save has ended either way, or at once, on a thread of the library."""
+        with self._callbacks_lock:
+            self._callbacks.append(fn)
+        if self.done():
+            self._run_callbacks_soon()
+
+    def __await__(self) -> Generator[Any, None, SaveReport]:
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def resolve() -> None:
+            if not ended.done():  # the await was cancelled
+                ended.set_result(None)
+
+        def wake(_: object) -> None:
+            try:
+                loop.call_soon_threadsafe(resolve)
+            except RuntimeError:
+                pass  # that loop was closed; nobody awaits on it any more
+
+        super().add_done_callback(wake)
+        yield from ended
+        return self.result()
+
+    def _run_callbacks_soon(self) -> None:
+        with self._callbacks_lock:
+            some = bool(self._callbacks)
+        if some:
+            self._submit(self._run_callbacks)
+
+    def _run_callbacks(self) -> None:
+        while True:
+            with self._callbacks_lock:
+                if not self._callbacks:
+                    return
+                callback = self._callbacks.pop(0)
+            try:
+                callback(self)
+            except Exception:
+                _log.exception("a callback of %r raised; the save is not affected", self)
+
+    def _refuse_to_wait_for_itself(self, future: Future[Any] | None = None) -> None:
+        if (future or self).done():
+            return
+        if is_library_thread():
+            raise RuntimeError("a thread of async_ckpt must not wait for a save: it would wait for itself")
+        if os.getpid() != self._pid:
+            raise ClosedError("this save runs in the process that was forked from; wait for it there")
+
+    def __repr__(self) -> str:
+        what = self.path if self.step is None else f"step={self.step}"
+        if self.done():
+            error = super().exception()
+            return f"<SaveHandle {what} {'failed: ' + type(error).__name__ if error else 'done'}>"
+        return f"<SaveHandle {what} {self.progress.fraction:.0%} written>"
+
+
+def host_copy_of(handle: SaveHandle | None) -> HostCopy | None:
+    """Raises TypeError for a handle of another kind of save."""
+    if handle is not None and (not isinstance(handle, SaveHandle) or handle.host_copy is None):
+        raise TypeError("also= takes the handle that export_hf has just returned")
+    return None if handle is None else handle.host_copy

@@ -1,0 +1,175 @@
+"""When a save is due: after so many steps, after so much time, before the machine goes away.
+
+In: steps, clocks, and the saves that were begun. Out: yes or no. Knows nothing of: how a save is made, other ranks.
+
+The rule of a deadline: save at the last step after which one more step, a save and the margin would no longer fit. A
+step is expected to take as long as the longest of those lately, a save likewise. When that was too cautious there is
+room for another save once the first has ended, and so it is due; an estimate that is too high costs a save, not progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final
+
+from ..report import SaveReport
+from ..spans import Clock, When, epoch_seconds, monotonic, wall_time
+
+Deadline = When | Callable[[], float | None]
+
+# What a save is expected to take while none has been measured.
+FIRST_SAVE_SECONDS: Final = 60.0
+MARGIN_SECONDS: Final = 30.0
+# The longest of these is expected next: enough steps to hold an evaluation, few enough to forget the compilation.
+_NUM_STEPS: Final = 100
+_NUM_SAVES: Final = 5
+
+_log = logging.getLogger("async_ckpt")
+
+
+class SavePolicy:
+    """Says at each step whether a save is due by any of its rules. Safe to call from any thread.
+
+    Args:
+        every_steps: due at each step but 0 that this divides.
+        every_seconds: due when the last save began this long ago; at first, when the policy was made.
+        deadline: when the machine goes away: a datetime with a time zone, seconds since the epoch, or a function that is
+            asked at every step for the seconds left, and returns None while it does not know.
+        margin_seconds: time that is to be left at the deadline when the save has been committed.
+        clock: for durations.
+        wall_clock: for a deadline that is a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        deadline: Deadline | None = None,
+        margin_seconds: float = MARGIN_SECONDS,
+        clock: Clock = monotonic,
+        wall_clock: Clock = wall_time,
+    ) -> None:
+        if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
+            raise ValueError(f"a save every {every_steps!r} steps: give a whole number from 1 on")
+        if every_seconds is not None and not every_seconds > 0:
+            raise ValueError(f"a save every {every_seconds!r} seconds: give more than 0")
+        if not margin_seconds >= 0:
+            raise ValueError(f"a margin of {margin_seconds!r} seconds before the deadline: give 0 or more")
+        self._every_steps, self._every_seconds = every_steps, every_seconds
+        self._margin_seconds = margin_seconds
+        self._ask_seconds_left = _countdown(deadline, wall_clock)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._saved_step: int | None = (
+            None  # of the newest save, or restored from; under _lock, like all below
+        )
+        self._saved_at = clock()
+        self._asked_step: int | None = None
+        self._asked_at = 0.0
+        self._answer = False
+        self._under_way: list[Future[SaveReport]] = []
+        self._begun: deque[tuple[int, float, Future[SaveReport]]] = deque()  # and not looked at yet
+        self._save_seconds: deque[float] = deque(maxlen=_NUM_SAVES)
+        self._step_seconds: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._is_near = False  # the deadline: one more step, and a save no longer fits
+        self._has_tried = False  # a save began while it was near
+        self._is_deaf = False  # the deadline's function has failed, and that was logged
+
+    def should_save(self, step: int) -> bool:
+        """Whether a save of `step` is due. To be asked once at every step; asked again, the answer is the same.
+
+        False for the step of the last save, whatever became of it, and for the one restored. Raises ValueError when there
+        is no rule, and nothing else.
+        """
+        if self._every_steps is None and self._every_seconds is None and self._ask_seconds_left is None:
+            raise ValueError(
+                "should_save has no rule to go by: give save_every=, save_every_seconds= or deadline="
+            )
+        seconds_left = self._seconds_left()  # the user's function: not under the lock
+        with self._lock:
+            self._take_note()
+            if step == self._saved_step:
+                return False
+            if step != self._asked_step:
+                self._answer = self._decide(step, seconds_left)
+            return self._answer
+
+    def follow(self, step: int, save: Future[SaveReport]) -> None:
+        """Note that a save has begun, and for later how long it takes. A skipped one leaves due what was due."""
+        # Looked at by `should_save`: a caller of `save` that is interrupted must not be while it holds a lock.
+        self._begun.append((step, self._clock(), save))
+
+    def restored(self, step: int) -> None:
+        """Begin to count anew, from the step that training goes on from."""
+        with self._lock:
+            self._take_note()
+            self._saved_step, self._saved_at = step, self._clock()
+            self._asked_step = None
+
+    # --- parts ------------------------------------------------------------------------------------------------
+
+    def _take_note(self) -> None:
+        """Take note of the saves that were begun since the last time."""
+        while self._begun:
+            step, begun_at, save = self._begun.popleft()
+            self._measure_saves()
+            if not _was_skipped(save):
+                self._saved_step, self._saved_at = step, begun_at
+                self._under_way.append(save)
+                self._has_tried = self._is_near
+
+    def _decide(self, step: int, seconds_left: float | None) -> bool:
+        now = self._clock()
+        if self._asked_step is not None:
+            self._step_seconds.append(now - self._asked_at)
+        self._asked_step, self._asked_at = step, now
+        by_steps = self._every_steps is not None and step > 0 and step % self._every_steps == 0
+        by_time = self._every_seconds is not None and now - self._saved_at >= self._every_seconds
+        by_deadline = self._is_last_chance(seconds_left)
+        return by_steps or by_time or by_deadline
+
+    def _is_last_chance(self, seconds_left: float | None) -> bool:
+        self._measure_saves()
+        needed = max(self._save_seconds, default=FIRST_SAVE_SECONDS) + self._margin_seconds
+        if seconds_left is None or seconds_left >= needed + max(self._step_seconds, default=0.0):
+            self._is_near = self._has_tried = False
+            return False
+        self._is_near = True
+        # What does not fit by this reckoning is tried once all the same: it may fit, and what is committed stays.
+        return not self._under_way and (seconds_left >= needed or not self._has_tried)
+
+    def _measure_saves(self) -> None:
+        for save in [save for save in self._under_way if save.done()]:
+            self._under_way.remove(save)
+            if Future.exception(save) is None:  # not the handle's own: nobody has looked at it by this
+                self._save_seconds.append(Future.result(save).total_seconds)
+
+    def _seconds_left(self) -> float | None:
+        try:
+            left = self._ask_seconds_left() if self._ask_seconds_left else None
+            known = None if left is None or math.isnan(left) else left
+        except Exception:
+            if not self._is_deaf:
+                _log.exception("the function given as deadline failed; until it answers, there is none")
+            self._is_deaf = True
+            return None
+        self._is_deaf = False
+        return known
+
+
+def _countdown(deadline: Deadline | None, wall_clock: Clock) -> Callable[[], float | None] | None:
+    """What tells the seconds left. Raises TypeError, ValueError for a deadline that is no time."""
+    if deadline is None or callable(deadline):
+        return deadline
+    at = epoch_seconds(deadline)
+    return lambda: at - wall_clock()
+
+
+def _was_skipped(save: Future[SaveReport]) -> bool:
+    return save.done() and Future.exception(save) is None and Future.result(save).status == "skipped"

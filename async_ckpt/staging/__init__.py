@@ -1,0 +1,1 @@
+"""The instant: from tensors to segments on the host; streams, events and the guard."""

@@ -1,0 +1,550 @@
+"""Staging: from the tensors of one instant to filled segments.
+
+In: tensors and the cut of their archive. Out: segments, handed on one by one as they are filled.
+Knows nothing of: files, digests, commits.
+
+The segment is the unit of work. Segments without deferred bytes are filled before `begin` returns (CUDA copies are
+then enqueued, and the training stream waits for them); the others by background threads, while a gate keeps the
+optimizer off. A segment with both kinds is filled in two goes, and held in between as far as the pool can spare it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+
+from ..errors import SaveAbandonedError, TornSnapshotError
+from ..format.layout import Piece, SegmentPlan
+from ..host.limits import num_cpus
+from ..host.pool import LIVENESS_SECONDS, Lease, SegmentPool
+from ..host.threads import Submits, running_future
+from ..spans import NO_TRACE, Clock, Trace
+from ..spec import MIB, TensorSpec
+from .device import Alias, Device, dense_blocks, memmove
+from .guard import Gate, Held
+
+# A copy of hundreds of MB saturates a host's memory with few threads.
+_MAX_COPIERS: Final = 8
+_WORTH_A_HELPER_BYTES: Final = 64 * MIB
+# Bytes looked at in each deferred tensor by its tripwire.
+_SAMPLE_BYTES: Final = 64
+
+Put = Callable[[int, Lease], None]
+
+
+class _Job:
+    """What is to be filled of one segment: now `pieces`, and `rest` in a second go with the same lease."""
+
+    __slots__ = ("events", "lease", "literals", "number", "pieces", "rest")
+
+    def __init__(self, plan: SegmentPlan, pieces: Sequence[Piece], rest: Sequence[Piece] = ()) -> None:
+        self.number = plan.number
+        self.literals = plan.literals
+        self.pieces = pieces
+        self.rest = rest
+        self.lease: Lease | None = None
+        self.events: list[tuple[Device, Any]] = []
+
+
+class Snapshot(Held):
+    """The staging of one save: begun on the caller's thread, ended on a background one.
+
+    `put` gets (segment number, lease) as each segment is filled, from several threads. `check` raises when the save
+    has failed elsewhere. `completion` resolves when the copy is complete and nothing was torn.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        tensors: list[torch.Tensor],
+        segments: Sequence[SegmentPlan],
+        *,
+        order: int,
+        deferred: Mapping[int, torch.Tensor],
+        gates: Sequence[Gate],
+        num_tail: int,
+        pool: SegmentPool,
+        crew: Submits,
+        clock: Clock,
+        put: Put,
+        check: Callable[[], None],
+        trace: Trace = NO_TRACE,
+        frozen: frozenset[int] = frozenset(),
+        after: Future[None] | None = None,
+    ) -> None:
+        self._specs, self._tensors = specs, tensors
+        self._order, self._deferred, self._gates = order, deferred, gates
+        self._pool, self._crew, self._clock = pool, crew, clock
+        self._put, self._check, self._trace = put, check, trace
+        self.completion = running_future()
+        self.stage_seconds = 0.0
+        self._begun = clock()
+        # `num_tail` segments are kept by the drain until all others are written; at least one must stay free.
+        may_hold = min(pool.max_segments // 2, pool.max_segments - num_tail - 1)
+        # `frozen` tensors change no more, and have their bytes `after` another copy has ended.
+        self._frozen, self._after = frozen, after
+        self._now, self._later = _split(segments, frozen.union(deferred), may_hold)
+        # Set up by `_look_at_tensors`, then only read, by all copying threads.
+        self._pointers = [0] * len(tensors)
+        self._dense = [False] * len(tensors)
+        self._aliases: dict[int, Alias] = {}  # what is deferred is read through these
+        self._alive: list[Any] = []
+        self._devices: dict[torch.device, Device] = {}
+        self._tripwires: _Tripwires | None = None
+        self._enqueued: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # Taking a job and its lease is one step: memory that goes to a later segment first could all end in a sink
+        # that waits for the earlier one.
+        self._taking = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_filling = 0  # under _changed, like all below
+        self._error: BaseException | None = None
+        self._ended = False
+        self._released = False  # every copy is done, or enqueued on its device
+        self._held_since: list[float] = []  # appended to without _changed
+        self._held_seconds = 0.0
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # has something in it once it is released
+
+    # --- the caller's thread ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Copy, or enqueue the copy of, all that must not wait. Returns when the caller may go on.
+
+        A failure ends in `completion`; only what is not an Exception (Ctrl-C) is raised as well.
+        """
+        try:
+            self._look_at_tensors()
+            if self._after is not None and self._needs_frozen_now():
+                self._after.result()
+            for device in self._devices.values():
+                device.follow_training()
+            if self._devices:
+                self._crew.submit(self._pass_on_enqueued, refused=self._end)
+            if self._deferred:
+                self._tripwires = _Tripwires(self._aliases, self._tensors, self._deferred, self._devices)
+            if self._now or not self._later:
+                self._fill_now()
+            for device in self._devices.values():
+                device.hold_training()
+            if self._later:
+                for gate in self._gates:
+                    gate.close(self)
+                self._crew.submit(self._fill_later, refused=self._end)
+        except Exception as error:
+            self._end(error)
+        except BaseException as error:
+            # A task of asyncio must not end in one of these: it would end the loop.
+            self.give_up(interrupted(error))
+            raise
+
+    def _fill_now(self) -> None:
+        """Have the crew fill what must not wait, and wait for that: an interrupt ends the wait, and no copy halfway."""
+        outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def fill() -> None:
+            try:
+                self._fill(self._now, self._num_helpers())
+                if not self._later:
+                    self._all_enqueued()
+            except BaseException as error:
+                outcome.put(error)
+            else:
+                outcome.put(None)
+
+        self._crew.submit(fill, refused=outcome.put)
+        while True:
+            try:
+                error = outcome.get(timeout=LIVENESS_SECONDS)
+                break
+            except queue.Empty:
+                self._check_alive()
+        if error is not None:
+            raise error
+
+    def hold(self) -> None:
+        """Keep an optimizer's step back: this thread until every copy is enqueued, then its streams until they end.
+
+        Without a lock: whoever is interrupted here must not be while it holds one.
+        """
+        if (tripwires := self._tripwires) is not None:
+            tripwires.look_at_versions()
+        with self._trace.span("guard"):
+            if not self._released:
+                self._held_since.append(self._clock())
+                while not self._released:
+                    try:
+                        self._bell.put(self._bell.get(timeout=LIVENESS_SECONDS))  # it rings for all who wait
+                    except queue.Empty:
+                        continue
+        if self._devices and not self.completion.done():
+            if torch.cuda.is_current_stream_capturing():
+                self.completion.exception()  # an event from outside must not get into the graph: wait here
+            else:
+                for device in self._devices.values():
+                    device.hold_training()
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the guard has held the thread, and the copies the streams, so far."""
+        return self._held_seconds + sum(device.stall_seconds() for device in self._devices.values())
+
+    def _look_at_tensors(self) -> None:
+        for i, tensor in enumerate(self._tensors):
+            self._dense[i] = dense = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            if tensor.is_cuda:
+                if tensor.device not in self._devices:
+                    self._devices[tensor.device] = Device(tensor.device)
+            elif dense:
+                self._pointers[i] = tensor.data_ptr()
+        for i in sorted(self._deferred):
+            alias = self._aliases[i] = Alias(self._tensors[i])
+            if (device := self._devices.get(alias.device)) is not None:
+                device.keep(self._tensors[i])
+        if self._devices or self._deferred:
+            # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
+            self._alive = [tensor.untyped_storage() for tensor in self._tensors]
+
+    def _needs_frozen_now(self) -> bool:
+        return not self._frozen or any(
+            piece.tensor in self._frozen for job in self._now for piece in job.pieces
+        )
+
+    def _num_helpers(self) -> int:
+        """Threads worth having beside the first: none to enqueue device copies, which is one thread's work."""
+        if self._devices:
+            on_host = sum(
+                s.num_bytes for s, pointer in zip(self._specs, self._pointers, strict=True) if pointer
+            )
+            if on_host < _WORTH_A_HELPER_BYTES:
+                return 0
+        return min(_MAX_COPIERS, num_cpus()) - 1
+
+    # --- filling, on several threads --------------------------------------------------------------------------
+
+    def _fill(self, jobs: Sequence[_Job], num_helpers: int, *, late: bool = False) -> None:
+        """Fill all jobs, with this thread and helpers from the crew; returns when the last one is filled.
+
+        `late`: `save` has returned, and memory may go that is still to be copied.
+        """
+        todo = deque(jobs)
+        for _ in range(min(num_helpers, len(jobs) - 1)):
+            # Without it, this thread copies more.
+            self._crew.submit(lambda: self._copy(todo, late), refused=lambda _: None)
+        self._copy(todo, late)
+        with self._changed:
+            while self._num_filling:
+                self._changed.wait(LIVENESS_SECONDS)
+            if self._error:
+                raise self._error
+
+    def _copy(self, todo: deque[_Job], late: bool) -> None:
+        while True:
+            self._taking.acquire()
+            with self._changed:
+                if self._error or not todo:
+                    self._taking.release()
+                    return
+                job = todo.popleft()
+                self._num_filling += 1
+            try:
+                try:
+                    self._lease(job)
+                finally:
+                    self._taking.release()
+                with self._trace.span("stage", segment=job.number):
+                    self._fill_segment(job, late)
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
+            finally:
+                with self._changed:
+                    self._num_filling -= 1
+                    self._changed.notify_all()
+
+    def _lease(self, job: _Job) -> None:
+        if job.lease is None:
+            job.lease = self._pool.lease(
+                (self._order, job.number), pin=next(iter(self._devices), None), check=self._check_alive
+            )
+
+    def _fill_segment(self, job: _Job, late: bool) -> None:
+        assert job.lease is not None
+        segment = job.lease.segment
+        for at, data in job.literals:
+            segment.view[at : at + len(data)] = data
+        pointers, address = self._pointers, segment.address
+        aliases = self._aliases if late else {}
+        on_device: dict[Device, list[Piece]] = {}
+        for piece in job.pieces:
+            target, number, source, length = piece
+            pointer = pointers[number]
+            if pointer:
+                alias = aliases.get(number)
+                if alias is None:
+                    memmove(address + target, pointer + source, length)
+                elif not alias.copy_to(address + target, source, length):
+                    raise self._torn((number,))
+            elif (device := self._devices.get((tensor := self._tensors[number]).device)) is not None:
+                on_device.setdefault(device, []).append(piece)
+            else:
+                for offset, block in dense_blocks(tensor, source, source + length):
+                    at = target + offset - source
+                    segment.tensor[at : at + block.numel()].copy_(block)
+        for device, pieces in on_device.items():
+            self._refuse_gone(pieces)
+            event = device.enqueue(segment, pieces, self._tensors, self._dense, self._aliases)
+            job.events.append((device, event))
+            # Memory that is freed from now on is lent to nobody before it is copied; any before may have been.
+            self._refuse_gone(pieces)
+        if job.rest:
+            job.pieces, job.literals, job.rest = job.rest, (), ()
+        elif job.events:
+            self._enqueued.put(job)
+        else:
+            self._hand_on(job)
+
+    def _refuse_gone(self, pieces: Iterable[Piece]) -> None:
+        aliases = self._aliases
+        gone = [p.tensor for p in pieces if p.tensor in aliases and not aliases[p.tensor].is_there()]
+        if gone:
+            raise self._torn(gone)
+
+    def _hand_on(self, job: _Job) -> None:
+        lease = self._lease_of(job)
+        if lease is not None:
+            self._put(job.number, lease)
+
+    def _lease_of(self, job: _Job) -> Lease | None:
+        """Take the lease out of a job, which one thread alone can."""
+        with self._changed:
+            lease, job.lease = job.lease, None
+        return lease
+
+    def _check_alive(self) -> None:
+        if self._error:
+            raise self._error
+        self._check()
+
+    # --- background -------------------------------------------------------------------------------------------
+
+    def _fill_later(self) -> None:
+        try:
+            if self._after is not None:
+                self._after.result()
+            # One processor stays with the training.
+            self._fill(self._later, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1, late=True)
+            self._all_enqueued()
+        except BaseException as error:
+            self._end(error)
+
+    def _all_enqueued(self) -> None:
+        if self._tripwires:
+            self._tripwires.look_at_bytes()
+        self._release_gates()
+        if self._devices:
+            self._enqueued.put(None)
+        else:
+            self._complete()
+
+    def _pass_on_enqueued(self) -> None:
+        """Hand segments on in the order in which their copies were enqueued, as each copy ends."""
+        try:
+            while (job := self._enqueued.get()) is not None:
+                with self._trace.span("copy", segment=job.number):
+                    for device, event in job.events:
+                        device.wait(event)
+                self._hand_on(job)
+            self._complete()
+        except BaseException as error:
+            self._end(error)
+
+    def _complete(self) -> None:
+        if self._tripwires:
+            self._tripwires.look_at_versions()
+        torn = self._tripwires.torn() if self._tripwires else ()
+        self._end(self._torn(torn) if torn else None)
+
+    def _torn(self, numbers: Iterable[int]) -> TornSnapshotError:
+        """What to raise of these tensors, and of all that have lost their memory by now."""
+        gone = {i for i, alias in self._aliases.items() if not alias.is_there()}
+        names = tuple(self._specs[i].dotted for i in sorted(gone.union(numbers)))
+        return TornSnapshotError(
+            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} changed or was freed outside of the "
+            "guarded optimizer's step() while being copied; save without guard=, or call handle.wait_staged() first",
+            names=names,
+        )
+
+    def _release_gates(self) -> None:
+        with self._changed:
+            if self._released:
+                return
+            self._released = True
+            now = self._clock()
+            self._held_seconds = sum(now - since for since in self._held_since)
+        self._bell.put(None)
+
+    def give_up(self, error: Exception) -> None:
+        """End it, if it has not ended."""
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Let everyone go. Only the first call counts."""
+        with self._changed:
+            if self._ended:
+                return
+            self._ended = True
+            self._error = self._error or error
+            while self._num_filling:  # a copy under way must not go on into memory that is given back
+                self._changed.wait(LIVENESS_SECONDS)
+        if error is not None:
+            # No copy may still be writing into a segment that is given back.
+            for device in self._devices.values():
+                device.synchronize()
+            for job in (*self._now, *self._later):
+                if (lease := self._lease_of(job)) is not None:
+                    lease.release()
+            self._enqueued.put(None)
+        self._release_gates()
+        for gate in self._gates:
+            gate.open(self)
+        self._now, self._later, self._tensors, self._alive, self._tripwires = [], [], [], [], None
+        self._specs, self._pointers, self._dense = [], [], []  # a handle may be kept for long
+        self._aliases, self._deferred = {}, {}
+        self.stage_seconds = self._clock() - self._begun
+        if error is None:
+            self.completion.set_result(None)
+        else:
+            self.completion.set_exception(error)
+
+    def __repr__(self) -> str:
+        state = "staged" if self.completion.done() else "held" if self._held_since else "staging"
+        return f"<Snapshot {self._order} {state}>"
+
+
+def interrupted(cause: BaseException) -> SaveAbandonedError:
+    """What a save fails with whose call was interrupted."""
+    error = SaveAbandonedError("the call of save was interrupted; earlier checkpoints are intact")
+    error.__cause__ = cause
+    return error
+
+
+def _split(
+    segments: Sequence[SegmentPlan], deferred: frozenset[int], may_hold: int
+) -> tuple[list[_Job], list[_Job]]:
+    """Jobs for now and for later; a segment that is filled in two goes is in both."""
+    now: list[_Job] = []
+    later: list[_Job] = []
+    num_held = 0
+    for segment in segments:
+        late = [p for p in segment.pieces if p.tensor in deferred] if deferred else []
+        urgent = [p for p in segment.pieces if p.tensor not in deferred] if late else segment.pieces
+        if late and not urgent and not segment.literals:
+            later.append(_Job(segment, late))
+        elif late and num_held < may_hold:
+            num_held += 1
+            now.append(_Job(segment, urgent, rest=late))
+            later.append(now[-1])
+        else:
+            now.append(_Job(segment, segment.pieces))
+    return now, later
+
+
+class _Watched:
+    """One deferred tensor: where it is sampled, and who counts the writes to it."""
+
+    def __init__(self, number: int, alias: Alias, tensor: torch.Tensor, owner: torch.Tensor) -> None:
+        """`owner` is the optimizer's own, and may be the same."""
+        self.number, self.alias = number, alias
+        # An odd stride meets every byte of an item in turn.
+        stride = (alias.num_bytes // _SAMPLE_BYTES - 1) | 1
+        self.positions = range(0, stride * _SAMPLE_BYTES, stride)
+        self.sampled = alias.part(0, _SAMPLE_BYTES, stride)
+        self._tensor, self._owner = tensor, owner
+        self._versions = version_of(tensor), version_of(owner)
+
+    def has_moved(self) -> bool:
+        """Whether a write was counted. Once a parameter's `.data` is other memory, writes to that are counted as well."""
+        now = version_of(self._tensor), version_of(self._owner)
+        return now != self._versions and self._owner.data_ptr() == self.alias.address
+
+
+class _Tripwires:
+    """Versions and samples of the deferred tensors, taken in `save` and looked at again.
+
+    A moved version counter is proof of a write; one that stands still is not (fused kernels and `.data` do not move
+    it), hence the bytes.
+    """
+
+    def __init__(
+        self,
+        aliases: Mapping[int, Alias],
+        tensors: Sequence[torch.Tensor],
+        owners: Mapping[int, torch.Tensor],
+        devices: dict[torch.device, Device],
+    ) -> None:
+        self._devices = devices
+        self._watched = [_Watched(i, alias, tensors[i], owners[i]) for i, alias in aliases.items()]
+        self._on: dict[torch.device, list[_Watched]] = {}
+        for watched in self._watched:
+            self._on.setdefault(watched.alias.device, []).append(watched)
+        self._before = {device: self._sample(device, there) for device, there in self._on.items()}
+        self._after: dict[torch.device, torch.Tensor] = {}
+        self._gone: set[int] = set()
+        self._moved: dict[str, list[int]] = {}  # nothing, or one entry, made in one step
+
+    def look_at_versions(self) -> None:
+        """Before the optimizer's next step, or when every copy has ended: whatever comes first, and that alone."""
+        if not self._moved:
+            moved = [watched.number for watched in self._watched if watched.has_moved()]
+            self._moved.setdefault("first look", moved)
+
+    def look_at_bytes(self) -> None:
+        """Every copy is done, or enqueued, and no gate is open yet: what is seen now is what was copied."""
+        self._look_for_gone()
+        for device, there in self._on.items():
+            if device not in self._devices:
+                self._after[device] = self._sample_again(there)
+            elif not self._gone:  # what is gone may not even be mapped any more, and would break the device
+                self._after[device] = self._sample(device, there)
+        self._look_for_gone()
+
+    def _look_for_gone(self) -> None:
+        self._gone.update(watched.number for watched in self._watched if not watched.alias.is_there())
+
+    def _sample_again(self, there: Sequence[_Watched]) -> torch.Tensor:
+        """On the host, of memory that may go at any moment."""
+        samples = torch.zeros(len(there) * _SAMPLE_BYTES, dtype=torch.uint8, device="cpu")
+        for at, watched in enumerate(there):
+            if not watched.alias.sample_to(samples.data_ptr() + at * _SAMPLE_BYTES, watched.positions):
+                self._gone.add(watched.number)
+        return samples
+
+    def torn(self) -> list[int]:
+        """The tensors that were written to in between, or lost their memory. Waits for the samples."""
+        torn = self._gone.union(*self._moved.values())
+        for device, after in self._after.items():
+            there = self._on[device]
+            with self._stream_of(device):
+                same = self._before[device] == after
+                intact = same.view(len(there), _SAMPLE_BYTES).all(1).tolist()
+            torn.update(watched.number for watched, whole in zip(there, intact, strict=True) if not whole)
+        return sorted(torn)
+
+    def _sample(self, device: torch.device, there: Sequence[_Watched]) -> torch.Tensor:
+        with self._stream_of(device):
+            return torch.cat([watched.sampled for watched in there])
+
+    def _stream_of(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The order of copies and samples: the device's side stream; on the CPU, program order."""
+        return self._devices[device].on_side() if device in self._devices else nullcontext()
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """A number that most writes to the tensor's memory change; None where nobody counts."""
+    return None if tensor.is_inference() else tensor._version

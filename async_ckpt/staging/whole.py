@@ -1,0 +1,358 @@
+"""Whole tensors on the host: the second form of staging, for code that must see tensors rather than a file.
+
+In: the tensors of one instant. Out: as many on the host, which own their memory for as long as anybody holds them.
+Knows nothing of: what is done with them.
+
+One exact buffer for each copy, cut into segments only so that several threads can fill it: what keeps the instant -
+streams, guard, tripwires - is the stager's. Storages are copied, not tensors: what shared memory shares it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..format.layout import cut, slices
+from ..host.limits import free_memory_bytes, local_world_size
+from ..host.pool import LIVENESS_SECONDS, Lease, Segment
+from ..host.threads import Crew, is_library_thread
+from ..spans import Clock
+from ..spec import SEGMENT_BYTES, TensorSpec, align_up
+from .device import first_device
+from .guard import Optimizers, deferrable, gate_of
+from .stager import Snapshot, version_of
+
+# Vector loads, and what CUDA aligns its own allocations to.
+_ALIGNMENT: Final = 512
+_SHARE_OF_FREE: Final = 0.5
+_MAX_IDLE: Final = 8
+
+_Key = tuple[torch.device, int, int]  # of a storage
+
+
+class HostMemory:
+    """Buffers for host copies, used again and again. From any thread.
+
+    Copies that are under way hold no more than `max_bytes` together, by default half of what is free: the next one
+    waits. What code keeps of a copy after its end is that code's memory. Kept for the next copies is no more than
+    twice what was ever needed at one time, which is enough for several that differ in size.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._pid = os.getpid()
+        # Finalizers add to it, and they may run in the middle of anything, so it is used without the lock.
+        self._idle: deque[Segment] = deque()
+        self._changed = threading.Condition()
+        self._num_lent = 0  # under _changed, like all below
+        self._lent_bytes = 0
+        self._most_bytes = 0
+
+    def take(self, num_bytes: int, *, device: torch.device | None) -> Segment:
+        """Wait for a buffer of at least this size, page-locked for `device`. One copy alone is never refused."""
+        # In a callback, or in a function that runs on a copy, it would wait for itself.
+        may_wait = not is_library_thread()
+        with self._changed:
+            while may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
+                self._changed.wait(LIVENESS_SECONDS)
+            self._num_lent += 1
+            self._lent_bytes += num_bytes
+            self._most_bytes = max(self._most_bytes, self._lent_bytes)
+        try:
+            segment = self._fitting(num_bytes) or self._new(num_bytes, device)
+            if device is not None and not segment.pinned:
+                segment.pin(device)  # refused: the copy is slower, and right
+        except BaseException:
+            self.let_go(num_bytes)
+            raise
+        return segment
+
+    def let_go(self, num_bytes: int) -> None:
+        """A copy of this size has ended: what is still held of it does not count here."""
+        with self._changed:
+            self._num_lent -= 1
+            self._lent_bytes -= num_bytes
+            self._changed.notify_all()
+
+    def give_back(self, segment: Segment) -> None:
+        """Nobody looks at it any more."""
+        if os.getpid() != self._pid:  # forked since: the memory was left behind
+            return
+        self._idle.append(segment)
+        with suppress(IndexError):  # another thread has taken the last one
+            while len(self._idle) > _MAX_IDLE or self._idle_bytes() > 2 * self._most_bytes:
+                self._idle.popleft().free()
+
+    def release(self) -> None:
+        """Give the memory that is not in use back to the system."""
+        with suppress(IndexError):
+            while True:
+                self._idle.popleft().free()
+
+    def _fitting(self, num_bytes: int) -> Segment | None:
+        """The smallest idle buffer that is large enough, and not far too large."""
+        fitting = [s for s in self._idle.copy() if num_bytes <= s.num_bytes <= 2 * num_bytes]
+        for segment in sorted(fitting, key=lambda s: s.num_bytes):
+            with suppress(ValueError):  # another thread has taken it
+                self._idle.remove(segment)
+                return segment
+        return None
+
+    def _new(self, num_bytes: int, device: torch.device | None) -> Segment:
+        if self._max_bytes is None:
+            scarce = num_bytes > self._spare_bytes()
+        else:
+            scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
+        if scarce:
+            self.release()
+        return Segment.near(device, num_bytes)
+
+    def _limit(self) -> int:
+        if self._max_bytes is not None:
+            return self._max_bytes
+        return self._lent_bytes + self._idle_bytes() + self._spare_bytes()
+
+    def _idle_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self._idle.copy())
+
+    @staticmethod
+    def _spare_bytes() -> int:
+        return int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size())
+
+    def __repr__(self) -> str:
+        return f"<HostMemory {self._lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
+
+
+class _Slice:
+    """A part of a buffer, as the stager wants its segments."""
+
+    def __init__(self, whole: Segment, begin: int, end: int) -> None:
+        self.view = whole.view[begin:end]
+        self.address = whole.address + begin
+        self.tensor = whole.tensor[begin:end]
+
+
+class _Slices:
+    """What the stager leases from: each slice once, and all of them at once."""
+
+    def __init__(self, whole: Segment, num_bytes: int) -> None:
+        self._slices = [
+            _Slice(whole, begin, min(begin + SEGMENT_BYTES, num_bytes))
+            for begin in range(0, num_bytes, SEGMENT_BYTES)
+        ]
+        self.max_segments = 2 * len(self._slices) + 2
+
+    def lease(self, order: tuple[int, int], **_: Any) -> Lease:
+        taken: Any = self._slices[order[1]]
+        owner: Any = self
+        return Lease(owner, taken)
+
+    def _take_back(self, segment: Any) -> None:
+        """It belongs to the tensors."""
+
+
+class _Source:
+    """One storage to copy: through the tensor that is all of it, or as bytes."""
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        self.num_bytes = storage.nbytes()
+        self.name = name
+        self.whole = _covers(tensor)
+        self.tensor = tensor.detach() if self.whole else _bytes_of(storage, tensor.device)
+        self.at = 0
+
+    def replace_by(self, tensor: torch.Tensor, name: str) -> None:
+        """This one is all of the storage, so a guard can know it."""
+        if not self.whole and _covers(tensor):
+            self.tensor, self.name, self.whole = tensor.detach(), name, True
+
+
+class _Copied:
+    """A storage that was copied, which is not kept alive: its memory may be another's when its copy is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, copy: torch.UntypedStorage) -> None:
+        self._source, self._version = StorageWeakRef(tensor.untyped_storage()), version_of(tensor)
+        self._copy = copy
+
+    def instead_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The copy of a tensor in that storage; None where it is gone, or was written to."""
+        if self._source.expired() or self._version != version_of(tensor):
+            return None
+        return _like(tensor, self._copy)
+
+
+class HostCopy:
+    """Ordinary tensors (dense memory of their own, on the CPU or CUDA), copied to the host.
+
+    `tensors` are the copies, in order: same shape, strides, offset and sharing; their bytes are there when
+    `completion` has resolved. Drop them, and `let_go`, when they have served.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        names: Sequence[str],
+        *,
+        optimizers: Optimizers,
+        memory: HostMemory,
+        crew: Crew,
+        clock: Clock,
+    ) -> None:
+        sources: dict[_Key, _Source] = {}
+        of_each: list[_Source] = []
+        for tensor, name in zip(tensors, names, strict=True):
+            key = _key(tensor)
+            source = sources.get(key)
+            if source is None:
+                source = sources[key] = _Source(tensor, name)
+            source.replace_by(tensor, name)
+            of_each.append(source)
+        self._memory = memory
+        parts = list(sources.values())
+        self.num_bytes = _place(parts)
+        device = first_device(source.tensor for source in parts)
+        self._buffer: Segment | None = memory.take(max(1, self.num_bytes), device=device)
+        try:
+            self.snapshot = self._stage(parts, optimizers, crew, clock)
+            # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
+            owner = (ctypes.c_ubyte * self._buffer.num_bytes).from_buffer(
+                self._buffer._map, self._buffer._begin
+            )
+            weakref.finalize(owner, memory.give_back, self._buffer).atexit = False
+            self.tensors = _rebuilt(tensors, of_each, owner)
+            pairs = zip(tensors, self.tensors, strict=True)
+            self._copied = {_key(tensor): _Copied(tensor, copy.untyped_storage()) for tensor, copy in pairs}
+            self._pid = os.getpid()
+        except BaseException:
+            self.let_go()
+            raise
+
+    def _stage(self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock) -> Snapshot:
+        assert self._buffer is not None
+        specs = [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts]
+        sources = [part.tensor for part in parts]
+        known = deferrable(optimizers, specs, sources)
+        deferred = {i: owner for i, owner in known.items() if parts[i].whole}
+        pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
+        pool: Any = _Slices(self._buffer, self.num_bytes)
+        return Snapshot(
+            specs,
+            sources,
+            slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
+            order=0,
+            deferred=deferred,
+            gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
+            num_tail=0,
+            pool=pool,
+            crew=crew,
+            clock=clock,
+            put=lambda _, lease: lease.release(),
+            check=lambda: None,
+        )
+
+    @property
+    def completion(self) -> Future[None]:
+        return self.snapshot.completion
+
+    def begin(self) -> None:
+        """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
+        self.snapshot.begin()
+
+    def take_over(self, tensors: list[torch.Tensor]) -> frozenset[int]:
+        """Put the copies made here in the place of what they are copies of; their numbers.
+
+        Their bytes are there when `completion` has resolved. What has changed since is left, as far as its version
+        tells, and so is all once it was let go of, and in a forked child, which has not this memory.
+        """
+        copied = self._copied if os.getpid() == self._pid else {}
+        found = set()
+        for i, tensor in enumerate(tensors):
+            there = copied.get(_key(tensor))
+            copy = there.instead_of(tensor) if there is not None else None
+            if copy is not None:
+                tensors[i] = copy
+                found.add(i)
+        return frozenset(found)
+
+    def let_go(self) -> None:
+        """The copies have served; the next one may have the memory. Idempotent."""
+        if self._buffer is not None:
+            self._buffer = None
+            self.tensors, self._copied = [], {}
+            self._memory.let_go(max(1, self.num_bytes))
+
+    def __repr__(self) -> str:
+        return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def _place(parts: Sequence[_Source]) -> int:
+    """Give each its place in the buffer; the bytes of all."""
+    at = 0
+    for part in parts:
+        part.at = at
+        at = align_up(at + part.num_bytes, _ALIGNMENT)
+    return at
+
+
+def _covers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its whole storage, as it lies in memory."""
+    return (
+        tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.storage_offset() == 0
+        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    alias = torch.empty(0, dtype=torch.uint8, device=device)
+    return alias.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner: Any) -> list[torch.Tensor]:
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies = []
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor, source in zip(tensors, of_each, strict=True):
+            # Storages that are one for torch stay one. Others may lie at the same address, and do so again.
+            key = tensor.untyped_storage()._cdata
+            storage = storages.get(key)
+            if storage is None:
+                storage = storages[key] = _storage(owner, source)
+            copies.append(_like(tensor, storage))
+    return copies
+
+
+def _storage(owner: Any, source: _Source) -> torch.UntypedStorage:
+    if not source.num_bytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
+    data = torch.frombuffer(owner, dtype=torch.uint8, count=source.num_bytes, offset=source.at)
+    return data.untyped_storage()
+
+
+def _like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        copy = torch.conj(copy)
+    if tensor.is_neg():
+        copy = torch._neg_view(copy)
+    if type(tensor) is torch.Tensor:
+        return copy.requires_grad_(tensor.requires_grad)
+    return torch.Tensor._make_subclass(type(tensor), copy, tensor.requires_grad)

@@ -1,0 +1,1 @@
+"""Object stores and whatever else fsspec knows, s3fs first."""

@@ -1,0 +1,165 @@
+"""How a filesystem of fsspec is made: its class, its options, and once for each process.
+
+In: a scheme, a URL, options of fsspec or obstore. Out: a filesystem. Knows nothing of: objects.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+from .errors import chain
+
+# Filesystems with one connection, on which a thread would take the answers meant for others (paramiko drops them).
+ONE_AT_A_TIME: Final = frozenset({"sftp", "ssh", "ftp"})
+_OURS: Final = frozenset({"deadline_seconds", "client_options", "retry_config", "credential_provider"})
+_S3_NAMES: Final = {
+    "access_key_id": "key",
+    "secret_access_key": "secret",
+    "session_token": "token",
+    "endpoint": "endpoint_url",
+    "default_region": "region",
+    "region_name": "region",
+    "skip_signature": "anon",
+}
+# Of obstore's options, those that s3fs has no use for.
+_OBSTORE_ONLY: Final = frozenset(
+    {
+        "allow_http",
+        "unsigned_payload",
+        "conditional_put",
+        "copy_if_not_exists",
+        "disable_tagging",
+        "checksum_algorithm",
+    }
+)
+
+
+class OncePerProcess:
+    """A filesystem that is made when it is first called for; a forked child makes its own."""
+
+    def __init__(self, make: Callable[[], Any], *, one_at_a_time: bool) -> None:
+        self._make = make
+        self._one_at_a_time = one_at_a_time
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid, self._made = os.getpid(), None
+        # Both are held over calls: whoever waits needs what is being made, or the connection that is in use.
+        self._making, self._using = threading.Lock(), threading.RLock()
+
+    def __call__(self) -> Any:
+        if os.getpid() != self._pid:  # connections and event loop are the parent's
+            self._begin()
+        with self._making:
+            self._made = self._made or self._make()
+            return self._made
+
+    def turn(self) -> AbstractContextManager[Any]:
+        """To be held while it is used."""
+        if os.getpid() != self._pid:
+            self._begin()
+        return self._using if self._one_at_a_time else nullcontext()
+
+
+def class_and_maker(scheme: str, url: str, options: Mapping[str, Any]) -> tuple[Any, Callable[[], Any]]:
+    """The class for a scheme, and what makes its filesystem: not shared with others, and without kept listings."""
+    kind = _class_of(scheme)
+    if hasattr(kind, "call_s3"):
+        given = _for_s3fs(options, known=set(inspect.signature(kind.__init__).parameters))
+    else:
+        given = {key: value for key, value in options.items() if key not in _OURS}
+        given = {**kind._get_kwargs_from_urls(url), **given}
+
+    def make() -> Any:
+        provider = options.get("credential_provider") if hasattr(kind, "call_s3") else None
+        fs = kind(**given, **(_credentials(provider) if provider else {}), skip_instance_cache=True)
+        fs.dircache.use_listings_cache = False  # an option of most constructors, and an error for others
+        return fs
+
+    return kind, make
+
+
+def _class_of(scheme: str) -> Any:
+    try:
+        from fsspec import (  # type: ignore[import-untyped]
+            available_protocols,
+            get_filesystem_class,
+        )
+    except ImportError as error:
+        raise ImportError(f'{scheme}:// needs fsspec: pip install "async_ckpt[fsspec]"') from error
+    try:
+        return get_filesystem_class(scheme)
+    except ValueError:
+        like = difflib.get_close_matches(scheme, available_protocols(), n=3, cutoff=0.5)
+        meant = (
+            f"did you mean {' or '.join(f'{name}://' for name in like)}?"
+            if like
+            else ("there are local paths, s3://, gs://, az:// and what fsspec.available_protocols() lists")
+        )
+        raise ValueError(f"{scheme}:// is no place that is known; {meant}") from None
+    except ImportError as error:
+        missing = next((e.name for e in chain(error) if isinstance(e, ImportError) and e.name), "")
+        package = '"async_ckpt[fsspec]"' if scheme in ("s3", "s3a") else missing.partition(".")[0]
+        raise ImportError(
+            f"{scheme}:// needs a package that is missing ({error}): pip install {package}"
+        ) from error
+
+
+def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    """Options by s3fs's names, from those or obstore's. Raises ValueError for what neither knows."""
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        name = name.lower().removeprefix("aws_")
+        name = _S3_NAMES.get(name, name)
+        if name == "region":
+            name, value = "client_kwargs", {"region_name": value}
+        elif name == "virtual_hosted_style_request":
+            name, value = (
+                "config_kwargs",
+                {"s3": {"addressing_style": "virtual" if _is_true(value) else "path"}},
+            )
+        if name in ("client_kwargs", "config_kwargs"):
+            given[name] = {**given.get(name, {}), **value}
+        elif name == "anon":
+            given["anon"] = _is_true(value)
+        elif name in known or name == "profile":
+            given[name] = value
+        elif name not in _OURS | _OBSTORE_ONLY:
+            raise ValueError(f"storage_options has {name!r}, which is no option of s3fs or obstore")
+    return given
+
+
+def _is_true(value: object) -> bool:
+    return str(value).lower() in ("true", "1", "yes", "on")
+
+
+def _credentials(provider: Callable[[], Any]) -> dict[str, Any]:
+    """What a credential provider of obstore says now. s3fs is told once: for keys that expire give it a `session`."""
+    from fsspec.asyn import get_loop, sync  # type: ignore[import-untyped]
+
+    said = provider()
+    if inspect.isawaitable(said):
+        awaited = said
+
+        async def wait() -> Any:
+            return await awaited
+
+        said = sync(get_loop(), wait)
+    return {"key": said["access_key_id"], "secret": said["secret_access_key"], "token": said.get("token")}
+
+
+_turns: dict[tuple[int, str], threading.Lock] = {}
+
+
+def turn(url: str) -> threading.Lock:
+    """For places without conditional writes: at least this process's writers of a root take turns.
+
+    Held over the write, which is what the others wait for; a hung place holds up nobody but its own writers.
+    """
+    return _turns.setdefault((os.getpid(), url), threading.Lock())

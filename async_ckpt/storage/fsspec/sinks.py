@@ -1,0 +1,287 @@
+"""Archives on their way through fsspec: as the parts of an upload, or as one file from front to back.
+
+In: segments at offsets. Out: objects that are there whole or not at all. Knows nothing of: what is in them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+from ...errors import CheckpointError, StorageUnavailableError
+from ..base import Held
+from .errors import words_of
+from .places import Body, Bucket, Draft, Files, Info
+
+Translated = Callable[..., AbstractContextManager[None]]
+
+
+class _HoldingSink:
+    """What both sinks share: segments that came and are not sent yet, and the one error that ends it all."""
+
+    num_retries = 0
+    retryable = False  # what was sent is not kept
+
+    def __init__(self, num_bytes: int, shown_as: str, translated: Translated) -> None:
+        self.num_bytes = num_bytes
+        self._shown_as = shown_as
+        self._translated = translated
+        self._lock = threading.Lock()
+        self._held: dict[int, tuple[memoryview, Held]] = {}  # by offset; under _lock, like all below
+        self._error: BaseException | None = None
+        self._finished = False
+
+    def _hold(self, offset: int, data: memoryview, lease: Held) -> None:
+        lease.retain()
+        with self._lock:
+            error = self._error
+            if error is None:
+                self._held[offset] = data, lease
+        if error is not None:
+            lease.release()
+            raise error
+
+    def _give_up(self, error: BaseException) -> None:
+        """Nothing more is taken, and nothing is held."""
+        with self._lock:
+            self._error = self._error or error
+            held, self._held = self._held, {}
+        for _, lease in held.values():
+            lease.release()
+
+    def _check_size(self, num_bytes: int | None) -> None:
+        if num_bytes != self.num_bytes:
+            raise OSError(
+                errno.EIO, f"acknowledged and lost: {num_bytes} bytes are there of {self.num_bytes}"
+            )
+
+    def _discard(self) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        self.give_up()
+        if not self._finished:
+            with suppress(CheckpointError), self._translated():  # what cannot be undone now is swept later
+                self._discard()
+
+    def close(self) -> None:
+        self._give_up(StorageUnavailableError(f"{self._shown_as} is closed", path=self._shown_as))
+
+    def give_up(self) -> None:
+        self._give_up(StorageUnavailableError(f"{self._shown_as} was given up", path=self._shown_as))
+
+    def relieve(self) -> bool:
+        return False
+
+
+class MultipartSink(_HoldingSink):
+    """One object of a bucket, in parts that whoever brings a part's last segment uploads at once, from its memory."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        name: str,
+        num_bytes: int,
+        segment_bytes: int,
+        shown_as: str,
+        translated: Translated,
+    ) -> None:
+        super().__init__(num_bytes, shown_as, translated)
+        self._bucket = bucket
+        self._name = name
+        self._segment_bytes = segment_bytes
+        self._part_bytes = bucket.part_segments(num_bytes, segment_bytes) * segment_bytes
+        self._num_parts = -(-num_bytes // self._part_bytes)
+        self._is_small = self._num_parts == 1
+        self._parts: dict[int, dict[str, Any]] = {}  # what the store said of each part; under _lock
+        self._retried = False  # the beginning was asked for more than once
+        self._upload: str | None = None  # under _beginning, which is held while the store is asked for it
+        self._told_again: tuple[str, ...] = ()  # of what it says of a part, what it wants to hear at the end
+        self._beginning = threading.Lock()
+
+    def write(self, offset: int, data: memoryview, lease: Held) -> None:
+        self._hold(offset, data, lease)
+        number = offset // self._part_bytes
+        if self._is_small:
+            return  # one put would make it visible: `finish` does that
+        segments = self._take(number)
+        if segments:
+            self._send(number, segments)
+
+    def _take(self, number: int) -> list[tuple[memoryview, Held]]:
+        """The segments of a part in order, when all are there."""
+        begin = number * self._part_bytes
+        offsets = range(begin, min(begin + self._part_bytes, self.num_bytes), self._segment_bytes)
+        with self._lock:
+            if not all(offset in self._held for offset in offsets):
+                return []
+            return [self._held.pop(offset) for offset in offsets]
+
+    def _send(self, number: int, segments: list[tuple[memoryview, Held]]) -> None:
+        body = Body([view for view, _ in segments])
+        try:
+            with self._translated():
+                said = self._bucket.call(
+                    "upload_part", self._name, UploadId=self._begun(), PartNumber=number + 1, Body=body
+                )
+            part = {key: said[key] for key in self._told_again if key in said}
+            with self._lock:
+                self._parts[number] = {"PartNumber": number + 1, **part}
+                self.num_retries += said["ResponseMetadata"].get("RetryAttempts", 0)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            body.close()
+            for _, lease in segments:
+                lease.release()
+
+    def _begun(self) -> str:
+        with self._beginning:
+            if self._upload is None:
+                begun = self._bucket.call("create_multipart_upload", self._name)
+                self._retried = bool(begun["ResponseMetadata"].get("RetryAttempts"))
+                self._upload = str(begun["UploadId"])
+                # A checksum of each part belongs to the end only where the upload was begun with that kind.
+                self._told_again = ("ETag", f"Checksum{begun.get('ChecksumAlgorithm')}")
+            return self._upload
+
+    def finish(self, num_bytes: int | None = None) -> None:
+        with self._translated():
+            if num_bytes is not None:
+                self._end_at(num_bytes)
+            if self._is_small:
+                self._put_whole()
+            else:
+                self._complete()
+            try:
+                found = self._bucket.info(self._name)
+            except FileNotFoundError:
+                found = Info(0, "")
+            # An e-tag would say more, but not all stores (rclone) tell the same one twice.
+            self._check_size(found.num_bytes)
+            if self._retried:  # the answer to a beginning may have been lost: then there is an upload more
+                self._discard_all()
+        self._finished = True
+
+    def _end_at(self, num_bytes: int) -> None:
+        """Now the size is known, and with it what the last part is made of."""
+        self.num_bytes, self._num_parts = num_bytes, -(-num_bytes // self._part_bytes)
+        if not self._is_small and (segments := self._take(self._num_parts - 1)):
+            self._send(self._num_parts - 1, segments)
+
+    def _put_whole(self) -> None:
+        segments = self._take(0)
+        body = Body([view for view, _ in segments])
+        try:
+            if not segments:
+                raise OSError(errno.EIO, f"not all of {self.num_bytes} bytes arrived")
+            self._bucket.call("put_object", self._name, Body=body)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            body.close()
+            for _, lease in segments:
+                lease.release()
+
+    def _complete(self) -> None:
+        parts = [self._parts[number] for number in sorted(self._parts)]
+        if len(parts) != self._num_parts:
+            raise OSError(errno.EIO, f"{len(parts)} parts arrived of {self._num_parts}")
+        try:
+            self._bucket.call(
+                "complete_multipart_upload",
+                self._name,
+                UploadId=self._upload,
+                MultipartUpload={"Parts": parts},
+            )
+        except FileNotFoundError as error:
+            # A first answer may have been lost on its way: then it is complete, and its e-tag follows from its parts'.
+            if "NoSuchUpload" not in words_of(error) or self._bucket.info(self._name).version != _etag_of(
+                parts
+            ):
+                raise
+
+    def _discard(self) -> None:
+        if self._upload is not None:
+            self._bucket.call("abort_multipart_upload", self._name, UploadId=self._upload)
+        if self._retried:
+            self._discard_all()
+
+    def _discard_all(self) -> None:
+        self._bucket.abort_uploads(*self._bucket.where(self._name), exact=True)
+
+    def __repr__(self) -> str:
+        sent = f"{len(self._parts)} of {self._num_parts} parts"
+        return f"<MultipartSink {self._shown_as} {sent}{', finished' if self._finished else ''}>"
+
+
+def _etag_of(parts: list[dict[str, Any]]) -> str:
+    """The e-tag of an object of these parts, where the store's are MD5."""
+    digests = bytes.fromhex("".join(part["ETag"].strip('"') for part in parts))
+    return f'"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"'
+
+
+class AppendingSink(_HoldingSink):
+    """One file, written from front to back by one thread at a time; what comes early is held.
+
+    Whoever brings a segment while another thread is writing leaves it to that one, so nobody waits for a segment.
+    """
+
+    def __init__(
+        self, files: Files, name: str, num_bytes: int, shown_as: str, translated: Translated
+    ) -> None:
+        super().__init__(num_bytes, shown_as, translated)
+        self._files = files
+        self._name = name
+        self._draft: Draft | None = None  # the writing thread's
+        self._writing = False  # under _lock
+        self._next = 0  # offset; under _lock
+
+    def write(self, offset: int, data: memoryview, lease: Held) -> None:
+        self._hold(offset, data, lease)
+        with self._lock:
+            if self._writing:
+                return
+            self._writing = True
+        while (segment := self._take()) is not None:
+            view, held = segment
+            try:
+                with self._translated():
+                    self._draft = self._draft or self._files.draft(self._name)
+                    self._draft.file.write(view)
+            except BaseException as error:
+                self._give_up(error)
+                raise
+            finally:
+                held.release()
+
+    def _take(self) -> tuple[memoryview, Held] | None:
+        with self._lock:
+            segment = self._held.pop(self._next, None)
+            self._writing = segment is not None
+            if segment is not None:
+                self._next += len(segment[0])
+            return segment
+
+    def finish(self, num_bytes: int | None = None) -> None:
+        self.num_bytes = self.num_bytes if num_bytes is None else num_bytes
+        with self._translated():
+            if self._draft is None or self._next != self.num_bytes:
+                raise OSError(errno.EIO, f"{self._next} bytes arrived of {self.num_bytes}")
+            self._draft.commit()
+            self._check_size(self._files.info(self._name).num_bytes)
+        self._finished = True
+
+    def _discard(self) -> None:
+        if self._draft is not None:
+            self._draft.discard()
+
+    def __repr__(self) -> str:
+        done = ", finished" if self._finished else ""
+        return f"<AppendingSink {self._shown_as} {self._next:,} of {self.num_bytes:,} bytes{done}>"

@@ -1,0 +1,319 @@
+"""Any other filesystem, through fsspec; and S3 through s3fs, for those whose set-up lives there.
+
+In: segments at offsets, options of fsspec (for S3 those of obstore too). Out: objects that are there whole or not at
+all. Knows nothing of: what is in the objects.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Self
+
+from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
+from ...host.threads import Crew
+from ..place import scheme_of, shown, split_bucket, unusable_name
+from .errors import advice_on, chain, secrets_in
+from .places import Bucket, Files, Moment, ReplacedError
+from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, turn
+from .sinks import AppendingSink, MultipartSink, Translated
+
+# Older than this by the store's clock, and of a step that is decided: then nobody is still writing it.
+ORPHAN_SECONDS: Final = 86_400
+# No single request takes longer, its retries included: aiohttp by itself waits for ever to *send* a body.
+DEADLINE_SECONDS: Final = 900.0
+_NUM_LOOKERS: Final = 16
+_log = logging.getLogger("async_ckpt")
+
+
+class FsspecStorage:
+    """A folder or bucket prefix of a filesystem of fsspec, which is made when it is first needed.
+
+    With `fs`, that filesystem as it is set up; `url` is then a path on it, and `options` but the deadline are not used.
+    """
+
+    remote = True
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, fs: Any = None) -> None:
+        options = dict(options or {})
+        if fs is None:
+            scheme = scheme_of(url)
+            if scheme is None:
+                raise ValueError(
+                    f"{shown(url)!r} is no URL such as memory://run or sftp://host/run; a chain of filesystems or a "
+                    "path on one is taken with fs="
+                )
+            if scheme in ("s3", "s3a"):
+                split_bucket(url)  # says what is wrong with it
+            kind, make = class_and_maker(scheme, url, options)
+        else:
+            if getattr(fs, "asynchronous", False):
+                raise ValueError("fs= must be made with asynchronous=False: it is called from threads")
+            kind, make = type(fs), lambda: fs
+            scheme = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+        root = (kind if fs is None else fs)._strip_protocol(url).rstrip("/")
+        self._url = shown(url if scheme_of(url) else f"{scheme}://{root}")
+        self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))
+        filesystem = self._filesystem = OncePerProcess(make, one_at_a_time=scheme in ONE_AT_A_TIME)
+        self._place: Bucket | Files
+        if hasattr(kind, "call_s3"):
+            if not root or root.startswith("/"):
+                raise ValueError(f"{shown(url)} names no bucket; write s3://bucket/prefix")
+            self._place = Bucket(filesystem, root, float(options.get("deadline_seconds") or DEADLINE_SECONDS))
+        else:
+            self._place = Files(filesystem, root, scheme)
+        self.in_order = self._place.in_order
+        self._said: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<FsspecStorage {self._url}>"
+
+    def locate(self, path: str) -> str:
+        return f"{self._url}{'' if self._url.endswith('/') else '/'}{path}" if path else self._url
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        return self._place.part_segments(num_bytes, segment_bytes)
+
+    def create(
+        self,
+        path: str,
+        *,
+        num_bytes: int,
+        segment_bytes: int,
+        max_segments: int | None = None,  # noqa: ARG002
+        exact: bool = True,  # noqa: ARG002
+    ) -> MultipartSink | AppendingSink:
+        name, translated = self._place.name(path), partial(self._translated, path, num_bytes=num_bytes)
+        if isinstance(self._place, Bucket):
+            return MultipartSink(self._place, name, num_bytes, segment_bytes, self.locate(path), translated)
+        return AppendingSink(self._place, name, num_bytes, self.locate(path), translated)
+
+    def open(self, path: str) -> FsspecReader:
+        with self._translated(path, passing=(FileNotFoundError, IsADirectoryError)):
+            return FsspecReader(
+                self._place, self._place.name(path), self.locate(path), partial(self._translated, path)
+            )
+
+    def read(self, path: str) -> tuple[bytes, str]:
+        with self._translated(path, passing=(FileNotFoundError,)):
+            return self._place.read(self._place.name(path))
+
+    def put_new(self, path: str, data: bytes) -> None:
+        name = self._place.name(path)
+        with self._translated(path, passing=(FileExistsError,)):
+            if self._place.creates_exclusively():
+                self._place.put(name, data, create=True)
+                return
+            self._say_once("create-only puts, so two writers could commit the same step")
+            with turn(self._url):
+                if self.exists(path):
+                    raise FileExistsError(f"{self.locate(path)} exists already")
+                self._place.put(name, data)
+
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
+        name = self._place.name(path)
+        with self._translated(path, passing=(FileExistsError,)):
+            if version is None:
+                self._place.put(name, data)
+                return
+            try:
+                if self._place.replace(name, data, version):
+                    return
+            except FileExistsError:
+                if not self._holds(name, data):  # else it was ours, and the first answer was lost
+                    raise
+                return
+            self._say_once("puts that replace one version only, so two writers could overwrite each other")
+            with turn(self._url):
+                try:
+                    found = self._place.read(name)[1]
+                except FileNotFoundError:
+                    found = None
+                if found != version:
+                    raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
+                self._place.put(name, data)
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            return self._place.read(name)[0] == data
+        except FileNotFoundError:
+            return False
+
+    def move(self, path: str, to: str) -> None:
+        with self._translated(path, passing=(FileNotFoundError,)):
+            self._place.move(self._place.name(path), self._place.name(to))
+
+    def delete(self, path: str) -> None:
+        with self._translated(path):
+            self._place.delete(self._place.name(path))
+
+    def remove_if_empty(self, folder: str) -> bool:
+        with suppress(StorageUnavailableError), self._translated(folder):
+            return bool(folder) and self._place.remove_if_empty(self._place.name(folder))
+        return False
+
+    def names(self, folder: str) -> list[str]:
+        with self._translated(folder):
+            return sorted(self._place.names(self._place.name(folder)))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        with self._translated(folder):
+            found = self._place.sizes(self._place.name(folder))
+        for path in found:
+            if any(part in ("", ".", "..") for part in path.split("/")):
+                raise unusable_name(
+                    self.locate(folder), f"{path!r:.200} has an empty part, or one that is . or .."
+                )
+        return dict(sorted(found.items()))
+
+    def exists(self, path: str) -> bool:
+        with self._translated(path):
+            try:
+                self._place.info(self._place.name(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            except IsADirectoryError:
+                return True
+            return True
+
+    def existing(self, paths: Sequence[str]) -> list[str]:
+        if len(paths) < 2:
+            return [path for path in paths if self.exists(path)]
+        found: set[str] = set()
+
+        def look(path: str) -> None:
+            if self.exists(path):
+                found.add(path)
+
+        crew = Crew("look", min(_NUM_LOOKERS, len(paths)))
+        try:
+            crew.run_all(partial(look, path) for path in paths)
+        finally:
+            crew.stop()
+        return [path for path in paths if path in found]
+
+    def sweep(
+        self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False
+    ) -> list[str]:
+        if not decided or not names:
+            return []
+        paths = {name: f"{folder}/{name}" if folder else name for name in names}
+        try:
+            with self._translated(folder):
+                now = self._place.now().timestamp()
+                dead = [name for name in names if now - self._modified(paths[name], now) > ORPHAN_SECONDS]
+        except StorageUnavailableError as error:  # without the store's clock nothing is proved
+            _log.debug("nothing was swept: %s", error)
+            return []
+        if delete:
+            for name in dead:
+                self.delete(paths[name])
+        return dead
+
+    def _modified(self, path: str, otherwise: float) -> float:
+        try:
+            return self._place.modified(self._place.name(path)).timestamp()
+        except FileNotFoundError:  # somebody else has swept it
+            return otherwise
+
+    def sweep_uploads(self) -> list[str]:
+        if not isinstance(self._place, Bucket):
+            return []
+        try:
+            with self._translated(""):
+                bucket, prefix = self._place.where(self._place.name(""))
+                before = self._place.now().timestamp() - ORPHAN_SECONDS
+                return self._place.abort_uploads(bucket, prefix and f"{prefix}/", before)
+        except StorageUnavailableError as error:
+            self._say_once(
+                "a way to find unfinished uploads, so give the bucket a lifecycle rule that aborts them "
+                f"(AbortIncompleteMultipartUpload): {error}"
+            )
+            return []
+
+    def _say_once(self, what: str) -> None:
+        if what not in self._said and not self._place.alone:
+            self._said.add(what)
+            _log.warning("%s has no %s", self._url, what)
+
+    @contextmanager
+    def _translated(
+        self, path: str, *, num_bytes: int = 0, passing: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """All foreign calls are made in here. Foreign errors become ours; only what the caller handles itself passes."""
+        try:
+            with self._filesystem.turn():
+                yield
+        except Exception as error:
+            if isinstance(error, (*passing, CheckpointError)):
+                raise
+            where, reason = self.locate(path), self._scrubbed(error)
+            clean = not any(secret in str(e) for e in chain(error) for secret in self._secrets)
+            cause = error if clean else OSError(f"{type(error).__name__}: {reason}")
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFullError(
+                    f"{where}: {num_bytes:,} bytes needed, less free; delete old steps or lower keep_last, then save again",
+                    path=where,
+                    needed_bytes=num_bytes,
+                    free_bytes=None,
+                ) from cause
+            raise StorageUnavailableError(f"{where}: {reason}; {advice_on(error)}", path=where) from cause
+
+    def _scrubbed(self, error: BaseException) -> str:
+        text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text.strip().rstrip(".")[:300]
+
+
+def abort_stale_uploads(
+    bucket: str, prefix: str, *, older_than: Moment, options: Mapping[str, Any] | None, exact: bool = False
+) -> list[str]:
+    """Abort the unfinished multipart uploads of keys that begin with `prefix` (`exact`: that are just that), begun
+    before `older_than`; their keys.
+    """
+    storage = FsspecStorage(f"s3://{bucket}", options)
+    with storage._translated(prefix):
+        assert isinstance(storage._place, Bucket)
+        return storage._place.abort_uploads(bucket, prefix, older_than.timestamp(), exact=exact)
+
+
+class FsspecReader:
+    """One object, read by ranges, as long as it is the one that was opened."""
+
+    def __init__(self, place: Bucket | Files, name: str, shown_as: str, translated: Translated) -> None:
+        self._place = place
+        self._name = name
+        self._shown_as = shown_as
+        self._translated = translated
+        self._info = place.info(name)
+        self.num_bytes = self._info.num_bytes
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        wanted = target[: max(0, self.num_bytes - offset)]
+        try:
+            if wanted:
+                with self._translated(passing=(ReplacedError, FileNotFoundError)):
+                    self._place.fetch(self._name, offset, wanted, self._info.version)
+        except (ReplacedError, FileNotFoundError) as error:
+            raise StorageUnavailableError(
+                f"{self._shown_as} was replaced or deleted while it was being read; load it again",
+                path=self._shown_as,
+            ) from error
+        if len(wanted) < len(target):
+            raise EOFError(f"{self._shown_as} ends at byte {self.num_bytes}")
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
