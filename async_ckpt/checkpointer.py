@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import operator
 import os
-import threading
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,7 +19,6 @@ from .errors import (
     CheckpointError,
     CorruptCheckpointError,
     NotCommittedError,
-    StorageUnavailableError,
     UnsupportedStateError,
 )
 from .loading.catch_up import catch_up
@@ -29,24 +26,24 @@ from .loading.find import from_newest, from_step
 from .loading.load import Verify, check_verify, state_of
 from .loading.open import Part
 from .loading.restore import is_looked_into, restore_state
-from .runs.manifest import Archive, Elsewhere, Manifest
+from .runs.manifest import Elsewhere
 from .runs.naming import STEP_FORMAT, TRACKER, Tracker
 from .runs.record import plain_record
 from .runs.retention import Best, Retention
 from .runs.roots import Roots
 from .runs.run import Run
 from .saving.admission import OnOverlap
-from .saving.borrowed import Attempt, UnchangedGroups, driver_of
+from .saving.borrowed import Contents, driver_of
 from .saving.handle import SaveHandle, host_copy_of
+from .saving.line import Line
 from .saving.policy import MARGIN_SECONDS, Deadline, SavePolicy
 from .saving.saver import Saver
 from .saving.story import CommitRule
-from .saving.worker import get_worker
+from .saving.targets import StepTarget
 from .spans import wall_time
-from .spec import BLOCK_BYTES, align_up
 from .staging.guard import unwrapped
 from .state.tree import Select
-from .storage.base import Sink, Storage
+from .storage.base import Storage
 from .storage.local import LocalStorage
 from .storage.place import Engine, Where, storage_at
 
@@ -163,11 +160,7 @@ class AsyncCheckpointer:
                 for storage in storages
             ]
         )
-        self._commit: CommitRule = commit
-        self._catching_up = threading.Lock()
-        self._standing = _Standing()
         self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
-        self._retire = on_rollback == "retire"
         self._saver = Saver(
             host_bytes=host_bytes,
             segment_bytes=segment_bytes,
@@ -179,7 +172,9 @@ class AsyncCheckpointer:
             max_bandwidth=max_bandwidth,
             trace=trace,
         )
-        self._groups = UnchangedGroups()
+        self._line = Line(
+            self._roots, self._saver, rule=commit, retire=on_rollback == "retire", catch_up=catch_up
+        )
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -226,17 +221,18 @@ class AsyncCheckpointer:
                 "select= and unchanged= exclude each other; leave the groups out of the state instead"
             )
         plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
-        token, attempt = os.urandom(4).hex(), Attempt()
+        token, contents = os.urandom(4).hex(), Contents()
         if driver is not None:
-            attempt.driver = driver_of(driver, state, step=step)
+            contents.driver = driver_of(driver, state, step=step)
 
-        def make_targets() -> list[_StepTarget]:
+        def make_targets() -> list[StepTarget]:
             return [
-                _StepTarget(self, run, step, token, overwrite, plain, attempt) for run in self._roots.runs
+                StepTarget(self._line, run, step, token, overwrite, plain, contents)
+                for run in self._roots.runs
             ]
 
         def own_state() -> Any:
-            own, attempt.borrowed = self._groups.without(
+            own, contents.borrowed = self._line.groups.without(
                 state,
                 [unchanged] if isinstance(unchanged, str) else unchanged,
                 step=step,
@@ -250,11 +246,11 @@ class AsyncCheckpointer:
             make_targets,
             select=select,
             # What was saved in part is nothing to borrow from.
-            captured_as=attempt.captured if select is None else lambda _: None,
+            captured_as=contents.captured if select is None else lambda _: None,
             step=step,
-            needs=attempt.lenders,
+            needs=contents.lenders,
             guard=self._guard if guard is _UNSET else guard,
-            rule=self._commit,
+            rule=self._line.rule,
             skipped_path=first.storage.locate(first.folder(step)),
             also=host_copy_of(also),
         )
@@ -290,17 +286,7 @@ class AsyncCheckpointer:
 
         Raises StorageUnavailableError when a root is still away, after the others have been caught up.
         """
-        copied: dict[str, list[int]] = {}
-        errors: list[CheckpointError] = []
-        with self._catching_up:  # one copies at a time: two would write the same object
-            for root, run in zip(self.roots, self._roots.runs, strict=True):
-                try:
-                    copied[root] = catch_up(self._roots, run, skip=self._steps_on_the_way())
-                except CheckpointError as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
-        return copied
+        return self._line.catch_up()
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger, under the same keys on every call, from the first on."""
@@ -386,7 +372,7 @@ class AsyncCheckpointer:
             warnings.warn(f"step {step} is passed over: {error}", RuntimeWarning, stacklevel=4)
 
         check_verify(verify)
-        for pending in self._saver.pending():
+        for pending in self._saver.ledger.pending():
             pending.handle.staging_completion.exception()  # what is being copied must not be overwritten
         if step is not None:
             from_step(self._roots, step, put_back, verify=bool(verify))
@@ -397,7 +383,7 @@ class AsyncCheckpointer:
                 return None
             step = found[0]
         newest = self.latest()
-        self._standing.restored(behind=newest is not None and step < newest)
+        self._line.restored(behind=newest is not None and step < newest)
         if strict and select is None:
             self._note_restored(state, step)
         self._policy.restored(step)
@@ -433,28 +419,7 @@ class AsyncCheckpointer:
         own = {name: Elsewhere(name, step, runs[0].folder(step), made.archives[0]) for name in groups}
         lent = {borrowed.group: borrowed for borrowed in made.elsewhere if borrowed.group in groups}
         with suppress(UnsupportedStateError):
-            self._groups.restored(groups, {**own, **lent}, runs)
-
-    def _catch_up_behind(self, run: Run) -> None:
-        """In the background, after a save that reached this root: give it what it has missed before."""
-        if len(self._roots.runs) > 1 and self._catching_up.acquire(blocking=False):
-            try:
-                catch_up(self._roots, run, skip=self._steps_on_the_way(), check=self._saver.check_going_on)
-            finally:
-                self._catching_up.release()
-
-    def _steps_on_the_way(self) -> Collection[int]:
-        """Steps that may still arrive where they lag."""
-        return {
-            p.handle.step
-            for p in self._saver.pending()
-            if p.handle.step is not None and not p.finished.done()
-        }
-
-    def _steps_in_flight(self) -> Collection[int]:
-        """What retention must not touch: steps that saves are about, and those that they borrow from, or the next may."""
-        steps = {step for place in self._saver.under_way() for step in (place.step, *place.needs())}
-        return {step for step in steps if step is not None} | self._groups.lenders()
+            self._line.groups.restored(groups, {**own, **lent}, runs)
 
     def __repr__(self) -> str:
         return f"<AsyncCheckpointer {self.root} {self._saver!r}>"
@@ -472,173 +437,6 @@ def _whole(step: Any) -> int:
             f"step must be a whole number from 0 on, got {shown}; the order is save(state, step)"
         )
     return number
-
-
-class _StepTarget:
-    """One attempt at one step, at one root. Raises at once when that is known to be in vain."""
-
-    def __init__(
-        self,
-        checkpointer: AsyncCheckpointer,
-        run: Run,
-        step: int,
-        token: str,
-        overwrite: bool,
-        record: Mapping[str, Any],
-        attempt: Attempt,
-    ) -> None:
-        self._owner, self._run, self._step, self._token = checkpointer, run, step, token
-        self._overwrite, self._record, self._attempt = overwrite, record, attempt
-        self._rolled_back, self._retire = checkpointer._standing.rolled_back, checkpointer._retire
-        self._replaces: tuple[Manifest, str] | None = None
-        self._announced = False
-        self._driver_sink: Sink | None = None
-        self.num_bytes_beside = len(attempt.driver.image) if attempt.driver else 0
-        self._name = run.attempt_path(step, token)
-        self.storage = run.storage
-        self.path = run.storage.locate(self._name)
-        run.check_known(step, overwrite=overwrite)
-        self._checked = False
-        if not run.storage.remote:
-            try:
-                self._check()
-            except StorageUnavailableError:
-                if checkpointer._commit == "all" or len(checkpointer.roots) == 1:
-                    raise  # otherwise its delivery fails, unless it is back by then
-
-    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
-        if self._owner._standing.hangs(self._run):
-            raise StorageUnavailableError(f"{self.path}: earlier writes there still hang", path=self.path)
-        if not self.storage.remote:
-            self._run.sweep_once()  # first, for it makes room
-        return self.storage.create(
-            self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
-        )
-
-    def check(self) -> None:
-        if not self._checked:
-            self._check()
-        if self.storage.remote:
-            with suppress(CheckpointError):
-                self._run.learn()
-        if self._overwrite:
-            self._replaces = self._run.found(self._step)
-
-    def commit(self, archive: Archive, *, late: bool = False) -> None:
-        # Newer steps may have followed since: a late commit takes none of them out of the run.
-        retire = self._retire and not late
-        self._run.commit(
-            self._step,
-            self._token,
-            (archive,),
-            replaces=self._replaces,
-            retire=retire,
-            record=self._record,
-            elsewhere=(*self._attempt.borrowed, *self._write_driver()),
-        )
-        self._close_driver()
-        self._owner._groups.committed(self._run, self._step, archive, self._attempt)
-        if not late:
-            self._owner._standing.committed(since=self._rolled_back)
-        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
-            self._run.announce(self._step, in_flight=self._owner._steps_in_flight())
-            self._announced = True
-
-    def _write_driver(self) -> list[Elsewhere]:
-        """Beside the rank's archive, before the manifest that names both; what of the state is in it."""
-        driver = self._attempt.driver
-        if driver is None:
-            return []
-        path, num_bytes = self._run.driver_path(self._step, self._token), len(driver.image)
-        # By a sink, which keeps others from sweeping it before the manifest is there.
-        sink = self._driver_sink = self.storage.create(
-            path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
-        )
-        try:
-            sink.write(0, memoryview(driver.image), _Kept())
-            sink.finish()
-        except BaseException:
-            sink.abort()
-            raise
-        archive = Archive(path.rpartition("/")[2], num_bytes, driver.digest)
-        folder = self._run.folder(self._step)
-        return [Elsewhere(group, self._step, folder, archive) for group in driver.groups]
-
-    def _close_driver(self) -> None:
-        """Its fate is decided."""
-        if self._driver_sink is not None:
-            self._driver_sink.close()
-
-    def discard(self) -> None:
-        self._close_driver()
-        self._run.discard(self._step, self._token)
-
-    def afterwards(self) -> None:
-        replaced = self._replaces[0] if self._replaces else None
-        in_flight = self._owner._steps_in_flight()
-        refusal: CheckpointError | None = None
-        if not self._announced:
-            try:
-                self._run.announce(self._step, in_flight=in_flight)
-            except CheckpointError as error:
-                refusal = error  # a tracker that cannot be moved must not keep old steps for ever
-        self._run.retain(self._step, replaced=replaced, in_flight=in_flight)
-        if self.storage.remote:
-            self._run.sweep_once()
-        self._owner._catch_up_behind(self._run)
-        if refusal is not None:
-            raise refusal
-
-    def _check(self) -> None:
-        self._run.check(
-            self._step,
-            overwrite=self._overwrite,
-            rolled_back=self._rolled_back is not None,
-            retire=self._retire,
-        )
-        self._checked = True
-
-    def hangs(self, quiet: Future[None]) -> None:
-        self._owner._standing.left_behind(self._run, quiet)
-        get_worker().note_hanging(quiet)
-
-
-class _Standing:
-    """What saves and restores of one checkpointer leave for the next save. From any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
-        self.rolled_back: object | None = None
-        self._hanging: dict[Run, list[Future[None]]] = {}  # writes that saves went on without
-
-    def restored(self, *, behind: bool) -> None:
-        with self._lock:
-            self.rolled_back = object() if behind else None
-
-    def committed(self, *, since: object | None) -> None:
-        """A save is true that was begun after the restore `since`: the run goes on from there."""
-        with self._lock:
-            if self.rolled_back is since:
-                self.rolled_back = None
-
-    def left_behind(self, run: Run, quiet: Future[None]) -> None:
-        with self._lock:
-            hanging = [future for future in self._hanging.get(run, ()) if not future.done()]
-            self._hanging[run] = [*hanging, quiet]
-
-    def hangs(self, run: Run) -> bool:
-        """Whether writes at this root are still under way that a save went on without."""
-        with self._lock:
-            return not all(quiet.done() for quiet in self._hanging.get(run, ()))
-
-
-class _Kept:
-    """Memory that stays as long as anybody looks at it."""
-
-    def retain(self) -> None: ...
-
-    def release(self) -> None: ...
 
 
 def _storages(roots: Sequence[Where], options: Any, engine: Engine | None, fs: Any) -> list[Storage]:

@@ -357,7 +357,7 @@ def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery)
 
 # `hang` lets one call at the second root read from a pipe that nobody writes to.
 HANGING = """
-from async_ckpt.saving import story as save_story
+from async_ckpt.saving import delivery as save_delivery, story as save_story
 near, far = root + "/near", root + "/far"
 os.makedirs(root)
 os.mkfifo(root + "/pipe")
@@ -435,7 +435,7 @@ def test_a_root_where_an_archive_is_never_finished_keeps_no_process_that_is_comm
     tmp_path, nursery
 ):
     root = tmp_path / "run"
-    body = f"save_story._LAG_SECONDS = 0.0\n{HANG_FINISH}{TWO_ROOTS}ckpt.save(state_at(1, 5), step=1)\n"
+    body = f"save_delivery._LAG_SECONDS = 0.0\n{HANG_FINISH}{TWO_ROOTS}ckpt.save(state_at(1, 5), step=1)\n"
     ended = nursery.run(hanging(body), root)
 
     assert (ended.status, ended.err) == (0, "")
@@ -445,9 +445,9 @@ def test_a_root_where_an_archive_is_never_finished_keeps_no_process_that_is_comm
 def test_a_call_that_a_failed_save_has_left_behind_keeps_no_process(tmp_path, nursery):
     root = tmp_path / "run"
     body = f"""
-    from async_ckpt.checkpointer import _StepTarget
-    hang(_StepTarget, "check")
-    _StepTarget.__repr__ = lambda self: self.path
+    from async_ckpt.saving.targets import StepTarget
+    hang(StepTarget, "check")
+    StepTarget.__repr__ = lambda self: self.path
     fail_writes()
     {TWO_ROOTS}
     ckpt.save(state_at(1, 5), step=1)

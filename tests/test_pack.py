@@ -73,7 +73,7 @@ def out(tmp_path: Path) -> Path:
 
 def settled() -> None:
     """Return when every pack has ended and cleaned up."""
-    until(lambda: not any(not pending.finished.done() for pending in files_saver().pending()))
+    until(lambda: not any(not pending.finished.done() for pending in files_saver().ledger.pending()))
 
 
 def names(folder: Path) -> list[str]:

@@ -20,9 +20,9 @@ import torch
 from ..format import safetensors
 from ..host.threads import running_future
 from ..report import Progress
+from ..saving.delivery import OffLoop
 from ..saving.errand import CopyErrand
 from ..saving.handle import SaveHandle
-from ..saving.story import OffLoop
 from ..spans import Spans
 from ..staging.device import dense_blocks
 from ..staging.guard import Optimizers, unwrapped

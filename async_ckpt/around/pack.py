@@ -19,9 +19,10 @@ from ..format.tarball import Tarball
 from ..host.threads import running_future
 from ..report import Progress, SaveReport
 from ..saving.default import files_saver
+from ..saving.delivery import OffLoop
 from ..saving.handle import SaveHandle
-from ..saving.saver import Files, Saver
-from ..saving.story import OffLoop, SaveJob, follow_up, run_save
+from ..saving.saver import FilesImage, Saver
+from ..saving.story import Attempt, Order, story
 from ..saving.targets import Compression, FileTarget
 from ..spans import Spans
 from ..staging.files import FileFill, scan
@@ -153,45 +154,47 @@ class _Packing:
         self.path = target.path
         self.staged = running_future()
         self.spans, self.called = Spans(), running_future()  # `called` is when the caller has its handle
-        self._job: SaveJob | None = None
+        self._order: Order | None = None
+        self._attempt: Attempt | None = None
         self._given_up: BaseException | None = None
 
     @property
     def progress(self) -> Progress:
-        return self._job.drain.progress if self._job else Progress(0, 0, 0)
+        return self._order.drain.progress if self._order else Progress(0, 0, 0)
 
     def give_up(self, error: BaseException) -> None:
         self._given_up = error
-        if self._job is not None:
-            self._job.drain.fail(error)
+        if self._order is not None:
+            self._order.drain.fail(error)
 
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         if turn is not None:
             await asyncio.wrap_future(turn)
-        job, fill = await off_loop(self._set_up)
+        order, fill = await off_loop(self._set_up)
+        self._attempt = Attempt(order, off_loop)
         fill.completion.add_done_callback(self._pass_on)
-        with self.saver.relieved_by(job.drain):
+        with self.saver.relieved_by(order.drain):
             fill.begin()
             try:
-                return await run_save(job, off_loop)
+                return await story(self._attempt)
             finally:  # until then it reads from the folder
                 await off_loop(fill.completion.exception)
 
-    def _set_up(self) -> tuple[SaveJob, FileFill]:
-        job, fill = self.saver.files_job(self._scan(), self._target, self.spans, self.called)
-        self._job = job
+    def _set_up(self) -> tuple[Order, FileFill]:
+        order, fill = self.saver.files_order(self._scan(), self._target, self.spans, self.called)
+        self._order = order
         if self._given_up is not None:
-            job.drain.fail(self._given_up)
-        return job, fill
+            order.drain.fail(self._given_up)
+        return order, fill
 
-    def _scan(self) -> Files:
+    def _scan(self) -> FilesImage:
         with translated(self._folder):
             entries, sources = scan(self._folder)
         if len(entries) == 1:
             raise NothingWrittenError(
                 f"nothing was written into {self._folder}; {self.path} is left as it was"
             )
-        return Files(Tarball(entries), sources)
+        return FilesImage(Tarball(entries), sources)
 
     def _pass_on(self, ended: Future[None]) -> None:
         error = ended.exception()
@@ -213,7 +216,7 @@ class _Packing:
             error.add_note(f"async_ckpt: {failure}")
 
     async def afterwards(self, off_loop: OffLoop) -> None:
-        assert self._job is not None
-        await follow_up(self._job, off_loop)
+        assert self._attempt is not None
+        await self._attempt.afterwards()
         if self._scratch is not None:
             await off_loop(self._scratch.remove)

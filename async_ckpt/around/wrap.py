@@ -31,10 +31,11 @@ from ..host.process import in_forked_child
 from ..host.threads import running_future
 from ..report import Progress
 from ..saving.default import files_saver
+from ..saving.delivery import OffLoop
 from ..saving.errand import CopyErrand
 from ..saving.handle import SaveHandle
-from ..saving.saver import Files
-from ..saving.story import OffLoop, SaveJob, run_save
+from ..saving.saver import FilesImage
+from ..saving.story import Attempt, story
 from ..saving.targets import FileTarget
 from ..spans import Spans
 from ..spec import GIB, MIB
@@ -379,7 +380,7 @@ class _Call(CopyErrand):
         self._grad_mode = torch.is_grad_enabled()
         # Work in the background is for the device that the caller works on.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._job: SaveJob | None = None
+        self._attempt: Attempt | None = None
         self._written: list[Path] = []  # complete, and durable on this disk
 
     @property
@@ -390,8 +391,8 @@ class _Call(CopyErrand):
 
     def give_up(self, error: BaseException) -> None:
         super().give_up(error)
-        if self._job is not None:
-            self._job.drain.fail(error)
+        if self._attempt is not None:
+            self._attempt.order.drain.fail(error)
 
     async def _write(self, off_loop: OffLoop) -> None:
         await off_loop(self._stream if self._options.streams else self._fill_scratch)
@@ -493,14 +494,14 @@ class _Call(CopyErrand):
         if source.num_bytes <= _SMALL_BYTES:
             await off_loop(lambda: storage.replace(name, path.read_bytes()))
             return
-        files, target = Files(WholeFile(source.num_bytes), [source]), FileTarget(storage, name)
+        files, target = FilesImage(WholeFile(source.num_bytes), [source]), FileTarget(storage, name)
         saver = files_saver()
-        job, fill = await off_loop(lambda: saver.files_job(files, target, Spans(), self._called))
-        self._job = job
+        order, fill = await off_loop(lambda: saver.files_order(files, target, Spans(), self._called))
+        self._attempt = Attempt(order, off_loop)
         self._check()
-        with saver.relieved_by(job.drain):
+        with saver.relieved_by(order.drain):
             fill.begin()
-            report = await run_save(job, off_loop)
+            report = await story(self._attempt)
         self._num_retries += report.retries
 
 

@@ -258,7 +258,7 @@ class CheckpointBackend:
 
     def _pending(self) -> list[Pending]:
         """Our saves that are under way, and those that have failed without anybody having looked."""
-        return [pending for pending in files_saver().pending() if pending.handle in self._handles]
+        return [pending for pending in files_saver().ledger.pending() if pending.handle in self._handles]
 
     def _wait_for_save_to(self, key: str) -> None:
         handle = self._newest.get(key)

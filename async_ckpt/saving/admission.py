@@ -35,7 +35,7 @@ class Admission:
     """The places of one saver. From any thread."""
 
     def __init__(self, max_in_flight: int, on_overlap: OnOverlap) -> None:
-        self._max_in_flight, self._on_overlap = max_in_flight, on_overlap
+        self.max_in_flight, self._on_overlap = max_in_flight, on_overlap
         # Oldest first. It changes by `append` and `remove` alone, each of which is one step for every other thread.
         self._claims: list[weakref.ref[Place]] = []
 
@@ -79,7 +79,7 @@ class Admission:
         return [place for place in self._living() if place.is_admitted]
 
     def _is_its_turn(self, place: Place) -> bool:
-        return place in self._living()[: self._max_in_flight]
+        return place in self._living()[: self.max_in_flight]
 
     def _living(self) -> list[Place]:
         living = []
@@ -95,4 +95,4 @@ class Admission:
         return living
 
     def __repr__(self) -> str:
-        return f"<Admission {len(self.under_way())}/{self._max_in_flight} under way>"
+        return f"<Admission {len(self.under_way())}/{self.max_in_flight} under way>"

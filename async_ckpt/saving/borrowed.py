@@ -18,7 +18,7 @@ from ..runs.manifest import Archive, Elsewhere
 from ..runs.run import Run
 from ..spec import MIB, Json, TensorSpec
 from ..state.capture import Capture, Mark, capture
-from .saver import small_archive
+from .planner import small_archive
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
 
@@ -100,7 +100,7 @@ def driver_of(driver: Mapping[str, Any], state: Any, *, step: int) -> Driver:
     return Driver(image, digest, tuple(driver))
 
 
-class Attempt:
+class Contents:
     """One save: what it borrows, and how what it writes looks. Made on the caller's thread, then only read."""
 
     def __init__(self) -> None:
@@ -159,9 +159,9 @@ class UnchangedGroups:
         """The steps that the next save may borrow from."""
         return {known.borrowed.step for known in self._written.values()}
 
-    def committed(self, run: Run, step: int, archive: Archive, attempt: Attempt) -> None:
+    def committed(self, run: Run, step: int, archive: Archive, contents: Contents) -> None:
         """A save is true at one run: from now on its groups may be borrowed from it."""
-        if attempt.look is None:
+        if contents.look is None:
             return
         with self._lock:
             if any(known.borrowed.step > step for known in self._written.values()):
@@ -169,11 +169,11 @@ class UnchangedGroups:
                     if known.borrowed.archive == archive:
                         known.runs.add(run)
                 return
-            kept = {b.group: self._written[b.group] for b in attempt.borrowed if b.group in self._written}
-            for group in attempt.look.groups:
+            kept = {b.group: self._written[b.group] for b in contents.borrowed if b.group in self._written}
+            for group in contents.look.groups:
                 before = self._written.get(group)
                 if before is None or before.borrowed.archive.name != archive.name:
-                    before = _Written(Elsewhere(group, step, run.folder(step), archive), attempt.look)
+                    before = _Written(Elsewhere(group, step, run.folder(step), archive), contents.look)
                 before.runs.add(run)
                 kept[group] = before
             self._written = kept

@@ -167,6 +167,10 @@ class Drain:
         self._staged_bytes = 0
 
     @property
+    def file_bytes(self) -> int:
+        return self._layout.file_bytes
+
+    @property
     def num_tail(self) -> int:
         """Segments that are kept until the end."""
         return self.num_segments - self._first_tail
@@ -283,10 +287,10 @@ class Drain:
                 return False
         path = repr(last.sink)
         self.drop(last, StorageUnavailableError(f"{path} fell behind, and its memory was needed", path=path))
-        self.let_go(last)
+        self.give_up(last)
         return True
 
-    def let_go(self, lane: Lane) -> None:
+    def give_up(self, lane: Lane) -> None:
         """Nothing will come of a lane: what its sink holds and does not send this moment is free at once."""
         with self._lock:
             lane.go(Way.GIVEN_UP)

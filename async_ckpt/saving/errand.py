@@ -21,8 +21,8 @@ from ..staging.whole import HostCopy
 from ..storage.append import Appender
 from ..storage.scratch import Scratch
 from .default import files_saver, host_memory
+from .delivery import OffLoop
 from .handle import SaveHandle
-from .story import OffLoop
 from .worker import get_worker
 
 

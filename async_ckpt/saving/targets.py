@@ -6,16 +6,25 @@ In: places, runs. Out: targets. Knows nothing of: tensors.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from ..runs.manifest import Archive
+from ..errors import CheckpointError, StorageUnavailableError
+from ..runs.manifest import Archive, Elsewhere, Manifest
+from ..runs.run import Run
+from ..spec import BLOCK_BYTES, align_up
 from ..storage.base import Sink, Storage
 from ..storage.compressed import Zstd, compressing
 from ..storage.local import temps_of
 from ..storage.place import Where, parent_and_name, storage_at
 from ..storage.scratch import refuse_in_running
+from .borrowed import Contents
+from .line import Line
+from .worker import get_worker
 
 Compression = Zstd | Literal["zstd"] | None
 
@@ -62,7 +71,7 @@ class FileTarget:
     def check(self) -> None:
         """Nothing to ask."""
 
-    def commit(self, archive: Archive, *, late: bool = False) -> None:
+    def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         """Nothing to agree on."""
 
     def hangs(self, quiet: Future[None]) -> None:
@@ -73,3 +82,151 @@ class FileTarget:
 
     def afterwards(self) -> None:
         """Nothing to delete."""
+
+
+class Reached(IntEnum):
+    """The life of an attempt at a step, at one root: it goes from each to the next."""
+
+    BEGUN = 0
+    CHECKED = 1  # it was known, when this was asked, that the step could be committed
+    COMMITTED = 2
+    ANNOUNCED = 3  # tracker and journal say so
+
+
+class StepTarget:
+    """One attempt at one step, at one root. Raises at once when that is known to be in vain."""
+
+    def __init__(
+        self,
+        line: Line,
+        run: Run,
+        step: int,
+        token: str,
+        overwrite: bool,
+        record: Mapping[str, Any],
+        contents: Contents,
+    ) -> None:
+        self._line, self._run, self._step, self._token = line, run, step, token
+        self._overwrite, self._record, self._contents = overwrite, record, contents
+        self._rolled_back = line.rolled_back
+        self._reached = Reached.BEGUN
+        self._replaces: tuple[Manifest, str] | None = None
+        self._driver_sink: Sink | None = None
+        self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
+        self._name = run.attempt_path(step, token)
+        self.storage = run.storage
+        self.path = run.storage.locate(self._name)
+        run.check_known(step, overwrite=overwrite)
+        if not run.storage.remote:
+            try:
+                self._check()
+            except StorageUnavailableError:
+                if line.rule == "all" or line.has_one_root:
+                    raise  # otherwise its delivery fails, unless it is back by then
+
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        if self._line.hangs(self._run):
+            raise StorageUnavailableError(f"{self.path}: earlier writes there still hang", path=self.path)
+        if not self.storage.remote:
+            self._run.sweep_once()  # first, for it makes room
+        return self.storage.create(
+            self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
+        )
+
+    def check(self) -> None:
+        if self._reached < Reached.CHECKED:
+            self._check()
+        if self.storage.remote:
+            with suppress(CheckpointError):
+                self._run.learn()
+        if self._overwrite:
+            self._replaces = self._run.found(self._step)
+
+    def _check(self) -> None:
+        self._run.check(
+            self._step,
+            overwrite=self._overwrite,
+            rolled_back=self._rolled_back is not None,
+            retire=self._line.retire,
+        )
+        self._reached = Reached.CHECKED
+
+    def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
+        # Newer steps may have followed since: a late commit takes none of them out of the run.
+        retire = self._line.retire and not late
+        self._run.commit(
+            self._step,
+            self._token,
+            archives,
+            replaces=self._replaces,
+            retire=retire,
+            record=self._record,
+            elsewhere=(*self._contents.borrowed, *self._write_driver()),
+        )
+        self._reached = Reached.COMMITTED
+        self._close_driver()
+        self._line.groups.committed(self._run, self._step, archives[0], self._contents)
+        if not late:
+            self._line.committed(since=self._rolled_back)
+        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
+            self._announce()
+
+    def _announce(self) -> None:
+        self._run.announce(self._step, in_flight=self._line.in_flight())
+        self._reached = Reached.ANNOUNCED
+
+    def _write_driver(self) -> list[Elsewhere]:
+        """Beside the rank's archive, before the manifest that names both; what of the state is in it."""
+        driver = self._contents.driver
+        if driver is None:
+            return []
+        path, num_bytes = self._run.driver_path(self._step, self._token), len(driver.image)
+        # By a sink, which keeps others from sweeping it before the manifest is there.
+        sink = self._driver_sink = self.storage.create(
+            path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
+        )
+        try:
+            sink.write(0, memoryview(driver.image), _Kept())
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+        archive = Archive(path.rpartition("/")[2], num_bytes, driver.digest)
+        folder = self._run.folder(self._step)
+        return [Elsewhere(group, self._step, folder, archive) for group in driver.groups]
+
+    def _close_driver(self) -> None:
+        """Its fate is decided."""
+        if self._driver_sink is not None:
+            self._driver_sink.close()
+
+    def discard(self) -> None:
+        self._close_driver()
+        self._run.discard(self._step, self._token)
+
+    def afterwards(self) -> None:
+        replaced = self._replaces[0] if self._replaces else None
+        refusal: CheckpointError | None = None
+        if self._reached < Reached.ANNOUNCED:
+            try:
+                self._announce()
+            except CheckpointError as error:
+                refusal = error  # a tracker that cannot be moved must not keep old steps for ever
+        self._run.retain(self._step, replaced=replaced, in_flight=self._line.in_flight())
+        if self.storage.remote:
+            self._run.sweep_once()
+        self._line.catch_up_behind(self._run)
+        if refusal is not None:
+            raise refusal
+
+    def hangs(self, quiet: Future[None]) -> None:
+        self._line.left_behind(self._run, quiet)
+        get_worker().note_hanging(quiet)
+
+
+class _Kept:
+    """Memory that stays as long as anybody looks at it."""
+
+    def retain(self) -> None: ...
+
+    def release(self) -> None: ...

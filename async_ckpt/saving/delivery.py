@@ -1,0 +1,244 @@
+"""The way of an archive to one target.
+
+In: a target, and the drain that writes to it. Out: an object that is durable there, and committed; or no trace of it.
+Knows nothing of: other targets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from enum import IntEnum
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+from ..errors import CheckpointError, StorageUnavailableError
+from ..host.threads import running_future
+from ..report import Destination
+from ..runs.manifest import Archive
+from ..spans import Spans
+from ..storage.base import Sink, Storage
+from .drain import Drain, Lane
+
+T = TypeVar("T")
+
+# With `commit="any"`, how long a place that lags behind a committed one goes on before it is left to be caught up.
+_LAG_SECONDS: Final = 900.0
+
+
+class OffLoop(Protocol):
+    """Runs a blocking call somewhere else than on the loop, and waits for it."""
+
+    def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+class Target(Protocol):
+    """One place that a save goes to, and what makes it true there. Blocking calls."""
+
+    path: str
+    storage: Storage
+    num_bytes_beside: int  # of other objects of the checkpoint, which `commit` writes
+
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        """Begin the object; asks nothing over a network."""
+
+    def check(self) -> None:
+        """Check, while the writing goes on, what had to be asked over a network. Raises what refuses the save."""
+
+    def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
+        """The object is durable: make it the checkpoint. `late`: it is one elsewhere already, and others may follow it."""
+
+    def discard(self) -> None:
+        """The object is durable, but committing it failed: remove it, unless it is the checkpoint after all."""
+
+    def afterwards(self) -> None:
+        """Retention; the checkpoint is true whatever happens here."""
+
+    def hangs(self, quiet: Future[None]) -> None:
+        """The save goes on without this place, where writes of it are still under way until `quiet` resolves."""
+
+
+class Reached(IntEnum):
+    """The life of a delivery: how far it came. It goes from each to the next; `error` says why it went no further."""
+
+    OPENING = 0  # there is no object yet
+    WRITING = 1  # there is a sink, which takes segments
+    FINISHING = 2  # the object may be visible: what is not committed must be taken away
+    DURABLE = 3  # it is visible, and stays
+    COMMITTED = 4  # it is the checkpoint
+
+
+class Delivery:
+    """One of them. On the loop."""
+
+    def __init__(
+        self,
+        target: Target,
+        drain: Drain,
+        spans: Spans,
+        off_loop: OffLoop,
+        may_miss: Callable[[BaseException], bool],
+    ) -> None:
+        """`may_miss` tells whether the save can do without a place that has this error."""
+        self.target = target
+        self.reached = Reached.OPENING
+        self.error: BaseException | None = None
+        self.sink: Sink | None = None
+        self.lane: Lane | None = None
+        self.task: asyncio.Task[None] | None = None  # ends when the archive is durable there
+        # Takes it back when a call has returned that nobody waits for any more.
+        self.left_behind: asyncio.Task[None] | None = None
+        self._drain, self._spans, self._off_loop, self._may_miss = drain, spans, off_loop, may_miss
+        self._write_seconds = 0.0
+
+    @property
+    def is_committed(self) -> bool:
+        return self.reached is Reached.COMMITTED
+
+    async def open(self) -> None:
+        """Begin the object."""
+        drain = self._drain
+        room = drain.max_segments - drain.num_tail  # the tail waits for all else
+        self.sink = await self._off_loop(
+            partial(self.target.open, drain.file_bytes, drain.segment_bytes, room)
+        )
+
+    def begin(self, lane: Lane) -> None:
+        """Segments go to the sink from now on."""
+        self.reached, self.lane = Reached.WRITING, lane
+        self.task = asyncio.create_task(self._deliver(self.sink, lane))
+
+    async def _deliver(self, sink: Sink | None, lane: Lane) -> None:
+        """Returns when the archive is durable; raises when it will not be."""
+        assert sink is not None
+        checked = asyncio.ensure_future(self._off_loop(self.target.check))
+        written = asyncio.wrap_future(lane.written)
+        try:
+            await asyncio.wait([checked, written], return_when=asyncio.FIRST_EXCEPTION)
+            if checked.done():
+                checked.result()
+            await written
+            await checked
+            self.reached = Reached.FINISHING
+            await self._off_loop(self._spans.traced("finish", sink.finish, path=self.target.path))
+        except BaseException as error:
+            self.error = error
+            for future in (checked, written):  # nobody waits for them any more
+                future.add_done_callback(ask_for_exception)
+            if self._may_miss(error):
+                self._drain.drop(lane, error)
+                self._drain.give_up(lane)  # at once, for its memory is needed
+                if not lane.quiet.done():
+                    self.target.hangs(lane.quiet)
+            else:
+                self._drain.fail(error)
+            raise
+        self.reached = Reached.DURABLE
+        self._write_seconds = self._spans.total()
+
+    async def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
+        """Make it the checkpoint there; raises what keeps it from that."""
+        commit = partial(self.target.commit, archives, late=late)
+        try:
+            await self._off_loop(self._spans.traced("commit", commit, path=self.target.path))
+        except BaseException as error:
+            self.error = error
+            raise
+        self.reached = Reached.COMMITTED
+
+    async def arrive_late(self, archives: tuple[Archive, ...]) -> None:
+        """Commit it where the save was not waited for, if it comes in time; else it leaves no trace."""
+        if self.task is None:
+            return
+        await asyncio.wait([self.task], timeout=_LAG_SECONDS)
+        if not self.task.done():
+            self.error = self.lagging("did not arrive in time")
+            if self.lane is not None:
+                self._drain.drop(self.lane, self.error)
+                self._drain.give_up(self.lane)
+            self.leave_behind(self.task)
+            return
+        try:
+            self.task.result()
+            await self.commit(archives, late=True)
+        except Exception as error:
+            self.error = error
+        await self.take_back()
+
+    def leave_behind(self, calling: asyncio.Task[None]) -> None:
+        """Go on without a place where a call does not return. If it does after all, nothing of the delivery stays there."""
+        quiet = running_future()
+
+        async def take_back() -> None:
+            try:
+                await asyncio.wait([calling])
+                ask_for_exception(calling)
+                await self.take_back(for_ever=True)
+            finally:
+                quiet.set_result(None)
+
+        self.left_behind = asyncio.create_task(take_back())
+        self.target.hangs(quiet)
+
+    async def take_back(self, *, for_ever: bool = False) -> None:
+        """End it: what is not committed leaves no trace. Its writes are waited for, though not `for_ever`."""
+        if self.task is not None:
+            await asyncio.wait([self.task])
+            ask_for_exception(self.task)
+        if self.sink is None or not (self.is_committed or await self._abort(self.sink, for_ever=for_ever)):
+            return
+        if self.reached in (Reached.FINISHING, Reached.DURABLE):
+            with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
+                await self._off_loop(self.target.discard)
+        await self._off_loop(self.sink.close)
+
+    async def _abort(self, sink: Sink, *, for_ever: bool) -> bool:
+        """Abort the sink, once nobody writes to it. False when its writes hang for ever: then it is left alone."""
+        if self.lane is not None:
+            quiet = asyncio.wrap_future(self.lane.quiet)
+            await asyncio.wait([quiet], timeout=None if for_ever else _LAG_SECONDS)
+            if not quiet.done():
+                return False
+        await self._off_loop(sink.abort)
+        return True
+
+    async def close(self) -> None:
+        """It is decided."""
+        if self.is_committed and self.sink is not None:
+            await self._off_loop(self.sink.close)
+
+    async def afterwards(self, errors: list[BaseException]) -> None:
+        """Retention there; what goes wrong is added to `errors`."""
+        try:
+            await self._off_loop(self.target.afterwards)
+        except Exception as error:
+            errors.append(error)
+
+    def lagging(self, why: str) -> StorageUnavailableError:
+        path = self.target.path
+        return StorageUnavailableError(
+            f"{path}: {why}; it is caught up by a later save, or by catch_up()", path=path
+        )
+
+    def destination(self) -> Destination:
+        """What the report says of it."""
+        error, sink = self.error, self.sink
+        if error is None and not self.is_committed:
+            error = self.lagging("not durable yet when the step was committed elsewhere")
+        is_there = sink is not None and error is None
+        return Destination(
+            path=self.target.path,
+            num_bytes=sink.num_bytes + self.target.num_bytes_beside if sink is not None and is_there else 0,
+            write_seconds=self._write_seconds,
+            retries=0 if sink is None else sink.num_retries,
+            retryable=sink is not None and sink.retryable,
+            error=None if error is None else f"{type(error).__name__}: {error}",
+        )
+
+
+def ask_for_exception(future: asyncio.Future[Any]) -> None:
+    """Or asyncio would say that nobody has."""
+    if not future.cancelled():
+        future.exception()

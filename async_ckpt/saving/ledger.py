@@ -1,0 +1,116 @@
+"""The account of a saver: which saves were begun, how they ended, and which failures nobody has looked at.
+
+In: saves, as they begin and end. Out: whom the next one follows, numbers for a logger. Knows nothing of: what a save is
+made of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+from ..errors import ClosedError
+from ..report import SaveReport
+from .handle import SaveHandle
+from .worker import Pending, get_worker
+
+
+class Ledger:
+    """Changed on the loop's thread alone, which no signal interrupts; read by all."""
+
+    def __init__(self) -> None:
+        self._last: Future[None] | None = None  # resolved when the newest save is decided
+        self._pending: list[Pending] = []  # replaced as a whole
+        self._last_report: SaveReport | None = None
+        self._stall_seconds = 0.0
+        self._num_committed = self._num_failed = self._num_cleanup_failures = self._num_missed = 0
+        self._warned: list[SaveHandle] = []  # replaced as a whole, by callers of `save`
+        self._skips = itertools.count(1)
+        self._num_skipped = 0
+
+    def follow(self, pending: Pending, decided: Callable[[], None]) -> Future[None] | None:
+        """Keep account of a save, and call `decided` when it is. Returns the end of the save before it."""
+        self._pending = [*self._pending, pending]
+        turn, self._last = self._last, pending.settled
+
+        def ended(_: Future[SaveReport]) -> None:
+            if Future.exception(pending.handle) is None:
+                report = self._last_report = Future.result(pending.handle)
+                self._num_committed += 1
+                self._stall_seconds += report.stall_seconds
+            else:
+                self._num_failed += 1
+
+        def finished(future: Future[None]) -> None:
+            self._num_cleanup_failures += future.exception() is not None
+            # A failed save stays until somebody has looked at it.
+            self._pending = [p for p in self._pending if not p.finished.done() or _is_unseen(p.handle)]
+
+        pending.settled.add_done_callback(lambda _: decided())
+        Future.add_done_callback(pending.handle, ended)
+        pending.finished.add_done_callback(finished)
+        return turn
+
+    def skipped(self) -> None:
+        """A save was not begun, since others are under way. From any thread."""
+        self._num_skipped = next(self._skips)
+
+    def missed(self, num_targets: int) -> None:
+        """A save is committed without so many of its targets."""
+        self._num_missed += num_targets
+
+    def pending(self) -> list[Pending]:
+        """The saves that were begun, and have not ended, or have failed without anybody having looked."""
+        with suppress(ClosedError):  # the interpreter is exiting: none begins any more
+            get_worker().sync()
+        return self._pending
+
+    def warn_of_unseen(self, stacklevel: int) -> None:
+        """Of each once."""
+        for handle in self._unseen():
+            if handle not in self._warned:
+                self._warned = [*self._warned[-8:], handle]
+                error = Future.exception(handle)
+                warnings.warn(
+                    f"{handle.path} was not saved: {type(error).__name__}: {error}",
+                    RuntimeWarning,
+                    stacklevel=stacklevel,
+                )
+
+    def raise_unseen(self) -> None:
+        """The first error that nobody has looked at; the others are noted in it."""
+        errors = [error for handle in self._unseen() if (error := handle.exception()) is not None]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"another save failed too: {type(other).__name__}: {other}")
+            raise errors[0]
+
+    def metrics(self, *, num_in_flight: int, pool_bytes: int) -> dict[str, float]:
+        """Counters and the last report, as numbers under constant keys."""
+        last = self._last_report or SaveReport("committed", None, "")
+        numbers = {
+            "saves_committed": self._num_committed,
+            "saves_failed": self._num_failed,
+            "saves_skipped": self._num_skipped,
+            "saves_in_flight": num_in_flight,
+            "cleanup_failures": self._num_cleanup_failures,
+            "destinations_missed": self._num_missed,
+            "stall_seconds_total": self._stall_seconds,
+            "pool_bytes": pool_bytes,
+        }
+        both = {**numbers, **last.as_dict("last_")}
+        return {key: float(value) for key, value in both.items() if not isinstance(value, str)}
+
+    def _unseen(self) -> list[SaveHandle]:
+        return [pending.handle for pending in self._pending if _is_unseen(pending.handle)]
+
+    def __repr__(self) -> str:
+        return f"<Ledger {self._num_committed} committed, {self._num_failed} failed>"
+
+
+def _is_unseen(handle: SaveHandle) -> bool:
+    """Whether it has failed, and nobody has looked."""
+    return handle.done() and Future.exception(handle) is not None and not handle.looked_at

@@ -1,0 +1,116 @@
+"""From a state to the plan of its archive, and the host memory that it may have.
+
+In: captured states, targets. Out: layouts, and how many segments are theirs. Knows nothing of: copies, saves under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..format import digests
+from ..format.layout import Image, Layout, TensorPlan, lay_out
+from ..host.pool import MIN_SEGMENTS, SegmentPool
+from ..spans import wall_time
+from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up
+from ..staging.device import fill_image
+from ..state.capture import Capture, capture
+from ..storage.base import Storage
+
+
+class GoesTo(Protocol):
+    """What the planner wants to know of a target."""
+
+    storage: Storage
+
+
+class Planner:
+    """The plans of one saver, whose tensors are seldom others than those of the save before. From any thread."""
+
+    def __init__(self, pool: SegmentPool, max_in_flight: int) -> None:
+        self._pool, self._max_in_flight = pool, max_in_flight
+        self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
+
+    def lay_out(self, captured: Capture, step: int | None) -> Layout:
+        plan = self._plan
+        if plan is None or plan.specs != captured.specs:
+            plan = self._plan = TensorPlan(captured.specs)
+        return _lay_out(plan, captured, step)
+
+    def admit(self, layout: Image, targets: Sequence[GoesTo]) -> int:
+        """Make sure that the pool can hold what has to be in it at one time; how many segments it may have.
+
+        Raises ValueError when it cannot.
+        """
+        size = self._pool.segment_bytes
+        told = layout.digests
+        num_tail = -(-layout.file_bytes // size) - told.data.offset // size if told else 0
+        # The tail waits for all else, of which a part is sent while the next one is filled.
+        part = max((t.storage.part_segments(layout.file_bytes, size) for t in targets), default=1)
+        least = num_tail + 2 * part
+        self._pool.admit(layout.file_bytes, self._max_in_flight, least=least)
+        if least > self._pool.max_segments:
+            raise ValueError(
+                f"host_bytes is too small for an archive of {layout.file_bytes:,} bytes; "
+                f"give at least {least * size:,}"
+            )
+        return self._pool.max_segments
+
+    def may_defer(self, num_segments: int, layout: Image, targets: Sequence[GoesTo]) -> bool:
+        """Whether some tensors may be copied later than others.
+
+        What is copied up front could fill a small pool, and wait there for what is copied later: where other saves are
+        under way, or where a sink may hold a segment until another one has come.
+        """
+        is_tight = num_segments * self._max_in_flight > self._pool.max_segments
+        size = self._pool.segment_bytes
+        storages = [target.storage for target in targets]
+        in_turn = any(s.in_order or s.part_segments(layout.file_bytes, size) > 1 for s in storages)
+        return not (is_tight and (self._max_in_flight > 1 or in_turn))
+
+
+def small_archive(state: object, *, step: int, max_bytes: int) -> tuple[bytes, str]:
+    """The archive of a small state, made at once in memory, and its digest. Raises ValueError when it is too large."""
+    captured = capture(state)
+    layout = _lay_out(TensorPlan(captured.specs), captured, step)
+    if layout.file_bytes > max_bytes:
+        raise ValueError(
+            f"{layout.file_bytes:,} bytes are too many for one put (at most {max_bytes:,}); put tensors into the state"
+        )
+    image = bytearray(layout.file_bytes)
+    (plan,) = layout.segments(align_up(layout.file_bytes, BLOCK_BYTES))
+    for at, data in plan.literals:
+        image[at : at + len(data)] = data
+    fill_image(image, plan.pieces, captured.tensors)
+    covered = layout.digests.data.offset
+    blocks = (memoryview(image)[at : min(at + BLOCK_BYTES, covered)] for at in range(0, covered, BLOCK_BYTES))
+    tail = digests.dump(covered, b"".join(map(digests.block_digest, blocks)))
+    image[covered : covered + len(tail)] = tail
+    return bytes(image), digests.self_digest(tail)
+
+
+def pool_for(segment_bytes: int | None, host_bytes: int | None) -> SegmentPool:
+    """The pool that the user has asked for. Raises ValueError for sizes that make none."""
+    for name, given in (("segment_bytes", segment_bytes), ("host_bytes", host_bytes)):
+        if given is not None and not isinstance(given, int | float):
+            raise ValueError(f"{name} must be a number of bytes, such as 4 * 2**30, got {given!r}")
+    if host_bytes is not None and host_bytes < MIN_SEGMENTS * BLOCK_BYTES:
+        raise ValueError(
+            f"host_bytes must be at least {MIN_SEGMENTS * BLOCK_BYTES // MIB} MiB, got {host_bytes:,}"
+        )
+    if segment_bytes is None:
+        share = SEGMENT_BYTES if host_bytes is None else host_bytes // MIN_SEGMENTS
+        return SegmentPool(min(SEGMENT_BYTES, share // BLOCK_BYTES * BLOCK_BYTES), max_bytes=host_bytes)
+    if segment_bytes <= 0 or segment_bytes % BLOCK_BYTES:
+        raise ValueError(
+            f"segment_bytes must be a multiple of {BLOCK_BYTES // MIB} MiB, got {segment_bytes:,}"
+        )
+    if host_bytes is not None and host_bytes < MIN_SEGMENTS * segment_bytes:
+        raise ValueError(f"host_bytes must hold at least {MIN_SEGMENTS} segments of {segment_bytes:,} bytes")
+    return SegmentPool(segment_bytes, max_bytes=host_bytes)
+
+
+def _lay_out(plan: TensorPlan, captured: Capture, step: int | None) -> Layout:
+    return lay_out(
+        plan, skeleton=captured.skeleton, objects=captured.objects, step=step, mtime=int(wall_time())
+    )
