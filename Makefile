@@ -1,9 +1,9 @@
-# The words of CI: `.ci/run` is `make check test`.
+# The words of CI: `.ci/run` is `make check test bench-check`.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-s3 test check bench bench-gpu bench-s3 format clean
+.PHONY: demo demo-s3 test check bench bench-check bench-gpu bench-s3 format clean
 
 demo: .venv/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -12,7 +12,7 @@ demo-s3: .venv/.test       ## the same, to a bundled S3 server on loopback: no a
 	$(BIN)/python -m async_ckpt.testing -- $(BIN)/python -m examples.demo --root s3://demo/runs
 
 test: .venv/.test          ## everything that the tests need, then the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 check: .venv/.check        ## lint, formatting, types
 	$(BIN)/ruff check .
@@ -21,6 +21,9 @@ check: .venv/.check        ## lint, formatting, types
 
 bench: .venv/.test         ## the figures of the README, on this machine
 	$(BIN)/python -m benchmarks
+
+bench-check: .venv/.test   ## every benchmark at toy size: does it run to its end?
+	$(BIN)/python -m pytest -n auto benchmarks/test_toys.py
 
 bench-gpu: .venv/.test     ## the same where there is a CUDA device
 	$(BIN)/python -m benchmarks gpu

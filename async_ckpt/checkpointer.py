@@ -42,10 +42,11 @@ from .saving.story import CommitRule
 from .saving.targets import StepTarget
 from .spans import wall_time
 from .staging.guard import unwrapped
-from .state.tree import Select
+from .state.names import Select
 from .storage.base import Storage
 from .storage.local import LocalStorage
-from .storage.place import Engine, Where, storage_at
+from .storage.place import Engine, storage_at
+from .storage.url import Where
 
 _UNSET: Any = object()
 
@@ -225,33 +226,19 @@ class AsyncCheckpointer:
         if driver is not None:
             contents.driver = driver_of(driver, state, step=step)
 
-        def make_targets() -> list[StepTarget]:
-            return [
-                StepTarget(self._line, run, step, token, overwrite, plain, contents)
-                for run in self._roots.runs
-            ]
-
-        def own_state() -> Any:
-            own, contents.borrowed = self._line.groups.without(
-                state,
-                [unchanged] if isinstance(unchanged, str) else unchanged,
-                step=step,
-                runs=self._roots.runs,
-            )
-            return own
-
-        first = self._roots.runs[0]
+        line, runs = self._line, self._roots.runs
+        groups = [unchanged] if isinstance(unchanged, str) else unchanged
         handle = self._saver.save(
-            own_state,
-            make_targets,
+            lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs),
+            lambda: [StepTarget(line, run, step, token, overwrite, plain, contents) for run in runs],
             select=select,
             # What was saved in part is nothing to borrow from.
             captured_as=contents.captured if select is None else lambda _: None,
             step=step,
             needs=contents.lenders,
             guard=self._guard if guard is _UNSET else guard,
-            rule=self._line.rule,
-            skipped_path=first.storage.locate(first.folder(step)),
+            rule=line.rule,
+            skipped_path=runs[0].storage.locate(runs[0].folder(step)),
             also=host_copy_of(also),
         )
         self._policy.follow(step, handle)
@@ -416,8 +403,9 @@ class AsyncCheckpointer:
         }
         if made is None or not groups:
             return
-        own = {name: Elsewhere(name, step, runs[0].folder(step), made.archives[0]) for name in groups}
-        lent = {borrowed.group: borrowed for borrowed in made.elsewhere if borrowed.group in groups}
+        folder = runs[0].folder(step)
+        own = {name: tuple(Elsewhere(name, step, folder, a) for a in made.archives) for name in groups}
+        lent = {name: there for name in groups if (there := made.lent(name))}
         with suppress(UnsupportedStateError):
             self._line.groups.restored(groups, {**own, **lent}, runs)
 

@@ -16,8 +16,9 @@ from .loading.open import Part
 from .saving import default
 from .saving.handle import SaveHandle, host_copy_of
 from .saving.targets import Compression, FileTarget
-from .state.tree import Select
-from .storage.place import Engine, Where
+from .state.names import Select
+from .storage.place import Engine
+from .storage.url import Where
 
 _OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 

@@ -1,7 +1,7 @@
 """The clock, times of day, and spans around the parts of a story.
 
 In: a clock, a time. Out: seconds, by name; and a trace of when each thread did what. Knows nothing of: what is timed.
-`time` is imported here and nowhere else but in `storage/retry.py`, so that every other module can be handed a fake.
+`time` is imported here and nowhere else, so that every other module can be handed a fake.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
@@ -22,6 +22,7 @@ When = datetime | float
 
 monotonic: Clock = time.perf_counter
 wall_time: Clock = time.time
+sleep: Callable[[float], None] = time.sleep
 
 # September 2001: what lies before it is no time that anything still happens at, but a number of seconds from now.
 _EARLIEST = 1e9
@@ -38,6 +39,21 @@ def epoch_seconds(when: When) -> float:
     if not when >= _EARLIEST:
         raise ValueError(f"{when!r} is no time in seconds since the epoch; add it to time.time()")
     return float(when)
+
+
+def from_now(seconds: float) -> datetime:
+    """The moment in so many seconds, as clients of stores take it."""
+    return datetime.now(UTC) + timedelta(seconds=seconds)
+
+
+def before(moment: datetime, seconds: float) -> datetime:
+    """The moment so many seconds earlier, by whose clock it ever is."""
+    return moment - timedelta(seconds=seconds)
+
+
+def duration(seconds: float) -> timedelta:
+    """Seconds as clients of stores take them."""
+    return timedelta(seconds=seconds)
 
 
 class Trace:

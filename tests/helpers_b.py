@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from async_ckpt import AsyncCheckpointer
+from async_ckpt.host.threads import running_future
 from async_ckpt.storage.local import LocalSink, LocalStorage
 
 MIB = 1 << 20
@@ -187,6 +188,7 @@ class ScriptedStorage(LocalStorage):
     def __init__(self, root: str | os.PathLike[str]) -> None:
         super().__init__(root)
         self.calls: list[tuple[str, str]] = []
+        self.sinks: list[ScriptedSink] = []
         self._stops: list[Stop] = []
         self._lock = threading.Lock()
 
@@ -220,7 +222,8 @@ class ScriptedStorage(LocalStorage):
 
     def create(self, path: str, *, num_bytes: int, **sizes: Any) -> Any:
         self.pass_by("create", path)
-        return ScriptedSink(self, path, super().create(path, num_bytes=num_bytes, **sizes))
+        self.sinks.append(ScriptedSink(self, path, super().create(path, num_bytes=num_bytes, **sizes)))
+        return self.sinks[-1]
 
     def read(self, path: str) -> tuple[bytes, str]:
         self.pass_by("read", path)
@@ -255,6 +258,7 @@ class ScriptedSink:
 
     def __init__(self, storage: ScriptedStorage, path: str, sink: LocalSink) -> None:
         self._storage, self._path, self._sink = storage, path, sink
+        self.failed = running_future()
 
     def write(self, offset: int, data: memoryview, lease: Any = None) -> None:
         self._storage.pass_by("write", self._path)
@@ -286,7 +290,7 @@ class ScriptedSink:
 def scripted(ckpt: AsyncCheckpointer) -> ScriptedStorage:
     """Put a checkpointer on a scripted disk. The one place in the tests that reaches into its parts."""
     disk = ScriptedStorage(ckpt.root)
-    ckpt._roots.runs[0].storage = disk
+    ckpt._roots.runs[0]._root.storage = disk
     return disk
 
 

@@ -206,7 +206,9 @@ def test_a_tensor_that_says_itself_how_it_is_copied_is_left_to_do_so():
 
 
 @pytest.mark.parametrize(
-    "value", [torch, np.random, len, print, Plain, torch.float32, torch.Generator()], ids=repr
+    "value",
+    [torch, np.random, len, print, Plain, torch.float32, torch.Generator()],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_what_cannot_change_or_be_copied_is_passed_on(value):
     again = copied([value], [], [], what="f")[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers_b import (
     MIB,
+    PATIENCE,
     SEGMENT,
     Call,
     Nursery,
@@ -297,6 +298,22 @@ def test_closing_twice_is_closing_once(tmp_path):
     ckpt.close()
 
     assert ckpt.steps() == [1]
+
+
+def test_an_upload_that_is_known_to_have_failed_ends_the_save_before_all_of_it_was_handed_over(tmp_path):
+    state = {"w": torch.zeros(16 * MIB)}
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        stop = disk.stop("write")
+        call = Call(lambda: ckpt.save(state, step=1))  # which waits for memory
+        stop.wait_reached()
+        disk.sinks[0].failed.set_exception(FULL)
+        handle = call.outcome()
+        disk.release_all()
+        with pytest.raises(StorageFullError):
+            handle.result(PATIENCE)
+        assert len([call for call, _ in disk.calls if call == "write"]) < 16
+        ckpt.save({"w": torch.zeros(8)}, step=1).result()
+        assert ckpt.steps() == [1]
 
 
 def test_an_unseen_error_is_raised_by_the_first_close_only(tmp_path):

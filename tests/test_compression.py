@@ -39,7 +39,7 @@ from async_ckpt import (
 from async_ckpt.format.zstd import FOOTER_BYTES, Frame, begins, dump, parse, table_bytes
 from async_ckpt.host.pool import Lease, SegmentPool
 from async_ckpt.storage.append import Appender
-from async_ckpt.storage.compressed import ZstdReader, ZstdSink, compressing
+from async_ckpt.storage.compressed import ZstdReader, ZstdSink
 from async_ckpt.storage.local import LocalStorage
 from async_ckpt.storage.place import storage_at
 
@@ -885,10 +885,3 @@ def test_many_compressed_saves_leave_no_thread_descriptor_or_memory_behind(tmp_p
     after = counts()
     assert after[0] <= before[0]
     assert after[1] <= before[1] + 2  # crews grow up to their sizes
-
-
-def test_a_compressed_place_is_what_it_was_in_all_else(tmp_path):
-    place: Any = compressing(LocalStorage(tmp_path), Zstd())
-    assert place.locate("a") == str(tmp_path / "a")
-    assert not place.remote
-    assert place.names("") == []

@@ -574,11 +574,11 @@ def test_a_child_forked_in_the_middle_of_another_threads_work_still_saves(tmp_pa
     import warnings
     warnings.simplefilter("ignore", DeprecationWarning)
     from async_ckpt.saving import default
-    from async_ckpt.storage import local
+    from async_ckpt.storage import local, locks
     held, go = threading.Event(), threading.Event()
 
     def hold_locks():
-        with local._ours_lock, local._replacing, default._making:
+        with locks._ours_lock, local._replacing, default._making:
             held.set()
             go.wait()
 

@@ -18,12 +18,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers_b import MIB, PATIENCE, Call, as_ceph, matches, names_below, open_run, state_at
 
 from async_ckpt import StorageUnavailableError
-from async_ckpt.storage.fsspec import places as fsspec_places
+from async_ckpt.storage import stores
+from async_ckpt.storage.fsspec import folder
 from async_ckpt.storage.fsspec import setup as fsspec_setup
-from async_ckpt.storage.fsspec import store as fsspec_store
 from async_ckpt.storage.fsspec.sinks import AppendingSink, MultipartSink
 from async_ckpt.storage.fsspec.store import FsspecStorage, abort_stale_uploads
-from async_ckpt.storage.local import TEMP_SUFFIX
+from async_ckpt.storage.locks import TEMP_SUFFIX
 
 KINDS = ("memory", "local", "folder", "s3fs", "s3fs object")
 SEGMENT = 5 * MIB
@@ -242,8 +242,8 @@ def test_a_write_that_fails_gives_everything_back_and_refuses_the_rest(monkeypat
     def fail(fs, name):
         raise ConnectionResetError("gone")
 
-    monkeypatch.setattr(fsspec_places, "_uncommitted", fail)
-    with pytest.raises(StorageUnavailableError, match="the network is up"):
+    monkeypatch.setattr(folder, "_uncommitted", fail)
+    with pytest.raises(StorageUnavailableError, match="the store is up"):
         write(sink, *pieces[0])
     with pytest.raises(StorageUnavailableError):
         write(sink, *pieces[1])
@@ -268,7 +268,7 @@ def test_a_store_whose_file_objects_upload_shows_nothing_before_the_commit(s3, b
     """As for gcsfs and its like, by the file object of s3fs, which follows the same protocol."""
     fs = s3fs_of(s3)
     fs.default_block_size = SEGMENT
-    files = fsspec_places.Files(lambda: fs, f"{bucket}/run", "gcs")
+    files = folder.Files(lambda: fs, f"{bucket}/run", "gcs")
     data = os.urandom(12 * MIB)
     translated = FsspecStorage("memory://unused")._translated
     sink = AppendingSink(files, f"{bucket}/run/x", len(data), "x", lambda: translated("x"))
@@ -356,7 +356,7 @@ def test_a_refused_part_ends_the_upload_and_leaves_none_open(through, proxy, s3,
     sink = through.create("x", num_bytes=3 * SEGMENT, segment_bytes=SEGMENT)
     write(sink, *pieces[0])
     assert s3.uploads(bucket) == ["run/x"]
-    with pytest.raises(StorageUnavailableError, match="one may read, write"):
+    with pytest.raises(StorageUnavailableError, match="get, put, delete and list"):
         write(sink, *pieces[1])
     with pytest.raises(StorageUnavailableError):
         write(sink, *pieces[2])
@@ -398,7 +398,7 @@ def test_a_store_that_never_answers_ends_at_the_deadline(s3, bucket, proxy):
     proxy.black_hole(kind="upload_part")
     piece, *_ = cut(os.urandom(2 * SEGMENT))
     sink = storage.create("x", num_bytes=2 * SEGMENT, segment_bytes=SEGMENT)
-    with pytest.raises(StorageUnavailableError, match="endpoint is right"):
+    with pytest.raises(StorageUnavailableError, match="can be reached"):
         write(sink, *piece)
     sink.abort()
 
@@ -707,7 +707,7 @@ def test_only_what_is_decided_and_old_by_the_stores_clock_is_swept(storage, monk
         last = name.rpartition("/")[2]
         return later(written[last], 1000 if last == "new" else 0)
 
-    monkeypatch.setattr(place, "now", lambda: later(written["new"], fsspec_store.ORPHAN_SECONDS + 60))
+    monkeypatch.setattr(place, "now", lambda: later(written["new"], stores.ORPHAN_SECONDS + 60))
     monkeypatch.setattr(place, "modified", modified)
 
     assert storage.sweep("step", names) == []
@@ -746,7 +746,7 @@ def test_uploads_that_nobody_finished_are_aborted_below_this_root_only(s3, bucke
         fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
     storage = FsspecStorage(f"s3://{bucket}/run", s3.options)
     now = place_of(storage).now()
-    tomorrow = now.fromtimestamp(now.timestamp() + fsspec_store.ORPHAN_SECONDS + 60, tz=now.tzinfo)
+    tomorrow = now.fromtimestamp(now.timestamp() + stores.ORPHAN_SECONDS + 60, tz=now.tzinfo)
     assert storage.sweep_uploads() == []
     monkeypatch.setattr(place_of(storage), "now", lambda: tomorrow)
 
@@ -914,11 +914,11 @@ def test_a_missing_bucket_is_no_missing_object(s3):
 @pytest.mark.parametrize(
     ("code", "advice"),
     [
-        ("AccessDenied", "one may read, write, list and delete"),
+        ("AccessDenied", "get, put, delete and list"),
         ("ExpiredToken", "renew them"),
         ("RequestTimeTooSkewed", "set it"),
         ("PermanentRedirect", "another region"),
-        ("SignatureDoesNotMatch", "correct the credentials"),
+        ("SignatureDoesNotMatch", "check the access key"),
     ],
 )
 def test_a_refusal_says_where_and_what_to_do(through, proxy, code, advice):
@@ -935,7 +935,7 @@ def test_a_store_that_is_not_there_is_told_from_one_that_refuses(s3, bucket, pro
     options = {**s3.options, "endpoint": proxy.endpoint, "config_kwargs": {"retries": {"max_attempts": 0}}}
     proxy.refuse()
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    with pytest.raises(StorageUnavailableError, match="network is up"):
+    with pytest.raises(StorageUnavailableError, match="can be reached"):
         FsspecStorage(f"s3://{bucket}", options).names("")
 
 

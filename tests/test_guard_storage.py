@@ -57,7 +57,7 @@ class SimulatedDevice(Device):
     def __init__(self) -> None:
         self.device = HOST
         scratch = torch.empty(8 * MIB, dtype=torch.uint8)
-        self._lane: Any = SimpleNamespace(lock=threading.Lock(), side=None, scratch=scratch)
+        self._kept: Any = SimpleNamespace(lock=threading.Lock(), side=None, scratch=scratch)
         self.kept: list[int] = []
         self.after_segment: Callable[[int], None] = lambda number: None
         self._num_enqueued = 0

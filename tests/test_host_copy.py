@@ -274,7 +274,7 @@ def test_what_only_begins_like_a_parameter_is_not_guarded():
 def finish(made: HostCopy) -> None:
     """As if a function had run on the copies, and kept none."""
     made.completion.result()
-    made.let_go()
+    made.release()
 
 
 def test_a_buffer_serves_the_next_copy_of_about_its_size(copy_of, memory):
@@ -325,17 +325,17 @@ def test_the_next_copy_waits_while_the_budget_is_used_up(crew):
     third = Call(lambda: begin(1000))
     third.wait_until_inside("take")
     assert third.is_alive()
-    first.let_go()
+    first.release()
     assert third.outcome().num_bytes
-    second.let_go()
+    second.release()
 
 
 def test_one_copy_alone_may_exceed_the_budget(crew):
     memory = HostMemory(100)
     for _ in range(2):
         made = HostCopy([torch.ones(1000)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
-        made.let_go()
-        made.let_go()  # counts once
+        made.release()
+        made.release()  # counts once
         del made
     assert repr(memory).startswith("<HostMemory 0 bytes lent")
 
@@ -344,7 +344,7 @@ def test_a_budget_is_kept_by_giving_up_what_is_idle(crew):
     memory = HostMemory(10_000)
     for length in (1000, 2400):
         made = HostCopy([torch.ones(length)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
-        made.let_go()
+        made.release()
         del made
 
     assert memory._idle_bytes() <= 10_000
@@ -376,7 +376,7 @@ def test_a_copy_that_cannot_be_begun_takes_nothing(memory, crew):
 def test_a_buffer_may_come_back_in_the_middle_of_anything(memory):
     """Finalizers run wherever Python collects garbage: also where the lock is held."""
     segment = memory.take(1000, device=None)
-    memory.let_go(1000)
+    memory.returned(1000)
     giving = threading.Thread(target=memory.give_back, args=(segment,), daemon=True)
     with memory._changed:
         giving.start()

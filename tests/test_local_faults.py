@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers_b import Nursery, assert_is_state, injected, leftovers, open_run, why_no_strace
 
-from async_ckpt.storage.local import TEMP_SUFFIX
+from async_ckpt.storage.locks import TEMP_SUFFIX
 
 _WHY_NOT = why_no_strace() if sys.platform == "linux" else "strace is of Linux"
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")

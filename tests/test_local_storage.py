@@ -30,7 +30,8 @@ import async_ckpt
 from async_ckpt import StorageFullError, StorageUnavailableError
 from async_ckpt.host.pool import Segment
 from async_ckpt.storage import local
-from async_ckpt.storage.local import TEMP_SUFFIX, LocalStorage
+from async_ckpt.storage.local import LocalStorage
+from async_ckpt.storage.locks import TEMP_SUFFIX
 
 needs_fcntl = pytest.mark.skipif(sys.platform == "win32", reason="no record locks here")
 SHM = Path("/dev/shm")

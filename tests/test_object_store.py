@@ -13,8 +13,8 @@ import pytest
 from helpers_b import MIB, PATIENCE, Call, as_ceph, matches, open_run, state_at, until
 
 from async_ckpt import StorageUnavailableError
+from async_ckpt.storage import stores
 from async_ckpt.storage.s3 import aws
-from async_ckpt.storage.s3 import store as object_store
 from async_ckpt.storage.s3.store import ObjectStorage
 
 SEGMENT = 5 * MIB  # the smallest that is a part by itself
@@ -748,7 +748,7 @@ def test_a_missing_object_cannot_be_opened(store):
 def test_only_what_is_old_by_the_stores_clock_is_swept(store, monkeypatch):
     store.replace("folder/a", b"1")
     young = store.sweep("folder", ["a"], delete=True, decided=True)
-    monkeypatch.setattr(object_store, "ORPHAN_SECONDS", -10.0)  # all is older than ten seconds from now
+    monkeypatch.setattr(stores, "ORPHAN_SECONDS", -10.0)  # all is older than ten seconds from now
     undecided = store.sweep("folder", ["a"], delete=True, decided=False)
     left = store.sweep("folder", ["a", "gone"], decided=True)
     kept = store.exists("folder/a")
@@ -966,7 +966,9 @@ def test_no_secret_is_in_what_people_read(s3, bucket, proxy, caplog):
 
 def test_over_plain_http_to_another_host_the_payload_is_signed(bare):
     def unsigned(endpoint: str) -> bool:
-        return ObjectStorage("s3://bucket", {"endpoint": endpoint})._aws.config["aws_unsigned_payload"]
+        return ObjectStorage("s3://bucket", {"endpoint": endpoint})._client._aws.config[
+            "aws_unsigned_payload"
+        ]
 
     assert unsigned("https://store.example") is True
     assert unsigned("http://127.0.0.1:9000") is True

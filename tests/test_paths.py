@@ -20,7 +20,7 @@ import torch
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, StorageUnavailableError
 from async_ckpt.spec import MIB
-from async_ckpt.storage.local import TEMP_SUFFIX
+from async_ckpt.storage.locks import TEMP_SUFFIX
 from async_ckpt.testing import FaultyProxy
 
 TREE = {"config.json": b"{}", "empty": b"", "model/00001.bin": b"one", "model/deep/er/x y%ü": b"two"}

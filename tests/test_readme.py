@@ -1,19 +1,15 @@
 """The README's Python blocks run as they stand."""
 
 import json
-import os
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from async_ckpt.testing import moto_server
-from benchmarks.candidates import CANDIDATES
 from benchmarks.table import markdown
 
 README = Path(__file__).parent.parent / "README.md"
@@ -76,62 +72,3 @@ def test_the_readme_has_the_pictures_that_there_are():
     named = re.findall(r"!\[[^]]*\]\((benchmarks/results/[^)]+)\)", text)
     assert sorted(named) == sorted(f"benchmarks/results/{path.name}" for path in RESULTS.glob("*.png"))
     assert all((README.parent / path).is_file() for path in named)
-
-
-_MAY_LACK = ("needs CUDA", "not installed", "not measured on a GPU")
-TOY_FIGURES = {
-    "figures": {
-        "figures": {
-            "stall",
-            "guarded_stall",
-            "durable_bandwidth",
-            "restore",
-            "training",
-            "bandwidth_limit",
-            "reads_beside",
-        }
-    },
-    "comparison": {
-        "figures": {"lost_best", "lost_tar", "durable_gzip", "restore_torch", "lost_first"},
-        "candidates": set(CANDIDATES),
-    },
-    "growth": {"growth": {"growth_durable", "growth_tensors", "growth_saves_memory", "growth_ranks"}},
-    "shapes": {"workloads": {"shape_gpt2", "shape_rank_of_8b", "shape_lora", "shape_small", "shape_huge"}},
-    "stores": {
-        "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_roots"},
-        "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
-    },
-    "gpu": {"figures": {"gpu_lost", "gpu_guarded_lost"}},
-    "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},
-}
-
-
-@pytest.mark.parametrize("name", TOY_FIGURES)
-def test_the_benchmark_runs_at_toy_size(name, tmp_path):
-    """Everything once, in seconds; the values say nothing at that size."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        name,
-        "--dir",
-        str(tmp_path / "disk"),
-        "--out",
-        str(tmp_path),
-    ]
-    quick = {**os.environ, "QUICK": "1"}
-    subprocess.run(command, cwd=README.parent, check=True, capture_output=True, timeout=600, env=quick)
-    kept = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
-    for group, names in TOY_FIGURES[name].items():
-        assert names <= kept[group].keys()
-    groups = [
-        kept.get("candidates", {}),
-        *(row["candidates"] for row in kept.get("workloads", {}).values()),
-    ]
-    why_not = {
-        row["title"]: row["not_measured"]
-        for group in groups
-        for row in group.values()
-        if "not_measured" in row
-    }
-    assert [title for title, why in why_not.items() if not why.startswith(_MAY_LACK)] == []

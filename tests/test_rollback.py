@@ -219,6 +219,6 @@ def test_a_rollback_costs_readers_nothing_once_it_is_cleaned_up(tmp_path):
         assert_is_state(ckpt.load(1) | {"note": "step 1"}, 1)
     disk = ScriptedStorage(tmp_path)
     with open_run(tmp_path) as ckpt:
-        ckpt._roots.runs[0].storage = disk
+        ckpt._roots.runs[0]._root.storage = disk
         assert ckpt.steps() == [1]
         assert [call for call, _ in disk.calls] == []

@@ -38,8 +38,7 @@ from async_ckpt import (
     StepExistsError,
     StorageUnavailableError,
 )
-from async_ckpt.storage.fsspec import store as fsspec_store
-from async_ckpt.storage.s3 import store as object_store
+from async_ckpt.storage import stores
 from async_ckpt.testing import FaultyProxy
 
 # A store that does not come back is given up after this time.
@@ -857,8 +856,7 @@ def test_a_process_that_is_killed_in_the_middle_of_an_upload_leaves_only_what_is
         ckpt.wait()
     assert len(far.bucket.uploads()) == 2  # not yet old
 
-    for module in (object_store, fsspec_store):
-        monkeypatch.setattr(module, "ORPHAN_SECONDS", -3600.0)
+    monkeypatch.setattr(stores, "ORPHAN_SECONDS", -3600.0)
     with far.run() as ckpt:
         ckpt.save(state_at(3), step=3).result()
         ckpt.wait()
@@ -876,8 +874,7 @@ def test_an_archive_that_was_never_committed_is_swept_once_it_is_old(far, nurser
     far.proxy.clear()
     orphan = archive_of(far.direct.names(), 2)
     for seconds, stays in ((86400.0, True), (-3600.0, False)):
-        for module in (object_store, fsspec_store):
-            monkeypatch.setattr(module, "ORPHAN_SECONDS", seconds)
+        monkeypatch.setattr(stores, "ORPHAN_SECONDS", seconds)
         with far.run() as ckpt:
             ckpt.save(state_at(3), step=3, overwrite=True).result()
             ckpt.wait()

@@ -8,8 +8,9 @@ import pytest
 
 from async_ckpt.storage.fsspec.store import FsspecStorage
 from async_ckpt.storage.local import LocalStorage
-from async_ckpt.storage.place import parent_and_name, place_and_name, shown, storage_at
+from async_ckpt.storage.place import storage_at
 from async_ckpt.storage.s3.store import ObjectStorage
+from async_ckpt.storage.url import parent_and_name, place_and_name, shown
 
 
 @pytest.mark.parametrize(

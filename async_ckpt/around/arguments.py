@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 
+from ..backends.cuda import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..state.capture import no_collection, why_not
 
@@ -96,7 +97,7 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
         or kind.__deepcopy__ not in (torch.Tensor.__deepcopy__, torch.nn.Parameter.__deepcopy__)
     ):
         return False
-    return tensor.device.type in ("cpu", "cuda") and why_not(tensor) is None
+    return has_plain_bytes(tensor) and why_not(tensor) is None
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:

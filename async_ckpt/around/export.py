@@ -29,9 +29,11 @@ from ..staging.guard import Optimizers, unwrapped
 from ..state.tree import dtype_name
 from ..storage.append import Appender
 from ..storage.base import Storage
-from ..storage.local import LocalStorage, free_bytes_at, full, translated
-from ..storage.place import Engine, Where, storage_at
+from ..storage.disk import free_bytes_at, full, translated
+from ..storage.local import LocalStorage
+from ..storage.place import Engine, storage_at
 from ..storage.scratch import Scratch, publish
+from ..storage.url import Where
 from .hub import ADAPTER_CONFIG, Weights, json_bytes, weights_of
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
@@ -292,7 +294,7 @@ class _Export(CopyErrand):
     def _let_go(self) -> None:
         """Of the copies, and of the model."""
         self._weights = self._weights._replace(tensors={}, as_published=dict)
-        self.copy.let_go()
+        self.copy.release()
 
     def _commit(self) -> None:
         weights, storage = self._weights, self._storage

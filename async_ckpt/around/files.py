@@ -18,33 +18,22 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Final, Literal, Self, cast
+from typing import IO, Any, Final, Literal, cast
 
-from ..spec import MIB
-from ..storage.base import Reader, Storage
+from ..storage.base import Storage
 from ..storage.bulk import Parcel, copy, delete
-from ..storage.local import TEMP_SUFFIX, LocalStorage, sync_folder, temp_stem
-from ..storage.place import (
-    Engine,
-    Where,
-    parent_and_name,
-    place_and_name,
-    scheme_of,
-    shown,
-    storage_at,
-    text_of,
-    unusable_name,
-)
+from ..storage.disk import sync_folder
+from ..storage.local import LocalStorage
+from ..storage.locks import TEMP_SUFFIX, temp_stem
+from ..storage.place import Engine, storage_at
+from ..storage.url import Where, parent_and_name, place_and_name, scheme_of, shown, text_of, unusable_name
+from .streams import BUFFER_BYTES, Ranges, Upload, open_local
 
 # Hub ids, as huggingface_hub takes them, but always with the organisation: what is just a word is more likely to be
 # the name of a folder that is missing.
 _HUB_ID: Final = re.compile(
     r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]{0,95}(?<![.-])/\w[\w.-]{0,95}(?<![.-])", re.ASCII
 )
-# What a file of a store keeps of it in memory, and what it asks for at most in one request.
-_BUFFER_BYTES: Final = 4 * MIB
-_REQUEST_BYTES: Final = 16 * MIB
 
 
 # --- folders ------------------------------------------------------------------------------------------------------
@@ -294,7 +283,7 @@ def open_file(
     """
     encoding = None if "b" in mode else "utf-8"
     if scheme_of(text_of(path)) in (None, "file") and fs is None:
-        return _open_local(_as_given(path), mode, encoding)
+        return open_local(_as_given(path), mode, encoding)
     if mode not in ("r", "rt", "rb", "w", "wt", "wb"):
         raise ValueError(
             f'a file of a store is read ("r", "rb") or written anew ("w", "wb"), not opened by {mode!r}'
@@ -302,98 +291,9 @@ def open_file(
     place, name = parent_and_name(path, fs=fs)
     storage = storage_at(place, storage_options=storage_options, engine=engine, fs=fs)
     if "w" in mode:
-        return cast("IO[Any]", _Upload(storage, name, mode, encoding))
-    ranges = io.BufferedReader(_Ranges(storage.open(name)), _BUFFER_BYTES)
+        return cast("IO[Any]", Upload(storage, name, mode, encoding))
+    ranges = io.BufferedReader(Ranges(storage.open(name)), BUFFER_BYTES)
     return io.TextIOWrapper(ranges, encoding) if encoding else ranges
-
-
-def _open_local(path: str, mode: str, encoding: str | None) -> IO[Any]:
-    try:
-        return open(path, mode, encoding=encoding)
-    except FileNotFoundError:
-        folder = os.path.dirname(path)
-        if "r" in mode or not folder:
-            raise
-    os.makedirs(folder, exist_ok=True)
-    return open(path, mode, encoding=encoding)
-
-
-class _Ranges(io.RawIOBase):
-    """The bytes of a reader as a file of Python's."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._reader.num_bytes}[whence]
-        if at < 0:
-            raise ValueError(f"there is nothing before the beginning: byte {at}")
-        self._at = at
-        return at
-
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")
-        length = min(len(view), max(0, self._reader.num_bytes - self._at), _REQUEST_BYTES)
-        if length:
-            self._reader.read_into(self._at, view[:length])
-        self._at += length
-        return length
-
-    def readall(self) -> bytes:
-        """What is left, in large requests: the inherited one would ask for a few KiB at a time."""
-        data = bytearray(max(0, self._reader.num_bytes - self._at))
-        at = 0
-        while at < len(data):
-            at += self.readinto(memoryview(data)[at:])
-        return bytes(data)
-
-    def close(self) -> None:
-        self._reader.close()
-        super().close()
-
-
-class _Upload:
-    """A scratch file that becomes an object when it is closed."""
-
-    def __init__(self, storage: Storage, name: str, mode: str, encoding: str | None) -> None:
-        self._storage = storage
-        self._name = name
-        self._scratch = tempfile.TemporaryDirectory(prefix="async_ckpt-")
-        newline = None if encoding is None else "\n"
-        self._file = open(  # noqa: SIM115
-            os.path.join(self._scratch.name, "file"), mode, encoding=encoding, newline=newline
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def close(self) -> None:
-        """Upload what was written. Nothing is left to be done after an error."""
-        if self._file.closed:
-            return
-        with self._scratch as folder:
-            self._file.close()
-            local = LocalStorage(folder)
-            copy([Parcel(partial(local.open, "file"), self._name, local.sizes("")["file"])], self._storage)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            with self._scratch:
-                self._file.close()
 
 
 # --- what they share ----------------------------------------------------------------------------------------------

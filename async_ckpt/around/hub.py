@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..backends.cuda import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES
 from ..state.capture import why_not
@@ -186,7 +187,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
     why = why_not(tensor)
     if why is None and DTYPES[dtype_name(tensor.dtype)][1] is None:
         why = f"safetensors does not know {tensor.dtype}; convert it first"
-    if why is None and tensor.device.type not in ("cpu", "cuda"):
+    if why is None and not has_plain_bytes(tensor):
         why = f"it is on {tensor.device}; move it to the CPU first"
     if why is None and (name == _RESERVED or not _is_text(name)):
         why = "safetensors takes no such name; rename it"

@@ -21,14 +21,15 @@ from ..report import Progress, SaveReport
 from ..saving.default import files_saver
 from ..saving.delivery import OffLoop
 from ..saving.handle import SaveHandle
-from ..saving.saver import FilesImage, Saver
+from ..saving.saver import Saver
 from ..saving.story import Attempt, Order, story
 from ..saving.targets import Compression, FileTarget
 from ..spans import Spans
-from ..staging.files import FileFill, scan
-from ..storage.local import translated
-from ..storage.place import Engine, Where
+from ..staging.files import FileFill, FilesImage, scan
+from ..storage.disk import translated
+from ..storage.place import Engine
 from ..storage.scratch import Scratch
+from ..storage.url import Where
 
 _PathType: Any = type(Path())
 

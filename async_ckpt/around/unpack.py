@@ -28,10 +28,11 @@ from ..format import zstd
 from ..format.tarball import stays_inside
 from ..loading.find import opened_as_file
 from ..spec import MIB
-from ..storage.local import free_bytes_at, full, translated
-from ..storage.place import Engine, Where, shown
+from ..storage.disk import free_bytes_at, full, translated
+from ..storage.place import Engine
 from ..storage.read_ahead import ReadAhead
 from ..storage.scratch import Scratch
+from ..storage.url import Where, shown
 
 # What a checkpoint may be made of; the one of 100,000 files is a tenth of it.
 MAX_MEMBERS: Final = 1_000_000

@@ -13,17 +13,17 @@ import functools
 import inspect
 import io
 import os
-import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, NamedTuple, ParamSpec, overload
+from typing import Any, Final, ParamSpec, Self, overload
 
 import torch
 
+from ..backends import cuda
 from ..backends.cuda import on_device
 from ..errors import DestinationBusyError, NothingWrittenError, UnsupportedStateError
 from ..format.tarball import WholeFile
@@ -34,19 +34,20 @@ from ..saving.default import files_saver
 from ..saving.delivery import OffLoop
 from ..saving.errand import CopyErrand
 from ..saving.handle import SaveHandle
-from ..saving.saver import FilesImage
 from ..saving.story import Attempt, story
 from ..saving.targets import FileTarget
 from ..spans import Spans
 from ..spec import GIB, MIB
-from ..staging.files import source_of
+from ..staging.files import FilesImage, source_of
 from ..staging.guard import Optimizers, unwrapped
 from ..storage.append import Appender
-from ..storage.base import Storage
-from ..storage.local import LocalStorage, temps_of, translated
-from ..storage.place import Engine, parent_and_name, storage_at
-from ..storage.scratch import Scratch, publish, refuse_in_running, refuse_misfit, sync_all
+from ..storage.disk import translated
+from ..storage.local import LocalStorage
+from ..storage.locks import temps_of
+from ..storage.place import Engine
+from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from .arguments import closed_over, copied, tensors_in
+from .where import Bound, Finder, Options, OutPath, ending_of, name_of, out_path
 
 P = ParamSpec("P")
 
@@ -55,23 +56,6 @@ P = ParamSpec("P")
 _LIMIT_BYTES: Final = GIB
 # What goes to a store in one request.
 _SMALL_BYTES: Final = MIB
-
-# What functions that write call the argument that says where.
-_NAMES: Final = {
-    "destination", "dest", "path", "filename", "file_path", "filepath", "fname", "file", "f", "fp",
-    "save_directory", "save_dir", "save_path", "output_dir", "output_path", "out_dir", "out_path",
-    "ckpt_dir", "ckpt_path", "checkpoint_dir", "checkpoint_path", "checkpoint_id", "local_path",
-    "folder", "directory", "dir", "out", "target",
-}  # fmt: skip
-_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# Functions that take an open file where they take a path, and the ending that they add to a path without it.
-_TAKE_FILES: Final = {
-    ("torch.serialization", "save"): "",
-    ("numpy", "save"): ".npy",
-    ("numpy", "savez"): ".npz",
-    ("numpy", "savez_compressed"): ".npz",
-}
 
 
 @overload
@@ -149,184 +133,42 @@ def wrap(
         return functools.partial(
             wrap, destination=destination, guard=guard, file_object=file_object, scratch=scratch, **place
         )
+    _refuse_what_cannot_be_called(fn)
+    ending = ending_of(fn)
+    streams = file_object if file_object is not None else ending is not None
+    options = Options(name_of(fn), streams, ending or "", scratch, place)
+    find = Finder(fn, destination)
+    optimizers = unwrapped(guard)  # refused now rather than at the first save
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> SaveHandle:
+        bound = find(args, kwargs)
+        where = out_path(bound.given, options)
+        with _Reservation(where) as reserved:
+            call = _Call(fn, bound, where, options, optimizers, reserved.spans, reserved.called)
+            reserved.handle = call.begin()
+        return reserved.handle
+
+    return wrapped
+
+
+def _refuse_what_cannot_be_called(fn: Any) -> None:
     if not callable(fn):
         raise TypeError(
             f"wrap takes a function, not a {type(fn).__qualname__}; write wrap(torch.save)(state, path)"
         )
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
-            f"{_name_of(fn)} does not write when it is called, but when it is awaited or gone through; "
+            f"{name_of(fn)} does not write when it is called, but when it is awaited or gone through; "
             "wrap a plain function that does that"
         )
-    ending = _ending_of(fn)
-    streams = file_object if file_object is not None else ending is not None
-    options = _Options(_name_of(fn), streams, ending or "", scratch, place)
-    find = _Finder(fn, destination)
-    optimizers = unwrapped(guard)  # refused now rather than at the first save
-
-    @functools.wraps(fn)
-    def wrapped(*args: Any, **kwargs: Any) -> SaveHandle:
-        bound = find(args, kwargs)
-        where = _where(bound.given, options)
-        spans, called = Spans(), running_future()
-        key = _reserve(where)
-        handle: SaveHandle | None = None
-        try:
-            handle = _Call(fn, bound, where, options, optimizers, spans, called).begin()
-            return handle
-        finally:
-            called.set_result(spans.total())
-            with _busy_lock:
-                if handle is None:
-                    del _busy[key]
-                else:
-                    _busy[key] = handle
-
-    return wrapped
-
-
-class _Options(NamedTuple):
-    name: str
-    streams: bool
-    ending: str
-    scratch: str | os.PathLike[str] | None
-    place: dict[str, Any]
-
-
-class _Bound(NamedTuple):
-    """A call whose destination is known: `make` gives the arguments with another one in its place."""
-
-    given: str | os.PathLike[str]
-    others: dict[str | int, Any]
-    names: dict[str | int, str]
-    make: Callable[[dict[str | int, Any], Any], tuple[list[Any], dict[str, Any]]]
-
-
-class _Finder:
-    """Knows which argument of a function is the destination."""
-
-    def __init__(self, fn: Callable[..., Any], said: str | int | None) -> None:
-        self._name = _name_of(fn)
-        self._said = said
-        self._parameters: Mapping[str, inspect.Parameter] = {}
-        self._signature: inspect.Signature | None = None
-        with contextlib.suppress(ValueError, TypeError):  # of some built-in functions nothing is known
-            self._signature = inspect.signature(fn)
-            self._parameters = self._signature.parameters
-        self._positional = [p.name for p in self._parameters.values() if p.kind in _POSITIONAL]
-        if isinstance(said, int) and said < len(self._positional):
-            self._said = self._positional[said]  # so it may be given by name as well
-        elif isinstance(said, str) and self._signature is not None:
-            kinds = [p.kind for p in self._parameters.values()]
-            if said not in self._parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-                raise TypeError(
-                    f"{self._name} has no argument {said!r}; it has {', '.join(self._parameters)}"
-                )
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound:
-        if self._signature is not None:
-            self._signature.bind(*args, **kwargs)  # a wrong call is an error now, not in the background
-        values: dict[str | int, Any] = dict(enumerate(args))
-        values.update(kwargs)
-        names: dict[str | int, str] = {
-            key: key if isinstance(key, str) else f"argument {key}" for key in values
-        } | dict(enumerate(self._positional[: len(args)]))
-        key, given = self._find(values, names)
-        num_args, keywords = len(args), [*kwargs] if key in values else [*kwargs, str(key)]
-        others = {k: value for k, value in values.items() if k != key}
-
-        def make(others: dict[str | int, Any], where: Any) -> tuple[list[Any], dict[str, Any]]:
-            both = {**others, key: where}
-            return [both[i] for i in range(num_args)], {k: both[k] for k in keywords}
-
-        return _Bound(given, others, names, make)
-
-    def _find(
-        self, values: Mapping[str | int, Any], names: Mapping[str | int, str]
-    ) -> tuple[str | int, str | os.PathLike[str]]:
-        """The destination's key, and its value. Raises TypeError when it cannot be told."""
-        defaults: dict[str | int, Any] = {
-            p.name: p.default
-            for p in self._parameters.values()
-            if p.kind in _BY_NAME and p.name not in names.values() and p.default is not p.empty
-        }
-        both = {**values, **defaults}
-        if self._said is not None:
-            for key, value in both.items():
-                if self._said in (key, names.get(key)):
-                    return key, self._checked(value)
-            raise TypeError(f"{self._name} was called without its destination {self._said!r}")
-        called_so = [key for key in values if names[key] in _NAMES]
-        for candidates in (
-            [key for key in called_so if names[key] in self._parameters and _is_path(values[key])],
-            [key for key in called_so if _is_path(values[key])],
-            [key for key in called_so if hasattr(values[key], "write")],  # to be refused by what it is
-            [key for key in values if _is_path(values[key])],
-            [name for name in defaults if name in _NAMES and _is_path(defaults[name])],
-        ):
-            if len(candidates) == 1:
-                return candidates[0], self._checked(both[candidates[0]])
-            if candidates:
-                break
-        many = "several" if candidates else "none"
-        raise TypeError(
-            f"which argument of {self._name} says where it writes? {many} of them may; "
-            'say so: wrap(fn, destination="its name")'
-        )
-
-    def _checked(self, value: Any) -> str | os.PathLike[str]:
-        if not _is_path(value):
-            raise TypeError(
-                f"{self._name} was given a {type(value).__qualname__} to write to; a wrapped function needs a path or URL"
-            )
-        return value  # type: ignore[no-any-return]
-
-
-class _Where(NamedTuple):
-    """Where it is to appear."""
-
-    path: str
-    storage: Storage
-    name: str
-
-    @property
-    def parent(self) -> Path:
-        """Of a local destination."""
-        return Path(self.path).parent
-
-    @property
-    def is_folder(self) -> bool:
-        return not self.storage.remote and Path(self.path).is_dir()
-
-
-def _where(given: str | os.PathLike[str], options: _Options) -> _Where:
-    """Raises ValueError, IsADirectoryError and StorageUnavailableError for what cannot be written to."""
-    parent, name = parent_and_name(given, fs=options.place["fs"])
-    if name in ("", ".."):
-        raise ValueError(f"{os.fspath(given)} names no file or folder that could be replaced; give it a name")
-    if options.streams and not name.endswith(options.ending):
-        name += options.ending
-    storage = storage_at(parent, **options.place)
-    if not storage.remote and os.path.islink(os.path.join(parent, name)):
-        parent, name = os.path.split(os.path.realpath(os.path.join(parent, name)))
-        storage = storage_at(parent)
-    where = _Where(storage.locate(name), storage, name)
-    if options.streams and where.is_folder:
-        raise IsADirectoryError(f"{where.path} is a folder; give the path of a file")
-    if where.is_folder and Path.cwd().is_relative_to(os.path.realpath(where.path)):
-        raise ValueError(
-            f"{where.path} is the folder that this process works in, and would be replaced; give one in it"
-        )
-    if not storage.remote:
-        refuse_in_running(where.parent)
-    return where
 
 
 _busy: dict[str, SaveHandle | None] = {}
 _busy_lock = threading.Lock()
 
 
-def _reserve(where: _Where) -> str:
+def _reserve(where: OutPath) -> str:
     """One call at a time to one destination. Raises DestinationBusyError."""
     key = where.path if where.storage.remote else os.path.realpath(where.path)
     with _busy_lock:
@@ -339,6 +181,27 @@ def _reserve(where: _Where) -> str:
             )
         _busy[key] = None
     return key
+
+
+class _Reservation:
+    """A destination, for as long as one call takes to begin, and then until its handle is done."""
+
+    def __init__(self, where: OutPath) -> None:
+        self.spans = Spans()
+        self.called: Future[float] = running_future()  # resolved when the caller has its handle
+        self.handle: SaveHandle | None = None
+        self._key = _reserve(where)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.called.set_result(self.spans.total())
+        with _busy_lock:
+            if self.handle is None:
+                del _busy[self._key]
+            else:
+                _busy[self._key] = self.handle
 
 
 @in_forked_child
@@ -355,9 +218,9 @@ class _Call(CopyErrand):
     def __init__(
         self,
         fn: Callable[..., Any],
-        bound: _Bound,
-        where: _Where,
-        options: _Options,
+        bound: Bound,
+        where: OutPath,
+        options: Options,
         optimizers: Optimizers,
         spans: Spans,
         called: Future[float],
@@ -366,20 +229,20 @@ class _Call(CopyErrand):
         given = {bound.names[key]: value for key, value in bound.others.items()}
         names, tensors = tensors_in({options.name: fn, **given})
         super().__init__(where.path, tensors, names, optimizers=optimizers, spans=spans, called=called)
-        self._where, self._options = where, options
+        self.out_path, self._options = where, options
         self._host_bytes = self.copy.num_bytes
         # Only of copies: a handle may be kept for long, and must not keep what the caller has let go of.
         self._arguments: tuple[Callable[..., Any], dict[str | int, Any]] | None
         try:
             self._arguments = copied((fn, bound.others), tensors, self.copy.tensors, what=options.name)
         except BaseException:
-            self.copy.let_go()
+            self.copy.release()
             raise
         self._make = bound.make
         self._as_given: Callable[[str], Any] = type(bound.given) if isinstance(bound.given, Path) else str
         self._grad_mode = torch.is_grad_enabled()
         # Work in the background is for the device that the caller works on.
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._device = cuda.current_device()
         self._attempt: Attempt | None = None
         self._written: list[Path] = []  # complete, and durable on this disk
 
@@ -396,8 +259,8 @@ class _Call(CopyErrand):
 
     async def _write(self, off_loop: OffLoop) -> None:
         await off_loop(self._stream if self._options.streams else self._fill_scratch)
-        self.copy.let_go()
-        if self._where.storage.remote and not self._options.streams:
+        self.copy.release()
+        if self.out_path.storage.remote and not self._options.streams:
             await self._upload(off_loop)
 
     def failed(self, error: BaseException) -> None:
@@ -433,7 +296,7 @@ class _Call(CopyErrand):
 
     def _stream(self) -> None:
         """Into the sink, as it is written."""
-        where = self._where
+        where = self.out_path
         if not where.storage.remote:
             names = temps_of(where.name, where.storage.names(""))
             where.storage.sweep("", names, delete=True)
@@ -450,7 +313,7 @@ class _Call(CopyErrand):
 
     def _fill_scratch(self) -> None:
         """Into a folder of its own."""
-        where, options = self._where, self._options
+        where, options = self.out_path, self._options
         beside = Path(options.scratch or tempfile.gettempdir()) if where.storage.remote else where.parent
         self._scratch = Scratch(beside.absolute(), where.name)
         folder = self._scratch.folder
@@ -473,9 +336,9 @@ class _Call(CopyErrand):
             self._out.finish()
             self._out.sink.close()
             self._num_retries = self._out.sink.num_retries
-        elif not self._where.storage.remote:
-            with translated(self._where.parent, passing=(FileExistsError, IsADirectoryError)):
-                targets = {path: self._where.parent / path.name for path in self._written}
+        elif not self.out_path.storage.remote:
+            with translated(self.out_path.parent, passing=(FileExistsError, IsADirectoryError)):
+                targets = {path: self.out_path.parent / path.name for path in self._written}
                 for path, target in targets.items():  # all of them, before the first is visible
                     refuse_misfit(path, target)
                 for path, target in targets.items():
@@ -490,7 +353,7 @@ class _Call(CopyErrand):
             await self._upload_file(root / name, name, off_loop)
 
     async def _upload_file(self, path: Path, name: str, off_loop: OffLoop) -> None:
-        storage, source = self._where.storage, source_of(path)
+        storage, source = self.out_path.storage, source_of(path)
         if source.num_bytes <= _SMALL_BYTES:
             await off_loop(lambda: storage.replace(name, path.read_bytes()))
             return
@@ -579,21 +442,3 @@ def _may_write(fd: str) -> bool:
     told = Path(f"/proc/self/fdinfo/{fd}").read_text()
     flags = next(line for line in told.splitlines() if line.startswith("flags:"))
     return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike)
-
-
-def _ending_of(fn: Callable[..., Any]) -> str | None:
-    """What is added to a path that is given to this function, if it is one that takes open files; else None."""
-    key = (getattr(fn, "__module__", ""), getattr(fn, "__name__", ""))
-    # Another one may go by its name, as what functools.wraps makes does.
-    known = getattr(sys.modules.get(key[0]), key[1], None) is fn
-    return _TAKE_FILES.get(key) if known else None
-
-
-def _name_of(fn: Callable[..., Any]) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__qualname__)

@@ -18,6 +18,7 @@ from typing import Final
 
 import torch
 
+from ..backends.cuda import bus_address
 from ..spec import align_up
 
 # See mbind(2): no C library but libnuma has a function for it.
@@ -29,12 +30,8 @@ _NODES_PER_WORD: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 @cache
 def node_of(device: torch.device) -> int | None:
     """The NUMA node next to a CUDA device; None when the machine does not tell."""
-    told = torch.cuda.get_device_properties(device)
-    parts = [getattr(told, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    if any(part is None for part in parts):
-        return None
-    domain, bus, number = parts
-    return _node_at(Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0/numa_node"))
+    address = bus_address(device)
+    return None if address is None else _node_at(Path(f"/sys/bus/pci/devices/{address}/numa_node"))
 
 
 def _node_at(path: Path) -> int | None:

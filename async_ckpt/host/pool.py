@@ -22,7 +22,7 @@ from typing import Final
 
 import torch
 
-from ..backends.cuda import on_device
+from ..backends import cuda
 from ..spec import MIB, SEGMENT_BYTES, align_up
 from .limits import free_memory_bytes, local_world_size
 from .numa import node_of, prefer_node
@@ -32,7 +32,6 @@ from .threads import Crew
 # and up to two that wait for the end of the file.
 MIN_SEGMENTS: Final = 4
 _HUGE_PAGE_BYTES: Final = 2 * MIB
-_HOST_REGISTER_PORTABLE: Final = 1
 # How long a waiting thread sleeps before it looks whether what it waits for can still come.
 LIVENESS_SECONDS: Final = 0.2
 # Of the memory that is free, the share that the pool may take when the user sets no budget.
@@ -90,20 +89,10 @@ class Segment:
             return torch.frombuffer(items, dtype=torch.uint8)
 
     def pin(self, device: torch.device) -> int:
-        """Page-lock the memory for every device's copy engine; CUDA's error code, 0 when it is locked.
-
-        `device` is one that this process uses: on a thread without one, CUDA would take a context on the first GPU.
-        """
-        with on_device(device):
-            code = int(
-                torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _HOST_REGISTER_PORTABLE)
-            )
-            if code == 0:
-                self.pinned_for = device
-            else:
-                # The refusal stays in CUDA's memory until a launch has reported it.
-                with suppress(RuntimeError):
-                    torch.zeros(1, device=device)
+        """Page-lock the memory; the driver's error code, 0 when it is locked. `device` is one that this process uses."""
+        code = cuda.register(self.address, self.num_bytes, device)
+        if code == 0:
+            self.pinned_for = device
         return code
 
     def touch(self) -> None:
@@ -112,8 +101,7 @@ class Segment:
 
     def unpin(self) -> None:
         if self.pinned_for is not None and os.getpid() == self._pid:
-            with on_device(self.pinned_for):
-                torch.cuda.cudart().cudaHostUnregister(self.address)
+            cuda.unregister(self.address, self.pinned_for)
         self.pinned_for = None
 
     def __del__(self) -> None:

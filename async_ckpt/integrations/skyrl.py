@@ -30,7 +30,8 @@ from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
 from ..saving.worker import Pending, wait_for
 from ..spans import monotonic
-from ..storage.place import Engine, Where, parent_and_name, storage_at, text_of
+from ..storage.place import Engine, storage_at
+from ..storage.url import Where, parent_and_name, text_of
 
 _MARKER: Final = "MARKER"
 # The role whose weights the inference engines have.

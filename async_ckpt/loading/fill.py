@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..backends.cuda import on_device
+from ..backends import cuda
 from ..host.limits import num_cpus
 from ..host.pool import Segment, SegmentPool
 from ..host.threads import Crew
@@ -34,7 +34,7 @@ class Wanted(NamedTuple):
     into: torch.Tensor
 
 
-class _Part(NamedTuple):
+class _Stretch(NamedTuple):
     """`length` bytes from byte `source` of a read go to byte `target` of `wanted[wanted]`."""
 
     source: int
@@ -45,32 +45,36 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Read:
+    archive: OpenArchive
     extent: Extent
-    parts: list[_Part]
+    parts: list[_Stretch]
 
 
-def fill(archive: OpenArchive, wanted: Sequence[Wanted], *, copy: bool = True) -> None:
-    """Read every wanted tensor into its memory, in parallel. With `copy=False` only verify the bytes.
+def fill(wanted: Sequence[tuple[OpenArchive, Sequence[Wanted]]], *, copy: bool = True) -> None:
+    """Read every wanted tensor of these archives into its memory, in parallel. With `copy=False` only verify the bytes.
 
     What is on a device is filled in order with its current stream. Raises CorruptCheckpointError; tensors that were
     filled before stay so.
     """
-    targets = [_Target(item.into) for item in wanted] if copy else []
-    numbers = [item.number for item in wanted]
-    reads = plan_reads(archive, numbers, keep_parts=copy)
+    targets: list[_Target] = []
+    reads: list[_Read] = []
+    for archive, items in wanted:
+        numbers = [item.number for item in items]
+        reads += plan_reads(archive, numbers, keep_parts=copy, first=len(targets))
+        targets += [_Target(item.into) for item in items] if copy else []
     if not reads:
         return
     crew = Crew("read", min(max(_MIN_READERS, num_cpus()), _MAX_READERS, len(reads)))
     ring = SegmentPool(_READ_BYTES, max_bytes=crew.max_threads * _READ_BYTES)
-    devices = {target.device for target in targets if target.device.type == "cuda"}
-    streams = {device: torch.cuda.Stream(device) for device in devices}
+    devices = {device for target in targets if (device := cuda.device_of(target.flat)) is not None}
+    streams = {device: cuda.new_stream(device) for device in devices}
     for device, stream in streams.items():
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(cuda.current_stream(device))
 
     def run(read: _Read) -> None:
         lease = ring.lease((0, read.extent.offset), pin=next(iter(devices), None), check=lambda: None)
         try:
-            _run_read(archive, read, lease.segment, targets, streams)
+            _run_read(read, lease.segment, targets, streams)
         finally:
             lease.release()
 
@@ -80,14 +84,13 @@ def fill(archive: OpenArchive, wanted: Sequence[Wanted], *, copy: bool = True) -
         crew.stop()
         ring.close()
     for device, stream in streams.items():
-        torch.cuda.current_stream(device).wait_stream(stream)
+        cuda.current_stream(device).wait_stream(stream)
     for target in targets:
         target.finish()
 
 
-def _run_read(
-    archive: OpenArchive, read: _Read, segment: Segment, targets: list[_Target], streams: dict[Any, Any]
-) -> None:
+def _run_read(read: _Read, segment: Segment, targets: list[_Target], streams: dict[Any, Any]) -> None:
+    archive = read.archive
     data = segment.view[: read.extent.length]
     try:
         archive._reader.read_into(read.extent.offset, data)
@@ -105,12 +108,12 @@ def _run_read(
 
 
 def _enqueue(
-    parts: list[_Part], segment: Segment, targets: list[_Target], device: torch.device, stream: Any
+    parts: list[_Stretch], segment: Segment, targets: list[_Target], device: torch.device, stream: Any
 ) -> None:
     """Copy parts of a read to a device, and wait for that: the buffer is read from until then."""
-    ended = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, and for no other's copies
+    ended = cuda.waiting_event()  # for no other's copies
     # In inference mode, because so may the caller be: its tensors take no writes outside.
-    with torch.inference_mode(), on_device(device), torch.cuda.stream(stream):
+    with torch.inference_mode(), cuda.on_stream(device, stream):
         try:
             for source, wanted, begin, length in parts:
                 piece = segment.tensor[source : source + length]
@@ -130,7 +133,7 @@ class _Target:
             torch.autograd.graph.increment_version(tensor)
         self._final: torch.Tensor | None = None
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        if not plain or tensor.device.type not in ("cpu", "cuda"):
+        if not plain or not cuda.has_plain_bytes(tensor):
             self._final = tensor
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
         self.device = tensor.device
@@ -148,10 +151,15 @@ class _Target:
                 items.copy_(self.flat.view(items.dtype).reshape(items.shape))
 
 
-def plan_reads(archive: OpenArchive, numbers: Sequence[int], *, keep_parts: bool) -> list[_Read]:
-    """Cut what these tensors need into reads: whole digest blocks (or pages), neighbours together, up to a buffer's size."""
+def plan_reads(
+    archive: OpenArchive, numbers: Sequence[int], *, keep_parts: bool, first: int = 0
+) -> list[_Read]:
+    """Cut what these tensors need into reads: whole digest blocks (or pages), neighbours together, up to a buffer's size.
+
+    What is wanted is numbered from `first` on.
+    """
     wanted: dict[Extent, list[int]] = {}  # one tensor may fill several, that are tied no more
-    for i, number in enumerate(numbers):
+    for i, number in enumerate(numbers, first):
         wanted.setdefault(archive.index.tensors[number].extent, []).append(i)
     extents = sorted({*wanted, *archive.headers(numbers)}, key=lambda extent: extent.offset)
     granule = BLOCK_BYTES if archive._digests is not None else PAGE_BYTES
@@ -171,11 +179,12 @@ def plan_reads(archive: OpenArchive, numbers: Sequence[int], *, keep_parts: bool
                     reads[-1].extent = last = Extent(last.offset, last.length + room)
                 else:
                     last = Extent(begin, room)
-                    reads.append(_Read(last, []))
+                    reads.append(_Read(archive, last, []))
             stop = min(end, last.end)
             if keep_parts:
                 reads[-1].parts += [
-                    _Part(at - last.offset, i, at - extent.offset, stop - at) for i in wanted.get(extent, ())
+                    _Stretch(at - last.offset, i, at - extent.offset, stop - at)
+                    for i in wanted.get(extent, ())
                 ]
             at = stop
     return reads

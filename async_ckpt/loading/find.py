@@ -21,11 +21,13 @@ from ..errors import (
 )
 from ..runs.manifest import INTENT, Archive, Manifest, parse
 from ..runs.manifest import NAME as MANIFEST
+from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
-from ..runs.run import TRIES, Run, overtaken
+from ..runs.run import Run
 from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
-from ..storage.place import Where, parent_and_name, storage_at
+from ..storage.place import storage_at
+from ..storage.url import Where, parent_and_name
 from .open import Groups, OpenArchive, Part
 
 T = TypeVar("T")
@@ -138,14 +140,13 @@ class _Committed(NamedTuple):
         return cls(storage, folder, read, root)
 
     def archives(self, made: Manifest) -> list[_Named]:
-        """The step's own archive, and those that it has borrowed groups from."""
+        """The step's own archives, and those that it has borrowed groups from."""
         lent: dict[tuple[str, Archive], set[str]] = {}
         for borrowed in made.elsewhere:
             lent.setdefault((borrowed.folder, borrowed.archive), set()).add(borrowed.group)
-        own = made.archives[0]
-        path = f"{self.folder}/{own.name}" if self.folder else own.name
+        below = f"{self.folder}/" if self.folder else ""
         return [
-            _Named(self.storage, path, own),
+            *(_Named(self.storage, f"{below}{own.name}", own) for own in made.archives),
             *(
                 _Named(self.root(), f"{folder}/{told.name}", told, frozenset(groups))
                 for (folder, told), groups in lent.items()

@@ -18,12 +18,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..state.tree import (
-    Select,
-    Stored,
-    replaced,
-    selector,
-)
+from ..state.names import Select, selector
+from ..state.tree import Stored, replaced
 from .fill import Wanted, fill, plan_reads
 from .open import CPU, Groups, OpenArchive, Part
 
@@ -56,7 +52,7 @@ def load_state(
         _verify_mapped(archive, numbers, mapped)
     else:
         tensors = {n: archive.empty(n, CPU if n in on_host else device) for n in numbers}
-        fill(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])
+        fill([(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])])
 
     def give(leaf: Stored) -> Any:
         if leaf.kind == "object":

@@ -16,29 +16,19 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..backends import cuda
 from ..errors import CorruptCheckpointError, FormatVersionError, UntrustedObjectError
 from ..format import digests, index, safetensors, tar
 from ..format.index import Index, Member
 from ..host.pool import advise_huge_pages
 from ..spec import BLOCK_BYTES, KIB, Extent, align_up
 from ..state import pickled
-from ..state.tree import (
-    Path,
-    Select,
-    Selector,
-    Stored,
-    decode,
-    dtype_named,
-    selector,
-    shown,
-    top_keys,
-)
+from ..state.names import Path, Select, Selector, selector, shown
+from ..state.tree import Stored, decode, dtype_named, top_keys
 from ..storage.base import Reader
 from ..storage.local import LocalReader
 
 Groups = Collection[str] | None
-
-
 # Around the headers of a member: several small members at once, and little of a large one.
 _NEAR_BYTES: Final = 64 * KIB
 CPU: Final = torch.device("cpu")  # said everywhere, because a caller may have set another default
@@ -337,8 +327,7 @@ class OpenArchive:
     def leaf(self, leaf: Stored, tensor: torch.Tensor, device: torch.device) -> Any:
         """What a stored leaf is, given the tensor with its bytes, which may be filled later; for "bytes", not."""
         if leaf.kind == "tensor":
-            there = tensor.device.type == device.type and device.index in (None, tensor.device.index)
-            return tensor if there else tensor.to(device)
+            return tensor if cuda.is_at(tensor, device) else tensor.to(device)
         if leaf.kind == "bytes":
             return bytes(tensor.numpy())
         try:
@@ -359,7 +348,7 @@ class OpenArchive:
         """New memory for a tensor of the archive."""
         told = self.index.tensors[number]
         tensor = torch.empty(told.shape, dtype=self.dtype(number), device=device)
-        if device.type == "cpu":
+        if cuda.is_host(device):
             _ask_for_huge_pages(tensor)
         return tensor
 

@@ -19,7 +19,8 @@ import torch
 
 from ..errors import CorruptCheckpointError, StateMismatchError
 from ..state.capture import why_not
-from ..state.tree import Path, Select, Stored, dtype_name, replaced, shown
+from ..state.names import Path, Select, shown
+from ..state.tree import Stored, dtype_name, replaced
 from .fill import Wanted, fill
 from .load import Verify, check_lent, check_select, raise_unless_any
 from .open import OpenArchive, Part
@@ -65,11 +66,10 @@ def restore_state(
     for match, _ in matches:
         match.raise_problems(strict or nothing_fits)
     if verify == "first":
-        for match, _ in matches:
-            fill(match.archive, list(match.wanted.values()), copy=False)
+        fill([(match.archive, list(match.wanted.values())) for match, _ in matches], copy=False)
     for match, share in matches:
         with _partly_overwritten(match.archive):
-            fill(match.archive, list(match.wanted.values()))
+            fill([(match.archive, list(match.wanted.values()))])
             with torch.no_grad():
                 for action in match.actions:
                     action()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -25,9 +26,19 @@ from ..format.digests import DIGEST_BYTES, block_digest
 NAME: Final = "manifest.json"
 VERSION: Final = 1
 INTENT: Final = re.compile(r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json")
+_RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
 _HEAD: Final = b'{"digest": "'
 _AFTER_DIGEST: Final = b'",\n'
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{8}")
+
+
+def retired_name() -> str:
+    """A new name for a manifest that a rollback has taken out of the run: still there for whoever wants it back."""
+    return f"manifest.retired-{os.urandom(4).hex()}.json"
+
+
+def is_retired_name(name: str) -> bool:
+    return _RETIRED.fullmatch(name) is not None
 
 
 def intent_name(step: int, attempt: str) -> str:
@@ -88,6 +99,14 @@ class Manifest:
         """All that lie in this step's folder."""
         beside = {other.archive: None for other in self.elsewhere if other.step == self.step}
         return (*self.archives, *beside)
+
+    def lent(self, group: str) -> tuple[Elsewhere, ...]:
+        """Where a group is that is not in this step's archives."""
+        return tuple(borrowed for borrowed in self.elsewhere if borrowed.group == group)
+
+    def path_in(self, folder: str) -> str:
+        """Where its state is: the archive, or with several their folder."""
+        return f"{folder}/{self.archives[0].name}" if len(self.archives) == 1 else folder
 
     @property
     def num_bytes(self) -> int:

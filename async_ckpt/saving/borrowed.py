@@ -72,11 +72,16 @@ class _GroupLook:
 
 @dataclass(slots=True)
 class _Written:
-    """Where a group was written last, and how it looked then."""
+    """Where a group was written last, in one archive or several, and how it looked then."""
 
-    borrowed: Elsewhere
+    step: int
+    borrowed: tuple[Elsewhere, ...]
     look: Look
     runs: set[Run] = field(default_factory=set)
+
+    @property
+    def archives(self) -> tuple[Archive, ...]:
+        return tuple(lent.archive for lent in self.borrowed)
 
 
 class Driver(NamedTuple):
@@ -108,6 +113,19 @@ class Contents:
         self.look: Look | None = None
         self.driver: Driver | None = None
 
+    def own_of(
+        self,
+        state: Any,
+        unchanged: Collection[str],
+        known: UnchangedGroups,
+        *,
+        step: int,
+        runs: Sequence[Run],
+    ) -> Any:
+        """What of the state is to be written; the rest is borrowed."""
+        own, self.borrowed = known.without(state, unchanged, step=step, runs=runs)
+        return own
+
     def lenders(self) -> list[int]:
         """The steps that it borrows from."""
         return [borrowed.step for borrowed in self.borrowed]
@@ -135,21 +153,21 @@ class UnchangedGroups:
         for name in names:
             if not isinstance(state, Mapping) or name not in state or _is_plain(state[name]):
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
-        borrowed = []
+        borrowed: list[Elsewhere] = []
         for name in sorted(names):
             # Without the lock: this is the caller's thread, which may be interrupted, and must not be while it holds one.
             known = self._written.get(name)
-            if known is None or known.borrowed.step >= step or not known.runs.issuperset(runs):
+            if known is None or known.step >= step or not known.runs.issuperset(runs):
                 continue  # it has to be written
             now = Look(capture({name: state[name]})).of(name)
             differences = known.look.of(name).differences(now)
             if differences:
                 shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")
                 raise NotUnchangedError(
-                    f"{name} is not as it was saved in step {known.borrowed.step}: {shown}; leave it out of unchanged=",
+                    f"{name} is not as it was saved in step {known.step}: {shown}; leave it out of unchanged=",
                     names=tuple(differences),
                 )
-            borrowed.append(known.borrowed)
+            borrowed += known.borrowed
         absent = {b.group for b in borrowed}
         if len(absent) == len(state):
             raise ValueError("every group is said to be unchanged; there would be nothing to save")
@@ -157,32 +175,35 @@ class UnchangedGroups:
 
     def lenders(self) -> set[int]:
         """The steps that the next save may borrow from."""
-        return {known.borrowed.step for known in self._written.values()}
+        return {known.step for known in self._written.values()}
 
-    def committed(self, run: Run, step: int, archive: Archive, contents: Contents) -> None:
+    def committed(self, run: Run, step: int, archives: tuple[Archive, ...], contents: Contents) -> None:
         """A save is true at one run: from now on its groups may be borrowed from it."""
         if contents.look is None:
             return
         with self._lock:
-            if any(known.borrowed.step > step for known in self._written.values()):
+            if any(known.step > step for known in self._written.values()):
                 for known in self._written.values():  # it arrived late
-                    if known.borrowed.archive == archive:
+                    if known.archives == archives:
                         known.runs.add(run)
                 return
             kept = {b.group: self._written[b.group] for b in contents.borrowed if b.group in self._written}
             for group in contents.look.groups:
                 before = self._written.get(group)
-                if before is None or before.borrowed.archive.name != archive.name:
-                    before = _Written(Elsewhere(group, step, run.folder(step), archive), contents.look)
+                if before is None or before.archives != archives:
+                    lent = tuple(Elsewhere(group, step, run.folder(step), archive) for archive in archives)
+                    before = _Written(step, lent, contents.look)
                 before.runs.add(run)
                 kept[group] = before
             self._written = kept
 
-    def restored(self, state: Any, parts: Mapping[str, Elsewhere], runs: Collection[Run]) -> None:
+    def restored(self, state: Any, parts: Mapping[str, tuple[Elsewhere, ...]], runs: Collection[Run]) -> None:
         """Live groups hold what these archives do: they need not be written again either."""
         look = Look(capture(state))
         with self._lock:
-            self._written = {group: _Written(borrowed, look, set(runs)) for group, borrowed in parts.items()}
+            self._written = {
+                group: _Written(lent[0].step, lent, look, set(runs)) for group, lent in parts.items()
+            }
 
 
 def _is_plain(value: Any) -> bool:

@@ -39,7 +39,11 @@ class Target(Protocol):
 
     path: str
     storage: Storage
+    in_order: bool  # its sink sends in file order, and holds what comes early
     num_bytes_beside: int  # of other objects of the checkpoint, which `commit` writes
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        """How many segments in a row its sink must hold at once before it can send any of them."""
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         """Begin the object; asks nothing over a network."""
@@ -114,18 +118,19 @@ class Delivery:
         """Returns when the archive is durable; raises when it will not be."""
         assert sink is not None
         checked = asyncio.ensure_future(self._off_loop(self.target.check))
-        written = asyncio.wrap_future(lane.written)
+        arrived: asyncio.Future[Any] = asyncio.gather(checked, asyncio.wrap_future(lane.written))
+        failed: list[asyncio.Future[Any]] = []
+        if sink.failed is not None:
+            failed.append(asyncio.wrap_future(sink.failed))
         try:
-            await asyncio.wait([checked, written], return_when=asyncio.FIRST_EXCEPTION)
-            if checked.done():
-                checked.result()
-            await written
-            await checked
+            done, _ = await asyncio.wait([arrived, *failed], return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                future.result()
             self.reached = Reached.FINISHING
             await self._off_loop(self._spans.traced("finish", sink.finish, path=self.target.path))
         except BaseException as error:
             self.error = error
-            for future in (checked, written):  # nobody waits for them any more
+            for future in (checked, arrived, *failed):  # nobody waits for them any more
                 future.add_done_callback(ask_for_exception)
             if self._may_miss(error):
                 self._drain.drop(lane, error)

@@ -58,7 +58,7 @@ class CopyErrand(ABC):
         try:
             handle = files_saver().take_on(self)
         except BaseException:
-            self.copy.let_go()
+            self.copy.release()
             raise
         self.copy.begin()
         return handle
@@ -96,7 +96,7 @@ class CopyErrand(ABC):
             raise self._given_up
 
     def failed(self, error: BaseException) -> None:
-        self.copy.let_go()
+        self.copy.release()
         if self._out is not None:
             self._out.abort()
         if self._scratch is not None:

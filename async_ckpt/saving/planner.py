@@ -15,13 +15,14 @@ from ..spans import wall_time
 from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up
 from ..staging.device import fill_image
 from ..state.capture import Capture, capture
-from ..storage.base import Storage
 
 
 class GoesTo(Protocol):
     """What the planner wants to know of a target."""
 
-    storage: Storage
+    in_order: bool
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int: ...
 
 
 class Planner:
@@ -46,7 +47,7 @@ class Planner:
         told = layout.digests
         num_tail = -(-layout.file_bytes // size) - told.data.offset // size if told else 0
         # The tail waits for all else, of which a part is sent while the next one is filled.
-        part = max((t.storage.part_segments(layout.file_bytes, size) for t in targets), default=1)
+        part = max((t.part_segments(layout.file_bytes, size) for t in targets), default=1)
         least = num_tail + 2 * part
         self._pool.admit(layout.file_bytes, self._max_in_flight, least=least)
         if least > self._pool.max_segments:
@@ -64,8 +65,7 @@ class Planner:
         """
         is_tight = num_segments * self._max_in_flight > self._pool.max_segments
         size = self._pool.segment_bytes
-        storages = [target.storage for target in targets]
-        in_turn = any(s.in_order or s.part_segments(layout.file_bytes, size) > 1 for s in storages)
+        in_turn = any(t.in_order or t.part_segments(layout.file_bytes, size) > 1 for t in targets)
         return not (is_tight and (self._max_in_flight > 1 or in_turn))
 
 

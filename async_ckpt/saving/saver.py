@@ -13,48 +13,31 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
-from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import ClosedError
-from ..format.layout import Image, Layout
+from ..format.layout import Layout
 from ..host.threads import running_future
 from ..report import Progress, SaveReport
 from ..spans import NO_TRACE, Clock, Spans, monotonic
 from ..staging.device import first_device
-from ..staging.files import FileFill, Source
+from ..staging.files import FileFill, FilesImage
 from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
 from ..staging.stager import Snapshot, interrupted
 from ..staging.whole import HostCopy
 from ..state.capture import Capture, capture
-from ..state.tree import Select
-from ..storage.pace import Pace
+from ..state.names import Select
 from ..trace import TraceFile
 from .admission import Admission, OnOverlap, Place
 from .delivery import OffLoop, Target
-from .drain import Drain, Submit
+from .drain import Drain
 from .handle import SaveHandle
 from .ledger import Ledger
 from .planner import Planner, pool_for
 from .story import Attempt, CommitRule, Order, story
-from .worker import Pending, abandon, get_worker, wait_for
-
-
-class FileImage(Image, Protocol):
-    """An image whose pieces are of runs of files."""
-
-    @property
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """(file, offset in it) of each run."""
-
-
-class FilesImage(NamedTuple):
-    """Files, and the image of what is made of them."""
-
-    image: FileImage
-    sources: Sequence[Source]
+from .worker import Carriers, Pending, abandon, get_worker, wait_for
 
 
 class Errand(Protocol):
@@ -100,7 +83,7 @@ class Saver:
             raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
-        self._carriers = _Carriers(max_bandwidth)
+        self._carriers = Carriers(max_bandwidth)
         self.pool = pool_for(segment_bytes, host_bytes)
         self._planner = Planner(self.pool, max_in_flight)
         self._admission = Admission(max_in_flight, on_overlap)
@@ -208,8 +191,8 @@ class Saver:
             None,
             running_future(),
             snapshot,
-            partial(self._carriers.writers, alone=len(targets) == 1),
-            self._carriers.pace,
+            lambda target: self._carriers.writers(target.storage, alone=len(targets) == 1),
+            lambda target: self._carriers.pace(target.storage),
         )
         return _Begun(self, order, snapshot, place, device)
 
@@ -476,39 +459,6 @@ class _Begun:
 
     def _leave(self) -> None:
         self._saver._admission.leave(self._place)
-
-
-class _Carriers:
-    """The threads that write to each place, and how fast they may: one pace for each, whatever saves are under way."""
-
-    def __init__(self, max_bandwidth: float | None) -> None:
-        is_number = isinstance(max_bandwidth, int | float)
-        if max_bandwidth is not None and not (is_number and 0 < max_bandwidth < inf):
-            raise ValueError(
-                f"max_bandwidth must be a number of bytes per second, such as 500e6, got {max_bandwidth!r}"
-            )
-        self._max_bandwidth = max_bandwidth
-        self._places: set[str] = set()  # that have threads of their own
-        self._paces: dict[str, Pace] = {}  # by place
-
-    def writers(self, target: Target, *, alone: bool) -> Submit:
-        """What runs the writes to a target. `alone`: the save goes to no other."""
-        if alone and self._max_bandwidth is None:
-            return get_worker().writers().submit
-        place = target.storage.locate("")
-        self._places.add(place)
-        return get_worker().writers(place).submit
-
-    def pace(self, target: Target) -> Pace | None:
-        if self._max_bandwidth is None:
-            return None
-        return self._paces.setdefault(target.storage.locate(""), Pace(self._max_bandwidth))
-
-    def stop(self) -> None:
-        """Let the threads end."""
-        with suppress(ClosedError):  # the interpreter is exiting, and ends all threads
-            for place in list(self._places):
-                get_worker().stop_writers(place)
 
 
 async def _errand(errand: Errand, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:

@@ -18,10 +18,11 @@ from ..runs.manifest import Archive, Elsewhere, Manifest
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
 from ..storage.base import Sink, Storage
-from ..storage.compressed import Zstd, compressing
-from ..storage.local import temps_of
-from ..storage.place import Where, parent_and_name, storage_at
+from ..storage.compressed import Zstd, ZstdSink, refuse_if_missing
+from ..storage.locks import temps_of
+from ..storage.place import storage_at
 from ..storage.scratch import refuse_in_running
+from ..storage.url import Where, parent_and_name
 from .borrowed import Contents
 from .line import Line
 from .worker import get_worker
@@ -50,10 +51,14 @@ class FileTarget:
         """What the user said, checked. `place` are the options of its URL."""
         parent, name = parent_and_name(path, fs=place.get("fs"))
         storage, how = storage_at(parent, **place), _how(compression, name)
-        return cls(storage if how is None else compressing(storage, how), name)
+        if how is not None:
+            refuse_if_missing()
+        return cls(storage, name, how)
 
-    def __init__(self, storage: Storage, name: str) -> None:
-        self.storage, self._name = storage, name
+    def __init__(self, storage: Storage, name: str, how: Zstd | None = None) -> None:
+        """`how` it is compressed on the way, if it is."""
+        self.storage, self._name, self._how = storage, name, how
+        self.in_order = storage.in_order or how is not None
         self.path = self.storage.locate(self._name)
         if not self.storage.remote and Path(self.path).is_dir():
             example = os.path.join(self.path, "checkpoint.tar")
@@ -64,9 +69,16 @@ class FileTarget:
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         if not self.storage.remote:
             self.storage.sweep("", temps_of(self._name, self.storage.names("")), delete=True)
+        if self._how is not None:
+            return ZstdSink(
+                self.storage, self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, how=self._how
+            )
         return self.storage.create(
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
         )
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        return 1 if self._how is not None else self.storage.part_segments(num_bytes, segment_bytes)
 
     def check(self) -> None:
         """Nothing to ask."""
@@ -114,7 +126,7 @@ class StepTarget:
         self._driver_sink: Sink | None = None
         self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
         self._name = run.attempt_path(step, token)
-        self.storage = run.storage
+        self.storage, self.in_order = run.storage, run.storage.in_order
         self.path = run.storage.locate(self._name)
         run.check_known(step, overwrite=overwrite)
         if not run.storage.remote:
@@ -132,6 +144,9 @@ class StepTarget:
         return self.storage.create(
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
         )
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        return self.storage.part_segments(num_bytes, segment_bytes)
 
     def check(self) -> None:
         if self._reached < Reached.CHECKED:
@@ -165,7 +180,7 @@ class StepTarget:
         )
         self._reached = Reached.COMMITTED
         self._close_driver()
-        self._line.groups.committed(self._run, self._step, archives[0], self._contents)
+        self._line.groups.committed(self._run, self._step, archives, self._contents)
         if not late:
             self._line.committed(since=self._rolled_back)
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards

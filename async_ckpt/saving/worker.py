@@ -28,6 +28,8 @@ from ..host.process import in_forked_child
 from ..host.threads import Crew, Submits, Task, running_future, start_thread
 from ..report import SaveReport
 from ..spans import monotonic
+from ..storage.base import Storage
+from ..storage.pace import Pace
 from .handle import SaveHandle
 
 T = TypeVar("T")
@@ -331,6 +333,39 @@ def wait_for(future: Future[None], timeout: float | None = None) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+class Carriers:
+    """The threads that write to each place, and how fast they may: one pace for each, whatever saves are under way."""
+
+    def __init__(self, max_bandwidth: float | None) -> None:
+        is_number = isinstance(max_bandwidth, int | float)
+        if max_bandwidth is not None and not (is_number and 0 < max_bandwidth < inf):
+            raise ValueError(
+                f"max_bandwidth must be a number of bytes per second, such as 500e6, got {max_bandwidth!r}"
+            )
+        self._max_bandwidth = max_bandwidth
+        self._places: set[str] = set()  # that have threads of their own
+        self._paces: dict[str, Pace] = {}  # by place
+
+    def writers(self, storage: Storage, *, alone: bool) -> Callable[[Task], None]:
+        """What runs the writes to a place. `alone`: the save goes to no other."""
+        if alone and self._max_bandwidth is None:
+            return get_worker().writers().submit
+        place = storage.locate("")
+        self._places.add(place)
+        return get_worker().writers(place).submit
+
+    def pace(self, storage: Storage) -> Pace | None:
+        if self._max_bandwidth is None:
+            return None
+        return self._paces.setdefault(storage.locate(""), Pace(self._max_bandwidth))
+
+    def stop(self) -> None:
+        """Let the threads end."""
+        with suppress(ClosedError):  # the interpreter is exiting, and ends all threads
+            for place in list(self._places):
+                get_worker().stop_writers(place)
 
 
 _worker: Worker | None = None

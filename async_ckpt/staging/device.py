@@ -15,12 +15,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Final
 
 import torch
 
-from ..backends.cuda import on_device
+from ..backends import cuda
 from ..format.layout import Piece
 from ..host.pool import Segment
 from ..spec import KIB, MIB
@@ -34,7 +34,7 @@ _BLOCK_BYTES: Final = 4 * MIB
 _UNCHECKED_BYTES: Final = 4 * MIB
 
 
-class _Lane:
+class _Side:
     """What one device keeps between saves: its side stream, and the buffer that small tensors are packed into.
 
     The buffer is used by copies of one stream only, which run one after the other, so it needs no fence; `lock`
@@ -43,12 +43,12 @@ class _Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
-        self.side = torch.cuda.Stream(device)
-        with torch.inference_mode(False), on_device(device), torch.cuda.stream(self.side):
+        self.side = cuda.new_stream(device)
+        with torch.inference_mode(False), cuda.on_stream(device, self.side):
             self.scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
-_lanes: dict[torch.device, _Lane] = {}
+_sides: dict[torch.device, _Side] = {}
 
 
 class Device:
@@ -56,30 +56,25 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._lane = _lanes.get(device) or _lanes.setdefault(device, _Lane(device))
-        self._holds: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._kept = _sides.get(device) or _sides.setdefault(device, _Side(device))
+        self._holds: list[tuple[Any, Any]] = []  # events before and after each
 
     @property
-    def side(self) -> torch.cuda.Stream:
-        return self._lane.side
+    def side(self) -> Any:
+        return self._kept.side
 
-    @contextmanager
-    def on_side(self) -> Iterator[None]:
-        """Enqueue on the side stream. The device is set around the stream, or leaving it on a thread that has none
-        yet would make a context on the first GPU.
-        """
-        with on_device(self.device), torch.cuda.stream(self.side):
-            yield
+    def on_side(self) -> AbstractContextManager[Any]:
+        """Enqueue on the side stream."""
+        return cuda.on_stream(self.device, self.side)
 
     def follow_training(self) -> None:
         """Copies enqueued from now on see all that was enqueued on the current stream until now."""
-        self.side.wait_stream(torch.cuda.current_stream(self.device))
+        self.side.wait_stream(cuda.current_stream(self.device))
 
     def hold_training(self) -> None:
         """What is enqueued on the current stream from now on waits for the copies enqueued until now."""
-        stream = torch.cuda.current_stream(self.device)
-        before = torch.cuda.Event(enable_timing=True)
-        after = torch.cuda.Event(enable_timing=True)
+        stream = cuda.current_stream(self.device)
+        before, after = cuda.timing_event(), cuda.timing_event()
         before.record(stream)
         stream.wait_stream(self.side)
         after.record(stream)
@@ -95,7 +90,7 @@ class Device:
         Nor does any on a device that is broken by now: its save may be committed all the same.
         """
         try:
-            with on_device(self.device):
+            with cuda.on_device(self.device):
                 ended = [(before, after) for before, after in self._holds if after.query()]
                 return float(sum(before.elapsed_time(after) for before, after in ended)) / 1e3
         except RuntimeError:
@@ -108,12 +103,12 @@ class Device:
         tensors: list[torch.Tensor],
         dense: list[bool],
         aliases: Mapping[int, Alias],
-    ) -> torch.cuda.Event:
+    ) -> Any:
         """Enqueue the copies of `pieces` into `segment`; the event fires when they have ended. From any thread.
 
         A tensor that has an alias is read through that.
         """
-        with self._lane.lock, self.on_side():
+        with self._kept.lock, self.on_side():
             packed: list[torch.Tensor] = []
             packed_begin = packed_end = 0
             for target, number, source, length in pieces:
@@ -141,23 +136,23 @@ class Device:
                 self._copy_packed(segment, packed, packed_begin, packed_end)
             return self._mark()
 
-    def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
+    def _mark(self) -> Any:
+        event = cuda.waiting_event()
         event.record(self.side)
         return event
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: Any) -> None:
         """Block this thread, off the GIL, until the event has fired."""
-        with on_device(self.device):
+        with cuda.on_device(self.device):
             event.synchronize()
 
     def synchronize(self) -> None:
         """Wait until no copy is under way any more; what a broken device says is not news to who calls this."""
-        with suppress(RuntimeError), on_device(self.device):
+        with suppress(RuntimeError), cuda.on_device(self.device):
             self.side.synchronize()
 
     def _copy_packed(self, segment: Segment, parts: list[torch.Tensor], begin: int, end: int) -> None:
-        scratch = self._lane.scratch[: end - begin]
+        scratch = self._kept.scratch[: end - begin]
         torch.cat(parts, out=scratch)
         segment.tensor[begin:end].copy_(scratch, non_blocking=True)
 
@@ -213,9 +208,7 @@ def copy_by_kernel(target: int, sources: Sequence[tuple[int, int]]) -> int | Non
 
 def host_pointer(tensor: torch.Tensor) -> int:
     """The address of a dense CPU tensor; 0 for any other, and for one without bytes."""
-    dense = (
-        tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    )
+    dense = cuda.is_on_host(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     return tensor.data_ptr() if dense else 0
 
 
@@ -320,9 +313,9 @@ def fill_image(image: bytearray, pieces: Iterable[Piece], tensors: Sequence[torc
 
 
 def first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The first CUDA device with something to save. Raises RuntimeError while a graph is being captured on it."""
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if device is not None and torch.cuda.is_current_stream_capturing():
+    """The first accelerator with something to save. Raises RuntimeError while a graph is being captured on it."""
+    device = next((there for tensor in tensors if (there := cuda.device_of(tensor)) is not None), None)
+    if device is not None and cuda.is_capturing():
         raise RuntimeError(
             "save was called while a CUDA graph is being captured; call it before or after the capture"
         )

@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from ..errors import StorageUnavailableError, TornSnapshotError, UnsupportedStateError
-from ..format.layout import SegmentPlan
+from ..format.layout import Image, SegmentPlan
 from ..format.tarball import Entry, stays_inside
 from ..host.limits import num_cpus
 from ..host.pool import Lease, SegmentPool
@@ -264,3 +264,18 @@ def _changed(source: Source) -> TornSnapshotError:
     return TornSnapshotError(
         f"{source.path} changed while it was being packed; write it first, then pack", names=(source.path,)
     )
+
+
+class FileImage(Image, Protocol):
+    """An image whose pieces are of runs of files."""
+
+    @property
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """(file, offset in it) of each run."""
+
+
+class FilesImage(NamedTuple):
+    """Files, and the image of what is made of them."""
+
+    image: FileImage
+    sources: Sequence[Source]

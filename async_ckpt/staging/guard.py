@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from ..backends import cuda
 from ..spec import MIB, TensorSpec
 
 # Below this a copy costs less than keeping account of it.
@@ -23,7 +24,7 @@ DEFERRED_BYTES: Final = MIB
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-class Held(Protocol):
+class Holds(Protocol):
     """What a gate waits for: a snapshot whose copies are under way."""
 
     def hold(self) -> None:
@@ -35,16 +36,16 @@ class Gate:
 
     def __init__(self) -> None:
         # Changed and copied in one step each, without a lock: a step that is interrupted must not be while it holds one.
-        self._pending: set[Held] = set()
+        self._pending: set[Holds] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         """Of a copied optimizer: the copy is for saving, and never steps."""
         return Gate()
 
-    def close(self, snapshot: Held) -> None:
+    def close(self, snapshot: Holds) -> None:
         self._pending.add(snapshot)
 
-    def open(self, snapshot: Held) -> None:
+    def open(self, snapshot: Holds) -> None:
         self._pending.discard(snapshot)
 
     def _before_step(self, *_: Any) -> None:
@@ -105,7 +106,7 @@ def deferrable(
     None while a stream is being captured into a graph, nor of an optimizer with `capturable` groups: replaying a
     graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never deferred.
     """
-    if not optimizers or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not optimizers or cuda.is_capturing():
         return {}
     guarded: dict[int, torch.Tensor] = {}  # by address; of those that begin at the same one, the largest
     for optimizer in optimizers:
@@ -129,11 +130,11 @@ def deferrable(
 
 def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    on_host = all(p.is_cpu for p in params)
+    on_host = all(map(cuda.is_on_host, params))
     yield from (p for p in params if type(p) in (torch.Tensor, torch.nn.Parameter))
     for state in optimizer.state.values():
         for value in state.values() if isinstance(state, dict) else ():
-            if type(value) is torch.Tensor and (on_host or value.is_cuda):
+            if type(value) is torch.Tensor and (on_host or cuda.device_of(value) is not None):
                 yield value
 
 

@@ -30,7 +30,8 @@ from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
 from .device import first_device
 from .guard import Optimizers, deferrable, gate_of
-from .stager import Snapshot, version_of
+from .stager import Snapshot
+from .tripwires import version_of
 
 # Vector loads, and what CUDA aligns its own allocations to.
 _ALIGNMENT: Final = 512
@@ -73,11 +74,11 @@ class HostMemory:
             if device is not None and not segment.pinned:
                 segment.pin(device)  # refused: the copy is slower, and right
         except BaseException:
-            self.let_go(num_bytes)
+            self.returned(num_bytes)
             raise
         return segment
 
-    def let_go(self, num_bytes: int) -> None:
+    def returned(self, num_bytes: int) -> None:
         """A copy of this size has ended: what is still held of it does not count here."""
         with self._changed:
             self._num_lent -= 1
@@ -196,7 +197,7 @@ class HostCopy:
     """Ordinary tensors (dense memory of their own, on the CPU or CUDA), copied to the host.
 
     `tensors` are the copies, in order: same shape, strides, offset and sharing; their bytes are there when
-    `completion` has resolved. Drop them, and `let_go`, when they have served.
+    `completion` has resolved. Drop them, and `release`, when they have served.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class HostCopy:
             self._copied = {_key(tensor): _Copied(tensor, copy.untyped_storage()) for tensor, copy in pairs}
             self._pid = os.getpid()
         except BaseException:
-            self.let_go()
+            self.release()
             raise
 
     def _stage(self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock) -> Snapshot:
@@ -285,12 +286,12 @@ class HostCopy:
                 found.add(i)
         return frozenset(found)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The copies have served; the next one may have the memory. Idempotent."""
         if self._buffer is not None:
             self._buffer = None
             self.tensors, self._copied = [], {}
-            self._memory.let_go(max(1, self.num_bytes))
+            self._memory.returned(max(1, self.num_bytes))
 
     def __repr__(self) -> str:
         return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"

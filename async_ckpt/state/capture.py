@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 
+from ..backends.cuda import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES, Json, TensorSpec
-from .tree import Encoder, Path, Select, dtype_name, is_describable, is_omitted, selector, shown
+from .names import Path, Select, selector, shown
+from .tree import Encoder, dtype_name, is_describable, is_omitted
 
 Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -109,7 +111,7 @@ class _Walk:
             where = shown(path)
             raise UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
         self.marks.append((pointer, tensor._version) if pointer and not tensor.is_inference() else None)
-        if tensor.device.type not in ("cpu", "cuda"):
+        if not has_plain_bytes(tensor):
             tensor = tensor.detach().cpu()  # mps, xpu, …: no side stream here, one plain copy
         number = len(self.specs)
         alias = None

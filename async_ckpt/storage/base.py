@@ -7,11 +7,12 @@ All calls block, and may come from any thread; the worker keeps them off its loo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self
 
 
-class Held(Protocol):
+class Lent(Protocol):
     """Memory on loan: whoever reads it after the call that handed it over retains it, and releases it when done."""
 
     def retain(self) -> None: ...
@@ -22,11 +23,23 @@ class Held(Protocol):
 class Sink(Protocol):
     """The write side of one object that is not there yet. Only `finish` makes it appear."""
 
-    num_bytes: int  # of the object; until it is finished, what was announced
-    num_retries: int  # requests, or whole attempts, that had to be made again
-    retryable: bool  # what was written is all still in memory, to be sent again as a whole if need be
+    @property
+    def num_bytes(self) -> int:
+        """Of the object; until it is finished, what was announced."""
 
-    def write(self, offset: int, data: memoryview, lease: Held) -> None:
+    @property
+    def num_retries(self) -> int:
+        """Requests, or whole attempts, that had to be made again."""
+
+    @property
+    def failed(self) -> Future[None] | None:
+        """Raises, as soon as that is known, what the object will not be for; None where `write` and `finish` say all."""
+
+    @property
+    def retryable(self) -> bool:
+        """What was written is all still in memory, to be sent again as a whole if need be."""
+
+    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
         """Take a whole segment, or the last one, at `offset`: from any thread, in any order, each once.
 
         `data` is `lease`'s memory and stays as it is until that is released. A sink that sends it later retains
@@ -81,9 +94,7 @@ class Reader(Protocol):
 class Storage(Protocol):
     """One root. A missing object is FileNotFoundError; any other refusal is a StorageUnavailableError."""
 
-    remote: (
-        bool  # every call is a round trip through a network: none is made on the caller's thread of a save
-    )
+    remote: bool  # every call goes through a network: none is made on the caller's thread of a save
     in_order: bool  # its sinks send in file order, and hold what comes early
 
     def locate(self, path: str) -> str:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import bisect
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 
 from ..errors import CorruptCheckpointError
 from ..format import zstd
 from ..host.limits import num_cpus
 from ..spec import BLOCK_BYTES
 from .append import Appender
-from .base import Held, Reader, Storage
+from .base import Lent, Reader, Storage
 
 # A frame that does not get smaller grows by this much at most (`ZSTD_COMPRESSBOUND`), and a table entry is 8 bytes.
 _GROWTH: Final = 1 / 128
@@ -54,35 +55,9 @@ class Zstd:
         return self.threads or max(1, num_cpus() - 1)
 
 
-class _CompressedStorage:
-    """A storage whose objects are compressed on their way in."""
-
-    in_order = True
-
-    def __init__(self, storage: Storage, how: Zstd) -> None:
-        self._storage, self._how = storage, how
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
-
-    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:  # noqa: ARG002
-        return 1
-
-    def create(
-        self,
-        path: str,
-        *,
-        num_bytes: int,
-        segment_bytes: int,
-        max_segments: int | None = None,  # noqa: ARG002
-    ) -> ZstdSink:
-        return ZstdSink(self._storage, path, num_bytes=num_bytes, segment_bytes=segment_bytes, how=self._how)
-
-
-def compressing(storage: Storage, how: Zstd) -> Storage:
-    """The same place, where archives become `how`. Raises ImportError."""
+def refuse_if_missing() -> None:
+    """Raises ImportError where compression cannot be had."""
     _package()
-    return cast(Storage, _CompressedStorage(storage, how))
 
 
 def decompressing(reader: Reader, path: str) -> Reader:
@@ -113,7 +88,7 @@ class ZstdSink:
         self._segment_bytes = segment_bytes
         self._num_segments = -(-num_bytes // segment_bytes)
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[memoryview, Held]] = {}  # not compressed yet; under _lock, like all below
+        self._held: dict[int, tuple[memoryview, Lent]] = {}  # not compressed yet; under _lock, like all below
         self._ready: dict[int, list[tuple[bytes, int]]] = {}  # compressed, until it is their turn
         self._next = 0  # the next to be appended
         self._num_compressing = 0
@@ -130,7 +105,11 @@ class ZstdSink:
     def num_retries(self) -> int:
         return self._out.sink.num_retries
 
-    def write(self, offset: int, data: memoryview, lease: Held) -> None:
+    @property
+    def failed(self) -> Future[None] | None:
+        return self._out.sink.failed
+
+    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
         lease.retain()
         with self._lock:
             refused = self._error
@@ -147,7 +126,7 @@ class ZstdSink:
             self._fail(error)
             raise
 
-    def _take(self) -> tuple[int, memoryview, Held] | None:
+    def _take(self) -> tuple[int, memoryview, Lent] | None:
         """A segment to compress: the earliest, unless enough threads are at it or its turn is far away."""
         with self._lock:
             number = min(self._held, default=None)
@@ -157,7 +136,7 @@ class ZstdSink:
             self._num_compressing += 1
             return number, *self._held.pop(number)
 
-    def _compress(self, number: int, data: memoryview, lease: Held) -> None:
+    def _compress(self, number: int, data: memoryview, lease: Lent) -> None:
         try:
             compressor = self._compressor()
             blocks = (data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES))

@@ -8,12 +8,11 @@ random, so that a thousand ranks that a store has turned away together do not co
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ..spans import monotonic
+from .. import spans
+from ..spans import Clock
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -39,11 +38,12 @@ def persist(
     deadline_seconds: float,
     since: Callable[[], float] | None = None,
     on_retry: Callable[[BaseException], None] = lambda _: None,
-    sleep: Callable[[float], None] = time.sleep,
+    clock: Clock = spans.monotonic,
+    sleep: Callable[[float], None] = spans.sleep,
 ) -> T:
     """Call until it succeeds, fails for good, or has failed for `deadline_seconds`; then its last error is raised.
 
-    The deadline runs from the beginning, or from what `since` says (on the clock of `spans`) when the first call has
+    The deadline runs from the beginning, or from what `since` says (on the same clock) when the first call has
     failed: a long upload is not out of time before it has had any trouble. `on_retry` is told the error before each wait.
     """
     try:
@@ -51,13 +51,13 @@ def persist(
     except ImportError:
         raise ImportError('stores need tenacity; pip install "async_ckpt[s3]"') from None
 
-    begin = monotonic()
+    begin = clock()
     trouble: list[float] = []
 
     def is_over(state: RetryCallState) -> bool:
         if not trouble:
             trouble.append(since() if since else begin)
-        return monotonic() + state.upcoming_sleep - trouble[0] >= deadline_seconds
+        return clock() + state.upcoming_sleep - trouble[0] >= deadline_seconds
 
     def tell(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -72,18 +72,3 @@ def persist(
         sleep=sleep,
         reraise=True,
     )(call)
-
-
-def from_now(seconds: float) -> datetime:
-    """The moment in so many seconds, as clients of stores take it."""
-    return datetime.now(UTC) + timedelta(seconds=seconds)
-
-
-def before(moment: datetime, seconds: float) -> datetime:
-    """The moment so many seconds earlier, by whose clock it ever is."""
-    return moment - timedelta(seconds=seconds)
-
-
-def duration(seconds: float) -> timedelta:
-    """Seconds as clients of stores take them."""
-    return timedelta(seconds=seconds)

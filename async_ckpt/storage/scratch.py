@@ -19,18 +19,8 @@ from typing import Final, Self
 
 from ..errors import StorageUnavailableError
 from ..host.threads import is_library_thread
-from .local import (
-    TEMP_SUFFIX,
-    call_libc,
-    create_locked,
-    forget,
-    is_dead,
-    make_folder,
-    sync_file,
-    sync_folder,
-    temps_of,
-    translated,
-)
+from .disk import call_libc, make_folder, sync_file, sync_folder, translated
+from .locks import TEMP_SUFFIX, create_locked, forget, is_dead, temps_of
 
 _FOLDER_SUFFIX: Final = ".d"
 _INNER: Final = "files"

@@ -22,7 +22,9 @@ def __getattr__(name: str) -> Any:
     if name == "StorageContract":
         import pytest
 
-        pytest.register_assert_rewrite(f"{__name__}.contract")
+        pytest.register_assert_rewrite(
+            *(f"{__name__}.{part}" for part in ("contract", "archives", "objects", "lending"))
+        )
         from .contract import StorageContract
 
         return StorageContract

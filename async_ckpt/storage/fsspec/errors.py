@@ -7,10 +7,11 @@ Knows nothing of: which call it was.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
+
+from .. import stores
 
 
 class NoBucketError(OSError):
@@ -22,21 +23,16 @@ CONFLICT: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "
 NO_SUCH_CALL: Final = frozenset({"NotImplemented", "501", "InvalidArgument", "InvalidRequest", "400", "405"})
 # By what an error or one of its causes is called, in S3's codes and in Python's classes: what to do about it.
 _ADVICE: Final = {
-    "NoBucketError": "create it, or correct the URL",
-    "NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound": (
-        "give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or storage_options; for a public bucket "
-        'storage_options={"skip_signature": True}'
-    ),
-    "ExpiredToken ExpiredTokenException TokenRefreshRequired": "the credentials have expired; renew them",
-    "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken AuthenticationException": "correct the credentials",
-    "RequestTimeTooSkewed": "this machine's clock is wrong; set it (NTP)",
-    "PermanentRedirect 301 AuthorizationHeaderMalformed IllegalLocationConstraintException": (
-        'the bucket is in another region; give it in storage_options={"region": ...}'
-    ),
-    "PermissionError AccessDenied 403": "make sure that one may read, write, list and delete there",
+    "NoBucketError": stores.CREATE,
+    "NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound": stores.NO_KEYS,
+    "ExpiredToken ExpiredTokenException TokenRefreshRequired": stores.LOG_IN,
+    "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken AuthenticationException": stores.KEYS,
+    "RequestTimeTooSkewed": stores.CLOCK,
+    "PermanentRedirect 301 AuthorizationHeaderMalformed IllegalLocationConstraintException": stores.REGION,
+    "PermissionError AccessDenied 403": stores.RIGHTS,
     "EndpointConnectionError ConnectTimeoutError ReadTimeoutError HTTPClientError ClientConnectionError "
     "ConnectionError ConnectionRefusedError ConnectionResetError FSTimeoutError TimeoutError NoValidConnectionsError gaierror": (
-        "make sure that the endpoint is right and the network is up"
+        stores.AWAY
     ),
 }
 
@@ -85,12 +81,9 @@ def secrets_in(url: str, *options: Mapping[str, Any]) -> tuple[str, ...]:
         for name, value in todo.pop().items():
             if isinstance(value, Mapping):
                 todo.append(value)
-            elif isinstance(value, str) and _SECRET_NAME.search(name):
+            elif isinstance(value, str) and stores.SECRET_NAME.search(name):
                 found.add(value)
     return tuple(sorted(found - {""}, key=len, reverse=True))
 
 
 _SECRET_VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-_SECRET_NAME: Final = re.compile(
-    r"key|secret|token|pass|credential|sas|signature|connection_string", re.IGNORECASE
-)

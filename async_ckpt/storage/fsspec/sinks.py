@@ -13,9 +13,11 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ..base import Held
+from ..base import Lent
+from .bucket import Bucket
 from .errors import words_of
-from .places import Body, Bucket, Draft, Files, Info
+from .folder import Draft, Files
+from .places import Body, Info
 
 Translated = Callable[..., AbstractContextManager[None]]
 
@@ -25,17 +27,18 @@ class _HoldingSink:
 
     num_retries = 0
     retryable = False  # what was sent is not kept
+    failed = None
 
     def __init__(self, num_bytes: int, shown_as: str, translated: Translated) -> None:
         self.num_bytes = num_bytes
         self._shown_as = shown_as
         self._translated = translated
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[memoryview, Held]] = {}  # by offset; under _lock, like all below
+        self._held: dict[int, tuple[memoryview, Lent]] = {}  # by offset; under _lock, like all below
         self._error: BaseException | None = None
         self._finished = False
 
-    def _hold(self, offset: int, data: memoryview, lease: Held) -> None:
+    def _hold(self, offset: int, data: memoryview, lease: Lent) -> None:
         lease.retain()
         with self._lock:
             error = self._error
@@ -103,7 +106,7 @@ class MultipartSink(_HoldingSink):
         self._told_again: tuple[str, ...] = ()  # of what it says of a part, what it wants to hear at the end
         self._beginning = threading.Lock()
 
-    def write(self, offset: int, data: memoryview, lease: Held) -> None:
+    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
         self._hold(offset, data, lease)
         number = offset // self._part_bytes
         if self._is_small:
@@ -112,7 +115,7 @@ class MultipartSink(_HoldingSink):
         if segments:
             self._send(number, segments)
 
-    def _take(self, number: int) -> list[tuple[memoryview, Held]]:
+    def _take(self, number: int) -> list[tuple[memoryview, Lent]]:
         """The segments of a part in order, when all are there."""
         begin = number * self._part_bytes
         offsets = range(begin, min(begin + self._part_bytes, self.num_bytes), self._segment_bytes)
@@ -121,7 +124,7 @@ class MultipartSink(_HoldingSink):
                 return []
             return [self._held.pop(offset) for offset in offsets]
 
-    def _send(self, number: int, segments: list[tuple[memoryview, Held]]) -> None:
+    def _send(self, number: int, segments: list[tuple[memoryview, Lent]]) -> None:
         body = Body([view for view, _ in segments])
         try:
             with self._translated():
@@ -243,7 +246,7 @@ class AppendingSink(_HoldingSink):
         self._writing = False  # under _lock
         self._next = 0  # offset; under _lock
 
-    def write(self, offset: int, data: memoryview, lease: Held) -> None:
+    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
         self._hold(offset, data, lease)
         with self._lock:
             if self._writing:
@@ -261,7 +264,7 @@ class AppendingSink(_HoldingSink):
             finally:
                 held.release()
 
-    def _take(self) -> tuple[memoryview, Held] | None:
+    def _take(self) -> tuple[memoryview, Lent] | None:
         with self._lock:
             segment = self._held.pop(self._next, None)
             self._writing = segment is not None

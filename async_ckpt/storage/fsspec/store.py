@@ -16,14 +16,16 @@ from typing import Any, Final, Self
 
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
 from ...host.threads import Crew
-from ..place import scheme_of, shown, split_bucket, unusable_name
+from .. import stores
+from ..url import scheme_of, shown, split_bucket, unusable_name
+from .bucket import Bucket
 from .errors import advice_on, chain, secrets_in
-from .places import Bucket, Files, Moment, ReplacedError
+from .folder import Files
+from .places import Moment, ReplacedError
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, turn
 from .sinks import AppendingSink, MultipartSink, Translated
 
 # Older than this by the store's clock, and of a step that is decided: then nobody is still writing it.
-ORPHAN_SECONDS: Final = 86_400
 # No single request takes longer, its retries included: aiohttp by itself waits for ever to *send* a body.
 DEADLINE_SECONDS: Final = 900.0
 _NUM_LOOKERS: Final = 16
@@ -205,7 +207,9 @@ class FsspecStorage:
         try:
             with self._translated(folder):
                 now = self._place.now().timestamp()
-                dead = [name for name in names if now - self._modified(paths[name], now) > ORPHAN_SECONDS]
+                dead = [
+                    name for name in names if now - self._modified(paths[name], now) > stores.ORPHAN_SECONDS
+                ]
         except StorageUnavailableError as error:  # without the store's clock nothing is proved
             _log.debug("nothing was swept: %s", error)
             return []
@@ -226,7 +230,7 @@ class FsspecStorage:
         try:
             with self._translated(""):
                 bucket, prefix = self._place.where(self._place.name(""))
-                before = self._place.now().timestamp() - ORPHAN_SECONDS
+                before = self._place.now().timestamp() - stores.ORPHAN_SECONDS
                 return self._place.abort_uploads(bucket, prefix and f"{prefix}/", before)
         except StorageUnavailableError as error:
             self._say_once(

@@ -11,11 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from ..stores import CLOCK, KEYS, LOG_IN, NO_BUCKET, REGION, RIGHTS, ROOM
+
 # By the store's error code, else by HTTP status: what to do.
-NO_BUCKET: Final = "the bucket does not exist; create it, or correct the URL"
-REGION: Final = "the bucket is in another region; set `region` in storage_options, or AWS_REGION"
-LOG_IN: Final = "the credentials have expired; log in again, or renew them where they are kept"
-KEYS: Final = "check the access key and its secret"
 ADVICE: Final = {
     "NoSuchBucket": NO_BUCKET,
     "ContainerNotFound": NO_BUCKET,
@@ -25,18 +23,16 @@ ADVICE: Final = {
     "ExpiredToken": LOG_IN,
     "ExpiredTokenException": LOG_IN,
     "TokenRefreshRequired": LOG_IN,
-    "RequestTimeTooSkewed": "this host's clock is wrong; set it, by NTP for instance",
-    "RequestExpired": "this host's clock is wrong; set it, by NTP for instance",
+    "RequestTimeTooSkewed": CLOCK,
+    "RequestExpired": CLOCK,
     "InvalidAccessKeyId": KEYS,
     "SignatureDoesNotMatch": KEYS,
     "301": REGION,
     "400": "see what the store does not like about it",
     "401": KEYS,
-    "403": "let these credentials get, put, delete and list there, or use others",
-    "507": "delete old steps or lower keep_last, then save again",
+    "403": RIGHTS,
+    "507": ROOM,
 }
-NO_KEYS: Final = "give keys in storage_options, set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in (aws configure, aws sso login)"
-AWAY: Final = "see that the store is up and can be reached from this host, then try again"
 EXPIRED: Final = frozenset({code for code, advice in ADVICE.items() if advice is LOG_IN})
 LACKS: Final = frozenset({400, 405, 501})  # how stores say that they do not know a condition
 AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})

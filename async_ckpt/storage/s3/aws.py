@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
-from .. import retry
+from ... import spans
 
 # How long keys are used before they are asked for again; botocore hands out none that end sooner.
 _KEYS_SECONDS: Final = 300.0
@@ -89,7 +89,7 @@ class AwsSetup:
             "access_key_id": keys["access_key_id"],
             "secret_access_key": keys.get("secret_access_key", ""),
             "token": keys.get("session_token"),
-            "expires_at": None if self.given else retry.from_now(_KEYS_SECONDS),
+            "expires_at": None if self.given else spans.from_now(_KEYS_SECONDS),
         }
 
     def renew(self) -> None:

@@ -1,0 +1,192 @@
+"""Where a wrapped function writes: which of its arguments is the path, and what stands there.
+
+In: a function and a call of it. Out: the place, and the tensors. Knows nothing of: what is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ..storage.base import Storage
+from ..storage.place import storage_at
+from ..storage.scratch import refuse_in_running
+from ..storage.url import parent_and_name
+
+# What functions that write call the argument that says where.
+_NAMES: Final = {
+    "destination", "dest", "path", "filename", "file_path", "filepath", "fname", "file", "f", "fp",
+    "save_directory", "save_dir", "save_path", "output_dir", "output_path", "out_dir", "out_path",
+    "ckpt_dir", "ckpt_path", "checkpoint_dir", "checkpoint_path", "checkpoint_id", "local_path",
+    "folder", "directory", "dir", "out", "target",
+}  # fmt: skip
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+# Functions that take an open file where they take a path, and the ending that they add to a path without it.
+TAKE_FILES: Final = {
+    ("torch.serialization", "save"): "",
+    ("numpy", "save"): ".npy",
+    ("numpy", "savez"): ".npz",
+    ("numpy", "savez_compressed"): ".npz",
+}
+
+
+class Options(NamedTuple):
+    name: str
+    streams: bool
+    ending: str
+    scratch: str | os.PathLike[str] | None
+    place: dict[str, Any]
+
+
+class Bound(NamedTuple):
+    """A call whose destination is known: `make` gives the arguments with another one in its place."""
+
+    given: str | os.PathLike[str]
+    others: dict[str | int, Any]
+    names: dict[str | int, str]
+    make: Callable[[dict[str | int, Any], Any], tuple[list[Any], dict[str, Any]]]
+
+
+class Finder:
+    """Knows which argument of a function is the destination."""
+
+    def __init__(self, fn: Callable[..., Any], said: str | int | None) -> None:
+        self._name = name_of(fn)
+        self._said = said
+        self._parameters: Mapping[str, inspect.Parameter] = {}
+        self._signature: inspect.Signature | None = None
+        with contextlib.suppress(ValueError, TypeError):  # of some built-in functions nothing is known
+            self._signature = inspect.signature(fn)
+            self._parameters = self._signature.parameters
+        self._positional = [p.name for p in self._parameters.values() if p.kind in _POSITIONAL]
+        if isinstance(said, int) and said < len(self._positional):
+            self._said = self._positional[said]  # so it may be given by name as well
+        elif isinstance(said, str) and self._signature is not None:
+            kinds = [p.kind for p in self._parameters.values()]
+            if said not in self._parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+                raise TypeError(
+                    f"{self._name} has no argument {said!r}; it has {', '.join(self._parameters)}"
+                )
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+        if self._signature is not None:
+            self._signature.bind(*args, **kwargs)  # a wrong call is an error now, not in the background
+        values: dict[str | int, Any] = dict(enumerate(args))
+        values.update(kwargs)
+        names: dict[str | int, str] = {
+            key: key if isinstance(key, str) else f"argument {key}" for key in values
+        } | dict(enumerate(self._positional[: len(args)]))
+        key, given = self._find(values, names)
+        num_args, keywords = len(args), [*kwargs] if key in values else [*kwargs, str(key)]
+        others = {k: value for k, value in values.items() if k != key}
+
+        def make(others: dict[str | int, Any], where: Any) -> tuple[list[Any], dict[str, Any]]:
+            both = {**others, key: where}
+            return [both[i] for i in range(num_args)], {k: both[k] for k in keywords}
+
+        return Bound(given, others, names, make)
+
+    def _find(
+        self, values: Mapping[str | int, Any], names: Mapping[str | int, str]
+    ) -> tuple[str | int, str | os.PathLike[str]]:
+        """The destination's key, and its value. Raises TypeError when it cannot be told."""
+        defaults: dict[str | int, Any] = {
+            p.name: p.default
+            for p in self._parameters.values()
+            if p.kind in _BY_NAME and p.name not in names.values() and p.default is not p.empty
+        }
+        both = {**values, **defaults}
+        if self._said is not None:
+            for key, value in both.items():
+                if self._said in (key, names.get(key)):
+                    return key, self._checked(value)
+            raise TypeError(f"{self._name} was called without its destination {self._said!r}")
+        called_so = [key for key in values if names[key] in _NAMES]
+        for candidates in (
+            [key for key in called_so if names[key] in self._parameters and _is_path(values[key])],
+            [key for key in called_so if _is_path(values[key])],
+            [key for key in called_so if hasattr(values[key], "write")],  # to be refused by what it is
+            [key for key in values if _is_path(values[key])],
+            [name for name in defaults if name in _NAMES and _is_path(defaults[name])],
+        ):
+            if len(candidates) == 1:
+                return candidates[0], self._checked(both[candidates[0]])
+            if candidates:
+                break
+        many = "several" if candidates else "none"
+        raise TypeError(
+            f"which argument of {self._name} says where it writes? {many} of them may; "
+            'say so: wrap(fn, destination="its name")'
+        )
+
+    def _checked(self, value: Any) -> str | os.PathLike[str]:
+        if not _is_path(value):
+            raise TypeError(
+                f"{self._name} was given a {type(value).__qualname__} to write to; a wrapped function needs a path or URL"
+            )
+        return value  # type: ignore[no-any-return]
+
+
+class OutPath(NamedTuple):
+    """Where it is to appear."""
+
+    path: str
+    storage: Storage
+    name: str
+
+    @property
+    def parent(self) -> Path:
+        """Of a local destination."""
+        return Path(self.path).parent
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.storage.remote and Path(self.path).is_dir()
+
+
+def out_path(given: str | os.PathLike[str], options: Options) -> OutPath:
+    """Raises ValueError, IsADirectoryError and StorageUnavailableError for what cannot be written to."""
+    parent, name = parent_and_name(given, fs=options.place["fs"])
+    if name in ("", ".."):
+        raise ValueError(f"{os.fspath(given)} names no file or folder that could be replaced; give it a name")
+    if options.streams and not name.endswith(options.ending):
+        name += options.ending
+    storage = storage_at(parent, **options.place)
+    if not storage.remote and os.path.islink(os.path.join(parent, name)):
+        parent, name = os.path.split(os.path.realpath(os.path.join(parent, name)))
+        storage = storage_at(parent)
+    where = OutPath(storage.locate(name), storage, name)
+    if options.streams and where.is_folder:
+        raise IsADirectoryError(f"{where.path} is a folder; give the path of a file")
+    if where.is_folder and Path.cwd().is_relative_to(os.path.realpath(where.path)):
+        raise ValueError(
+            f"{where.path} is the folder that this process works in, and would be replaced; give one in it"
+        )
+    if not storage.remote:
+        refuse_in_running(where.parent)
+    return where
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def ending_of(fn: Callable[..., Any]) -> str | None:
+    """What is added to a path that is given to this function, if it is one that takes open files; else None."""
+    key = (getattr(fn, "__module__", ""), getattr(fn, "__name__", ""))
+    # Another one may go by its name, as what functools.wraps makes does.
+    known = getattr(sys.modules.get(key[0]), key[1], None) is fn
+    return TAKE_FILES.get(key) if known else None
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__qualname__)

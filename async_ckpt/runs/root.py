@@ -1,0 +1,296 @@
+"""One root as it is seen: which steps lie there, which of them are committed, and which rollbacks are announced.
+
+In: a storage and the naming of its steps. Out: listings and manifests. Knows nothing of: how one more step is committed.
+
+A commit that this process has seen stays known until a listing, a rollback or its own retention says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final, NamedTuple
+
+from ..errors import (
+    CheckpointError,
+    NotCommittedError,
+    StorageUnavailableError,
+)
+from ..host.threads import Crew
+from ..storage.base import Storage
+from . import manifest
+from .manifest import INTENT, Archive, Manifest, intent_name, retired_name
+from .naming import STEP_FORMAT, folder_pattern
+from .retention import Commits
+
+# A writer that keeps one step deletes it with its next save: whoever reads that slowly comes too late many times.
+TRIES: Final = 100
+# Requests to a store that are made at the same time.
+_READS_IN_FLIGHT: Final = 16
+
+_log = logging.getLogger("async_ckpt")
+
+
+class Listing(NamedTuple):
+    """What one listing of the root says: the folders of steps, ascending, and the rollbacks that are announced."""
+
+    steps: list[int]
+    intents: list[tuple[int, str]]
+
+    def has(self, step: int) -> bool:
+        at = bisect_left(self.steps, step)
+        return self.steps[at : at + 1] == [step]
+
+    def having(self, step: int) -> Listing:
+        """The same with this step, whose folder may be younger."""
+        return self if self.has(step) else Listing(sorted([*self.steps, step]), self.intents)
+
+
+class Root:
+    """What there is below one root. From any thread."""
+
+    def __init__(self, storage: Storage, step_format: str = STEP_FORMAT) -> None:
+        self.storage = storage
+        self._step_format = step_format
+        self._step_pattern = folder_pattern(step_format)
+        self._lock = threading.Lock()
+        # Under _lock, and read without it:
+        self.known = Commits()  # that were seen, and could be read; replaced as a whole
+        self.lines: dict[
+            int, bytes
+        ] = {}  # what the journal says of these; each is taken out in one step, by any thread
+        self.made: set[int] = set()  # steps committed here by this object: known without asking
+        self._parsed: dict[str, int] = {}  # the step that a name in the root stands for; -1: none
+        self._said: set[str] = set()  # warnings that are given once
+        # Replaced as a whole, by any thread:
+        self.listing: Listing | None = None  # the last one, and what was committed or deleted here since
+
+    def folder(self, step: int) -> str:
+        return self._step_format.format(step)
+
+    def archive_path(self, step: int, archive: Archive) -> str:
+        return f"{self.folder(step)}/{archive.name}"
+
+    def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str:
+        return f"{self.folder(step)}/rank_{rank:05d}.{attempt}.tar"
+
+    def driver_path(self, step: int, attempt: str) -> str:
+        return f"{self.folder(step)}/driver.{attempt}.tar"
+
+    def manifest_path(self, step: int) -> str:
+        return f"{self.folder(step)}/{manifest.NAME}"
+
+    def relist(self) -> Listing:
+        """List the root: one request. What was seen before is not parsed again: there may be thousands of steps."""
+        names = self.storage.names("")
+        intents: list[tuple[int, str]] = []
+        try:
+            steps = list(map(self._parsed.__getitem__, names))
+        except KeyError:
+            steps = [self._parse(name, intents) for name in names]
+        if len(self._parsed) > 2 * len(names) + 100:  # most of these were deleted since
+            self._parsed = {}
+        steps.sort()
+        listing = self.listing = Listing(steps[bisect_left(steps, 0) :], intents)
+        return listing
+
+    def _parse(self, name: str, intents: list[tuple[int, str]]) -> int:
+        """The step that a name in the root stands for, or -1. An intent goes to `intents`."""
+        step = self._parsed.get(name)
+        if step is not None:
+            return step
+        if intent := INTENT.fullmatch(name):  # they come and go, and are of interest each time
+            intents.append((int(intent[1]), intent[2]))
+            return -1
+        match = self._step_pattern.fullmatch(name)
+        step = int(match[1]) if match and self.folder(int(match[1])) == name else -1
+        self._parsed[name] = step
+        return step
+
+    def settled(self, look: Callable[[Listing], list[int]]) -> list[int]:
+        """What `look` finds, ascending, in a listing, or in the next one: what is listed and not committed may have been
+        deleted since, by a writer that has committed something newer.
+        """
+        listing = self.relist()
+        for _ in range(TRIES):
+            found = look(listing)
+            if found[-1:] == listing.steps[-1:]:
+                return found
+            before, listing = listing, self.relist()
+            if listing == before:
+                return found
+        raise overtaken(self.storage.locate(""))
+
+    def view(self, listing: Listing, *, tolerant: bool = False) -> Commits:
+        """The commits of a listing, ascending. `tolerant`: one that cannot be read now is left out."""
+        gone = self.retiring(listing.intents)
+        self.forget(gone)
+        known = self.known
+        if list(known) == listing.steps:
+            return known
+        found = self.look_up([step for step in listing.steps if step not in known], tolerant=tolerant)
+        found = {step: made for step, made in found.items() if not is_out(step, made, gone)}
+        self.note({step: made for step, made in found.items() if made is not None})
+        self.forget(self.known.keys() - {*listing.steps})
+        known = self.known
+        return Commits({s: known.get(s) for s in listing.steps if s in known or s in found})
+
+    def note(self, seen: Mapping[int, Manifest]) -> None:
+        """These are committed."""
+        if not seen:
+            return
+        with self._lock:
+            self.known = self.known.having(seen)
+            for step in seen:
+                self.lines.pop(step, None)
+
+    def note_commit(self, made: Manifest, newer: Collection[int], listing: Listing) -> None:
+        """A step was committed here, and those newer ones left the run with that."""
+        self.note({made.step: made})
+        self.forget(newer)
+        with self._lock:
+            self.made.add(made.step)
+            self.made.difference_update(newer)
+        self.listing = None if newer or listing.intents else (self.listing or listing).having(made.step)
+        self._parsed[self.folder(made.step)] = made.step
+
+    def note_deleted(self, step: int) -> None:
+        """A step is about to be deleted here."""
+        self.forget([step])
+        with self._lock:
+            self.made.discard(step)
+
+    def forget(self, steps: Iterable[int]) -> None:
+        """Have these steps looked at again before anything is said of them."""
+        gone = {*steps}
+        if gone:
+            with self._lock:
+                self.known = self.known.without(gone)
+                for step in gone:
+                    self.lines.pop(step, None)
+
+    def look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> dict[int, Manifest | None]:
+        """Read the manifests of those steps that are committed, in parallel where reading is slow; None for a damaged one."""
+        found: dict[int, Manifest | None] = {}
+
+        def look(step: int) -> None:
+            try:
+                found[step] = self.read(step, say=False)[0]
+            except NotCommittedError:
+                pass
+            except StorageUnavailableError:
+                if not tolerant:
+                    raise
+            except CheckpointError:
+                found[step] = None
+
+        self.do_all([partial(look, step) for step in steps])
+        return found
+
+    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
+        if not self.storage.remote or len(tasks) < 2:
+            for task in tasks:
+                task()
+            return
+        crew = Crew("look", min(_READS_IN_FLIGHT, len(tasks)))
+        try:
+            crew.run_all(tasks)
+        finally:
+            crew.stop()
+
+    def newest(self, steps: Sequence[int], gone: Mapping[int, str]) -> int | None:
+        """The last of these steps, given in ascending order, that is committed."""
+        for step in reversed(steps):
+            if self.storage.exists(self.manifest_path(step)) and not self.is_retired(step, gone):
+                return step
+        return None
+
+    def read(self, step: int, *, say: bool = True) -> tuple[Manifest, str]:
+        path = self.manifest_path(step)
+        try:
+            data, version = self.storage.read(path)
+        except FileNotFoundError as error:
+            raise (self.not_committed(step) if say else NotCommittedError(path, step=step)) from error
+        return manifest.parse(data, path=path), version
+
+    def not_committed(self, step: int) -> NotCommittedError:
+        steps = self.steps()
+        have = f"committed: {', '.join(map(str, steps[-5:]))}" if steps else "nothing is committed yet"
+        return NotCommittedError(
+            f"{self.storage.locate('')}: no step {step}; {have}", path=self.manifest_path(step), step=step
+        )
+
+    def find(self, step: int) -> Manifest | None:
+        try:
+            return self.read(step, say=False)[0]
+        except CheckpointError:
+            return None
+
+    def retiring(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
+        """What announced rollbacks have taken out of the run, as far as exactly the announced attempt stands committed."""
+        gone: dict[int, str] = {}
+        for step, attempt in intents:
+            made = self.find(step)
+            if made is not None and made.attempt == attempt:
+                gone.update((retired.step, retired.attempt) for retired in made.retires)
+        return gone
+
+    def is_retired(self, step: int, gone: Mapping[int, str]) -> bool:
+        return step in gone and is_out(step, self.find(step), gone)
+
+    def finish_rollbacks(self, intents: Sequence[tuple[int, str]]) -> None:
+        """Rename the manifests that committed rollbacks have taken out of the run; then nobody needs the intents."""
+        for step, attempt in intents:
+            made = self.find(step)
+            if made is None or made.attempt != attempt:
+                continue  # not committed: it counts for nothing, and goes with its archive
+            gone = {retired.step: retired.attempt for retired in made.retires}
+            found = self.look_up(list(gone))
+            for newer in sorted(found, reverse=True):
+                if is_out(newer, found[newer], gone):
+                    folder = self.folder(newer)
+                    retired = f"{folder}/{retired_name()}"
+                    with suppress(FileNotFoundError):  # somebody else was faster
+                        self.storage.move(f"{folder}/{manifest.NAME}", retired)
+            with self._lock:
+                self.made -= gone.keys()
+            self.storage.delete(intent_name(step, attempt))
+
+    def say_once(self, what: str, message: str) -> None:
+        with self._lock:
+            new = what not in self._said
+            self._said.add(what)
+        if new:
+            _log.warning("%s", message)
+
+    def has_said(self, what: str) -> bool:
+        return what in self._said
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+
+        def committed(listing: Listing) -> list[int]:
+            paths = {self.manifest_path(step): step for step in listing.steps}
+            found = [paths[path] for path in self.storage.existing(list(paths))]
+            gone = self.retiring(listing.intents)
+            return [step for step in found if not self.is_retired(step, gone)]
+
+        return self.settled(committed)
+
+
+def is_out(step: int, made: Manifest | None, gone: Mapping[int, str]) -> bool:
+    """Whether a rollback took this very commit of the step out of the run; one that is damaged is what was there."""
+    return step in gone and (made is None or made.attempt == gone[step])
+
+
+def overtaken(where: str) -> StorageUnavailableError:
+    """What to raise when something newer has come each of `TRIES` times."""
+    return StorageUnavailableError(
+        f"{where}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep more "
+        "of them (keep_last)",
+        path=where,
+    )

@@ -1,0 +1,180 @@
+"""What goes: the files of deleted steps, and what dead writers have left.
+
+In: a root, steps to delete. Out: a root without them; what others have put there stays. Knows nothing of: which go.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from functools import partial
+from typing import Final, NamedTuple
+
+from ..errors import (
+    CheckpointError,
+)
+from . import manifest
+from .manifest import Manifest, intent_name, is_retired_name
+from .root import Root
+
+_ARCHIVE: Final = re.compile(r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar")
+_TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp|\.async_ckpt-probe-[0-9a-f]+")
+# How often a manifest that is listed, and gone when it is read, is looked for again: more often than others will replace it.
+_READ_TRIES: Final = 20
+
+
+def is_ours(name: str) -> bool:
+    """Whether something of this name in the folder of a step may be ours, and no commit."""
+    return bool(_ARCHIVE.fullmatch(name) or _TEMP.fullmatch(name)) or is_retired_name(name)
+
+
+class Inside(NamedTuple):
+    """What lies in the folder of a step: its manifest, if it has a sound one, and the archives that are named."""
+
+    names: list[str]
+    made: Manifest | None
+    named: set[str]
+
+
+class Sweeper:
+    """Deletes below one root. From any thread."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._swept = False
+
+    def inside(self, step: int) -> Inside:
+        """What lies in the folder of a step, and what of that its manifest names, or one that was retired."""
+        folder = self._root.folder(step)
+        for _ in range(_READ_TRIES):
+            names = self._root.storage.names(folder)
+            manifests: dict[str, Manifest] = {}
+            try:
+                for name in names:
+                    if name == manifest.NAME or is_retired_name(name):
+                        path = f"{folder}/{name}"
+                        manifests[name] = manifest.parse(self._root.storage.read(path)[0], path=path)
+            except CheckpointError:
+                break
+            except FileNotFoundError:  # deleted or replaced this moment: look again
+                continue
+            named = {archive.name for made in manifests.values() for archive in made.own_archives}
+            return Inside(names, manifests.get(manifest.NAME), named)
+        # One is damaged: it might name any of them.
+        return Inside(names, None, {name for name in names if _ARCHIVE.fullmatch(name)})
+
+    def _borrowed(self, step: int) -> set[str]:
+        """Archives of a step that later ones have borrowed from, also if the step itself names another by now."""
+        commits = self._root.view(self._root.relist())
+        made = (made for later, made in commits.borrowers.items() if later > step)
+        return {borrowed.archive.name for m in made for borrowed in m.elsewhere if borrowed.step == step}
+
+    def retired(self, step: int) -> set[str]:
+        """Attempts at a step whose manifests a rollback has renamed."""
+        folder = self._root.folder(step)
+        attempts = set()
+        for name in self._root.storage.names(folder):
+            if is_retired_name(name):
+                try:
+                    data = self._root.storage.read(f"{folder}/{name}")[0]
+                    attempts.add(manifest.parse(data, path=f"{folder}/{name}").attempt)
+                except (CheckpointError, FileNotFoundError):
+                    continue
+        return attempts
+
+    def discard(self, step: int, attempt: str) -> None:
+        """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
+        try:
+            named = self.inside(step).named
+            archive, driver = self._root.attempt_path(step, attempt), self._root.driver_path(step, attempt)
+            for path in (archive, driver):
+                if path.rpartition("/")[2] not in named:
+                    self._root.storage.delete(path)
+            if archive.rpartition("/")[2] not in named:
+                self._root.storage.delete(intent_name(step, attempt))
+        except BaseException:
+            self._swept = False  # the next save sweeps what this has left
+            raise
+
+    def sweep(self) -> list[str]:
+        """Delete what dead writers left: temp files, unfinished uploads, archives that no manifest names, and intents."""
+        swept = self._root.storage.sweep_uploads()
+        listing = self._root.relist()
+        with suppress(CheckpointError):
+            self._root.finish_rollbacks(listing.intents)
+        newest = self._root.newest(listing.steps, {})
+        found: list[str] = []
+        tasks = [partial(self._sweep_folder, step, newest, found) for step in listing.steps]
+        self._root.do_all([partial(self._sweep_folder, None, newest, found), *tasks])
+        for step, attempt in listing.intents:
+            if self._is_dead_intent(step, attempt):
+                self._root.storage.delete(intent_name(step, attempt))
+                found.append(intent_name(step, attempt))
+        return swept + sorted(found)
+
+    def _is_dead_intent(self, step: int, attempt: str) -> bool:
+        """Whether nobody can commit what was announced any more: its archive is written first, and is not there."""
+        made = self._root.find(step)
+        if made is not None and made.attempt == attempt:
+            return False  # it is true, and could not be cleaned up
+        return not self._root.storage.exists(self._root.attempt_path(step, attempt))
+
+    def delete_replaced(self, step: int, replaced: Manifest | None) -> None:
+        """What `overwrite` leaves behind."""
+        borrowed = self._borrowed(step) if replaced else set()
+        for archive in replaced.own_archives if replaced else ():
+            if archive.name not in borrowed:
+                self._root.storage.delete(self._root.archive_path(step, archive))
+
+    def delete(self, step: int, inside: Inside) -> None:
+        folder = self._root.folder(step)
+        self._root.note_deleted(step)
+        self._root.storage.delete(f"{folder}/{manifest.NAME}")
+        foreign = []
+        for name in inside.names:
+            if name in inside.named or is_retired_name(name):
+                self._root.storage.delete(f"{folder}/{name}")
+            elif name != manifest.NAME:
+                foreign.append(name)
+        if foreign:
+            self._root.say_once(
+                "foreign",
+                f"{self._root.storage.locate(folder)}: step {step} was deleted by the keep_ options, but {foreign[0]!r} and "
+                "whatever else async_ckpt did not write stays there, as in the folders of all steps that follow; "
+                "delete it yourself",
+            )
+
+    def _sweep_folder(self, step: int | None, newest: int | None, swept: list[str]) -> None:
+        """Sweep the folder of a step, or the root itself."""
+        folder = "" if step is None else self._root.folder(step)
+        names = self._root.storage.names(folder)
+        decided = step is None or (newest is not None and step <= newest)
+        temps = self._root.storage.sweep(
+            folder, [n for n in names if _TEMP.fullmatch(n)], delete=True, decided=decided
+        )
+        archives = [n for n in names if _ARCHIVE.fullmatch(n)]
+        dead: list[str] = []
+        known = None if step is None else self._root.known.get(step)
+        if known is not None and {*archives} == {archive.name for archive in known.own_archives}:
+            archives = []  # nobody needs to ask
+        if step is not None and archives and {*archives} != self.inside(step).named:
+            dead = self._root.storage.sweep(folder, archives, delete=False, decided=decided)
+            # Looked at again after the locks: a writer gives its lock up only once its manifest is there.
+            named = self.inside(step).named | (self._borrowed(step) if dead else set())
+            dead = [name for name in dead if name not in named]
+        for name in dead:
+            self._root.storage.delete(f"{folder}/{name}")
+        if step is not None and len(temps) == len(names):
+            # A writer was killed before it had written anything, or had ended.
+            self._root.storage.remove_if_empty(folder)
+        swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
+
+    def sweep_once(self) -> None:
+        """What an earlier process left behind; our own failures leave nothing."""
+        if not self._swept:
+            self._swept = True
+            try:
+                self.sweep()
+            except BaseException:
+                self._swept = False
+                raise

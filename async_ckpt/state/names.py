@@ -1,0 +1,71 @@
+"""Names of what is in a state, and which of them are selected.
+
+In: paths and patterns. Out: dotted names, and what is within them. Knows nothing of: tensors.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class Selector:
+    """Whether a path is selected: by its name, by the name of what it is in, or by a glob over the dotted path."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._patterns = list(patterns)
+        self.unused = list(self._patterns)  # those that have selected nothing so far
+
+    def __call__(self, path: Path) -> bool:
+        name = dotted(path)
+        if self.unused:
+            self.unused = [pattern for pattern in self.unused if not _matches(name, pattern)]
+        return any(_matches(name, pattern) for pattern in self._patterns)
+
+    def reaches(self, name: str) -> bool:
+        """Whether it selects, or may select, an entry of this name at the top, or something in it."""
+        return any(_matches(name, pattern) or _reaches(name, pattern) for pattern in self._patterns)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+
+
+def _reaches(name: str, pattern: str) -> bool:
+    literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+    return literal.startswith(f"{name}.") or (literal != pattern and f"{name}.".startswith(literal))
+
+
+def dotted(path: Path) -> str:
+    """The name of a path, as `select` matches it."""
+    return ".".join(map(_text, path))
+
+
+def shown(path: Path) -> str:
+    """The name of a path, for people."""
+    return printable(dotted(path)) if path else "the state"
+
+
+def printable(text: str) -> str:
+    """The text with lone surrogates written out, which no terminal and no log file takes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _text(key: Any) -> str:
+    try:
+        return str(key)
+    except (ValueError, RecursionError):  # an integer, or one in a tuple, of thousands of digits
+        return f"{hex(key)[:20]}…" if isinstance(key, int) else f"<{type(key).__qualname__}>"
+
+
+def selector(select: Select) -> Selector | None:
+    """What the user has selected; None for everything."""
+    if select is None:
+        return None
+    return Selector([select] if isinstance(select, str) else select)
+
+
+Path = tuple[Any, ...]
+Select = str | Sequence[str] | None

@@ -1,0 +1,241 @@
+"""What is asked of the operating system about files, and what its errors mean.
+
+In: paths, descriptors. Out: files opened, folders that last, errors that say what to do. Knows nothing of: storages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import StorageFullError, StorageUnavailableError
+
+try:
+    import fcntl
+except ImportError:  # Windows: no record locks, so nothing is ever swept
+    fcntl = None  # type: ignore[assignment]
+
+
+O_CLOEXEC: Final = getattr(os, "O_CLOEXEC", 0)
+O_BINARY: Final = getattr(os, "O_BINARY", 0)
+O_NONBLOCK: Final = getattr(os, "O_NONBLOCK", 0)
+O_DIRECTORY: Final = getattr(os, "O_DIRECTORY", 0)
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable. What cannot be opened or synced (Windows, some FUSE) is left to the system."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | O_CLOEXEC | O_DIRECTORY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullError:
+    free = "less" if free_bytes is None else f"{free_bytes:,}"
+    needed = f"{needed_bytes:,} bytes needed, {free} free" if needed_bytes else "there is no room left"
+    return StorageFullError(
+        f"{path}: {needed}; delete old steps or lower keep_last, then save again",
+        path=str(path),
+        needed_bytes=needed_bytes,
+        free_bytes=free_bytes,
+    )
+
+
+@contextmanager
+def translated(
+    path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError], ...] = ()
+) -> Iterator[None]:
+    """Foreign errors become ours once, here; only what the caller handles itself passes."""
+    try:
+        yield
+    except passing:
+        raise
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise full(path, needed_bytes, free_bytes_at(path.parent)) from error
+        reason = error.strerror or str(error)
+        raise StorageUnavailableError(
+            f"{path}: {reason}; make sure that the folder exists, is writable and its disk is healthy",
+            path=str(path),
+        ) from error
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """Open a file that is there. What is no regular file is refused: opening it could block for ever, or do something.
+
+    Raises FileNotFoundError only where there is no such name: a link that leads nowhere is a StorageUnavailableError.
+    """
+    flags |= O_CLOEXEC | O_BINARY
+    try:
+        _refuse_kind(path, os.stat(path).st_mode)
+        try:
+            # A pipe may have taken its place this moment.
+            fd = os.open(path, flags | O_NONBLOCK)
+        except BlockingIOError:  # somebody has a lease on it, and gives it up when another opens it and waits
+            fd = os.open(path, flags)
+    except FileNotFoundError:
+        if os.path.islink(path):
+            raise StorageUnavailableError(
+                f"{path} is a link to {os.path.realpath(path)}, which is not there; bring that back, or delete the link",
+                path=str(path),
+            ) from None
+        raise
+    try:
+        _refuse_kind(path, os.fstat(fd).st_mode)
+        if O_NONBLOCK:
+            os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def refuse_special(path: Path) -> None:
+    """Raise StorageUnavailableError if there is something that is no file and must not be replaced by one."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = os.lstat(path).st_mode
+        if not stat.S_ISLNK(found):
+            _refuse_kind(path, found)
+
+
+def _refuse_kind(path: Path, mode: int) -> None:
+    if stat.S_ISREG(mode):
+        return
+    kinds = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    kind = kinds.get(stat.S_IFMT(mode), "something else")
+    raise StorageUnavailableError(
+        f"{path} is {kind} where a file should be; move it away, or use another place", path=str(path)
+    )
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, each durable in its own parent."""
+    if folder.is_dir():
+        return
+    try:
+        make_folder(folder.parent)
+        os.mkdir(folder)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise NotADirectoryError(
+                errno.ENOTDIR, f"{folder} is a file where a folder should be", str(folder)
+            ) from None
+    try:
+        sync_folder(folder.parent)
+    except BaseException:
+        remove_if_empty(folder)
+        raise
+
+
+def remove_if_empty(folder: Path) -> bool:
+    """Never the folder of a writer who has just made it: that one makes it again (see `create_locked`)."""
+    try:
+        os.rmdir(folder)
+    except OSError:  # not empty, which is the usual case, no folder, already gone, or not to be removed
+        return False
+    return True
+
+
+def rename_new(temp: Path, target: Path) -> None:
+    """Rename without replacing, for file systems without hard links: renameat2(2), RENAME_NOREPLACE."""
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, "neither link nor exclusive rename")
+    at_fdcwd, noreplace = -100, 1
+    code = call_libc("renameat2", at_fdcwd, os.fsencode(temp), at_fdcwd, os.fsencode(target), noreplace)
+    if code:
+        raise OSError(code, os.strerror(code), str(target))
+
+
+def preallocate(fd: int, num_bytes: int, target: Path) -> None:
+    """fallocate(2) itself: the C library's posix_fallocate would write zeros where the file system cannot do it."""
+    if sys.platform != "linux" or not num_bytes:
+        return
+    code = call_libc("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes))
+    if code in NO_ROOM:
+        raise full(target, num_bytes, free_bytes_at(target.parent))
+    if code not in (0, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+        raise OSError(code, os.strerror(code), str(target))
+
+
+def call_libc(name: str, *arguments: Any) -> int:
+    """Make a call that `os` lacks; its errno, or 0. Repeated when a signal interrupts it, as those of `os` are."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is None:  # an older C library
+        return errno.ENOSYS
+    while function(*arguments):
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            return code
+    return 0
+
+
+def free_bytes_at(folder: Path) -> int | None:
+    """Bytes that this user may still write there; None where the file system does not say. It need not exist yet."""
+    if not hasattr(os, "statvfs"):
+        return None
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return None
+    return stat.f_bavail * stat.f_frsize if stat.f_blocks else None
+
+
+def identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
+
+
+def address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) and not view.readonly else 1
+
+
+def sync_file(fd: int) -> None:
+    """Durable means durable: on macOS, fsync(2) leaves data in the drive's cache."""
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)
+    if full_sync is None:
+        os.fsync(fd)
+    else:
+        fcntl.fcntl(fd, full_sync)
+
+
+_seeking: Final = threading.Lock()  # where a descriptor's position is all there is (Windows)
+
+
+def pwrite(fd: int, data: memoryview, offset: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(fd, data, offset)
+    with _seeking:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.write(fd, data)
+
+
+def pread_into(fd: int, target: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [target], offset)
+    with _seeking:
+        os.lseek(fd, offset, os.SEEK_SET)
+        data = os.read(fd, len(target))
+    target[: len(data)] = data
+    return len(data)

@@ -1,0 +1,272 @@
+"""A bucket, as fsspec sees one: objects that appear whole.
+
+In: an fsspec filesystem of objects. Out: what a storage asks of it. Knows nothing of: archives.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from functools import partial
+from typing import Any, Final
+
+from ...errors import StorageUnavailableError
+from .. import stores
+from ..conditions import Conditions, Form
+from .errors import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, was_repeated, words_of
+from .places import SLICE_BYTES, Body, Info, Moment, ReplacedError, probe_name
+from .setup import OncePerProcess
+
+_CONFLICT_TRIES: Final = 4
+
+
+class Bucket:
+    """Objects of S3, by s3fs's requests: no listing, guess or copy of its file interface is in between."""
+
+    in_order = False
+    alone = False
+
+    def __init__(self, filesystem: OncePerProcess, root: str, deadline_seconds: float) -> None:
+        self._filesystem = filesystem
+        self._root = root
+        self._deadline_seconds = deadline_seconds
+        self._seen = False  # that there is such a bucket
+        self._conditional: bool | None = None  # whether it heeds conditions on a put
+        self._conditions = Conditions()
+
+    def name(self, path: str) -> str:
+        name = f"{self._root}/{path}" if path else self._root
+        if len(name.partition("/")[2].encode()) > stores.MAX_KEY_BYTES:
+            raise StorageUnavailableError(
+                f"s3://{name:.200}…: no key may be longer than {stores.MAX_KEY_BYTES:,} bytes; shorten it",
+                path=f"s3://{name}",
+            )
+        return name
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        num_segments = -(-num_bytes // segment_bytes)
+        needed = max(-(-stores.MIN_PART_BYTES // segment_bytes), -(-num_segments // stores.MAX_PARTS))
+        return min(needed, num_segments)
+
+    def where(self, name: str) -> tuple[str, str]:
+        bucket, key, _ = self._filesystem().split_path(name)
+        return bucket, key
+
+    def call(self, method: str, name: str, **parameters: Any) -> Any:
+        """One request, repeated by s3fs where that helps; what the method has no use for is left out."""
+        return self._await(lambda request: request(method), name, **parameters)
+
+    def _await(
+        self, talk: Callable[[Callable[..., Any]], Awaitable[Any]], name: str, **parameters: Any
+    ) -> Any:
+        """Hold a talk of requests and answers on s3fs's loop, within the deadline."""
+        from fsspec.asyn import sync  # type: ignore[import-untyped]
+
+        fs = self._filesystem()
+        bucket, key = self.where(name)
+        request = partial(fs._call_s3, Bucket=bucket, Key=key, **parameters)
+        try:
+            return sync(fs.loop, talk, request, timeout=self._deadline_seconds)
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in words_of(error):
+                raise NoBucketError(errno.ENXIO, f"bucket {bucket} does not exist") from error
+            raise
+
+    def info(self, name: str) -> Info:
+        try:
+            said = self.call("head_object", name)
+        except FileNotFoundError:  # which does not say what is missing
+            self._require_bucket(name)
+            raise
+        except OSError:  # the answer to a HEAD has no body and so no reason; the answer to a listing has
+            bucket, key = self.where(name)
+            self.call("list_objects_v2", bucket, Prefix=key, MaxKeys=1)
+            raise
+        return Info(said["ContentLength"], said["ETag"])
+
+    def _require_bucket(self, name: str) -> None:
+        if self._seen:
+            return
+        try:
+            self.call("head_bucket", name)
+        except FileNotFoundError:
+            raise NoBucketError(errno.ENXIO, f"bucket {self.where(name)[0]} does not exist") from None
+        except PermissionError:
+            pass  # it is there, and not to be looked at
+        self._seen = True
+
+    def read(self, name: str) -> tuple[bytes, str]:
+        data, version = self._get(name, None)
+        return bytes(data), version
+
+    def fetch(self, name: str, offset: int, target: memoryview, version: str) -> None:
+        try:
+            self._get(name, target, Range=f"bytes={offset}-{offset + len(target) - 1}", IfMatch=version)
+        except OSError as error:
+            if words_of(error) & REFUSED:
+                raise ReplacedError from error
+            raise
+
+    def _get(self, name: str, target: memoryview | None, **conditions: Any) -> tuple[memoryview, str]:
+        """A get and its body, which goes straight into place. s3fs repeats the request, but not a body that breaks."""
+        from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
+        from s3fs.core import S3_RETRYABLE_ERRORS  # type: ignore[import-untyped]
+
+        async def get(request: Callable[..., Any]) -> tuple[memoryview, str]:
+            said = await request("get_object")
+            view = memoryview(bytearray(said["ContentLength"])) if target is None else target
+            at = 0
+            async with said["Body"] as body:
+                while chunk := await body.read(SLICE_BYTES):
+                    view[at : at + len(chunk)] = chunk
+                    at += len(chunk)
+            return view, said["ETag"]
+
+        for tries_left in reversed(range(self._filesystem().retries)):
+            try:
+                return self._await(get, name, **conditions)  # type: ignore[no-any-return]
+            except S3_RETRYABLE_ERRORS as error:
+                if not tries_left or isinstance(error, FSTimeoutError):
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def put(self, name: str, data: bytes, *, create: bool = False, version: str | None = None) -> None:
+        condition = {"IfNoneMatch": "*"} if create else {"IfMatch": version} if version else {}
+        for tries_left in reversed(range(_CONFLICT_TRIES)):
+            try:
+                self.call("put_object", name, Body=Body([memoryview(data)]), **condition)
+                return
+            except OSError as error:
+                words = words_of(error)
+                if tries_left and words & CONFLICT:  # another conditional put is being decided
+                    continue
+                gone = version is not None and isinstance(error, FileNotFoundError)
+                if not (condition and words & REFUSED) and not gone:
+                    raise
+                if create and was_repeated(error) and self.read(name)[0] == data:
+                    return  # it is our own: the answer to the first try was lost
+                raise FileExistsError(errno.EEXIST, f"{name} was written by another writer") from error
+
+    def creates_exclusively(self) -> bool:
+        """Whether a condition on a put is heeded: some stores take it and write all the same. Tried once."""
+        if self._conditional is None:
+            probe = self.name(probe_name())
+            self.put(probe, b"")
+            try:
+                self._conditional = self._refuses(probe, create=True) and self._refuses(
+                    probe, version=f'"{"0" * 32}"'
+                )
+            finally:
+                with suppress(OSError):
+                    self.delete(probe)
+        return self._conditional
+
+    def replace(self, name: str, data: bytes, version: str) -> bool:
+        """Put over this version and no other. False when the store does not obey that condition."""
+
+        def put(form: Form) -> bool:
+            self.put(name, data, version=form(version))
+            return True
+
+        return self.creates_exclusively() and bool(
+            self._conditions.replace(
+                put, is_there=partial(self._is_there, name, version), accepts=self._accepts
+            )
+        )
+
+    def _is_there(self, name: str, version: str) -> bool:
+        try:
+            return self.info(name).version == version
+        except FileNotFoundError:
+            return False
+
+    def _accepts(self, form: Form) -> bool:
+        """Whether a put over a version that is there is obeyed, on an object made for that."""
+        probe = self.name(probe_name())
+        self.put(probe, b"")
+        try:
+            self.put(probe, b"", version=form(self.info(probe).version))
+        except FileExistsError:
+            return False
+        else:
+            return True
+        finally:
+            with suppress(OSError):
+                self.delete(probe)
+
+    def _refuses(self, probe: str, **condition: Any) -> bool:
+        try:
+            self.put(probe, b"", **condition)
+        except FileExistsError:
+            return True
+        except OSError as error:
+            if not words_of(error) & NO_SUCH_CALL:
+                raise
+        return False
+
+    def move(self, name: str, to: str) -> None:
+        bucket, key = self.where(name)
+        self.call("copy_object", to, CopySource={"Bucket": bucket, "Key": key})
+        self.delete(name)
+
+    def delete(self, name: str) -> None:
+        self.call("delete_object", name)
+
+    def remove_if_empty(self, folder: str) -> bool:  # noqa: ARG002
+        return False  # there are no folders
+
+    def names(self, folder: str) -> set[str]:
+        key = self.where(folder)[1]
+        prefix = key and f"{key}/"
+        found: set[str] = set()
+        for page in self._pages("list_objects_v2", folder, Prefix=prefix, Delimiter="/"):
+            found.update(entry["Key"][len(prefix) :] for entry in page.get("Contents", ()))
+            found.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", ()))
+        return found - {""}
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        key = self.where(folder)[1]
+        prefix = key and f"{key}/"
+        return {
+            entry["Key"][len(prefix) :]: entry["Size"]
+            for page in self._pages("list_objects_v2", folder, Prefix=prefix)
+            for entry in page.get("Contents", ())
+            if entry["Size"] or not entry["Key"].endswith("/")  # else it only shows a folder
+        }
+
+    def _pages(self, method: str, name: str, **parameters: Any) -> Iterator[Any]:
+        while True:
+            page = self.call(method, name, **parameters)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            for marker in ("ContinuationToken", "KeyMarker", "UploadIdMarker"):
+                if f"Next{marker}" in page:
+                    parameters[marker] = page[f"Next{marker}"]
+
+    def now(self) -> Moment:
+        said = self.call("list_objects_v2", self._root, Prefix=self.where(self._root)[1], MaxKeys=1)
+        return parsedate_to_datetime(said["ResponseMetadata"]["HTTPHeaders"]["date"])
+
+    def modified(self, name: str) -> Moment:
+        moment: Moment = self.call("head_object", name)["LastModified"]
+        return moment
+
+    def abort_uploads(
+        self, bucket: str, prefix: str, before: float = math.inf, *, exact: bool = False
+    ) -> list[str]:
+        """Abort uploads of keys that begin so (or are just that), begun before this time of the store; their keys."""
+        stale = [
+            (upload["Key"], upload["UploadId"])
+            for page in self._pages("list_multipart_uploads", bucket, Prefix=prefix)
+            for upload in page.get("Uploads", ())
+            if upload["Key"].startswith(prefix) and upload["Initiated"].timestamp() < before
+            if upload["Key"] == prefix or not exact
+        ]
+        for key, upload_id in stale:
+            with suppress(FileNotFoundError):  # it has ended by itself
+                self.call("abort_multipart_upload", f"{bucket}/{key}", UploadId=upload_id)
+        return [key for key, _ in stale]

@@ -1,0 +1,247 @@
+"""A folder, as fsspec sees one: files that are written in place and moved.
+
+In: an fsspec filesystem of files. Out: what a storage asks of it. Knows nothing of: archives.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import xxhash
+
+from ..disk import sync_folder
+from ..locks import TEMP_SUFFIX, temp_stem
+from .places import Info, Moment, ReplacedError, probe_name
+from .setup import OncePerProcess
+
+# Filesystems where a file appears when it is complete, and where folders are only a way of listing.
+_OBJECTS: Final = frozenset(
+    ["memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf", "oci", "ocilake", "oss", "tos", "tosfs"]
+)
+# Filesystems whose `rmdir` refuses a folder that is not empty; others (Arrow's) delete all that is in it.
+_KEEPS_FULL_FOLDERS: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
+# What tells one version of a file from the next, the best first.
+_STAMPS: Final = (
+    "ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created",
+)  # fmt: skip
+
+
+class Files:
+    """Files of any filesystem of fsspec."""
+
+    in_order = True
+
+    def __init__(self, filesystem: OncePerProcess, root: str, protocol: str) -> None:
+        self._filesystem = filesystem
+        self._root = root
+        self.objects = protocol in _OBJECTS
+        self.alone = protocol == "memory"  # no other process is there to write to it
+        self.local = protocol in ("file", "local")
+        self._keeps_full_folders = protocol in _KEEPS_FULL_FOLDERS
+
+    def name(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:  # noqa: ARG002
+        return 1
+
+    def info(self, name: str) -> Info:
+        fs = self._filesystem()
+        for listed in (name, fs._parent(name)):  # a filesystem that was handed to us may keep listings
+            fs.invalidate_cache(listed)
+        said = fs.info(name)
+        if said["type"] == "directory":
+            raise (FileNotFoundError if self.objects else IsADirectoryError)(errno.EISDIR, "a folder", name)
+        return Info(said["size"], str(next((said[key] for key in _STAMPS if said.get(key)), "")))
+
+    def read(self, name: str) -> tuple[bytes, str]:
+        data = self._filesystem().cat_file(name)
+        return data, xxhash.xxh3_128_hexdigest(data)
+
+    def fetch(self, name: str, offset: int, target: memoryview, version: str) -> None:
+        data = self._filesystem().cat_file(name, start=offset, end=offset + len(target))
+        if self.info(name).version != version or len(data) != len(target):
+            raise ReplacedError
+        target[:] = data
+
+    def draft(self, name: str) -> Draft:
+        return Draft(self, self._filesystem(), name)
+
+    def put(self, name: str, data: bytes, *, create: bool = False) -> None:
+        if self.objects:
+            self._filesystem().pipe_file(name, data, **({"mode": "create"} if create else {}))
+            return
+        draft = self.draft(name)
+        try:
+            draft.file.write(data)
+            draft.commit(create=create)
+        except BaseException:
+            draft.discard()
+            raise
+
+    def creates_exclusively(self) -> bool:
+        """Whether `put` can create: by an own `pipe_file` with a mode (the inherited one only looks first), or a link."""
+        fs = self._filesystem()
+        if not self.objects:
+            return hasattr(fs, "link")
+        method = getattr(type(fs), "_pipe_file" if fs.async_impl else "pipe_file")
+        own = not method.__module__.startswith(("fsspec.spec", "fsspec.asyn"))
+        return own and not self.alone and "mode" in inspect.signature(method).parameters
+
+    def replace(self, name: str, data: bytes, version: str) -> bool:  # noqa: ARG002
+        return False  # none of them can
+
+    def move(self, name: str, to: str) -> None:
+        from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+
+        fs = self._filesystem()
+        if type(fs).mv is AbstractFileSystem.mv:  # which takes `?` and `[` in names for patterns
+            fs.cp_file(name, to)
+            fs.rm_file(name)
+        else:
+            fs.mv(name, to)
+        self.settle(to)
+
+    def settle(self, name: str) -> None:
+        """Where the disk is at hand, make the name durable, and those of the folders that may be new."""
+        for folder in PurePosixPath(name).parents if self.local else ():
+            sync_folder(Path(folder))
+            if len(str(folder)) < len(self._root):
+                return
+
+    def delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._filesystem().rm_file(name)
+        self.leave(name)
+
+    def leave(self, name: str) -> None:
+        """Remove the folders above a name that is no longer there, as far as they are empty."""
+        folder = name.rpartition("/")[0]
+        while len(folder) > len(self._root) and self.remove_if_empty(folder):
+            folder = folder.rpartition("/")[0]
+
+    def remove_if_empty(self, folder: str) -> bool:
+        if not self._keeps_full_folders:
+            return False
+        try:
+            self._filesystem().rmdir(folder)
+        except Exception:  # not empty, which is the usual case, or already gone
+            return False
+        return True
+
+    def names(self, folder: str) -> set[str]:
+        fs = self._filesystem()
+        fs.invalidate_cache(folder)
+        try:
+            found = [entry.rstrip("/") for entry in fs.ls(folder or "/", detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+        return {entry.rpartition("/")[2] for entry in found if entry != folder}
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        fs = self._filesystem()
+        found: dict[str, int] = {}
+        folders = [(folder, "")]
+        while folders:
+            inner, prefix = folders.pop()
+            fs.invalidate_cache(inner)
+            try:
+                entries = fs.ls(inner or "/", detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for entry in entries:
+                name = entry["name"].rstrip("/")
+                path = prefix + name.rpartition("/")[2]
+                if name == inner or path.endswith(TEMP_SUFFIX):
+                    continue
+                if entry["type"] == "directory":
+                    folders.append((name, f"{path}/"))
+                else:
+                    found[path] = entry["size"]
+        return found
+
+    def now(self) -> Moment:
+        probe = self.name(probe_name())
+        self.put(probe, b"now")
+        try:
+            return self.modified(probe)
+        finally:
+            self.delete(probe)
+
+    def modified(self, name: str) -> Moment:
+        moment: Moment = self._filesystem().modified(name)
+        return moment
+
+
+class Draft:
+    """A file that is being written: under a temp name, or out of sight where the filesystem does that itself."""
+
+    def __init__(self, files: Files, fs: Any, name: str) -> None:
+        self._files = files
+        self._fs = fs
+        self._name = name
+        self._temp: str | None = None
+        if files.objects:
+            self.file = _uncommitted(fs, name)
+            return
+        folder, _, last = name.rpartition("/")
+        self._temp = f"{folder}/{temp_stem(last)}{os.urandom(4).hex()}{TEMP_SUFFIX}"
+        for tries_left in (1, 0):
+            self._make(folder or "/")
+            try:
+                self.file = fs.open(self._temp, "wb")
+                return
+            except FileNotFoundError:  # another writer has removed the folder that it had emptied
+                if not tries_left:
+                    raise
+
+    def _make(self, folder: str) -> None:
+        try:
+            self._fs.makedirs(folder, exist_ok=True)
+        except Exception as error:  # not every filesystem bears with others that make it at the same time
+            if not self._fs.isdir(folder):
+                raise NotADirectoryError(
+                    errno.ENOTDIR, f"no folder could be made: {error}", folder
+                ) from error
+
+    def commit(self, *, create: bool = False) -> None:
+        if self._temp is None:
+            self.file.close()
+            self.file.commit()
+            return
+        if self._files.local:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        self.file.close()
+        if create:
+            self._fs.link(self._temp, self._name)
+            self._fs.rm_file(self._temp)
+            self._files.settle(self._name)
+        else:
+            self._files.move(self._temp, self._name)
+
+    def discard(self) -> None:
+        if self._temp is None:
+            with suppress(Exception):
+                self.file.discard()
+            with suppress(AttributeError):
+                self.file.closed = True  # or it would upload what it has when it is collected
+            return
+        with suppress(Exception):
+            self.file.close()
+        with suppress(Exception):
+            self._files.delete(self._temp)
+
+
+def _uncommitted(fs: Any, name: str) -> Any:
+    """A file that appears with its `commit`."""
+    from fsspec.implementations.memory import MemoryFile, MemoryFileSystem  # type: ignore[import-untyped]
+
+    if isinstance(fs, MemoryFileSystem):  # whose own `open` makes it appear at once
+        return MemoryFile(fs, name)
+    return fs._open(name, "wb", autocommit=False)  # `open` would also keep it for a transaction

@@ -1,0 +1,283 @@
+"""Requests to a bucket through obstore: made again while the store is away, refused in plain words.
+
+In: keys, and what is asked of them. Out: answers. Knows nothing of: segments, and of what objects are for.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from ... import spans
+from ...errors import StorageFullError, StorageUnavailableError
+from ...spec import KIB
+from .. import retry, stores
+from ..url import split_bucket
+from . import answers
+from .aws import AwsSetup
+
+if TYPE_CHECKING:
+    pass
+
+T = TypeVar("T")
+
+# A request that takes longer is taken for hung. Eight parts of 32 MiB in that time need 1.5 MB/s; where even that
+# fails, the next attempt sends half as many at once.
+_PART_SECONDS: Final = 180.0
+_SMALL_SECONDS: Final = 30.0
+# A read comes in pieces of about this size: larger ones are copied together first, which doubles the cost.
+_READ_BYTES: Final = 256 * KIB
+# How long it may take to abort what a failed upload has left open.
+_ABORT_SECONDS: Final = 10.0
+
+
+class GivenUpError(Exception):
+    """Ends an upload from within: obstore aborts one whose iterator raises, and must never be cancelled."""
+
+
+class Client:
+    """One bucket, or all below a prefix in it. Making one sends no request. From any thread.
+
+    `options` are obstore's, with or without `aws_` before them, or fsspec's; besides `client_options`,
+    `retry_config` (for one part's requests), `credential_provider`, `profile` and `deadline_seconds`.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self.scheme, self.bucket, self.prefix = split_bucket(url)
+        self.url = "/".join(filter(None, (f"{self.scheme}://{self.bucket}", self.prefix)))
+        self.options = dict(options or {})
+        rest = {key: value for key, value in self.options.items() if value is not None}
+        self.deadline_seconds = float(rest.pop("deadline_seconds", retry.OBJECT_SECONDS))
+        self._client_options = dict(rest.pop("client_options", {}))
+        self._retry_config = dict(rest.pop("retry_config", {}))
+        self._provider = rest.pop("credential_provider", None)
+        self._aws = AwsSetup(rest) if self.scheme == "s3" else None
+        self._config = self._aws.config if self._aws else rest
+        if self._aws and self._aws.endpoint.startswith("http:"):
+            self._client_options.setdefault("allow_http", True)
+        self._lock = threading.Lock()
+        self._stores: dict[bool, Any] = {}  # under _lock
+        self._answered = False  # the bucket is there, so a 404 is about the key
+        self._store()  # options that it does not take are refused here
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this is S3 itself, Google or Azure, which are known to obey conditions."""
+        return not (self._aws and self._aws.endpoint)
+
+    def locate(self, path: str) -> str:
+        return f"{self.url}/{path}" if path else self.url
+
+    def delete(self, path: str) -> None:
+        import obstore
+
+        with suppress(FileNotFoundError):
+            self.ask(path, lambda store: obstore.delete(store, self.key(path)))
+
+    def key(self, path: str) -> str:
+        """The key of an object, or of a folder without the slash behind it."""
+        key = "/".join(filter(None, (self.prefix, path)))
+        num_bytes = len(key.encode())
+        if num_bytes > stores.MAX_KEY_BYTES:
+            raise StorageUnavailableError(
+                stores.too_long(self.locate(path), num_bytes),
+                path=self.locate(path),
+            )
+        return key
+
+    def ask(self, path: str, request: Callable[[Any], T]) -> T:
+        """Make a small request, again and again while the store is away."""
+        return self.persist(lambda: self.ask_once(path, request))
+
+    def ask_once(
+        self, path: str, request: Callable[[Any], T], *, part: bool = False, num_bytes: int = 0
+    ) -> T:
+        """Foreign errors become ours once, here; raised where obstore's own, whose text may hold keys, is forgotten."""
+        store = self._store(part=part)
+        try:
+            result = request(store)
+        except GivenUpError:
+            raise
+        except Exception as error:
+            refusal = self._translated(path, error, num_bytes)
+        else:
+            self._answered = True
+            return result
+        if getattr(refusal, "code", "") in answers.EXPIRED:
+            self._renew(store)
+        raise refusal
+
+    def head(self, path: str) -> Any:
+        """Size, e-tag and time of an object."""
+        import obstore
+
+        key = self.key(path)
+
+        def ask(store: Any) -> Any:
+            try:
+                return obstore.head(store, key)
+            except Exception as error:
+                # The answer to a HEAD has no body and so no reason; the answer to a listing has.
+                missing = isinstance(error, FileNotFoundError)
+                if not (missing and self._answered):
+                    try:
+                        obstore.list_with_delimiter(store, key)
+                        self._answered = True
+                    except Exception as reason:
+                        if not missing or answers.Answer.of(reason).status == 404:
+                            raise
+                raise
+
+        return self.ask(path, ask)
+
+    def fetch(self, path: str, offset: int, target: memoryview, e_tag: str | None) -> bool:
+        """Fill `target`; False, or FileExistsError, when the object is another one by now."""
+        import obstore
+
+        options: Any = {"range": (offset, offset + len(target))} | ({"if_match": e_tag} if e_tag else {})
+
+        def get(store: Any) -> bool:
+            result = obstore.get(store, self.key(path), options=options)
+            at = 0
+            for chunk in result.stream(min_chunk_size=_READ_BYTES):
+                target[at : at + len(chunk)] = memoryview(chunk)
+                at += len(chunk)
+            return at == len(target) and (not e_tag or result.meta["e_tag"] == e_tag)
+
+        return self.persist(lambda: self.ask_once(path, get, part=True))
+
+    def list(self, folder: str) -> Any:
+        import obstore
+
+        return self.ask(folder, lambda store: obstore.list_with_delimiter(store, self.key(folder) or None))
+
+    def put(self, path: str, data: bytes) -> str:
+        import obstore
+
+        put = self.ask(path, lambda store: obstore.put(store, self.key(path), data, use_multipart=False))
+        return version_of(put)
+
+    def persist(self, call: Callable[[], T]) -> T:
+        return retry.persist(call, deadline_seconds=min(self.deadline_seconds, retry.REQUEST_SECONDS))
+
+    def now(self) -> Any:
+        """The store's clock: the time that it gives to an object written just now."""
+        with self.probe() as path:
+            return self.head(path)["last_modified"]
+
+    @contextmanager
+    def probe(self) -> Iterator[str]:
+        path = f".async_ckpt-probe-{secrets.token_hex(8)}"
+        self.put(path, b"probe")
+        try:
+            yield path
+        finally:
+            with suppress(StorageUnavailableError):
+                self.delete(path)
+
+    def abort_uploads(self, path: str) -> None:
+        """Abort what failed attempts at an object may have left open: an answer was lost, or an abort was."""
+        if self.scheme == "s3":
+            # Else the sweep, or a lifecycle rule, does it.
+            with suppress(ImportError, StorageUnavailableError):
+                from ..fsspec.store import abort_stale_uploads
+
+                ever = spans.from_now(stores.ORPHAN_SECONDS)
+                options = {**self.options, "deadline_seconds": _ABORT_SECONDS}
+                abort_stale_uploads(self.bucket, self.key(path), older_than=ever, options=options, exact=True)
+
+    def _store(self, *, part: bool = False) -> Any:
+        """A client: one for parts, whose requests it makes again itself, and one for all that is small."""
+        with self._lock:
+            store = self._stores.get(part)
+        if store is None:
+            store = self._make_store(part=part)
+            with self._lock:
+                store = self._stores.setdefault(part, store)
+        return store
+
+    def _make_store(self, *, part: bool) -> Any:
+        try:
+            from obstore.store import S3Store, from_url
+        except ImportError:
+            raise ImportError(f'{self.scheme}:// needs obstore; pip install "async_ckpt[s3]"') from None
+
+        seconds = min(_PART_SECONDS if part else _SMALL_SECONDS, self.deadline_seconds)
+        clients: Any = {"timeout": f"{seconds * 1000:.0f}ms", "connect_timeout": "10s"} | self._client_options
+        retries: Any = {"max_retries": 0}
+        if part:
+            retries = {"max_retries": 10, "retry_timeout": spans.duration(seconds)} | self._retry_config
+        provider = self._provider or (self._aws.provider if self._aws else None)
+        settings: Any = {
+            "config": self._config,
+            "client_options": clients,
+            "retry_config": retries,
+            **({"credential_provider": provider} if provider else {}),
+        }
+        try:
+            if self._aws:
+                return S3Store(self.bucket, **settings)
+            return from_url(f"{self.scheme}://{self.bucket}", **settings)
+        except Exception as error:
+            problem = self.scrubbed(str(error).partition("\n")[0])
+        raise ValueError(f"storage_options of {self.url}: {problem}")
+
+    def _renew(self, store: Any) -> None:
+        """These keys are over: the next request is made with what is found then where they come from."""
+        with self._lock:
+            if store in self._stores.values():
+                self._stores = {}
+        if self._aws:
+            self._aws.renew()
+
+    def _translated(self, path: str, error: Exception, num_bytes: int = 0) -> Exception:
+        where, name, answer = self.locate(path), type(error).__name__, answers.Answer.of(error)
+        advice = answers.ADVICE.get(answer.code) or answers.ADVICE.get(str(answer.status), stores.AWAY)
+        if answer.status == 404 and name == "GenericError":
+            advice = stores.NO_BUCKET  # of a listing
+        if advice is not stores.NO_BUCKET and answer.code not in answers.CONFLICTS:
+            if isinstance(error, FileNotFoundError):
+                return FileNotFoundError(errno.ENOENT, "there is no such object", where)
+            if name in ("AlreadyExistsError", "PreconditionError"):
+                return FileExistsError(errno.EEXIST, "another writer was first", where)
+        if name == "NotSupportedError":
+            answer = replace(answer, status=501)
+        again = (
+            answer.status in answers.AGAIN
+            or answer.code in answers.AGAIN_CODES | answers.CONFLICTS
+            or answer.unheard
+        )
+        if answer.code in answers.EXPIRED:
+            again = self._provider is not None or (self._aws is not None and not self._aws.given)
+        if answer.region:
+            advice = f"{advice}; it is in {answer.region}"
+        if answer.keyless:
+            advice = stores.NO_KEYS
+        reason = self.scrubbed(answer.reason)
+        message = f"{where}: {reason}; {advice}"
+        refusal: StorageUnavailableError
+        if answer.status == answers.FULL:
+            refusal = StorageFullError(message, path=where, needed_bytes=num_bytes, free_bytes=None)
+        else:
+            refusal = StorageUnavailableError(
+                message, path=where, status=answer.status, code=answer.code, transient=again
+            )
+        refusal.__cause__ = type(error)(reason)  # all but what an answer may echo of our headers
+        return refusal
+
+    def scrubbed(self, text: str) -> str:
+        known = {str(value) for key, value in self._config.items() if stores.SECRET_NAME.search(key)}
+        for secret in known | (self._aws.known if self._aws else set()):
+            if len(secret) > 3:
+                text = text.replace(secret, "***")
+        return text
+
+
+def version_of(meta: Any) -> str:
+    """What changes with every write: the e-tag, and where the store counts generations that too."""
+    return " ".join(filter(None, (meta["e_tag"], meta["version"])))

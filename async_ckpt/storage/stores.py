@@ -1,0 +1,43 @@
+"""What object stores have in common, whichever client speaks to them.
+
+In: nothing. Out: limits, ages, advice, and what in a message must not be shown. Knows nothing of: clients, requests.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ..spec import MIB
+
+# S3 refuses smaller parts, except for the last, and a 10,001st one; all three stores refuse longer keys.
+MIN_PART_BYTES: Final = 5 * MIB
+MAX_PARTS: Final = 10_000
+MAX_KEY_BYTES: Final = 1024
+# Long after any writer of it can still be alive, by the store's clock.
+ORPHAN_SECONDS: Final = 86400.0
+
+# What to do about a refusal.
+CREATE: Final = "create it, or correct the URL"
+NO_BUCKET: Final = f"the bucket does not exist; {CREATE}"
+REGION: Final = "the bucket is in another region; set `region` in storage_options, or AWS_REGION"
+LOG_IN: Final = "the credentials have expired; log in again, or renew them where they are kept"
+KEYS: Final = "check the access key and its secret"
+NO_KEYS: Final = (
+    "give keys in storage_options, set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in (aws configure, aws sso "
+    "login)"
+)
+CLOCK: Final = "this host's clock is wrong; set it, by NTP for instance"
+RIGHTS: Final = "let these credentials get, put, delete and list there, or use others"
+AWAY: Final = "see that the store is up and can be reached from this host, then try again"
+ROOM: Final = "delete old steps or lower keep_last, then save again"
+
+# Options and variables whose values nobody may read in a message.
+SECRET_NAME: Final = re.compile(
+    r"key|secret|token|pass|credential|sas|signature|connection_string", re.IGNORECASE
+)
+
+
+def too_long(where: str, num_bytes: int) -> str:
+    """What is said of a key that no store takes."""
+    return f"{where:.100}…: a key of {num_bytes:,} bytes, and stores take {MAX_KEY_BYTES:,}; shorten it"

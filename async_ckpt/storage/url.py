@@ -1,0 +1,140 @@
+"""Paths and URLs as text: where they point, and what of them may be shown.
+
+In: what the user said. Out: schemes, buckets, parents and names. Knows nothing of: storages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePath
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from ..errors import CorruptCheckpointError, StorageUnavailableError
+
+Where = str | os.PathLike[str]
+
+
+SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
+    name: name for name in ("az", "azure", "abfs", "abfss", "adl")
+}
+
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
+
+
+def parent_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
+    """The place that an object lies in, and its name there. Raises ValueError where there is no name."""
+    text = text_of(path)
+    parent, name = place_and_name(text, fs=fs)
+    if _is_far(text, fs) and (not name or text.endswith("/")):
+        there = shown(text).rstrip("/")
+        example = f"{there}//bucket/x.tar" if there.endswith(":") else f"{there}/x.tar"
+        raise ValueError(f"{shown(text)} names no object; give a name in it, such as {example}")
+    return parent, name
+
+
+def place_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
+    """The place that an object or a folder lies in, and its name there: empty for a whole bucket, or a whole disk.
+
+    With `fs`, the path is one on that filesystem.
+    """
+    text = text_of(path)
+    if not _is_far(text, fs):
+        where = local_path(text)
+        return str(where.parent), where.name
+    start = text.index("://") + len("://") if scheme_of(text) else 0
+    parent, slash, name = text[start:].rstrip("/").rpartition("/")
+    if not start:
+        parent = parent or slash  # the root of the filesystem
+    return (text[:start] + parent, name) if parent else (text, "")
+
+
+def _is_far(text: str, fs: Any) -> bool:
+    return fs is not None or scheme_of(text) not in (None, "file")
+
+
+def scheme_of(text: str) -> str | None:
+    """The scheme of a URL in lower case; None for a path."""
+    match = _URL.match(text)
+    return match[1].lower() if match and match[2] else None
+
+
+def split_bucket(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and prefix. A URL that is malformed is not shown beyond what cannot be a password."""
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    scheme = SCHEMES.get(scheme, scheme)
+    if scheme not in SCHEMES.values():
+        raise ValueError(f"{scheme}:// is no object store; there are {', '.join(sorted(SCHEMES))}")
+    bucket, _, prefix = rest.partition("/")
+    user, _, host = bucket.rpartition("@")
+    seen = f"{scheme}://{host}"
+    if not host or ((user or ":" in bucket) and (scheme in ("s3", "gs") or ":" in bucket)):
+        raise ValueError(
+            f"{seen} names no bucket; write {scheme}://bucket/prefix, and give keys as storage_options"
+        )
+    if set("?#") & set(rest):
+        raise ValueError(
+            f"{seen}: a URL of a store has no ? and #; give what is behind them as storage_options"
+        )
+    prefix = prefix.strip("/")
+    if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
+        raise ValueError(f"{seen}/{prefix}: a key has no empty part, and none that is . or ..")
+    return scheme, bucket, prefix
+
+
+def shown(text: str) -> str:
+    """A URL as it may be printed: without user, password and query."""
+    if scheme_of(text) is None:
+        return text
+    scheme, _, rest = text.partition("://")
+    user, _, place = rest.rpartition("@")
+    if ":" not in user:  # no password; an @ may be part of a name
+        place = rest.rpartition("@")[2] if "@" in rest.partition("/")[0] else rest
+    return f"{scheme}://{place.partition('?')[0]}"
+
+
+def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
+    """What a place holds that cannot be asked for, or be a file below a folder."""
+    return CorruptCheckpointError(
+        f"{place} holds what cannot be files of one folder: {problem}; rename or delete that object",
+        path=place,
+    )
+
+
+def text_of(path: Where) -> str:
+    """A path as text. Raises TypeError and ValueError for what is none."""
+    # What stands for an object in a store (cloudpathlib) has a path as well: that of its copy in a cache on the disk.
+    as_uri = None if isinstance(path, str | PurePath) else getattr(path, "as_uri", None)
+    if as_uri is None and not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"a checkpoint goes to a path or URL, not to a {type(path).__qualname__}; pass a string or a Path"
+        )
+    text = os.fspath(path) if as_uri is None else as_uri()
+    if not isinstance(text, str):
+        raise TypeError("a checkpoint goes to a path of text, not of bytes")
+    if not text:
+        raise ValueError("the path of a checkpoint is empty")
+    match = _URL.match(text)
+    if match and not match[2] and not isinstance(path, str):
+        # A Path makes one slash of two. The URL of a bucket has no others that it could have lost.
+        if match[1] in SCHEMES:
+            return text.replace(":/", "://", 1)
+        raise ValueError(f"{text} was a URL once: a Path makes one slash of two; pass it as a string")
+    return text
+
+
+def local_path(text: str) -> Path:
+    """Where a path or a `file://` URL lies on this machine."""
+    if scheme_of(text) == "file":
+        text = unquote(urlsplit(text).path)
+    if not text:
+        raise ValueError("the path of a checkpoint is empty")
+    where = Path(text).expanduser().absolute()
+    try:
+        where.is_dir()
+    except OSError as error:  # a name that is too long, or a file system that does not answer
+        raise StorageUnavailableError(f"{text:.300}: {error.strerror}", path=text) from error
+    return where

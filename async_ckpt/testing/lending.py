@@ -1,0 +1,193 @@
+"""What the tests of a storage write from: memory that is overwritten when its last holder lets go of it.
+
+In: sizes. Out: segments on loan, and objects written from them. Knows nothing of: what is asserted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+
+import pytest
+
+from ..spec import MIB, PAGE_BYTES
+from ..storage.base import Sink, Storage
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS: Final = 60.0  # longer than anything here takes; reached only when a test fails
+SEGMENT_BYTES: Final = 4 * MIB
+NUM_THREADS: Final = 8
+SIZES: Final = [
+    (4 * MIB, PAGE_BYTES),
+    (4 * MIB, 4 * MIB),
+    (4 * MIB, 4 * MIB + PAGE_BYTES),
+    (4 * MIB, 12 * MIB),
+    (4 * MIB, 20 * MIB + 3 * PAGE_BYTES),
+    (8 * MIB, 8 * MIB - PAGE_BYTES),
+    (8 * MIB, 16 * MIB),
+    (8 * MIB, 24 * MIB + 3 * PAGE_BYTES),
+]
+ODD_NAMES: Final = ["x y", "größe 検", "a+b", "100%", "%2F", "a#b", "a?b=c&d", "~(it's)*!"]
+
+
+class Loan:
+    """A segment on loan, which counts its holders."""
+
+    def __init__(self, memory: Memory, segment: mmap.mmap) -> None:
+        self.view = memoryview(segment)
+        self._memory = memory
+        self._segment = segment
+        self._num_holders = 1
+
+    def retain(self) -> None:
+        with self._memory.changed:
+            if not self._num_holders:
+                self._memory.misuse = "a segment was retained after it had been given back"
+            self._num_holders += 1
+
+    def release(self) -> None:
+        with self._memory.changed:
+            self._num_holders -= 1
+            if self._num_holders < 0:
+                self._memory.misuse = "a segment was released more often than retained"
+            if self._num_holders:
+                return
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(self._segment)), 0xEE, len(self._segment))
+        with self._memory.changed:
+            self._memory.free.append(self._segment)
+            self._memory.num_released += 1
+            self._memory.changed.notify_all()
+
+
+class Memory:
+    """A pool of a few segments."""
+
+    def __init__(self, num_segments: int = 8, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.segment_bytes = segment_bytes
+        self.num_segments = num_segments
+        self.changed = threading.Condition()
+        self.free = [mmap.mmap(-1, segment_bytes) for _ in range(num_segments)]
+        self.num_released = 0
+        self.misuse = ""
+
+    def lease(self, relieve: Callable[[], bool] = lambda: False) -> Loan:
+        """Wait for a segment; a holder is asked to let go of one when there is none."""
+        with self.changed:
+            for _ in range(int(PATIENCE_SECONDS / 0.1)):
+                if self.free:
+                    return Loan(self, self.free.pop())
+                self.changed.release()
+                try:
+                    relieved = relieve()
+                finally:
+                    self.changed.acquire()
+                if not relieved and not self.free:
+                    self.changed.wait(0.1)
+        raise AssertionError(f"none of {self.num_segments} segments comes back")
+
+    def assert_all_back(self) -> None:
+        assert not self.misuse
+        assert len(self.free) == self.num_segments, "segments are still held"
+
+
+def random_bytes(num_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def create(storage: Storage, path: str, data: bytes, memory: Memory) -> Sink:
+    return storage.create(
+        path, num_bytes=len(data), segment_bytes=memory.segment_bytes, max_segments=memory.num_segments
+    )
+
+
+def put_archive(storage: Storage, path: str, data: bytes, memory: Memory) -> None:
+    """A whole object, as a save writes it: filled in file order, written by several threads, never held up for long."""
+    sink = create(storage, path, data, memory)
+    try:
+        write(sink, data, memory, order=range(-(-len(data) // memory.segment_bytes)))
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+    finally:
+        sink.close()
+
+
+def write(sink: Sink, data: bytes, memory: Memory, *, order: Iterable[int]) -> None:
+    """Write these segments, each when there is memory for it, by several threads."""
+
+    def write(number: int, loan: Loan) -> None:
+        begin = number * memory.segment_bytes
+        piece = data[begin : begin + memory.segment_bytes]
+        try:
+            loan.view[: len(piece)] = piece
+            sink.write(begin, loan.view[: len(piece)], loan)
+        finally:
+            loan.release()
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        calls = [threads.submit(write, number, memory.lease(sink.relieve)) for number in order]
+    for call in calls:
+        call.result()
+
+
+def together(call: Callable[[int], T], arguments: Sequence[int]) -> list[T]:
+    """The same call by many threads that begin at once."""
+    begin = threading.Barrier(len(arguments))
+
+    def run(argument: int) -> T:
+        begin.wait(PATIENCE_SECONDS)
+        return call(argument)
+
+    with ThreadPoolExecutor(len(arguments)) as threads:
+        return list(threads.map(run, arguments))
+
+
+def same(found: Any, told: Any) -> bool:
+    """Whether two contents are equal; pytest would spend minutes on explaining how megabytes differ."""
+    return bytes(found) == bytes(told)
+
+
+def everything(storage: Storage, folder: str = "") -> list[str]:
+    """The path of every object; where folders are real, of empty ones too."""
+    found = []
+    for name in storage.names(folder):
+        path = f"{folder}/{name}" if folder else name
+        found += everything(storage, path) or storage.existing([path])
+    return found
+
+
+class Promises:
+    """What each part of the contract is given; see `StorageContract`."""
+
+    secrets: Sequence[str] = ()
+    not_applicable: Mapping[str, str] = MappingProxyType({})
+
+    @pytest.fixture
+    def storage(self) -> Storage:
+        raise NotImplementedError("give a `storage` fixture that returns a storage with an empty root")
+
+    def uploads(self) -> Iterable[str]:
+        """Unfinished uploads that the store holds below the root."""
+        return []
+
+    def content(self, storage: Storage, path: str) -> bytes:
+        """The bytes of an object. Override where the storage can write but not read, or to look behind its back."""
+        with storage.open(path) as reader:
+            data = bytearray(reader.num_bytes)
+            reader.read_into(0, memoryview(data))
+        return bytes(data)
+
+    @pytest.fixture(autouse=True)
+    def _applicable(self, request: pytest.FixtureRequest) -> None:
+        unknown = [name for name in self.not_applicable if not hasattr(self, name)]
+        assert not unknown, f"not_applicable names tests that do not exist: {unknown}"
+        if reason := self.not_applicable.get(request.function.__name__):
+            pytest.skip(reason)

@@ -1,0 +1,71 @@
+"""`make bench-check`: every benchmark runs to its end at toy size, in seconds; the values say nothing at that size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .candidates import CANDIDATES
+
+ROOT = Path(__file__).parent.parent
+_MAY_LACK = ("needs CUDA", "not installed", "not measured on a GPU")
+TOY_FIGURES: dict[str, dict[str, set[str]]] = {
+    "figures": {
+        "figures": {
+            "stall",
+            "guarded_stall",
+            "durable_bandwidth",
+            "restore",
+            "training",
+            "bandwidth_limit",
+            "reads_beside",
+        }
+    },
+    "comparison": {
+        "figures": {"lost_best", "lost_tar", "durable_gzip", "restore_torch", "lost_first"},
+        "candidates": set(CANDIDATES),
+    },
+    "growth": {"growth": {"growth_durable", "growth_tensors", "growth_saves_memory", "growth_ranks"}},
+    "shapes": {"workloads": {"shape_gpt2", "shape_rank_of_8b", "shape_lora", "shape_small", "shape_huge"}},
+    "stores": {
+        "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_roots"},
+        "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
+    },
+    "gpu": {"figures": {"gpu_lost", "gpu_guarded_lost"}},
+    "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},
+}
+
+
+@pytest.mark.parametrize("name", TOY_FIGURES)
+def test_the_benchmark_runs_at_toy_size(name: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        name,
+        "--dir",
+        str(tmp_path / "disk"),
+        "--out",
+        str(tmp_path),
+    ]
+    quick = {**os.environ, "QUICK": "1"}
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=quick)
+    kept = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    for group, names in TOY_FIGURES[name].items():
+        assert names <= kept[group].keys()
+    groups = [
+        kept.get("candidates", {}),
+        *(row["candidates"] for row in kept.get("workloads", {}).values()),
+    ]
+    why_not = {
+        row["title"]: row["not_measured"]
+        for group in groups
+        for row in group.values()
+        if "not_measured" in row
+    }
+    assert [title for title, why in why_not.items() if not why.startswith(_MAY_LACK)] == []
