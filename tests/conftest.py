@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_b import PATIENCE, Gate
+from children import Nursery
+from racing import PATIENCE, Gate
 
 from async_ckpt.saving import worker
 from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
@@ -65,6 +66,13 @@ def proxy(s3: Server) -> Iterator[FaultyProxy]:
     """What stands before the faithful server, and may be told to misbehave."""
     with FaultyProxy(s3.endpoint) as proxy:
         yield proxy
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """What runs scripts in processes of their own, forked from one that has imported all they need."""
+    with Nursery(tmp_path_factory.mktemp("children")) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

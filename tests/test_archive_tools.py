@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_model
-from support import difference
+from states import difference
 from torch import nn
 
 import async_ckpt

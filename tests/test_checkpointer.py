@@ -9,22 +9,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from helpers_b import (
-    MIB,
-    PATIENCE,
-    SEGMENT,
-    Call,
-    Nursery,
-    Thrown,
-    assert_is_state,
-    leftovers,
-    names_below,
-    open_run,
-    scripted,
-    state_at,
-    until,
-    weight,
-)
+from children import Nursery
+from racing import PATIENCE, Call, Thrown, until
+from scripted_disk import scripted
+from states import MIB, SEGMENT, assert_is_state, leftovers, names_below, open_run, state_at, weight
 from torch.optim.lr_scheduler import StepLR
 
 import async_ckpt
@@ -678,7 +666,7 @@ def test_the_state_is_let_go_when_it_has_been_saved(tmp_path):
 def test_thirty_saves_leak_no_files_no_threads_and_no_memory_maps(tmp_path):
     script = """
     import sys, os, threading
-    from helpers_b import open_run, state_at
+    from states import open_run, state_at
 
     def count():
         maps = open("/proc/self/maps").read().count("\\n")

@@ -9,22 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_b import (
-    MIB,
-    Call,
-    assert_is_state,
-    footprint,
-    leftovers,
-    names_below,
-    open_run,
-    scripted,
-    state_at,
-    until,
-)
+from archives import forge_manifest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support import forge_manifest
+from racing import Call, until
+from scripted_disk import scripted
+from states import MIB, assert_is_state, footprint, leftovers, names_below, open_run, state_at
 
 import async_ckpt
 from async_ckpt import (

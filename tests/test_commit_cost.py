@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_b import assert_is_state, open_run, scripted, state_at
+from scripted_disk import scripted
+from states import assert_is_state, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer
 from async_ckpt.runs.manifest import Archive, Manifest

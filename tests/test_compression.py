@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_b import MIB, PATIENCE, Call, ScriptedStorage, Thrown, assert_is_state, state_at, until
+from archives import flip, little_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import difference, flip, little_memory
+from racing import PATIENCE, Call, Thrown, until
+from scripted_disk import ScriptedStorage
+from states import MIB, assert_is_state, difference, state_at
 from test_local_storage import mounted, needs_mount
 from test_stores import _botocore_reads_its_files_once, bucket, proxy, through  # noqa: F401
 

@@ -28,19 +28,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers_b import Nursery
+from archives import assemble, flip, forge, forge_manifest, little_memory, parsed_index, read_index
+from children import Nursery
 from safetensors.torch import save_file
-from support import (
-    assemble,
-    difference,
-    flip,
-    forge,
-    forge_manifest,
-    little_memory,
-    parsed_index,
-    read_index,
-    states_equal,
-)
+from states import difference, states_equal
 from torch import nn
 
 import async_ckpt
@@ -909,12 +900,6 @@ SLOW: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with Nursery(tmp_path_factory.mktemp("children")) as started:
-        yield started
-
-
 @pytest.mark.parametrize("name", SLOW)
 def test_an_archive_takes_little_time_to_be_refused(name: str, nursery: Nursery, saved: Path) -> None:
     """In a process that may use a few seconds of its processor and no more: then the system ends it."""
@@ -1239,7 +1224,7 @@ def test_objects_that_ask_for_much_more_than_they_hold_are_refused(
     code = """
         import resource, sys
         import async_ckpt
-        from support import little_memory
+        from archives import little_memory
         resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
         with little_memory(256 << 20):
             try:

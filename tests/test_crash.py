@@ -13,18 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_b import (
-    Child,
-    Nursery,
-    assert_is_state,
-    injected,
-    leftovers,
-    names_below,
-    open_run,
-    state_at,
-    weight,
-    why_no_strace,
-)
+from children import Child, Nursery, injected, why_no_strace
+from states import assert_is_state, leftovers, names_below, open_run, state_at, weight
 
 import async_ckpt
 
@@ -36,12 +26,6 @@ _WHY_NOT = why_no_strace() if sys.platform == "linux" else "strace is of Linux"
 needs_strace = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")
 
 STATE_MIB = 5  # two segments
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory):
-    with Nursery(tmp_path_factory.mktemp("children")) as started:
-        yield started
 
 
 @pytest.fixture
@@ -59,7 +43,8 @@ def quick_path(tmp_path):
 # Steps 1, 2 and 4 are there; the scenario runs with the kill armed. Prints how many calls it made.
 DYING = """
 import sys
-from helpers_b import die_at, open_run, state_at
+from children import die_at
+from states import open_run, state_at
 root, scenario, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
 count = die_at(number)
 retire = scenario in ("retire", "again", "between")
@@ -79,7 +64,8 @@ print(count())
 """
 FIRST = """
 import sys
-from helpers_b import die_at, open_run, state_at
+from children import die_at
+from states import open_run, state_at
 count = die_at(int(sys.argv[2]))
 with open_run(sys.argv[1]) as ckpt:
     ckpt.save(state_at(1, 5), step=1).result()
@@ -183,7 +169,8 @@ def test_killed_at_any_call_of_a_later_save_the_run_is_as_before_or_after_it(
 # Step 1 has written the frozen part, which 2 and 3 borrow; 4 writes it anew, so that retention deletes all three.
 LENDING = """
 import sys
-from helpers_b import die_at, open_run, weight
+from children import die_at
+from states import open_run, weight
 root, number = sys.argv[1], int(sys.argv[2])
 frozen = {"weight": weight(0, 5)}
 def state(step):
@@ -216,7 +203,7 @@ def test_killed_at_any_call_of_retention_no_step_has_lost_what_it_has_borrowed(q
 
 TRAINING = """
 import sys
-from helpers_b import open_run, state_at
+from states import open_run, state_at
 with open_run(sys.argv[1], keep_last=3) as ckpt:
     for step in range((ckpt.latest() or 0) + 1, 10_000):
         ckpt.save(state_at(step, 5), step=step)
@@ -245,7 +232,8 @@ def test_a_training_that_is_killed_again_and_again_goes_on_from_its_last_commit(
 # Commits step 1, waits for the test, saves step 2 under the fault; waits again, and saves step 3.
 REFUSED = """
 import os, sys
-from helpers_b import allow_tracing, open_run, state_at
+from children import allow_tracing
+from states import open_run, state_at
 allow_tracing()
 with open_run(sys.argv[1]) as ckpt:
     ckpt.save(state_at(1, 5), step=1).result()
@@ -365,7 +353,8 @@ def test_killed_inside_of_a_call_what_was_committed_loads(tmp_path, nursery, cal
 
 RECORDING = """
 import os, sys
-from helpers_b import open_run, state_at, watch_disk
+from children import watch_disk
+from states import open_run, state_at
 
 def path_of(argument):
     return os.readlink(f"/proc/self/fd/{argument}") if isinstance(argument, int) else str(argument)

@@ -8,18 +8,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers_b import Nursery, assert_is_state, leftovers, names_below, open_run
+from states import assert_is_state, leftovers, names_below, open_run
 
 import async_ckpt
 from async_ckpt.saving import worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory):
-    with Nursery(tmp_path_factory.mktemp("children")) as started:
-        yield started
 
 
 # What each script begins with. `fail_writes` and `slow_disk` stand for a disk; "waiting" is printed when somebody
@@ -31,7 +25,8 @@ import async_ckpt
 import async_ckpt.saving.saver, async_ckpt.saving.worker
 from async_ckpt import AsyncCheckpointer
 from async_ckpt.storage.local import LocalSink
-from helpers_b import hold_writes, open_run, state_at
+from children import hold_writes
+from states import open_run, state_at
 
 torch.set_num_threads(1)  # a forked child whose parent has used OpenMP hangs in torch itself
 root = sys.argv[1]

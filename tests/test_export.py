@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_b import MIB, Call, Nursery, injected, names_below, open_run, until, why_no_strace
-from support import bits_of, difference
+from children import injected, why_no_strace
+from racing import Call, until
+from states import MIB, bits_of, difference, names_below, open_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 
@@ -980,19 +981,13 @@ DYING = """
 import sys
 import torch
 import async_ckpt
-from helpers_b import die_at
+from children import die_at
 state = {f"w{i}": torch.full((500,), 2.0) for i in range(4)}
 async_ckpt.export_hf(state, sys.argv[2] + "/warm").result()
 count = die_at(int(sys.argv[3]))
 async_ckpt.export_hf(state, sys.argv[1], sys.argv[2], 4000).result()
 print(count())
 """
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory):
-    with Nursery(tmp_path_factory.mktemp("children")) as started:
-        yield started
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
@@ -1064,7 +1059,7 @@ FAILING = """
 import sys
 import torch
 import async_ckpt
-from helpers_b import allow_tracing
+from children import allow_tracing
 allow_tracing()
 print("ready", flush=True)
 sys.stdin.readline()

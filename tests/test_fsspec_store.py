@@ -12,10 +12,12 @@ import traceback
 import fsspec
 import pytest
 import s3fs
+from ceph import as_ceph, matches
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers_b import MIB, PATIENCE, Call, as_ceph, matches, names_below, open_run, state_at
+from racing import PATIENCE, Call
+from states import MIB, names_below, open_run, state_at
 
 from async_ckpt import StorageUnavailableError
 from async_ckpt.storage import stores

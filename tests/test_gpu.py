@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers_b import MIB, SEGMENT, leftovers, open_run, scripted
+from scripted_disk import scripted
+from states import MIB, SEGMENT, leftovers, open_run
 
 import async_ckpt
 from async_ckpt import TornSnapshotError

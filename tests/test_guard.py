@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_b import MIB, Call, ScriptedStorage, leftovers, open_run, scripted, until
+from racing import Call, until
+from scripted_disk import ScriptedStorage, scripted
+from states import MIB, leftovers, open_run
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, TornSnapshotError

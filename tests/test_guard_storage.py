@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_b import MIB, PATIENCE, SEGMENT, open_run, scripted
+from racing import PATIENCE
+from scripted_disk import scripted
+from states import MIB, SEGMENT, open_run
 
 from async_ckpt import TornSnapshotError
 from async_ckpt.format.layout import cut, slices

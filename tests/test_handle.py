@@ -8,7 +8,9 @@ import threading
 
 import pytest
 import torch
-from helpers_b import MIB, Thrown, open_run, scripted, state_at, until
+from racing import Thrown, until
+from scripted_disk import scripted
+from states import MIB, open_run, state_at
 
 import async_ckpt
 from async_ckpt import SaveHandle, SaveReport, StorageUnavailableError

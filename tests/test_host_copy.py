@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_b import MIB, Call
-from support import bits_of
+from racing import Call
+from states import MIB, bits_of
 
 from async_ckpt import TornSnapshotError
 from async_ckpt.host.threads import Crew

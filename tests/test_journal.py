@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_b import assert_is_state, open_run, state_at
+from states import assert_is_state, open_run, state_at
 
 import async_ckpt
 from async_ckpt.runs import journal

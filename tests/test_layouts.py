@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers_b import Nursery, assert_is_state, names_below, open_run, scripted, state_at, until
-from support import forge_manifest
+from archives import forge_manifest
+from racing import until
+from scripted_disk import scripted
+from states import assert_is_state, names_below, open_run, state_at
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, StorageUnavailableError, Tracker
@@ -23,12 +24,6 @@ GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 SKYRL: dict[str, Any] = {"step_format": "global_step_{}", "tracker": "latest_ckpt_global_step.txt"}
 VERL: dict[str, Any] = {"step_format": "global_step_{}", "tracker": "latest_checkpointed_iteration.txt"}
 DEEPSPEED: dict[str, Any] = {"step_format": "global_step{}", "tracker": Tracker("latest", "global_step{}")}
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with Nursery(tmp_path_factory.mktemp("children")) as nursery:
-        yield nursery
 
 
 def save(root: Path, *steps: int, **options: Any) -> None:
@@ -174,7 +169,7 @@ def test_a_slow_process_does_not_move_the_tracker_back_even_for_a_moment(tmp_pat
 SAVING = """
 import sys
 from async_ckpt import StepBehindError, StepExistsError
-from helpers_b import open_run, state_at
+from states import open_run, state_at
 
 with open_run(sys.argv[1], tracker="latest_ckpt_global_step.txt") as ckpt:
     for step in range(int(sys.argv[2]), 40, 3):

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_b import Call, Nursery
-from support import difference, flip, forge_manifest, parsed_index, read_index
+from archives import flip, forge_manifest, parsed_index, read_index
+from children import Nursery
+from racing import Call
+from states import difference
 from torch import nn
 
 import async_ckpt

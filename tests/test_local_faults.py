@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_b import Nursery, assert_is_state, injected, leftovers, open_run, why_no_strace
+from children import Nursery, injected, why_no_strace
+from states import assert_is_state, leftovers, open_run
 
 from async_ckpt.storage.locks import TEMP_SUFFIX
 
@@ -15,16 +16,11 @@ _WHY_NOT = why_no_strace() if sys.platform == "linux" else "strace is of Linux"
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory):
-    with Nursery(tmp_path_factory.mktemp("children")) as started:
-        yield started
-
-
 # Commits step 1, waits for the test, saves step 2 under the fault; waits again, and saves step 3.
 SAVING = """
 import os, sys
-from helpers_b import allow_tracing, open_run, state_at
+from children import allow_tracing
+from states import open_run, state_at
 allow_tracing()
 with open_run(sys.argv[1]) as ckpt:
     ckpt.save(state_at(1, 5), step=1).result()

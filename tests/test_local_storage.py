@@ -14,17 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_b import (
-    MIB,
-    Call,
-    Nursery,
-    assert_is_state,
-    footprint,
-    leftovers,
-    names_below,
-    open_run,
-    state_at,
-)
+from children import Nursery
+from racing import Call
+from states import MIB, assert_is_state, footprint, leftovers, names_below, open_run, state_at
 
 import async_ckpt
 from async_ckpt import StorageFullError, StorageUnavailableError
@@ -829,7 +821,7 @@ def test_a_one_off_save_sweeps_the_leftovers_of_its_own_file_and_no_other(tmp_pa
 
 TWO = """
 import sys
-from helpers_b import open_run, state_at
+from states import open_run, state_at
 import async_ckpt
 first, root = int(sys.argv[2]), sys.argv[1]
 with open_run(root) as ckpt:

@@ -10,7 +10,9 @@ import threading
 import uuid
 
 import pytest
-from helpers_b import MIB, PATIENCE, Call, as_ceph, matches, open_run, state_at, until
+from ceph import as_ceph, matches
+from racing import PATIENCE, Call, until
+from states import MIB, open_run, state_at
 
 from async_ckpt import StorageUnavailableError
 from async_ckpt.storage import stores

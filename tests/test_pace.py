@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-from helpers_b import Call, ScriptedStorage, assert_is_state, leftovers, open_run, scripted, state_at
 from hypothesis import given
 from hypothesis import strategies as st
+from racing import Call
+from scripted_disk import ScriptedStorage, scripted
+from states import assert_is_state, leftovers, open_run, state_at
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, StorageFullError, StorageUnavailableError

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_b import MIB, PATIENCE, Nursery, Thrown, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from racing import PATIENCE, Thrown, until
+from states import MIB
 from test_crash import quick_path  # noqa: F401
 from test_local_storage import mounted, needs_mount
 from test_stores import _botocore_reads_its_files_once, bucket, proxy, through  # noqa: F401
@@ -51,12 +52,6 @@ from async_ckpt.storage.local import LocalSink
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")
 GIB = 1 << 30
 BLOCK = 4 * MIB
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with Nursery(tmp_path_factory.mktemp("children")) as started:
-        yield started
 
 
 @pytest.fixture
@@ -1111,7 +1106,8 @@ def test_what_a_killed_process_left_is_swept_by_the_next_pack_of_that_name(out, 
     code = (
         HEAD
         + """
-from helpers_b import hold_writes, until
+from children import hold_writes
+from racing import until
 hold_writes()
 with pack(out / "x.tar") as folder:
     (folder / "a").write_bytes(bytes(10 << 20))
@@ -1235,7 +1231,7 @@ def test_ctrl_c_at_the_end_gives_the_pack_up_and_keeps_the_folder(out, nursery):
     code = (
         HEAD
         + """
-from helpers_b import hold_writes
+from children import hold_writes
 import async_ckpt.saving.worker
 go = hold_writes()
 abandon, wait = async_ckpt.saving.worker.abandon, async_ckpt.saving.worker.wait_for

@@ -9,7 +9,9 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from helpers_b import open_run, scripted, state_at, until
+from racing import until
+from scripted_disk import scripted
+from states import open_run, state_at
 
 from async_ckpt import StorageFullError
 from async_ckpt.report import SaveReport

@@ -10,7 +10,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers_b import MIB, SEGMENT, Call, Nursery, Thrown, until
+from children import Nursery
+from racing import Call, Thrown, until
+from states import MIB, SEGMENT
 
 from async_ckpt.host import limits as host
 from async_ckpt.host.limits import free_memory_bytes

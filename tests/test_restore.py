@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import difference
+from states import difference
 from torch import nn
 
 from async_ckpt import AsyncCheckpointer, NotCommittedError, RngState, StateMismatchError

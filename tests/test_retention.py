@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_b import assert_is_state, leftovers, names_below, open_run, scripted, state_at
+from archives import forge_manifest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import forge_manifest
+from scripted_disk import scripted
+from states import assert_is_state, leftovers, names_below, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, StorageUnavailableError
 from async_ckpt.runs.manifest import Manifest

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import difference
+from states import difference
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, RngState

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_b import ScriptedStorage, assert_is_state, open_run, scripted, state_at
+from scripted_disk import ScriptedStorage, scripted
+from states import assert_is_state, open_run, state_at
 
 import async_ckpt
 from async_ckpt import (

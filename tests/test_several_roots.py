@@ -11,16 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_b import (
-    PATIENCE,
-    ScriptedStorage,
-    assert_is_state,
-    leftovers,
-    names_below,
-    open_run,
-    state_at,
-    until,
-)
+from racing import PATIENCE, until
+from scripted_disk import ScriptedStorage
+from states import assert_is_state, leftovers, names_below, open_run, state_at
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, StepBehindError, StepExistsError, StorageUnavailableError

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import difference
+from states import difference
 from torch import nn
 
 import async_ckpt

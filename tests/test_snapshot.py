@@ -6,7 +6,9 @@ import threading
 
 import pytest
 import torch
-from helpers_b import MIB, PATIENCE, SEGMENT, open_run, scripted, weight
+from racing import PATIENCE
+from scripted_disk import scripted
+from states import MIB, SEGMENT, open_run, weight
 
 import async_ckpt
 from async_ckpt.saving import worker

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from archives import parsed_index, read_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import bits_of, difference, parsed_index, read_index
+from states import bits_of, difference
 from torch import nn
 
 import async_ckpt

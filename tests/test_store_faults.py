@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_b import MIB, SEGMENT, Call, Nursery, assert_is_state, leftovers, open_run, state_at, until
+from racing import Call, until
+from states import MIB, SEGMENT, assert_is_state, leftovers, open_run, state_at
 from test_stores import (
     ENGINES,
     PART,
@@ -116,12 +117,6 @@ def far(request: pytest.FixtureRequest, bucket: Bucket, proxy: FaultyProxy) -> F
 @pytest.fixture
 def obstore(bucket: Bucket, proxy: FaultyProxy) -> Far:
     return Far(bucket, proxy, "obstore")
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with Nursery(tmp_path_factory.mktemp("children")) as started:
-        yield started
 
 
 def failure(call: Callable[[], Any], message: str) -> StorageUnavailableError:
@@ -779,7 +774,7 @@ def test_one_writer_in_each_of_two_processes_and_one_step(bucket, s3, nursery, p
     script = """
         import json, sys
         import async_ckpt
-        from helpers_b import open_run, state_at
+        from states import open_run, state_at
         with open_run(sys.argv[1], storage_options=json.loads(sys.argv[2]), segment_bytes=8 << 20) as ckpt:
             try:
                 ckpt.save(state_at(int(sys.argv[3])), step=1).result()
@@ -808,7 +803,7 @@ def test_one_writer_in_each_of_two_processes_and_one_step(bucket, s3, nursery, p
 SAVE = """
     import json, sys
     import async_ckpt
-    from helpers_b import open_run, state_at
+    from states import open_run, state_at
     options = {"storage_options": json.loads(sys.argv[2]), "engine": sys.argv[3]}
     ckpt = open_run(sys.argv[1], segment_bytes=8 << 20, **options)
     ckpt.save(state_at(2, 9), step=2)

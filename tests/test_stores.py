@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_b import MIB, SEGMENT, Call, assert_is_state, open_run, state_at, until, weight
+from racing import Call, until
+from states import MIB, SEGMENT, assert_is_state, open_run, state_at, weight
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, NotCommittedError, StepBehindError, StepExistsError

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import Child, Nursery
 
 from async_ckpt.testing import FaultyProxy
 from async_ckpt.testing.servers import Server
@@ -25,17 +25,13 @@ STEPS = 48
 class Loop:
     """The loop with a tiny model, in a folder for its log, with its archives in a bucket behind a proxy."""
 
-    def __init__(self, log: Path, server: Server, proxy: FaultyProxy) -> None:
-        self.log = log
+    def __init__(self, log: Path, server: Server, proxy: FaultyProxy, nursery: Nursery) -> None:
+        self.log, self._nursery = log, nursery
         self.bucket = f"supervised-{uuid.uuid4().hex[:12]}"
-        self.command = [sys.executable, "-m", "examples.supervised", str(log), "--toy"]
-        self.command += ["--store", f"s3://{self.bucket}/runs"]
         told = {"region": "us-east-1", **server.options, "endpoint_url": proxy.endpoint}
         (log.parent / "tmp").mkdir(exist_ok=True)
         self.environment = {
-            **os.environ,
             "TMPDIR": str(log.parent / "tmp"),  # for what kills and failures leave
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
             **{
                 f"AWS_{name.upper()}": told[name]
                 for name in ("region", "access_key_id", "secret_access_key", "endpoint_url")
@@ -44,16 +40,17 @@ class Loop:
         server.make_bucket(self.bucket)
         self._server = server
 
-    def start(self) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(self.command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
+    def start(self) -> Child:
+        store = f"s3://{self.bucket}/runs"
+        return self._nursery.start_module(
+            "examples.supervised", self.log, "--toy", "--store", store, env=self.environment
+        )
 
     def run(self) -> tuple[dict[int, str], str]:
         """The loss of every step, and what was said on stderr."""
-        with self.start() as process:
-            out, err = process.communicate()
-        assert process.returncode == 0, err
-        return losses(out), err
+        ended = self.start().ended()
+        assert ended.status == 0, ended.err
+        return losses(ended.out), ended.err
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -77,27 +74,23 @@ KEPT = [f"{step:06d}.tar.gz" for step in (12, 24, 36, 48)] + ["final.tar.gz", "s
 
 
 @pytest.fixture
-def proxy(s3: Server) -> Iterator[FaultyProxy]:
-    with FaultyProxy(s3.endpoint) as started:
-        yield started
+def loop(tmp_path: Path, s3: Server, proxy: FaultyProxy, nursery: Nursery) -> Loop:
+    return Loop(tmp_path / "log", s3, proxy, nursery)
 
 
-@pytest.fixture
-def loop(tmp_path: Path, s3: Server, proxy: FaultyProxy) -> Loop:
-    return Loop(tmp_path / "log", s3, proxy)
-
-
-def test_a_run_that_is_killed_in_a_save_goes_on_at_the_next_batch_bit_for_bit(tmp_path, s3, proxy, loop):
+def test_a_run_that_is_killed_in_a_save_goes_on_at_the_next_batch_bit_for_bit(
+    tmp_path, s3, proxy, nursery, loop
+):
     """The upload of step 20 is held up until the kill, which so hits it for certain; 16 is the end of an epoch."""
-    whole, _ = Loop(tmp_path / "whole", s3, proxy).run()
+    whole, _ = Loop(tmp_path / "whole", s3, proxy, nursery).run()
     hold = proxy.delay(None, method="PUT", target=loop.bucket + ".*000020")
-    with loop.start() as process:
-        hold.wait()
-        process.kill()
-        out, _ = process.communicate()
-    before = losses(out)
+    process = loop.start()
+    hold.wait()
+    process.send(signal.SIGKILL)
+    ended = process.ended()
+    before = losses(ended.out)
     hold.clear()
-    assert process.returncode == -signal.SIGKILL
+    assert ended.status == -signal.SIGKILL
     assert loop.names == ["000004", "000008", "000012", "000016"]
     assert (loop.records[-1]["epoch"], loop.records[-1]["batch"]) == (1, 0)
 
@@ -135,45 +128,39 @@ def test_records_are_what_tinkers_cookbook_reads_and_a_finished_run_adds_none(lo
     assert loop.names == names
 
 
-def test_a_run_that_is_moved_with_its_archives_goes_on_bit_for_bit_where_it_is_now(tmp_path):
+def test_a_run_that_is_moved_with_its_archives_goes_on_bit_for_bit_where_it_is_now(tmp_path, nursery):
     """Its records name the archives below the folder that they are in, whatever that is called."""
     old, new = tmp_path / "old", tmp_path / "new"
-    whole = run_toy(old)
+    whole = run_toy(nursery, old)
     old.rename(new)
     journal = new / "checkpoints.jsonl"  # as if killed after the third record
     journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:3]))
 
-    assert run_toy(new) == {step: whole[step] for step in range(13, STEPS + 1)}
+    assert run_toy(nursery, new) == {step: whole[step] for step in range(13, STEPS + 1)}
     assert not old.exists()
 
 
-def run_toy(log: Path) -> dict[int, str]:
+def run_toy(nursery: Nursery, log: Path) -> dict[int, str]:
     """The loss of every step of the loop, with its archives in the folder of its log."""
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.supervised", str(log), "--toy"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return losses(done.stdout)
+    ended = nursery.start_module("examples.supervised", log, "--toy").ended()
+    assert (ended.status, ended.err) == (0, "")
+    return losses(ended.out)
 
 
 def test_a_checkpoint_that_fails_leaves_no_record_and_the_rolling_one_before_it(loop, proxy):
     """Training goes on; what the failed one would have replaced goes with the next that succeeds."""
     denied = proxy.answer("AccessDenied", method="PUT", target="0000(08|12)")
     hold = proxy.delay(None, method="PUT", target="000016")
-    with loop.start() as process:
-        hold.wait()
-        assert loop.archives == ["000004.tar.gz"]
-        assert loop.names == ["000004"]
-        hold.clear()
-        out, err = process.communicate()
+    process = loop.start()
+    hold.wait()
+    assert loop.archives == ["000004.tar.gz"]
+    assert loop.names == ["000004"]
+    hold.clear()
+    ended = process.ended()
 
     assert denied.hits
-    assert list(losses(out)) == list(range(1, STEPS + 1))
-    assert "checkpoint 000008 was not saved; training goes on" in err
+    assert list(losses(ended.out)) == list(range(1, STEPS + 1))
+    assert "checkpoint 000008 was not saved; training goes on" in ended.err
     assert "000008" not in loop.names
     assert "000012" not in loop.names
     assert loop.archives == KEPT[1:]
@@ -181,11 +168,10 @@ def test_a_checkpoint_that_fails_leaves_no_record_and_the_rolling_one_before_it(
 
 def test_a_final_checkpoint_that_fails_ends_the_run(loop, proxy):
     proxy.answer("AccessDenied", method="PUT", target="sampler_weights")
-    with loop.start() as process:
-        _, err = process.communicate()
+    ended = loop.start().ended()
 
-    assert process.returncode == 1
-    assert "StorageUnavailableError" in err
+    assert ended.status == 1
+    assert "StorageUnavailableError" in ended.err
     assert "final" not in loop.names
 
 

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import pytest
-from helpers_b import MIB, PATIENCE, Call, until
+from racing import PATIENCE, Call, until
+from states import MIB
 
 import async_ckpt
 from async_ckpt.storage.local import LocalSink, LocalStorage

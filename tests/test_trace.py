@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_b import Call, assert_is_state, scripted, state_at, until
+from racing import Call, until
+from scripted_disk import scripted
+from states import assert_is_state, state_at
 
 from async_ckpt import AsyncCheckpointer, StorageFullError
 from async_ckpt.spans import NO_TRACE, Spans, Trace

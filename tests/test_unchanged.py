@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import forge_manifest
+from archives import forge_manifest
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, NotUnchangedError

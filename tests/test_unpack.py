@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_b import MIB, Call, Nursery, until
+from archives import little_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import little_memory
+from racing import Call, until
+from states import MIB
 from test_local_storage import mounted, needs_mount
 from test_stores import _botocore_reads_its_files_once, bucket, proxy, through  # noqa: F401
 
@@ -484,12 +485,6 @@ with unpack(sys.argv[1], scratch=sys.argv[2]) as folder:
     assert (folder / "a").read_bytes() == b"b"
 print(os.listdir(sys.argv[2]))
 """
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with Nursery(tmp_path_factory.mktemp("children")) as started:
-        yield started
 
 
 def test_what_a_killed_process_left_is_swept_by_the_next(good, tmp_path, nursery):

@@ -25,7 +25,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers_b import MIB, Call, Gate, Thrown, names_below
+from racing import Call, Gate, Thrown
+from states import MIB, names_below
 
 import async_ckpt
 from async_ckpt import (

@@ -12,17 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_b import Nursery, names_below
+from states import names_below
 
 from async_ckpt import wrap
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory):
-    with Nursery(tmp_path_factory.mktemp("children")) as started:
-        yield started
 
 
 # `held` functions print "inside" and wait until there is a file called "go" in the root.
@@ -32,7 +26,7 @@ import torch
 from async_ckpt.saving import default
 import async_ckpt
 from async_ckpt import wrap
-from helpers_b import until
+from racing import until
 
 torch.set_num_threads(1)  # a forked child whose parent has used OpenMP hangs in torch itself
 root = sys.argv[1]
@@ -88,10 +82,10 @@ def test_what_was_begun_right_before_the_end_is_there(tmp_path, nursery, kind, e
 
 def test_a_function_may_use_threads_and_executors_when_the_process_ends(tmp_path, nursery):
     body = """
-    import helpers_b
+    import racing
 
     def save(state, folder):
-        until(lambda: "drain_at_exit" in helpers_b._functions_of(threading.main_thread().ident))
+        until(lambda: "drain_at_exit" in racing._functions_of(threading.main_thread().ident))
         from concurrent.futures import ThreadPoolExecutor
         os.makedirs(folder)
         with ThreadPoolExecutor(2) as pool:
@@ -188,7 +182,7 @@ def test_a_living_process_is_not_swept(tmp_path, nursery):
 
 
 DYING = """
-from helpers_b import die_at
+from children import die_at
 with open(root + "/x/number") as file:
     old = int(file.read())
 

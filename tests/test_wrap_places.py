@@ -15,7 +15,8 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from helpers_b import MIB, Thrown
+from racing import Thrown
+from states import MIB
 from test_local_storage import mounted, needs_mount
 from test_stores import Bucket, _botocore_reads_its_files_once, through  # noqa: F401
 from test_wrap import _nothing_is_left, names, records, save_folder, save_text  # noqa: F401

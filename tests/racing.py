@@ -1,0 +1,88 @@
+"""Threads of a test: calls that wait, gates where they wait, and what is waited for instead of sleeping."""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+# Long enough for any machine; reached only when a test fails.
+PATIENCE = 60.0
+
+
+class Thrown(Exception):
+    """What a test throws, and recognises again."""
+
+
+class Gate:
+    """A point in a function where it waits for the test."""
+
+    def __init__(self) -> None:
+        self._reached, self._go = threading.Event(), threading.Event()
+
+    def passed(self) -> None:
+        self._reached.set()
+        assert self._go.wait(PATIENCE), "the test has left a function waiting"
+
+    def wait_reached(self) -> None:
+        assert self._reached.wait(PATIENCE), "nobody came"
+
+    def open(self) -> None:
+        self._go.set()
+
+
+class Call(threading.Thread):
+    """A call on another thread; `outcome()` waits for it, and raises what it raised."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._fn = fn
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._value = self._fn()
+        except BaseException as error:
+            self._error = error
+
+    def outcome(self) -> Any:
+        self.join(PATIENCE)
+        assert not self.is_alive(), "the call does not return"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def wait_until_inside(self, function: str) -> None:
+        """Return when the thread is inside of a function of this name, or when its call has ended."""
+        until(lambda: not self.is_alive() or function in _functions_of(self.ident))
+
+
+def _functions_of(ident: int | None) -> set[str]:
+    """The functions that a thread is in.
+
+    Not by sys._current_frames: a collection of garbage inside of it waits for ever for a lock that it holds itself.
+    """
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)  # of 100 threads at most, the newest ones first
+        file.seek(0)
+        told = file.read()
+    names: set[str] = set()
+    for part in re.split(r"^(?:Current thread|Thread) ", told, flags=re.MULTILINE):
+        if part and int(part.split()[0], 16) == ident:
+            names.update(re.findall(r"^  File .* in (\S+)$", part, flags=re.MULTILINE))
+    return names
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that no event tells of."""
+    pause = threading.Event()
+    for _ in range(int(PATIENCE / 0.002)):
+        if condition():
+            return
+        pause.wait(0.002)
+    raise AssertionError("what was waited for did not come")
