@@ -356,6 +356,7 @@ from async_ckpt.saving import delivery as save_delivery, story as save_story
 near, far = root + "/near", root + "/far"
 os.makedirs(root)
 os.mkfifo(root + "/pipe")
+hung = threading.Event()
 
 def hang(owner, name):
     real = getattr(owner, name)
@@ -363,6 +364,7 @@ def hang(owner, name):
     def call(self, *arguments, **options):
         if "/far" in repr(self):
             print("hangs", flush=True)
+            hung.set()
             open(root + "/pipe").read()
         return real(self, *arguments, **options)
 
@@ -415,6 +417,7 @@ def test_a_save_whose_root_does_not_open_is_given_up_after_the_exit_timeout(tmp_
     async_ckpt.saving.worker._LEAST_ABANDON_SECONDS = 5.0  # that the other root is cleaned up in, on any machine
     ckpt = open_run({roots}, commit="any", exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1)
+    hung.wait()
     """
     ended = nursery.run(hanging(body), root)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -40,6 +41,27 @@ class _Buffer:
     data: memoryview
     lease: Lent
     num_views: int = 0  # how often the upload holds it
+
+
+class Life(Enum):
+    """The life of an object on its way up. Under its lock."""
+
+    TAKING = "segments come, and are sent"
+    WRITTEN = "all have come"
+    SENT = "the store has acknowledged all"
+    FINISHED = "and whoever wrote it knows"
+    FAILED = "its thread has ended without that"
+    GIVEN_UP = "nothing more is taken, and its thread ends"
+
+
+_GOES: Final = {
+    Life.TAKING: (Life.WRITTEN, Life.FAILED, Life.GIVEN_UP),
+    Life.WRITTEN: (Life.SENT, Life.FAILED, Life.GIVEN_UP),
+    Life.SENT: (Life.FINISHED, Life.GIVEN_UP),
+    Life.FINISHED: (),
+    Life.FAILED: (Life.GIVEN_UP,),
+    Life.GIVEN_UP: (),
+}
 
 
 class ObjectSink:
@@ -70,15 +92,12 @@ class ObjectSink:
         self._pieces: dict[int, _Buffer] = {}  # what is on loan; under _changed, like all below
         self._num_arrived = 0
         self._next = 0  # the first segment that this attempt has not asked for
-        self._all_written = False
         self._is_wanted = False  # somebody waits for memory: the next segment that has been sent is let go of
-        self._given_up = False
-        self._over = False  # the thread has ended, or is about to: nothing more is sent
+        self._life = Life.TAKING
         self._error: BaseException | None = None
         self._before: str | None = None  # e-tag of what was there under the name
         self._has_looked = False
         self._e_tag: str | None = None  # of ours, once the store has acknowledged it
-        self._finished = False
         self._moved_at = monotonic()
         self._thread: LibraryThread | None = None
 
@@ -87,7 +106,7 @@ class ObjectSink:
     def write(self, offset: int, data: memoryview, lease: Lent) -> None:
         lease.retain()
         with self._changed:
-            refused = self._over or self._given_up
+            refused = self._life is not Life.TAKING
             if not refused:
                 self._pieces[offset // self._segment_bytes] = _Buffer(data, lease)
                 self._num_arrived += 1
@@ -114,9 +133,11 @@ class ObjectSink:
             if num_bytes is not None:
                 self.num_bytes = num_bytes
                 self._num_segments = max(1, -(-num_bytes // self._segment_bytes))
-            self._all_written = self._num_arrived == self._num_segments
+            if self._num_arrived == self._num_segments:
+                self._go(Life.WRITTEN)
+            too_few = self._life is Life.TAKING
             self._changed.notify_all()
-        if not self._all_written and not self._over:
+        if too_few:
             self.abort()
             raise StorageUnavailableError(
                 f"{self._where}: {self._num_arrived} segments arrived of {self._num_segments}",
@@ -124,20 +145,23 @@ class ObjectSink:
             )
         if self._thread is not None:
             self._thread.join()  # it ends by its deadlines
-        if self._error is not None:
+        with self._changed:
+            if self._thread is None:  # there was nothing to send
+                self._go(Life.SENT)
+            finished = self._go(Life.FINISHED)
+        if not finished:
             raise self._failure()
-        self._finished = True
 
     def give_up(self) -> None:
         with self._changed:
-            self._given_up = True  # from here on nothing more is taken
+            self._go(Life.GIVEN_UP)
             leases = [self._pieces.pop(number).lease for number in self._idle()]
             self._changed.notify_all()
         for lease in leases:
             lease.release()
 
     def abort(self) -> None:
-        if self._finished:
+        if self._life is Life.FINISHED:
             return
         self.give_up()
         if self._thread is not None:
@@ -150,6 +174,13 @@ class ObjectSink:
 
     def close(self) -> None:
         """There is nothing left to close: the thread has ended, and all is given back."""
+
+    def _go(self, life: Life) -> bool:
+        """Take this way, if it is open. Under _changed."""
+        if life not in _GOES[self._life]:
+            return False
+        self._life = life
+        return True
 
     def _idle(self) -> list[int]:
         """Segments that the upload is not looking at; under _changed."""
@@ -165,7 +196,9 @@ class ObjectSink:
         return self._client.locate(self._path)
 
     def __repr__(self) -> str:
-        state = "finished" if self._finished else f"{self._next}/{self._num_segments} segments sent"
+        state = (
+            "finished" if self._life is Life.FINISHED else f"{self._next}/{self._num_segments} segments sent"
+        )
         return f"<ObjectSink {self._where} {state}>"
 
     # --- on the thread of the upload --------------------------------------------------------------------------
@@ -183,7 +216,8 @@ class ObjectSink:
         except BaseException as failure:
             error = failure
         with self._changed:
-            self._error, self._over = error, True
+            self._error = error
+            self._go(Life.SENT if error is None else Life.FAILED)
             leases = [self._pieces.pop(number).lease for number in self._idle()]
         for lease in leases:
             lease.release()
@@ -197,7 +231,7 @@ class ObjectSink:
             self._changed.wait_for(lambda: not self._pieces, _LET_GO_SECONDS)
 
     def _attempt(self) -> None:
-        if self._given_up:
+        if self._life is Life.GIVEN_UP:
             raise GivenUpError
         try:
             if self._is_multipart and not self.num_retries:
@@ -221,7 +255,7 @@ class ObjectSink:
 
         key, body = self._client.key(self._path), self._segments()
         if not self._is_multipart:
-            self._wait_for(lambda: self._all_written)
+            self._wait_for(lambda: self._life is Life.WRITTEN)
         return obstore.put(
             store,
             key,
@@ -239,7 +273,7 @@ class ObjectSink:
             yield self._take(number)
             number += 1
         # obstore completes the object when this ends.
-        self._wait_for(lambda: self._all_written and self._has_looked)
+        self._wait_for(lambda: self._life is Life.WRITTEN and self._has_looked)
 
     def _is_there(self, number: int) -> bool:
         """Wait for a segment. False when the object has ended before it."""
@@ -273,7 +307,8 @@ class ObjectSink:
             piece = self._pieces[number]
             piece.num_views -= 1
             wanted = self._is_wanted and number < self._next
-            released = (wanted or self._over or self._given_up) and not piece.num_views
+            is_over = self._life not in (Life.TAKING, Life.WRITTEN)
+            released = (wanted or is_over) and not piece.num_views
             if released:
                 del self._pieces[number]
                 if wanted:
@@ -285,8 +320,8 @@ class ObjectSink:
     def _wait_for(self, happened: Callable[[], bool]) -> None:
         """Wait for the writers, who end in `finish` or `abort`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._given_up or happened())
-            if self._given_up:
+            self._changed.wait_for(lambda: self._life is Life.GIVEN_UP or happened())
+            if self._life is Life.GIVEN_UP:
                 raise GivenUpError
 
     def _verify(self, result: Any) -> None:
@@ -312,7 +347,7 @@ class ObjectSink:
 
     def _pause(self, seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._given_up, seconds)
+            self._changed.wait_for(lambda: self._life is Life.GIVEN_UP, seconds)
 
 
 class ObjectReader:
