@@ -1,6 +1,7 @@
 # The words of CI: `.ci/run` is `make check test bench-check`.
 PYTHON ?= python3
 BIN := .venv/bin
+export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile the library again
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo demo-s3 test check bench bench-check bench-gpu bench-s3 format clean

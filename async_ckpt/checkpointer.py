@@ -24,8 +24,9 @@ from .errors import (
 from .loading.catch_up import catch_up
 from .loading.find import from_newest, from_step
 from .loading.load import Verify, check_verify, state_of
+from .loading.match import is_looked_into
 from .loading.open import Part
-from .loading.restore import is_looked_into, restore_state
+from .loading.restore import restore_state
 from .runs.manifest import Elsewhere
 from .runs.naming import STEP_FORMAT, TRACKER, Tracker
 from .runs.record import plain_record

@@ -22,7 +22,6 @@ When = datetime | float
 
 monotonic: Clock = time.perf_counter
 wall_time: Clock = time.time
-sleep: Callable[[float], None] = time.sleep
 
 # September 2001: what lies before it is no time that anything still happens at, but a number of seconds from now.
 _EARLIEST = 1e9
@@ -54,6 +53,24 @@ def before(moment: datetime, seconds: float) -> datetime:
 def duration(seconds: float) -> timedelta:
     """Seconds as clients of stores take them."""
     return timedelta(seconds=seconds)
+
+
+class Timekeeper:
+    """The clock that a deadline runs by, and what waits by it: whoever tests the waiting hands in one that does not."""
+
+    def now(self) -> float:
+        """Seconds, from whenever."""
+        return monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def wait_for(self, changed: threading.Condition, happened: Callable[[], bool], seconds: float) -> bool:
+        """Wait under `changed` until it has happened; False when so many seconds have passed before."""
+        return changed.wait_for(happened, seconds)
+
+
+TIMEKEEPER: Final = Timekeeper()
 
 
 class Trace:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,10 @@ from racing import PATIENCE, Gate
 from async_ckpt.saving import worker
 from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
 from async_ckpt.testing.servers import Server
+
+# Two workers share two processors: the threads of OpenMP would only spin beside each other, which takes half of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +46,16 @@ def archive(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where scratch folders are made; nothing may be left in it."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
 def gate() -> Iterator[Gate]:
     """A point where a function waits for the test, or for its end."""
     made = Gate()
@@ -49,7 +66,12 @@ def gate() -> Iterator[Gate]:
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Server]:
     """A faithful S3 server. Every test makes a bucket or a prefix of its own."""
-    with moto_server() as server:
+    from botocore.loaders import JSONFileLoader
+
+    with pytest.MonkeyPatch.context() as patch, moto_server() as server:
+        # Each client of s3fs, the sweep's too, parses megabytes of JSON again: most of what these tests would take.
+        read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
+        patch.setattr(JSONFileLoader, "load_file", lambda _, path: read(path))
         yield server
 
 

@@ -9,12 +9,33 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from async_ckpt.spans import Timekeeper
+
 # Long enough for any machine; reached only when a test fails.
 PATIENCE = 60.0
 
 
 class Thrown(Exception):
     """What a test throws, and recognises again."""
+
+
+class Skipping(Timekeeper):
+    """A timer that does not wait: its clock goes on by what it was asked to wait for."""
+
+    def __init__(self) -> None:
+        self._skipped = 0.0
+        self._lock = threading.Lock()
+
+    def now(self) -> float:
+        return super().now() + self._skipped
+
+    def sleep(self, seconds: float) -> None:
+        with self._lock:
+            self._skipped += seconds
+
+    def wait_for(self, changed: threading.Condition, happened: Callable[[], bool], seconds: float) -> bool:
+        self.sleep(seconds)
+        return super().wait_for(changed, happened, 0.0)
 
 
 class Gate:
@@ -86,3 +107,7 @@ def until(condition: Callable[[], bool]) -> None:
             return
         pause.wait(0.002)
     raise AssertionError("what was waited for did not come")
+
+
+def appenders() -> int:
+    return sum("append" in thread.name for thread in threading.enumerate())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import struct
 from collections import OrderedDict
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from async_ckpt import AsyncCheckpointer
 from async_ckpt.spec import MIB
@@ -22,6 +24,14 @@ SEGMENT = 4 * MIB
 def weight(step: int, mib: int = 1) -> torch.Tensor:
     """`mib` MiB whose every item depends on the step."""
     return torch.arange(mib * MIB // 4, dtype=torch.int32).mul_(2 * step + 1).add_(step)
+
+
+def noise(num_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2, bias=False))
 
 
 def state_at(step: int, mib: int = 1) -> dict[str, Any]:
@@ -45,10 +55,21 @@ def open_run(root: str | os.PathLike[str], **options: Any) -> AsyncCheckpointer:
     return AsyncCheckpointer(root, **options)
 
 
+def restored(ckpt: AsyncCheckpointer, saved: Any, live: Any, **how: Any) -> Any:
+    """Save one state, restore it into another; returns that one."""
+    ckpt.save(saved, step=1).result()
+    assert ckpt.restore(live, **how) == 1
+    return live
+
+
 def names_below(root: str | os.PathLike[str]) -> list[str]:
     """Every file below a folder."""
     top = Path(root)
     return sorted(str(path.relative_to(top)) for path in top.rglob("*") if not path.is_dir())
+
+
+def records(root: Path) -> list[dict]:
+    return [json.loads(line) for line in (root / "checkpoints.jsonl").read_text().splitlines()]
 
 
 def leftovers(root: str | os.PathLike[str]) -> list[str]:

@@ -107,19 +107,12 @@ def assert_work_goes_on(root: Path, step: int) -> None:
     assert [name for name in names_below(root) if name.endswith("tmp")] == []
 
 
-# Every call with ASYNC_CKPT_DEATHS=1; else every third, and all of the last ones, where the commit is.
-STRIDE = int(os.environ.get("ASYNC_CKPT_DEATHS", "3"))
-
-
-def each_death(
-    nursery: Nursery, code: str, roots: Iterator[Path], *arguments: str, stride: int = STRIDE
-) -> Iterator[Path]:
-    """Run the script for the calls that it makes, killed at that call; yields what is left of each run."""
+def each_death(nursery: Nursery, code: str, roots: Iterator[Path], *arguments: str) -> Iterator[Path]:
+    """Run the script once for every call that it makes, killed at that call; yields what is left of each run."""
     whole = nursery.run(code, next(roots), *arguments, 0)
     assert (whole.status, whole.err) == (0, "")
-    num_calls = int(whole.out)
     running: list[tuple[Path, Child]] = []
-    for number in [n for n in range(1, num_calls + 1) if n % stride == 0 or n > num_calls - 20]:
+    for number in range(1, int(whole.out) + 1):
         running.append((root := next(roots), nursery.start(code, root, *arguments, number)))
         if len(running) > 1:  # the next one dies while this one is looked at
             root, child = running.pop(0)

@@ -366,6 +366,7 @@ def hang(owner, name):
             print("hangs", flush=True)
             hung.set()
             open(root + "/pipe").read()
+        hung.wait()  # or all would be over before
         return real(self, *arguments, **options)
 
     setattr(owner, name, call)

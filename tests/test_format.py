@@ -110,8 +110,9 @@ def test_the_index_says_where_the_layout_puts_everything(
             placed.setdefault(piece.tensor, segment.offset + piece.target)
     for number, (spec, row) in enumerate(zip(tensors, told.tensors, strict=True)):
         assert (row.dtype, row.shape, row.alias_of) == (spec.dtype, spec.shape, spec.alias_of)
-        assert row.extent.length == spec.num_bytes
-        assert row.extent.offset == placed.get(number, row.extent.offset) or spec.alias_of is not None
+        (piece,) = row.slices
+        assert piece.extent.length == spec.num_bytes
+        assert piece.extent.offset == placed.get(number, piece.extent.offset) or spec.alias_of is not None
 
 
 @settings(max_examples=200, deadline=None)
@@ -127,7 +128,7 @@ def test_every_tensor_is_aligned_and_data_begins_on_a_page(tensors: list[TensorS
         length = int.from_bytes(head[tar.BLOCK : tar.BLOCK + 8], "little")
         assert (member.data.offset + 8 + length) % PAGE_BYTES == 0
     for row in told.tensors:
-        assert row.extent.offset % DTYPES[row.dtype][0] == 0
+        assert row.slices[0].extent.offset % DTYPES[row.dtype][0] == 0
 
 
 @settings(max_examples=200, deadline=None)
@@ -172,7 +173,7 @@ def test_the_cut_follows_when_a_longer_skeleton_moves_the_base() -> None:
         layout = lay_out(plan, skeleton=json.dumps("x" * size), objects=None, step=None, mtime=0)
         row = index_of(layout).tensors[0]
         first = next(s for s in layout.segments(BLOCK_BYTES) if s.pieces)
-        assert first.offset + first.pieces[0].target == row.extent.offset
+        assert first.offset + first.pieces[0].target == row.slices[0].extent.offset
         assert sum(s.num_bytes for s in layout.segments(BLOCK_BYTES)) == layout.file_bytes
 
 
@@ -236,7 +237,7 @@ def test_names_too_long_for_one_header_go_into_a_second_member() -> None:
     tensors = [TensorSpec(("x", f"{i}" * (21 * MIB)), "int8", (i + 1,)) for i in range(2)]
     told = index_of(laid_out(tensors))
     assert [m.name for m in told.members] == ["x.safetensors", "x-00002.safetensors"]
-    assert [(t.member, t.shape) for t in told.tensors] == [(0, (1,)), (1, (2,))]
+    assert [(t.slices[0].member, t.shape) for t in told.tensors] == [(0, (1,)), (1, (2,))]
 
 
 # --- tar ---------------------------------------------------------------------------------------------------------
@@ -410,7 +411,9 @@ def test_the_index_lists_what_each_member_stores(tensors: list[TensorSpec]) -> N
     told = index_of(laid_out(tensors))
     assert len(told.stored) == len(told.members)
     for number, stored in enumerate(told.stored):
-        assert list(stored) == [t for t in told.tensors if t.member == number and t.alias_of is None]
+        assert list(stored) == [
+            t for t in told.tensors if t.slices[0].member == number and t.alias_of is None
+        ]
 
 
 def test_the_index_finds_members_by_name() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import async_ckpt
 
@@ -72,6 +71,7 @@ def _at_load(tree: ast.AST) -> list[ast.AST]:
     return nodes
 
 
+@functools.cache
 def own(name: str) -> set[str]:
     """The modules of the house that a module imports, by their names within it."""
     return {
@@ -81,6 +81,7 @@ def own(name: str) -> set[str]:
     }
 
 
+@functools.cache
 def foreign(name: str) -> set[str]:
     return {target.split(".")[0] for target in imports(name)} - {"async_ckpt"}
 
@@ -117,113 +118,114 @@ def test_there_is_a_house():
     )
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[0] != "testing"])
-def test_a_module_imports_only_from_its_own_room_and_from_floors_below(name):
-    room = name.split(".")[0]
-    allowed = {room, *NEIGHBOURS.get(room, ())}
-    wrong = {
-        target
-        for target in own(name)
-        if target.split(".")[0] not in allowed and floor_of(target) <= floor_of(name)
-    }
+def test_a_module_imports_only_from_its_own_room_and_from_floors_below():
+    for name in [name for name in MODULES if name.split(".")[0] != "testing"]:
+        room = name.split(".")[0]
+        allowed = {room, *NEIGHBOURS.get(room, ())}
+        wrong = {
+            target
+            for target in own(name)
+            if target.split(".")[0] not in allowed and floor_of(target) <= floor_of(name)
+        }
 
-    assert not wrong
+        assert not wrong, name
 
 
 def test_only_few_files_stand_at_the_top():
     assert len([path for path in HOUSE.iterdir() if path.is_file()]) <= 9
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_nothing_imports_testing(name):
-    if name.split(".")[0] != "testing":
-        assert not [target for target in own(name) if target.split(".")[0] == "testing"]
+def test_nothing_imports_testing():
+    for name in MODULES:
+        if name.split(".")[0] != "testing":
+            assert not [target for target in own(name) if target.split(".")[0] == "testing"], name
 
 
-@pytest.mark.parametrize("name", named("format"))
-def test_the_bytes_know_only_the_words(name):
-    assert all(target.split(".")[0] in (*WORDS, "format") for target in own(name))
-    assert foreign(name) <= set(sys.stdlib_module_names) | {"xxhash", "zstandard"}
-    assert not foreign(name) & {"os", "time", "pathlib", "threading", "asyncio", "socket", "mmap", "tempfile"}
+def test_the_bytes_know_only_the_words():
+    forbidden = {"os", "time", "pathlib", "threading", "asyncio", "socket", "mmap", "tempfile"}
+    for name in named("format"):
+        assert all(target.split(".")[0] in (*WORDS, "format") for target in own(name)), name
+        assert foreign(name) <= set(sys.stdlib_module_names) | {"xxhash", "zstandard"}, name
+        assert not foreign(name) & forbidden, name
 
 
-@pytest.mark.parametrize("name", named(*WORDS))
-def test_the_words_know_nothing_but_each_other(name):
-    assert foreign(name) <= set(sys.stdlib_module_names)
-    assert all(target in WORDS for target in own(name))
+def test_the_words_know_nothing_but_each_other():
+    for name in named(*WORDS):
+        assert foreign(name) <= set(sys.stdlib_module_names), name
+        assert all(target in WORDS for target in own(name)), name
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_torch_is_only_where_tensors_are(name):
-    if name.split(".")[0] in ("format", "storage", "runs", *WORDS):
-        assert "torch" not in foreign(name)
+def test_torch_is_only_where_tensors_are():
+    for name in MODULES:
+        if name.split(".")[0] in ("format", "storage", "runs", *WORDS):
+            assert "torch" not in foreign(name), name
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_only_the_backends_know_where_a_tensor_is(name):
+def test_only_the_backends_know_where_a_tensor_is():
     """`testing` apart; and generators of random numbers, which are of the state, ask for theirs by the device's name."""
-    if name.split(".")[0] in ("backends", "testing"):
-        return
-    asked = [
-        ast.unparse(node)
-        for node in ast.walk(MODULES[name])
-        if isinstance(node, ast.Attribute)
-        and (
-            node.attr in ("is_cuda", "is_cpu", "cudart")
-            or ast.unparse(node).endswith("device.type")
-            or (ast.unparse(node) == "torch.cuda" and name != "state.rng")
-        )
-    ]
+    for name in MODULES:
+        if name.split(".")[0] in ("backends", "testing"):
+            continue
+        asked = [
+            ast.unparse(node)
+            for node in ast.walk(MODULES[name])
+            if isinstance(node, ast.Attribute)
+            and (
+                node.attr in ("is_cuda", "is_cpu", "cudart")
+                or ast.unparse(node).endswith("device.type")
+                or (ast.unparse(node) == "torch.cuda" and name != "state.rng")
+            )
+        ]
 
-    assert not asked
-
-
-@pytest.mark.parametrize("name", list(MODULES))
-def test_the_clock_is_only_in_spans(name):
-    if name != "spans":
-        assert not foreign(name) & {"time", "datetime"}
+        assert not asked, name
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_threads_are_started_only_by_the_host_and_the_worker(name):
-    if name.split(".")[0] not in ("host", "testing") and name != "saving.worker":
-        assert not starts_threads(name)
+def test_the_clock_is_only_in_spans():
+    for name in MODULES:
+        if name != "spans":
+            assert not foreign(name) & {"time", "datetime"}, name
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_the_clients_of_stores_are_only_in_their_modules(name):
-    if not name.startswith("storage.s3."):
-        assert "obstore" not in foreign(name)
-    if not name.startswith("storage.fsspec."):
-        assert not foreign(name) & {"fsspec", "s3fs"}
-    if name != "storage.retry":
-        assert "tenacity" not in foreign(name)
+def test_threads_are_started_only_by_the_host_and_the_worker():
+    for name in MODULES:
+        if name.split(".")[0] not in ("host", "testing") and name != "saving.worker":
+            assert not starts_threads(name), name
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_optional_packages_are_imported_on_use(name):
-    if name.split(".")[0] in ("integrations", "cli", "testing"):
-        return
-    at_load = {target.split(".")[0] for target in imports(name, at_load_only=True)} - {"async_ckpt"}
-
-    assert at_load <= set(sys.stdlib_module_names) | {"torch", "xxhash"}
-
-
-@pytest.mark.parametrize("name", ["saving.story", "loading.load", "loading.restore"])
-def test_the_story_neither_logs_nor_starts_threads(name):
-    assert "logging" not in foreign(name)
-    assert not starts_threads(name)
+def test_the_clients_of_stores_are_only_in_their_modules():
+    for name in MODULES:
+        if not name.startswith("storage.s3."):
+            assert "obstore" not in foreign(name), name
+        if not name.startswith("storage.fsspec."):
+            assert not foreign(name) & {"fsspec", "s3fs"}, name
+        if name != "storage.retry":
+            assert "tenacity" not in foreign(name), name
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_every_module_opens_with_its_contract(name):
-    text = ast.get_docstring(MODULES[name])
+def test_optional_packages_are_imported_on_use():
+    for name in MODULES:
+        if name.split(".")[0] in ("integrations", "cli", "testing"):
+            continue
+        at_load = {target.split(".")[0] for target in imports(name, at_load_only=True)} - {"async_ckpt"}
 
-    assert text, f"{name} has no docstring"
-    if not name.endswith("__init__"):
-        assert "In: " in text
-        assert "Out: " in text
-        assert "Knows nothing of: " in text or "Nothing to agree" in text
+        assert at_load <= set(sys.stdlib_module_names) | {"torch", "xxhash"}, name
+
+
+def test_the_story_neither_logs_nor_starts_threads():
+    for name in ["saving.story", "loading.load", "loading.match", "loading.restore"]:
+        assert "logging" not in foreign(name), name
+        assert not starts_threads(name), name
+
+
+def test_every_module_opens_with_its_contract():
+    for name in MODULES:
+        text = ast.get_docstring(MODULES[name])
+
+        assert text, f"{name} has no docstring"
+        if not name.endswith("__init__"):
+            assert "In: " in text, name
+            assert "Out: " in text, name
+            assert "Knows nothing of: " in text or "Nothing to agree" in text, name
 
 
 def test_no_file_is_long_and_no_function():

@@ -226,7 +226,7 @@ def test_a_selected_module_keeps_the_metadata_of_its_state_dict(archive: Path) -
 def test_only_what_is_selected_is_read(mmap: bool, large: tuple[Path, dict[str, Any]]) -> None:
     """The middle one is damaged, which is found by whoever reads it, and by no one else."""
     path, state = large
-    damaged = parsed_index(path).tensors[1].extent
+    damaged = parsed_index(path).tensors[1].slices[0].extent
     flip(path, damaged.offset + damaged.length // 2)
     for name in "ac":
         loaded = async_ckpt.load(path, select=name, mmap=mmap)
@@ -240,7 +240,7 @@ def test_only_what_is_selected_is_read(mmap: bool, large: tuple[Path, dict[str, 
 
 def test_unverified_loading_reads_damaged_bytes_as_they_are(large: tuple[Path, dict[str, Any]]) -> None:
     path, state = large
-    damaged = parsed_index(path).tensors[1].extent
+    damaged = parsed_index(path).tensors[1].slices[0].extent
     flip(path, damaged.offset + 100)
     loaded = async_ckpt.load(path, verify=False)
     assert difference(loaded["a"], state["a"]) is None
@@ -300,7 +300,7 @@ def test_writing_to_mapped_tensors_leaves_the_file_alone(saved: Path) -> None:
 def test_mapped_tensors_outlive_the_file_and_are_views_of_one_map(saved: Path) -> None:
     loaded = async_ckpt.load(saved, mmap=True)
     told = parsed_index(saved).tensors
-    begin = {row.dotted: row.extent.offset for row in told}
+    begin = {row.dotted: row.slices[0].extent.offset for row in told}
     weight, bias = loaded["model"]["layer.0"]["weight"], loaded["model"]["layer.0"]["bias"]
     apart = begin["model.layer.0.bias"] - begin["model.layer.0.weight"]
     assert bias.data_ptr() - weight.data_ptr() == apart

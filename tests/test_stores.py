@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import threading
@@ -107,17 +106,6 @@ class InMemory(Place):
         from fsspec.implementations.memory import MemoryFileSystem
 
         return bytes(MemoryFileSystem.store[f"{self._root}/{name}"].getvalue())
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _botocore_reads_its_files_once() -> Iterator[None]:
-    """Each client of s3fs, the sweep's too, parses megabytes of JSON again: most of what these tests would take."""
-    from botocore.loaders import JSONFileLoader
-
-    with pytest.MonkeyPatch.context() as patch:
-        read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
-        patch.setattr(JSONFileLoader, "load_file", lambda _, path: read(path))
-        yield
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from archives import forge_manifest
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, NotUnchangedError
+from async_ckpt.runs.run import Run
 
 BIG = 300_000  # bytes that a frozen group has at least, and a step without it has not
 
@@ -429,19 +430,26 @@ def test_driver_state_is_copied_to_a_root_that_was_away(tmp_path, training):
     assert async_ckpt.load(tmp_path / "b")["actor"] == driver_state()["actor"]
 
 
-def test_driver_state_of_an_attempt_that_fails_is_removed(tmp_path, training):
+def test_driver_state_of_an_attempt_that_fails_is_removed(tmp_path, training, gate, monkeypatch):
+    commit, folder = Run.commit, tmp_path / "step_00000001"
+
+    def held(run, *arguments, **options):
+        monkeypatch.undo()
+        gate.passed()
+        return commit(run, *arguments, **options)
+
     with AsyncCheckpointer(tmp_path) as ckpt, AsyncCheckpointer(tmp_path) as other:
-        slow = ckpt.save({"w": torch.zeros(20_000_000)}, step=1, driver=driver_state())
-        other.save({"w": torch.zeros(1)}, step=1)
-        for each in (ckpt, other):
-            try:
-                each.wait()
-            except async_ckpt.StepExistsError:
-                pass
-        assert slow.done()
-        assert len(list((tmp_path / "step_00000001").glob("rank_*.tar"))) == 1
-        named = json.loads((tmp_path / "step_00000001/manifest.json").read_text())["elsewhere"]
-        assert len(list((tmp_path / "step_00000001").glob("driver.*.tar"))) == bool(named)
+        monkeypatch.setattr(Run, "commit", held)
+        late = ckpt.save({"w": torch.zeros(1)}, step=1, driver=driver_state())
+        gate.wait_reached()
+        assert len(list(folder.glob("driver.*.tar"))) == 1
+        other.save({"w": torch.zeros(1)}, step=1).result()
+        gate.open()
+        with pytest.raises(async_ckpt.StepExistsError):
+            late.result()
+        ckpt.wait()
+        assert len(list(folder.glob("rank_*.tar"))) == 1
+        assert list(folder.glob("driver.*.tar")) == []
 
 
 @pytest.mark.parametrize("driver", [{"model": 1}, {3: 1}, {"big": torch.zeros(20_000_000)}])

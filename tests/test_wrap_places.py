@@ -15,11 +15,11 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from disks import mounted, needs_mount
 from racing import Thrown
 from states import MIB
-from test_local_storage import mounted, needs_mount
-from test_stores import Bucket, _botocore_reads_its_files_once, through  # noqa: F401
-from test_wrap import _nothing_is_left, names, records, save_folder, save_text  # noqa: F401
+from test_stores import Bucket, through
+from wrapped import _nothing_is_left, names, records, save_folder, save_text  # noqa: F401
 
 import async_ckpt
 from async_ckpt import DestinationBusyError, StorageFullError, StorageUnavailableError, wrap

@@ -11,7 +11,7 @@ import json
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..errors import CorruptCheckpointError, FormatVersionError
 from ..spec import DTYPES, PAGE_BYTES, Extent, Json, align_up
@@ -31,16 +31,22 @@ class Member:
     data: Extent
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedTensor:
-    """One tensor of an archive; `extent` counts from the start of the file."""
+class Slice(NamedTuple):
+    """What a member holds of a tensor, under which name; `extent` counts from the start of the file."""
 
-    path: tuple[Any, ...]
     member: int
     name: str
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedTensor:
+    """One tensor of an archive, and where it lies: in one slice, so far."""
+
+    path: tuple[Any, ...]
     dtype: str
     shape: tuple[int, ...]
-    extent: Extent
+    slices: tuple[Slice, ...]
     alias_of: int | None
 
     @property
@@ -134,7 +140,8 @@ def parse(text: bytes, *, path: str) -> Index:
         stored: list[list[IndexedTensor]] = [[] for _ in members]
         for tensor in tensors:
             if tensor.alias_of is None:
-                stored[tensor.member].append(tensor)
+                for piece in tensor.slices:
+                    stored[piece.member].append(tensor)
         by_member = tuple(map(tuple, stored))
         return Index(step, tuple(members), tuple(tensors), by_member, raw["skeleton"], digest, file_bytes)
     except (_Lie, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
@@ -179,10 +186,9 @@ def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
             if alias >= len(tensors) or tensors[alias].alias_of is not None:
                 raise _Lie(f"tensor {path!r:.200} is an alias of nothing")
             of = tensors[alias]
-            tensors.append(IndexedTensor(path, of.member, of.name, of.dtype, of.shape, of.extent, alias))
+            tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias))
             continue
-        member, name, dtype = _count(row["member"]), row["name"], row["dtype"]
-        begin, length = map(_count, row["extent"])
+        dtype = row["dtype"]
         if dtype not in DTYPES:
             raise _Lie(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
         # Each number first: a product of thousands of long ones takes minutes.
@@ -191,23 +197,34 @@ def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
         shape = tuple(row["shape"])
         if prod(n or 1 for n in shape) >= 2**63:
             raise _Lie(f"tensor {path!r:.200} has an absurd shape")
-        if member >= len(members) or begin + length > members[member].data.length:
-            raise _Lie(f"tensor {path!r:.200} lies outside of its member")
-        if prod(shape) * DTYPES[dtype][0] != length:
-            raise _Lie(f"tensor {path!r:.200} has {length} bytes, its shape and dtype need another number")
-        if not isinstance(name, str) or (member, name) in names:
-            raise _Lie(f"two tensors are called {name!r:.200}")
-        names.add((member, name))
-        extent = Extent(members[member].data.offset + begin, length)
-        tensors.append(IndexedTensor(path, member, name, dtype, shape, extent, None))
+        slices = tuple(_slice(piece, path, members) for piece in row["slices"])
+        if len(slices) != 1:
+            raise _Lie(f"tensor {path!r:.200} is in {len(slices)} slices, not in one")
+        num_bytes = sum(piece.extent.length for piece in slices)
+        if prod(shape) * DTYPES[dtype][0] != num_bytes:
+            raise _Lie(f"tensor {path!r:.200} has {num_bytes} bytes, its shape and dtype need another number")
+        for piece in slices:
+            if (piece.member, piece.name) in names:
+                raise _Lie(f"two tensors are called {piece.name!r:.200}")
+            names.add((piece.member, piece.name))
+        tensors.append(IndexedTensor(path, dtype, shape, slices, None))
     position = 0
-    for extent in sorted(
-        (t.extent for t in tensors if t.alias_of is None and t.extent.length), key=lambda e: e.offset
-    ):
+    extents = (piece.extent for t in tensors if t.alias_of is None for piece in t.slices)
+    for extent in sorted((extent for extent in extents if extent.length), key=lambda e: e.offset):
         if extent.offset < position:
             raise _Lie(f"two tensors share the bytes at {extent.offset}")
         position = extent.end
     return tensors
+
+
+def _slice(raw: Json, path: tuple[Any, ...], members: list[Member]) -> Slice:
+    member, name = _count(raw["member"]), raw["name"]
+    begin, length = map(_count, raw["extent"])
+    if member >= len(members) or begin + length > members[member].data.length:
+        raise _Lie(f"tensor {path!r:.200} lies outside of its member")
+    if not isinstance(name, str):
+        raise _Lie(f"tensor {path!r:.200} is called {name!r:.200}")
+    return Slice(member, name, Extent(members[member].data.offset + begin, length))
 
 
 def check_member_header(index: Index, member: int, data: bytes, *, path: str) -> None:
@@ -226,8 +243,10 @@ def check_member_header(index: Index, member: int, data: bytes, *, path: str) ->
             f"{path}: {index.members[member].name} is not as long as the index says", path=path
         )
     told = {
-        t.name: (*safetensors.stored_as(t.dtype, t.shape), t.extent.offset - base, t.extent.end - base)
+        name: (*safetensors.stored_as(t.dtype, t.shape), extent.offset - base, extent.end - base)
         for t in index.stored[member]
+        for at, name, extent in t.slices
+        if at == member
     }
     if told != table:
         wrong = sorted(name for name in told.keys() | table.keys() if told.get(name) != table.get(name))

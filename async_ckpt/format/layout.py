@@ -115,8 +115,8 @@ class TensorPlan:
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = specs
         self.members: list[_MemberPlan] = []
-        # Offset of each tensor from the end of the index; an alias has none of its own.
-        self.offsets: list[int | None] = [None] * len(self.specs)
+        # Where the slices of each tensor begin, from the end of the index; an alias has none of its own.
+        self.slices: list[tuple[int, ...]] = [()] * len(self.specs)
         self._rows: list[str] = [""] * len(self.specs)
         position = 0
         for name, chosen in _grouped(self.specs):
@@ -149,14 +149,11 @@ class TensorPlan:
         # The end of the index is a multiple of the page, so "modulo the page" is the same here as in the file.
         head = safetensors.header(entries, metadata, header_bytes_modulo=PAGE_BYTES, at=data_offset)
         for i, entry in zip(stored, entries, strict=True):
-            self.offsets[i] = data_offset + len(head) + entry.begin
+            self.slices[i] = (data_offset + len(head) + entry.begin,)
+            extent = [len(head) + entry.begin, entry.end - entry.begin]
+            whole = {"member": len(self.members), "name": entry.name, "extent": extent}
             self._rows[i] = index.row(
-                self.specs[i].path,
-                member=len(self.members),
-                name=entry.name,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                extent=[len(head) + entry.begin, entry.end - entry.begin],
+                self.specs[i].path, dtype=entry.dtype, shape=entry.shape, slices=[whole]
             )
         for i in chosen:
             if self.specs[i].alias_of is not None:
@@ -168,11 +165,12 @@ class TensorPlan:
 
     @cached_property
     def in_file_order(self) -> list[tuple[int, int, int]]:
-        """(offset from the end of the index, bytes, tensor) of every tensor that has bytes."""
+        """(offset from the end of the index, bytes, tensor) of every slice that has bytes."""
         return sorted(
             (offset, spec.num_bytes, i)
-            for i, (offset, spec) in enumerate(zip(self.offsets, self.specs, strict=True))
-            if offset is not None and spec.num_bytes
+            for i, (offsets, spec) in enumerate(zip(self.slices, self.specs, strict=True))
+            for offset in offsets
+            if spec.num_bytes
         )
 
     def cut(self, base: int, segment_bytes: int) -> dict[int, list[Piece]]:

@@ -160,7 +160,8 @@ def plan_reads(
     """
     wanted: dict[Extent, list[int]] = {}  # one tensor may fill several, that are tied no more
     for i, number in enumerate(numbers, first):
-        wanted.setdefault(archive.index.tensors[number].extent, []).append(i)
+        for piece in archive.index.tensors[number].slices:
+            wanted.setdefault(piece.extent, []).append(i)
     extents = sorted({*wanted, *archive.headers(numbers)}, key=lambda extent: extent.offset)
     granule = BLOCK_BYTES if archive._digests is not None else PAGE_BYTES
     file_bytes = archive.index.file_bytes

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 from ..errors import (
@@ -19,8 +19,8 @@ from ..errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ..runs.manifest import INTENT, Archive, Manifest, parse
 from ..runs.manifest import NAME as MANIFEST
+from ..runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -262,14 +262,12 @@ def _is_committed(storage: Storage, step: int, folder: str, retired: Mapping[int
 
 
 def _retired(storage: Storage, names: Sequence[str], numbered: Sequence[tuple[int, str]]) -> dict[int, str]:
-    """The attempts that announced rollbacks have taken out of the run, by step. Each counts once it is committed."""
-    retired: dict[int, str] = {}
-    for step, attempt in (match.groups() for name in names if (match := INTENT.fullmatch(name))):
-        for number, name in numbered:
-            made = _made(storage, name) if number == int(step) else None
-            if made is not None and made.attempt == attempt:
-                retired.update((gone.step, gone.attempt) for gone in made.retires)
-    return retired
+    """The attempts that announced rollbacks have taken out of the run, by step."""
+
+    def made(step: int) -> Iterable[Manifest | None]:
+        return (_made(storage, name) for number, name in numbered if number == step)
+
+    return taken_out(filter(None, map(parse_intent, names)), made)
 
 
 def _made(storage: Storage, folder: str) -> Manifest | None:

@@ -156,9 +156,10 @@ def state_of(
 
 def _mapped(archive: OpenArchive, number: int, mapped: mmap_module.mmap) -> torch.Tensor:
     told, dtype = archive.index.tensors[number], archive.dtype(number)
-    if not told.extent.length:
+    (piece,) = told.slices
+    if not piece.extent.length:
         return torch.empty(told.shape, dtype=dtype, device=CPU)
-    flat = torch.frombuffer(mapped, dtype=torch.uint8, count=told.extent.length, offset=told.extent.offset)
+    flat = torch.frombuffer(mapped, dtype=torch.uint8, count=piece.extent.length, offset=piece.extent.offset)
     return (flat if dtype == torch.uint8 else flat.view(dtype)).view(told.shape)
 
 

@@ -264,7 +264,7 @@ class OpenArchive:
 
         That is all that is asked of them; their own blocks are verified with the data behind them.
         """
-        for number in sorted({self.index.tensors[s.number].member for s in stored if s.kind != "object"}):
+        for number in self._members(s.number for s in stored if s.kind != "object"):
             if number in self._headers:
                 continue
             data = self._check_tar_header(self.index.members[number])
@@ -276,8 +276,12 @@ class OpenArchive:
 
     def headers(self, numbers: Iterable[int]) -> list[Extent]:
         """Where the headers of the members with these tensors lie, to be verified with them."""
-        members = {self.index.tensors[number].member for number in numbers} if self._digests else ()
-        return [self._headers[member] for member in sorted(members) if member in self._headers]
+        members = self._members(numbers) if self._digests else ()
+        return [self._headers[member] for member in members if member in self._headers]
+
+    def _members(self, numbers: Iterable[int]) -> list[int]:
+        """The members that hold something of these tensors."""
+        return sorted({piece.member for number in numbers for piece in self.index.tensors[number].slices})
 
     def _check_tar_header(self, member: Member) -> Extent:
         """Where the member's data lies, as its tar header says too."""

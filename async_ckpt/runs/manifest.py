@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from ..format.digests import DIGEST_BYTES, block_digest
 
 NAME: Final = "manifest.json"
 VERSION: Final = 1
-INTENT: Final = re.compile(r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json")
+_INTENT: Final = re.compile(r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json")
 _RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
 _HEAD: Final = b'{"digest": "'
 _AFTER_DIGEST: Final = b'",\n'
@@ -39,6 +39,28 @@ def retired_name() -> str:
 
 def is_retired_name(name: str) -> bool:
     return _RETIRED.fullmatch(name) is not None
+
+
+def taken_out(
+    intents: Iterable[tuple[int, str]], found: Callable[[int], Iterable[Manifest | None]]
+) -> dict[int, str]:
+    """The attempts, by step, that announced rollbacks have taken out of the run.
+
+    Each counts as far as `found`, which tells what stands under a step, has the manifest of just the announced attempt.
+    """
+    return {
+        retired.step: retired.attempt
+        for step, attempt in intents
+        for made in found(step)
+        if made is not None and made.attempt == attempt
+        for retired in made.retires
+    }
+
+
+def parse_intent(name: str) -> tuple[int, str] | None:
+    """The step and the attempt that a name announces; None for any other name."""
+    match = _INTENT.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
 
 
 def intent_name(step: int, attempt: str) -> str:

@@ -23,7 +23,7 @@ from ..errors import (
 from ..host.threads import Crew
 from ..storage.base import Storage
 from . import manifest
-from .manifest import INTENT, Archive, Manifest, intent_name, retired_name
+from .manifest import Archive, Manifest, intent_name, parse_intent, retired_name, taken_out
 from .naming import STEP_FORMAT, folder_pattern
 from .retention import Commits
 
@@ -103,8 +103,8 @@ class Root:
         step = self._parsed.get(name)
         if step is not None:
             return step
-        if intent := INTENT.fullmatch(name):  # they come and go, and are of interest each time
-            intents.append((int(intent[1]), intent[2]))
+        if intent := parse_intent(name):  # they come and go, and are of interest each time
+            intents.append(intent)
             return -1
         match = self._step_pattern.fullmatch(name)
         step = int(match[1]) if match and self.folder(int(match[1])) == name else -1
@@ -232,12 +232,7 @@ class Root:
 
     def retiring(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
         """What announced rollbacks have taken out of the run, as far as exactly the announced attempt stands committed."""
-        gone: dict[int, str] = {}
-        for step, attempt in intents:
-            made = self.find(step)
-            if made is not None and made.attempt == attempt:
-                gone.update((retired.step, retired.attempt) for retired in made.retires)
-        return gone
+        return taken_out(intents, lambda step: [self.find(step)])
 
     def is_retired(self, step: int, gone: Mapping[int, str]) -> bool:
         return step in gone and is_out(step, self.find(step), gone)

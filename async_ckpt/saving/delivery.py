@@ -112,11 +112,11 @@ class Delivery:
     def begin(self, lane: Lane) -> None:
         """Segments go to the sink from now on."""
         self.reached, self.lane = Reached.WRITING, lane
-        self.task = asyncio.create_task(self._deliver(self.sink, lane))
+        self.task = asyncio.create_task(self._deliver(lane))
 
-    async def _deliver(self, sink: Sink | None, lane: Lane) -> None:
+    async def _deliver(self, lane: Lane) -> None:
         """Returns when the archive is durable; raises when it will not be."""
-        assert sink is not None
+        sink = lane.sink
         checked = asyncio.ensure_future(self._off_loop(self.target.check))
         arrived: asyncio.Future[Any] = asyncio.gather(checked, asyncio.wrap_future(lane.written))
         failed: list[asyncio.Future[Any]] = []

@@ -16,6 +16,7 @@ from typing import Final
 from ..errors import StorageUnavailableError
 from ..format import digests
 from ..format.layout import Image
+from ..host.life import Life
 from ..host.pool import Lease
 from ..host.threads import running_future
 from ..report import Progress
@@ -89,18 +90,11 @@ class Lane:
         self.num_left = num_segments
         self.num_held = 0  # leases that the sink has retained
         self.written_bytes = 0
-        self.way = Way.WRITING
-
-    def go(self, way: Way) -> bool:
-        """Take this way, if it is open: False when it is not."""
-        if way not in _LANE_GOES[self.way]:
-            return False
-        self.way = way
-        return True
+        self.way = Life(_LANE_GOES)
 
     @property
     def has_ended(self) -> bool:
-        return self.way is not Way.WRITING
+        return self.way.now is not Way.WRITING
 
 
 class _Counted:
@@ -157,7 +151,7 @@ class Drain:
         self.digest = ""
         self.idle = running_future()  # all lanes have ended, and no task is under way
         self._lock = threading.Lock()
-        self._flow = Flow.FILLING  # under _lock, like all below
+        self._flow = Life(_DRAIN_GOES)  # under _lock, like all below
         self._lanes: list[Lane] = []
         self._early: list[tuple[int, Lease]] = []
         self._tail: dict[int, Lease] = {}
@@ -194,7 +188,7 @@ class Drain:
         """Segment `number` is filled; the drain releases the lease."""
         with self._lock:
             self._staged_bytes += self._bytes_of(number)
-            flow = self._flow
+            flow = self._flow.now
             if flow is not Flow.FAILED and number >= self._first_tail:
                 self._tail[number] = lease
             elif flow is Flow.FILLING:
@@ -211,9 +205,9 @@ class Drain:
         lanes = [Lane(sink, submit, self.num_segments, pace) for sink, submit, pace in sinks]
         with self._lock:
             self._lanes = lanes
-            self._go(Flow.SENDING)
+            self._flow.go(Flow.SENDING)
             if self._layout.digests is None:
-                self._go(Flow.SEALED)
+                self._flow.go(Flow.SEALED)
             failed = self._error
             early, self._early = self._early, []
         if failed is not None:
@@ -229,7 +223,7 @@ class Drain:
         """Give up: writes under way end, no other begins. The first error counts."""
         with self._lock:
             self._error = self._error or error
-            self._go(Flow.FAILED)
+            self._flow.go(Flow.FAILED)
             leases = [lease for _, lease in self._early] + list(self._tail.values())
             self._early, self._tail = [], {}
             lanes = list(self._lanes)
@@ -242,7 +236,7 @@ class Drain:
     def drop(self, lane: Lane, error: BaseException) -> None:
         """End a lane, if it has not ended: the others go on without it; when none is left, the save fails."""
         with self._lock:
-            if not lane.go(Way.DROPPED):
+            if not lane.way.go(Way.DROPPED):
                 return
             dropped, lane.queue = lane.queue, deque()
             self._num_active -= len(dropped)
@@ -260,7 +254,7 @@ class Drain:
     def decided(self) -> None:
         """The save is true without the lanes that have not ended: from now on memory goes before them."""
         with self._lock:
-            self._go(Flow.DECIDED)
+            self._flow.go(Flow.DECIDED)
 
     def relieve(self, starving: bool) -> bool:
         """Memory is short. First goes what is only kept for trying again, then a lane that the save can do without."""
@@ -274,14 +268,14 @@ class Drain:
             behind = {
                 lane: lane.num_left + lane.num_held
                 for lane in lanes
-                if lane.way in (Way.WRITING, Way.ARRIVED)
+                if lane.way.now in (Way.WRITING, Way.ARRIVED)
             }
             last = max(behind, key=lambda lane: behind[lane], default=None)
             if last is None or not behind[last]:
                 return False
             # Dropping it helps only as far as it alone keeps others from going on.
             lag = behind[last] - min(behind.values())
-            if self._flow is not Flow.DECIDED and (
+            if self._flow.now is not Flow.DECIDED and (
                 len(behind) < 2 or lag * 2 < self.max_segments - self.num_tail
             ):
                 return False
@@ -293,7 +287,7 @@ class Drain:
     def give_up(self, lane: Lane) -> None:
         """Nothing will come of a lane: what its sink holds and does not send this moment is free at once."""
         with self._lock:
-            lane.go(Way.GIVEN_UP)
+            lane.way.go(Way.GIVEN_UP)
         lane.sink.give_up()
 
     def count_held(self, lane: Lane, change: int) -> None:
@@ -367,7 +361,7 @@ class Drain:
         with self._lock:
             lane.num_left -= 1
             lane.written_bytes += num_bytes
-            arrived = lane.num_left == 0 and lane.go(Way.ARRIVED)
+            arrived = lane.num_left == 0 and lane.way.go(Way.ARRIVED)
         if arrived:
             lane.written.set_result(None)
 
@@ -384,9 +378,9 @@ class Drain:
         """Once all else is digested, the tail can be."""
         with self._lock:
             complete = len(self._tail) == self.num_tail and not self._num_undigested
-            if self._flow is not Flow.SENDING or not complete:
+            if self._flow.now is not Flow.SENDING or not complete:
                 return
-            self._go(Flow.SEALED)
+            self._flow.go(Flow.SEALED)
             tail, self._tail = self._tail, {}
             self._num_active += 1
         self._submit(partial(self._seal, tail))
@@ -429,17 +423,10 @@ class Drain:
             self._num_active -= 1
         self._settle()
 
-    def _go(self, flow: Flow) -> bool:
-        """Take this way, if it is open. Under _lock."""
-        if flow not in _DRAIN_GOES[self._flow]:
-            return False
-        self._flow = flow
-        return True
-
     def _settle(self) -> None:
         with self._lock:
             ended = bool(self._lanes) and all(lane.has_ended for lane in self._lanes)
-            over = self._flow is Flow.FAILED or ended
+            over = self._flow.now is Flow.FAILED or ended
             if self._num_active or not over or self.idle.done():
                 return
             self.idle.set_result(None)

@@ -138,10 +138,11 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         os.mkdir(folder)
     except FileExistsError:
-        if not folder.is_dir():
-            raise NotADirectoryError(
-                errno.ENOTDIR, f"{folder} is a file where a folder should be", str(folder)
-            ) from None
+        with suppress(FileNotFoundError):  # removed meanwhile: who begins a file in it makes it again
+            if not stat.S_ISDIR(os.lstat(folder).st_mode) and not folder.is_dir():
+                raise NotADirectoryError(
+                    errno.ENOTDIR, f"{folder} is a file where a folder should be", str(folder)
+                ) from None
     try:
         sync_folder(folder.parent)
     except BaseException:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from .. import spans
-from ..spans import Clock
+from ..spans import TIMEKEEPER, Timekeeper
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -38,26 +37,27 @@ def persist(
     deadline_seconds: float,
     since: Callable[[], float] | None = None,
     on_retry: Callable[[BaseException], None] = lambda _: None,
-    clock: Clock = spans.monotonic,
-    sleep: Callable[[float], None] = spans.sleep,
+    timer: Timekeeper = TIMEKEEPER,
+    sleep: Callable[[float], None] | None = None,
 ) -> T:
     """Call until it succeeds, fails for good, or has failed for `deadline_seconds`; then its last error is raised.
 
     The deadline runs from the beginning, or from what `since` says (on the same clock) when the first call has
-    failed: a long upload is not out of time before it has had any trouble. `on_retry` is told the error before each wait.
+    failed: a long upload is not out of time before it has had any trouble. `on_retry` is told the error before each
+    wait, which is the timer's or, where one can be broken off, `sleep`.
     """
     try:
         import tenacity
     except ImportError:
         raise ImportError('stores need tenacity; pip install "async_ckpt[s3]"') from None
 
-    begin = clock()
+    begin = timer.now()
     trouble: list[float] = []
 
     def is_over(state: RetryCallState) -> bool:
         if not trouble:
             trouble.append(since() if since else begin)
-        return clock() + state.upcoming_sleep - trouble[0] >= deadline_seconds
+        return timer.now() + state.upcoming_sleep - trouble[0] >= deadline_seconds
 
     def tell(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -69,6 +69,6 @@ def persist(
         wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_SECONDS, max=_LONGEST_WAIT_SECONDS),
         stop=is_over,
         before_sleep=tell,
-        sleep=sleep,
+        sleep=sleep or timer.sleep,
         reraise=True,
     )(call)

@@ -253,6 +253,11 @@ class FaultyProxy:
 
     async def _stop_listening(self) -> None:
         if self._listener is not None:
+            # What was accepted by now must not meet a server that is closed: asyncio would forget its socket.
+            for sock in self._listener.sockets:
+                self._loop.remove_reader(sock.fileno())
+            for _ in range(_ROUNDS):
+                await asyncio.sleep(0)
             self._listener.close()
             self._listener = None
         for _ in range(_ROUNDS):  # what was accepted by now becomes tasks, and what they close is closed

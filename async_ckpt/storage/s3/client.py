@@ -11,18 +11,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ... import spans
 from ...errors import StorageFullError, StorageUnavailableError
+from ...spans import TIMEKEEPER, Timekeeper
 from ...spec import KIB
 from .. import retry, stores
 from ..url import split_bucket
 from . import answers
 from .aws import AwsSetup
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -47,7 +45,10 @@ class Client:
     `retry_config` (for one part's requests), `credential_provider`, `profile` and `deadline_seconds`.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER
+    ) -> None:
+        self.timer = timer
         self.scheme, self.bucket, self.prefix = split_bucket(url)
         self.url = "/".join(filter(None, (f"{self.scheme}://{self.bucket}", self.prefix)))
         self.options = dict(options or {})
@@ -163,7 +164,8 @@ class Client:
         return version_of(put)
 
     def persist(self, call: Callable[[], T]) -> T:
-        return retry.persist(call, deadline_seconds=min(self.deadline_seconds, retry.REQUEST_SECONDS))
+        seconds = min(self.deadline_seconds, retry.REQUEST_SECONDS)
+        return retry.persist(call, deadline_seconds=seconds, timer=self.timer)
 
     def now(self) -> Any:
         """The store's clock: the time that it gives to an object written just now."""

@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from ...errors import StorageUnavailableError
+from ...host.life import Life
 from ...host.threads import LibraryThread, running_future, start_thread
-from ...spans import monotonic
 from .. import retry, stores
 from .client import Client, GivenUpError
 
@@ -43,7 +43,7 @@ class _Buffer:
     num_views: int = 0  # how often the upload holds it
 
 
-class Life(Enum):
+class Phase(Enum):
     """The life of an object on its way up. Under its lock."""
 
     TAKING = "segments come, and are sent"
@@ -55,12 +55,12 @@ class Life(Enum):
 
 
 _GOES: Final = {
-    Life.TAKING: (Life.WRITTEN, Life.FAILED, Life.GIVEN_UP),
-    Life.WRITTEN: (Life.SENT, Life.FAILED, Life.GIVEN_UP),
-    Life.SENT: (Life.FINISHED, Life.GIVEN_UP),
-    Life.FINISHED: (),
-    Life.FAILED: (Life.GIVEN_UP,),
-    Life.GIVEN_UP: (),
+    Phase.TAKING: (Phase.WRITTEN, Phase.FAILED, Phase.GIVEN_UP),
+    Phase.WRITTEN: (Phase.SENT, Phase.FAILED, Phase.GIVEN_UP),
+    Phase.SENT: (Phase.FINISHED, Phase.GIVEN_UP),
+    Phase.FINISHED: (),
+    Phase.FAILED: (Phase.GIVEN_UP,),
+    Phase.GIVEN_UP: (),
 }
 
 
@@ -84,7 +84,7 @@ class ObjectSink:
         self.num_retries = 0
         self.retryable = True
         self.failed: Future[None] = running_future()
-        self._client, self._path, self.num_bytes = client, path, num_bytes
+        self._client, self._path, self.num_bytes, self._timer = client, path, num_bytes, client.timer
         self._segment_bytes, self._part_segments, self._num_parts = segment_bytes, part_segments, num_parts
         self._is_multipart = num_bytes > segment_bytes
         self._changed = threading.Condition()
@@ -93,12 +93,12 @@ class ObjectSink:
         self._num_arrived = 0
         self._next = 0  # the first segment that this attempt has not asked for
         self._is_wanted = False  # somebody waits for memory: the next segment that has been sent is let go of
-        self._life = Life.TAKING
+        self._life = Life(_GOES)
         self._error: BaseException | None = None
         self._before: str | None = None  # e-tag of what was there under the name
         self._has_looked = False
         self._e_tag: str | None = None  # of ours, once the store has acknowledged it
-        self._moved_at = monotonic()
+        self._moved_at = self._timer.now()
         self._thread: LibraryThread | None = None
 
     # --- from any thread --------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class ObjectSink:
     def write(self, offset: int, data: memoryview, lease: Lent) -> None:
         lease.retain()
         with self._changed:
-            refused = self._life is not Life.TAKING
+            refused = self._life.now is not Phase.TAKING
             if not refused:
                 self._pieces[offset // self._segment_bytes] = _Buffer(data, lease)
                 self._num_arrived += 1
@@ -134,8 +134,8 @@ class ObjectSink:
                 self.num_bytes = num_bytes
                 self._num_segments = max(1, -(-num_bytes // self._segment_bytes))
             if self._num_arrived == self._num_segments:
-                self._go(Life.WRITTEN)
-            too_few = self._life is Life.TAKING
+                self._life.go(Phase.WRITTEN)
+            too_few = self._life.now is Phase.TAKING
             self._changed.notify_all()
         if too_few:
             self.abort()
@@ -147,21 +147,21 @@ class ObjectSink:
             self._thread.join()  # it ends by its deadlines
         with self._changed:
             if self._thread is None:  # there was nothing to send
-                self._go(Life.SENT)
-            finished = self._go(Life.FINISHED)
+                self._life.go(Phase.SENT)
+            finished = self._life.go(Phase.FINISHED)
         if not finished:
             raise self._failure()
 
     def give_up(self) -> None:
         with self._changed:
-            self._go(Life.GIVEN_UP)
+            self._life.go(Phase.GIVEN_UP)
             leases = [self._pieces.pop(number).lease for number in self._idle()]
             self._changed.notify_all()
         for lease in leases:
             lease.release()
 
     def abort(self) -> None:
-        if self._life is Life.FINISHED:
+        if self._life.now is Phase.FINISHED:
             return
         self.give_up()
         if self._thread is not None:
@@ -174,13 +174,6 @@ class ObjectSink:
 
     def close(self) -> None:
         """There is nothing left to close: the thread has ended, and all is given back."""
-
-    def _go(self, life: Life) -> bool:
-        """Take this way, if it is open. Under _changed."""
-        if life not in _GOES[self._life]:
-            return False
-        self._life = life
-        return True
 
     def _idle(self) -> list[int]:
         """Segments that the upload is not looking at; under _changed."""
@@ -197,7 +190,9 @@ class ObjectSink:
 
     def __repr__(self) -> str:
         state = (
-            "finished" if self._life is Life.FINISHED else f"{self._next}/{self._num_segments} segments sent"
+            "finished"
+            if self._life.now is Phase.FINISHED
+            else f"{self._next}/{self._num_segments} segments sent"
         )
         return f"<ObjectSink {self._where} {state}>"
 
@@ -211,13 +206,14 @@ class ObjectSink:
                 deadline_seconds=self._client.deadline_seconds,
                 since=lambda: self._moved_at,
                 on_retry=self._count_retry,
+                timer=self._timer,
                 sleep=self._pause,
             )
         except BaseException as failure:
             error = failure
         with self._changed:
             self._error = error
-            self._go(Life.SENT if error is None else Life.FAILED)
+            self._life.go(Phase.SENT if error is None else Phase.FAILED)
             leases = [self._pieces.pop(number).lease for number in self._idle()]
         for lease in leases:
             lease.release()
@@ -231,7 +227,7 @@ class ObjectSink:
             self._changed.wait_for(lambda: not self._pieces, _LET_GO_SECONDS)
 
     def _attempt(self) -> None:
-        if self._life is Life.GIVEN_UP:
+        if self._life.now is Phase.GIVEN_UP:
             raise GivenUpError
         try:
             if self._is_multipart and not self.num_retries:
@@ -255,7 +251,7 @@ class ObjectSink:
 
         key, body = self._client.key(self._path), self._segments()
         if not self._is_multipart:
-            self._wait_for(lambda: self._life is Life.WRITTEN)
+            self._wait_for(lambda: self._life.now is Phase.WRITTEN)
         return obstore.put(
             store,
             key,
@@ -273,7 +269,7 @@ class ObjectSink:
             yield self._take(number)
             number += 1
         # obstore completes the object when this ends.
-        self._wait_for(lambda: self._life is Life.WRITTEN and self._has_looked)
+        self._wait_for(lambda: self._life.now is Phase.WRITTEN and self._has_looked)
 
     def _is_there(self, number: int) -> bool:
         """Wait for a segment. False when the object has ended before it."""
@@ -295,7 +291,7 @@ class ObjectSink:
         with self._changed:
             piece = self._pieces[number]
             piece.num_views += 1
-            self._next, self._moved_at = number + 1, monotonic()
+            self._next, self._moved_at = number + 1, self._timer.now()
             view = piece.data[:]
         weakref.finalize(view, self._let_go, number).atexit = False
         return view
@@ -303,11 +299,11 @@ class ObjectSink:
     def _let_go(self, number: int) -> None:
         """Called on one of obstore's threads."""
         with self._changed:
-            self._moved_at = monotonic()
+            self._moved_at = self._timer.now()
             piece = self._pieces[number]
             piece.num_views -= 1
             wanted = self._is_wanted and number < self._next
-            is_over = self._life not in (Life.TAKING, Life.WRITTEN)
+            is_over = self._life.now not in (Phase.TAKING, Phase.WRITTEN)
             released = (wanted or is_over) and not piece.num_views
             if released:
                 del self._pieces[number]
@@ -320,8 +316,8 @@ class ObjectSink:
     def _wait_for(self, happened: Callable[[], bool]) -> None:
         """Wait for the writers, who end in `finish` or `abort`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._life is Life.GIVEN_UP or happened())
-            if self._life is Life.GIVEN_UP:
+            self._changed.wait_for(lambda: self._life.now is Phase.GIVEN_UP or happened())
+            if self._life.now is Phase.GIVEN_UP:
                 raise GivenUpError
 
     def _verify(self, result: Any) -> None:
@@ -347,7 +343,7 @@ class ObjectSink:
 
     def _pause(self, seconds: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._life is Life.GIVEN_UP, seconds)
+            self._timer.wait_for(self._changed, lambda: self._life.now is Phase.GIVEN_UP, seconds)
 
 
 class ObjectReader:

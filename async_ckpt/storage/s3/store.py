@@ -11,20 +11,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ... import spans
 from ...errors import StorageUnavailableError
 from ...host.threads import Crew
+from ...spans import TIMEKEEPER, Timekeeper
 from .. import stores
 from ..conditions import Conditions, Form
 from ..url import unusable_name
 from . import answers
 from .client import Client, version_of
 from .sink import ObjectReader, ObjectSink
-
-if TYPE_CHECKING:
-    pass
 
 # More do not make one host faster, and each holds a segment.
 _MAX_PARTS_IN_FLIGHT: Final = 8
@@ -43,8 +41,10 @@ class ObjectStorage:
     remote = True
     in_order = True
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        self._client = Client(url, options)
+    def __init__(
+        self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER
+    ) -> None:
+        self._client = Client(url, options, timer)
         self.url = self._client.url
         self._lock = threading.Lock()
         self._said = False  # that no put replaces one version only; under _lock

@@ -1,0 +1,319 @@
+"""What is live and what was saved, side by side: which live memory each saved tensor belongs to.
+
+In: live objects, and the structure of an archive. Out: what is to be read where, what is to be set then, and what does
+not fit. Knows nothing of: files, steps.
+
+Modules and torch's own optimizers are looked into; an object with its own `load_state_dict` gets its value through that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+
+from ..errors import StateMismatchError
+from ..state.capture import why_not
+from ..state.names import Path, shown
+from ..state.tree import Stored, dtype_name, replaced
+from .fill import Wanted
+from .open import OpenArchive
+
+
+class Match:
+    """One walk over the live objects and the saved structure, side by side.
+
+    `wanted` fills live tensors, and new ones for what will be handed over; `actions` then do the handing.
+    """
+
+    def __init__(self, archive: OpenArchive, objects: list[Any], partial: bool) -> None:
+        self.wanted: dict[tuple[int, int], Wanted] = {}
+        self.actions: list[Callable[[], None]] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self.archive, self._objects = archive, objects
+        self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
+        self._shares_a_name = True  # at the top, as far as there are names
+        self._partial = partial  # something was selected: what else is live was not asked for
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything of it has a place in the live state."""
+        return bool(self.wanted or self.actions)
+
+    def raise_problems(self, strict: bool) -> None:
+        missing, unexpected = (self.missing, self.unexpected) if strict else ([], [])
+        if not (missing or unexpected or self.mismatched):
+            return
+        lines = [
+            *(f"missing in the checkpoint: {name}" for name in missing),
+            *(f"unexpected in the checkpoint: {name}" for name in unexpected),
+            *self.mismatched,
+        ]
+        if not self._shares_a_name:
+            lines.insert(0, f"none of its names is one of the live state; it holds {self.archive.names()}")
+        shown = "\n  ".join(lines[:50]) + (f"\n  … and {len(lines) - 50} more" if len(lines) > 50 else "")
+        raise StateMismatchError(
+            f"{self.archive.path} does not fit the live state, of which nothing was overwritten:\n  {shown}",
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+            mismatched=tuple(self.mismatched),
+        )
+
+    def visit(self, live: Any, saved: Any, path: Path) -> Any:
+        """Match one pair; returns what the place should hold afterwards: the live object, or a value for it."""
+        if isinstance(live, torch.Tensor):
+            return self._tensor(live, saved, path)
+        if _is_plain_module(live):
+            return self._module(live, saved, path)
+        if _is_plain_optimizer(live):
+            return self._optimizer(live, saved, path)
+        if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
+            value = self._materialized(saved)
+            self.actions.append(lambda: live.load_state_dict(value))
+            return live
+        if _is_array(live) and isinstance(saved, Stored):
+            return self._array(live, saved, path)
+        if isinstance(live, MutableMapping) and isinstance(saved, dict):
+            return self._mapping(live, saved, path)
+        if (
+            isinstance(live, list | tuple)
+            and not isinstance(live, torch.Size)
+            and isinstance(saved, list | tuple)
+        ):
+            return self._sequence(live, saved, path)
+        if isinstance(live, MutableMapping | list) and len(live):
+            self._differs(path, f"is a {type(live).__qualname__} here", saved)
+            return live
+        return self._materialized(saved)
+
+    def _tensor(self, live: torch.Tensor, saved: Any, path: Path) -> Any:
+        if not (isinstance(saved, Stored) and saved.kind == "tensor"):
+            self._differs(path, "is a tensor here", saved)
+            return live
+        told = self.archive.index.tensors[saved.number]
+        dtype = dtype_name(live.dtype)
+        why = why_not(live)
+        if why:
+            self.mismatched.append(f"{shown(path)} cannot be filled: {why}")
+        elif (tuple(live.shape), dtype) != (told.shape, told.dtype):
+            self.mismatched.append(
+                f"{shown(path)} is {dtype}{list(live.shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
+            )
+        elif any(stride == 0 and size > 1 for stride, size in zip(live.stride(), live.shape, strict=True)):
+            self.mismatched.append(
+                f"{shown(path)} cannot be filled: it is expanded, several items share one place"
+            )
+        else:
+            self._want(saved.number, live)
+        return live
+
+    def _module(self, module: torch.nn.Module, saved: Any, path: Path) -> Any:
+        if not isinstance(saved, dict):
+            self._differs(path, "is a module here", saved)
+            return module
+        live = module.state_dict()
+        self._compare_names(live, saved, path)
+        extra: dict[str, Any] = {}
+        for name, value in live.items():
+            if name not in saved:
+                continue
+            if isinstance(value, torch.Tensor):
+                self._tensor(value, saved[name], (*path, name))
+            else:
+                extra[name] = self._materialized(saved[name])
+        if extra:  # what set_extra_state takes
+            self.actions.append(lambda: module.load_state_dict(extra, strict=False))
+        return module
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
+        """What Optimizer.load_state_dict does, but in place and in the saved dtype: it would cast to the parameter's."""
+        if not _is_optimizer_state(saved):
+            self._differs(path, "is an optimizer here", saved)
+            return optimizer
+        groups = saved["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        live_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes != live_sizes:
+            self.mismatched.append(
+                f"{shown(path)} has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
+            )
+            return optimizer
+        for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            for key, value in group.items():
+                if key != "params":
+                    self._entry(live_group, key, value, (*path, "param_groups", i, key))
+            for param, number in zip(live_group["params"], group["params"], strict=True):
+                self._optimizer_state(optimizer, param, saved["state"].get(number, {}), _on_device(group))
+        return optimizer
+
+    def _optimizer_state(
+        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, saved: Any, step_on_device: bool
+    ) -> None:
+        live = optimizer.state.get(param, {})
+        made: dict[Any, Any] = {}
+        for key, value in saved.items():
+            now = live.get(key)
+            if not (isinstance(value, Stored) and value.kind == "tensor"):
+                made[key] = self._materialized(value)
+                continue
+            told = self.archive.index.tensors[value.number]
+            fits = type(now) is torch.Tensor and (tuple(now.shape), dtype_name(now.dtype)) == (
+                told.shape,
+                told.dtype,
+            )
+            if not fits:
+                # As torch does: `step` stays on the host unless the update kernel reads it from the device.
+                device = param.device if key != "step" or step_on_device else torch.device("cpu")
+                now = self.archive.empty(self.archive.primary(value.number), device)
+            self._want(value.number, now)
+            made[key] = now
+
+        def hand_over() -> None:
+            if made or param in optimizer.state:
+                optimizer.state[param] = made
+
+        self.actions.append(hand_over)
+
+    def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
+        if not live and path:  # an empty container takes what was saved
+            return self._materialized(saved)
+        self._compare_names(live, saved, path)
+        for key in list(live):
+            if key in saved:
+                self._entry(live, key, saved[key], (*path, key))
+        return live
+
+    def _entry(self, live: MutableMapping[Any, Any], key: Any, saved: Any, path: Path) -> None:
+        now = live.get(key)
+        value = self.visit(now, saved, path)
+        if value is not now:
+            self.actions.append(lambda: live.__setitem__(key, value))
+
+    def _sequence(self, live: Any, saved: Any, path: Path) -> Any:
+        if not live:
+            return self._materialized(saved)
+        if len(live) != len(saved) and isinstance(live, list) and not any(map(_is_filled_in_place, live)):
+            values = self._materialized(list(saved))  # a history that has grown, say
+            self.actions.append(lambda: live.__setitem__(slice(None), values))
+            return live
+        if len(live) != len(saved):
+            self.mismatched.append(
+                f"{shown(path)} has {len(live)} entries here and {len(saved)} in the checkpoint"
+            )
+            return live
+        values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, saved, strict=True))]
+        if all(value is now for value, now in zip(values, live, strict=True)):
+            return live
+        if isinstance(live, list):
+            self.actions.append(lambda: live.__setitem__(slice(None), values))
+            return live
+        return live._make(values) if hasattr(live, "_make") else tuple(values)
+
+    def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
+        if not path:
+            self._shares_a_name = any(key in saved for key in live)
+        if not self._partial:
+            self.missing += [shown((*path, key)) for key in live if key not in saved]
+        if path:  # at the top, what the caller did not ask for is left alone
+            names = set(live)
+            self.unexpected += [shown((*path, key)) for key in saved if key not in names]
+
+    def _materialized(self, saved: Any) -> Any:
+        """A value that is not there yet: new tensors, to be filled with the rest."""
+
+        def give(leaf: Stored) -> Any:
+            if leaf.kind == "object":
+                return self._objects[leaf.number]
+            number = self.archive.primary(leaf.number)
+            if leaf.kind == "bytes":
+                return b"".join(
+                    self.archive.read(piece.extent) for piece in self.archive.index.tensors[number].slices
+                )
+            if number not in self._new:
+                self._new[number] = self.archive.empty(number, torch.device("cpu"))
+                self._want(number, self._new[number])
+            return self.archive.leaf(leaf, self._new[number], torch.device("cpu"))
+
+        return replaced(saved, give)
+
+    def _array(self, live: Any, saved: Stored, path: Path) -> Any:
+        value = self._materialized(saved)
+        if not live.flags.writeable:
+            self.mismatched.append(f"{shown(path)} cannot be filled: it is a read-only numpy array")
+        elif not _is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
+            self._differs(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
+        else:
+            self.actions.append(lambda: live.__setitem__(..., value))
+        return live
+
+    def _want(self, number: int, tensor: torch.Tensor) -> None:
+        number = self.archive.primary(number)
+        self.wanted[number, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor)
+
+    def _differs(self, path: Path, here: str, saved: Any) -> None:
+        kind = saved.kind if isinstance(saved, Stored) else type(saved).__qualname__
+        self.mismatched.append(f"{shown(path)} {here} and a {kind} in the checkpoint")
+
+
+def _is_plain_module(live: Any) -> bool:
+    """A module whose state dict is its own memory, and that does nothing of its own when it is loaded."""
+    if (
+        not isinstance(live, torch.nn.Module)
+        or type(live).load_state_dict is not torch.nn.Module.load_state_dict
+    ):
+        return False
+    for module in live.modules():
+        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+            return False
+        if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
+            return False
+    own = {tensor.data_ptr() for tensor in (*live.parameters(), *live.buffers())}
+    return all(t.data_ptr() in own for t in live.state_dict().values() if isinstance(t, torch.Tensor))
+
+
+def _is_plain_optimizer(live: Any) -> bool:
+    """One of torch's optimizers, or one that saves and loads like them."""
+    base = torch.optim.Optimizer
+    if not isinstance(live, base) or type(live).load_state_dict is not base.load_state_dict:
+        return False
+    hooks = (
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+        "_optimizer_state_dict_post_hooks",
+    )
+    return type(live).state_dict is base.state_dict and not any(getattr(live, name, None) for name in hooks)
+
+
+def _is_optimizer_state(saved: Any) -> bool:
+    """What Optimizer.state_dict makes: numbered parameters in groups, and a dict for each that has state."""
+    if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
+        return False
+    groups = saved.get("param_groups")
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(type(number) is int for group in groups for number in group["params"])
+        and all(isinstance(state, dict) for state in saved["state"].values())
+    )
+
+
+def _on_device(group: dict[str, Any]) -> bool:
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def is_looked_into(live: Any) -> bool:
+    """Whether taking a state dict of it is nothing but looking: a plain module, a container, a tensor."""
+    return isinstance(live, torch.Tensor | MutableMapping | list | tuple) or _is_plain_module(live)
+
+
+def _is_filled_in_place(live: Any) -> bool:
+    return isinstance(live, torch.Tensor | MutableMapping | list | tuple) or hasattr(live, "load_state_dict")
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)

@@ -1,0 +1,27 @@
+"""Packs that have ended, and what they have left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from racing import until
+
+from async_ckpt.around.pack import files_saver
+
+
+def settled() -> None:
+    """Return when every pack has ended and cleaned up."""
+    until(lambda: not any(not pending.finished.done() for pending in files_saver().ledger.pending()))
+
+
+def names(folder: Path) -> list[str]:
+    settled()
+    return sorted(os.listdir(folder))
+
+
+def kept(folder: Path) -> Path:
+    """The one folder that a failed pack has left, with what was to be packed."""
+    settled()
+    (found,) = [name for name in os.listdir(folder) if name.endswith(".kept")]
+    return folder / found / "files"
