@@ -1,6 +1,8 @@
 # The words of CI: `.ci/run` is `make check test bench-check`.
 PYTHON ?= python3
 BIN := .venv/bin
+# A worker waits for the disk and for servers about a fifth of its time.
+WORKERS = $$($(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile the library again
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -13,7 +15,7 @@ demo-s3: .venv/.test       ## the same, to a bundled S3 server on loopback: no a
 	$(BIN)/python -m async_ckpt.testing -- $(BIN)/python -m examples.demo --root s3://demo/runs
 
 test: .venv/.test          ## everything that the tests need, then the tests
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 check: .venv/.check        ## lint, formatting, types
 	$(BIN)/ruff check .

@@ -79,6 +79,10 @@ class SaveReport:
         row["bandwidth"] = self.bandwidth
         return {prefix + key: value for key, value in row.items()}
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
+        """What a notebook and IPython show."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         if self.status == "skipped":
             return f"step {self.step} skipped: an earlier save is still in flight"

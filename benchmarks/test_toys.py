@@ -1,9 +1,13 @@
-"""`make bench-check`: every benchmark runs to its end at toy size, in seconds; the values say nothing at that size."""
+"""`make bench-check`: every benchmark runs to its end at toy size, in seconds; the values say nothing at that size. And the
+pictures that are kept show the figures that are kept.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from .candidates import CANDIDATES
+from .plots import draw
 
 ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
 _MAY_LACK = ("needs CUDA", "not installed", "not measured on a GPU")
 TOY_FIGURES: dict[str, dict[str, set[str]]] = {
     "figures": {
@@ -69,3 +75,17 @@ def test_the_benchmark_runs_at_toy_size(name: str, tmp_path: Path) -> None:
         if "not_measured" in row
     }
     assert [title for title, why in why_not.items() if not why.startswith(_MAY_LACK)] == []
+
+
+@pytest.mark.parametrize("picture", sorted(RESULTS.glob("*.svg")))
+def test_a_picture_is_what_the_kept_figures_make(picture: Path, tmp_path: Path) -> None:
+    """As far as its words go, which are the figures; lines differ with the version of the library that draws them."""
+    stem = next(p for p in picture.parent.glob("*.json") if picture.name.startswith(p.stem + "_")).stem
+    shutil.copy(picture.parent / f"{stem}.json", tmp_path)
+    drawn = {path.name: path for path in draw(tmp_path / stem)}
+    words = [
+        re.findall(r"<text[^>]*>(.*?)</text>", p.read_text(), re.DOTALL)
+        for p in (picture, drawn[picture.name])
+    ]
+    assert words[0] == words[1]
+    assert any(words[0])

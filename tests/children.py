@@ -26,6 +26,7 @@ from async_ckpt.storage.local import LocalSink
 _NURSERY = """
 import gc, json, os, select, signal, sys
 import torch, async_ckpt, children, states
+import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
 gc.freeze()  # what is here already need not be looked through by every child
 while True:
     line = sys.stdin.readline()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,6 +187,9 @@ def test_with_skip_a_save_during_another_is_skipped_and_says_so(tmp_path):
         assert (report.status, report.step, report.num_bytes) == ("skipped", 2, 0)
         assert second.staging_completion.done()
         assert "skipped" in str(report)
+        shown: list[str] = []
+        report._repr_pretty_(SimpleNamespace(text=shown.append), False)  # what a notebook calls
+        assert shown == [str(report)]
         assert ckpt.metrics()["saves_skipped"] == 1
         assert ckpt.steps() == [1]
 

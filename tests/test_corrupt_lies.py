@@ -664,8 +664,8 @@ def fields_within_fields(depth: int) -> Any:
 SLOW: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shape": row(0, shape=[10**4000] * 1000),
     "shape of an array": node({"ndarray": [4, "<i2", [10**15 + 1] * 300_000]}),
-    "dtype of an array": lambda raw: node({"ndarray": [4, fields_within_fields(18), [0]]})(raw),
-    "dtype of a scalar": lambda raw: node({"npscalar": [fields_within_fields(18), ""]})(raw),
+    "dtype of an array": lambda raw: node({"ndarray": [4, fields_within_fields(17), [0]]})(raw),
+    "dtype of a scalar": lambda raw: node({"npscalar": [fields_within_fields(17), ""]})(raw),
 }
 
 

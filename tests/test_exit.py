@@ -415,7 +415,7 @@ def test_a_save_whose_root_does_not_open_is_given_up_after_the_exit_timeout(tmp_
     root = tmp_path / "run"
     body = f"""
     {HANG_OPEN}
-    async_ckpt.saving.worker._LEAST_ABANDON_SECONDS = 5.0  # that the other root is cleaned up in, on any machine
+    async_ckpt.saving.worker._LEAST_ABANDON_SECONDS = 3.0  # that the other root is cleaned up in, on any machine
     ckpt = open_run({roots}, commit="any", exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1)
     hung.wait()

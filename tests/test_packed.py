@@ -150,7 +150,7 @@ def test_equal_folders_make_equal_archives(tmp_path, tree):
 
 
 def test_many_small_files_come_back(quick_path):  # noqa: F811
-    count = 20_000
+    count = 6_000
     with pack(quick_path / "x.tar") as folder:
         for number in range(count):
             if number % 1000 == 0:

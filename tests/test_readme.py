@@ -3,7 +3,6 @@
 import json
 import re
 import runpy
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -48,23 +47,6 @@ def test_readme_shows_the_figures_that_the_benchmark_wrote(name):
     shown = f"<!-- {name} -->\n\n{table}"
     text = README.read_text(encoding="utf-8")
     assert shown + "\n#" in text or text.endswith(shown)
-
-
-@pytest.mark.parametrize("picture", sorted(RESULTS.glob("*.svg")))
-def test_a_picture_is_what_the_kept_figures_make(picture, tmp_path):
-    """As far as its words go, which are the figures; lines differ with the version of the library that draws them."""
-    pytest.importorskip("matplotlib", reason="matplotlib draws them")
-    from benchmarks.plots import draw
-
-    stem = next(p for p in picture.parent.glob("*.json") if picture.name.startswith(p.stem + "_")).stem
-    shutil.copy(picture.parent / f"{stem}.json", tmp_path)
-    drawn = {path.name: path for path in draw(tmp_path / stem)}
-    words = [
-        re.findall(r"<text[^>]*>(.*?)</text>", p.read_text(), re.DOTALL)
-        for p in (picture, drawn[picture.name])
-    ]
-    assert words[0] == words[1]
-    assert any(words[0])
 
 
 def test_the_readme_has_the_pictures_that_there_are():

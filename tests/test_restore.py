@@ -293,6 +293,31 @@ def test_a_module_that_does_not_fit_is_not_touched_nor_is_what_stands_beside_it(
     assert difference(dict(model.state_dict()), before) is None
 
 
+def test_the_state_of_another_kind_of_optimizer_does_not_fit(ckpt: AsyncCheckpointer) -> None:
+    weights = [torch.nn.Parameter(torch.ones(3))]
+    ckpt.save({"o": torch.optim.AdamW(weights)}, step=1).result()
+    live = torch.optim.SGD(weights, lr=0.5, momentum=0.9)
+
+    with pytest.raises(
+        StateMismatchError, match=r"o was saved from another kind of optimizer, with .*betas.*; SGD has"
+    ):
+        ckpt.restore({"o": live})
+    assert live.param_groups[0]["lr"] == 0.5
+
+
+def test_an_optimizer_of_an_older_version_under_a_scheduler_fits(ckpt: AsyncCheckpointer) -> None:
+    """Its groups lack what the version after it has, and have what the scheduler of the live one will add."""
+    weights = [torch.nn.Parameter(torch.ones(3))]
+    state = torch.optim.AdamW(weights, lr=0.5).state_dict()
+    (group,) = state["param_groups"]
+    del group["amsgrad"]
+    ckpt.save({"o": {**state, "param_groups": [{**group, "initial_lr": 0.25}]}}, step=1).result()
+    live = torch.optim.AdamW(weights)
+
+    assert ckpt.restore({"o": live}) == 1
+    assert (live.param_groups[0]["lr"], live.param_groups[0]["initial_lr"]) == (0.5, 0.25)
+
+
 def test_an_optimizer_with_other_groups_does_not_fit(ckpt: AsyncCheckpointer) -> None:
     def make(*sizes: int) -> torch.optim.Optimizer:
         return torch.optim.SGD(

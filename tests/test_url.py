@@ -93,6 +93,12 @@ def test_a_url_is_divided_into_place_and_name():
     assert parent_and_name("/runs/x.tar") == ("/runs", "x.tar")
 
 
+@pytest.mark.parametrize("url", ["s3:///run/x.tar", "gs:///x.tar"])
+def test_a_url_without_a_bucket_says_so(url):
+    with pytest.raises(ValueError, match=r"names no bucket; write (s3|gs)://bucket/"):
+        parent_and_name(url)
+
+
 def test_a_path_on_a_filesystem_that_is_handed_over_is_divided_as_one_there():
     filesystem = object()
     assert parent_and_name("bucket/p/x.tar", fs=filesystem) == ("bucket/p", "x.tar")

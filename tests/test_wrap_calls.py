@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -151,6 +152,24 @@ async def async_generator(path: str) -> Any:
 def test_what_does_not_write_when_it_is_called_cannot_be_wrapped(fn):
     with pytest.raises(TypeError, match="when it is awaited or gone through; wrap a plain function"):
         wrap(fn)
+
+
+@pytest.mark.parametrize("fn", [torch.load, np.load, async_ckpt.load])
+def test_a_function_that_reads_cannot_be_wrapped(fn):
+    with pytest.raises(TypeError, match="load reads, and wrap is for functions that write"):
+        wrap(fn)
+
+
+def test_arguments_that_are_swapped_are_told_apart_at_once(tmp_path):
+    path = str(tmp_path / "x.pt")
+    with pytest.raises(TypeError, match=r"given a dict as f.*its arguments are save\(obj, f\)"):
+        wrap(torch.save)(path, {"w": torch.ones(1)})
+    with pytest.raises(TypeError, match="given a ndarray as file"):
+        wrap(np.save)(np.ones(1), path)
+    assert list(tmp_path.iterdir()) == []
+
+    wrap(torch.save)(path, path).result()  # a text may be what is saved
+    assert torch.load(path) == path
 
 
 @pytest.mark.parametrize("value", ["out.pt", 3, {"w": 1}])

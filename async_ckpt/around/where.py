@@ -35,6 +35,11 @@ TAKE_FILES: Final = {
     ("numpy", "savez"): ".npz",
     ("numpy", "savez_compressed"): ".npz",
 }
+# Functions that somebody wraps who has read too fast.
+_READ: Final = {
+    ("torch.serialization", "load"), ("numpy", "load"), ("json", "load"), ("safetensors.torch", "load_file"),
+    ("async_ckpt.oneoff", "load"),
+}  # fmt: skip
 
 
 class Options(NamedTuple):
@@ -60,6 +65,7 @@ class Finder:
     def __init__(self, fn: Callable[..., Any], said: str | int | None) -> None:
         self._name = name_of(fn)
         self._said = said
+        self._takes_file = ending_of(fn) is not None
         self._parameters: Mapping[str, inspect.Parameter] = {}
         self._signature: inspect.Signature | None = None
         with contextlib.suppress(ValueError, TypeError):  # of some built-in functions nothing is known
@@ -109,6 +115,9 @@ class Finder:
                     return key, self._checked(value)
             raise TypeError(f"{self._name} was called without its destination {self._said!r}")
         called_so = [key for key in values if names[key] in _NAMES]
+        if self._takes_file:
+            for key in called_so:
+                self._refuse_swapped(names[key], values[key], [v for k, v in values.items() if k != key])
         for candidates in (
             [key for key in called_so if names[key] in self._parameters and _is_path(values[key])],
             [key for key in called_so if _is_path(values[key])],
@@ -125,6 +134,15 @@ class Finder:
             f"which argument of {self._name} says where it writes? {many} of them may; "
             'say so: wrap(fn, destination="its name")'
         )
+
+    def _refuse_swapped(self, parameter: str, value: Any, others: list[Any]) -> None:
+        paths = [other for other in others if _is_path(other)]
+        if paths and not (_is_path(value) or hasattr(value, "write")):
+            order = ", ".join(self._positional[:2])
+            raise TypeError(
+                f"{self._name} was given a {type(value).__qualname__} as {parameter}, which says where it writes, and "
+                f"{str(paths[0])!r} as what to write; its arguments are {self._name}({order})"
+            )
 
     def _checked(self, value: Any) -> str | os.PathLike[str]:
         if not _is_path(value):
@@ -180,10 +198,18 @@ def _is_path(value: Any) -> bool:
 
 def ending_of(fn: Callable[..., Any]) -> str | None:
     """What is added to a path that is given to this function, if it is one that takes open files; else None."""
-    key = (getattr(fn, "__module__", ""), getattr(fn, "__name__", ""))
-    # Another one may go by its name, as what functools.wraps makes does.
-    known = getattr(sys.modules.get(key[0]), key[1], None) is fn
-    return TAKE_FILES.get(key) if known else None
+    return TAKE_FILES.get(_known_as(fn))
+
+
+def is_reader(fn: Callable[..., Any]) -> bool:
+    """Whether this is a function that is known to read."""
+    return _known_as(fn) in _READ
+
+
+def _known_as(fn: Callable[..., Any]) -> tuple[str, str]:
+    """Module and name, if it is really the one that goes by them: what functools.wraps makes does, too."""
+    module, name = getattr(fn, "__module__", None) or "", getattr(fn, "__name__", "")
+    return (module, name) if getattr(sys.modules.get(module), name, None) is fn else ("", "")
 
 
 def name_of(fn: Callable[..., Any]) -> str:

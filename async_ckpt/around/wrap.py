@@ -47,7 +47,7 @@ from ..storage.locks import temps_of
 from ..storage.place import Engine
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from .arguments import closed_over, copied, tensors_in
-from .where import Bound, Finder, Options, OutPath, ending_of, name_of, out_path
+from .where import Bound, Finder, Options, OutPath, ending_of, is_reader, name_of, out_path
 
 P = ParamSpec("P")
 
@@ -156,6 +156,10 @@ def _refuse_what_cannot_be_called(fn: Any) -> None:
     if not callable(fn):
         raise TypeError(
             f"wrap takes a function, not a {type(fn).__qualname__}; write wrap(torch.save)(state, path)"
+        )
+    if is_reader(fn):
+        raise TypeError(
+            f"{name_of(fn)} reads, and wrap is for functions that write; call it as it is, once the handle of the save is done"
         )
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(

@@ -8,6 +8,8 @@ Modules and torch's own optimizers are looked into; an object with its own `load
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
@@ -141,6 +143,9 @@ class Match:
             self.mismatched.append(
                 f"{shown(path)} has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
             )
+            return optimizer
+        if why := _is_of_another_kind(optimizer, groups):
+            self.mismatched.append(f"{shown(path)} {why}")
             return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in group.items():
@@ -298,6 +303,34 @@ def _is_optimizer_state(saved: Any) -> bool:
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
         and all(type(number) is int for group in groups for number in group["params"])
         and all(isinstance(state, dict) for state in saved["state"].values())
+    )
+
+
+@functools.cache
+def _settings() -> frozenset[str]:
+    """What the optimizers of torch are made with."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    return frozenset(
+        name
+        for kind in kinds
+        if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+        for name in inspect.signature(kind).parameters
+    )
+
+
+def _is_of_another_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> str | None:
+    """Why this state is not one of this optimizer: each has settings that the other does not know.
+
+    One side alone may have more: a newer version of the optimizer does. And schedulers add settings of their own.
+    """
+    saved = {key for group in groups for key in group}
+    known = {key for group in optimizer.param_groups for key in group}
+    only_saved, only_known = (saved - known) & _settings(), optimizer.defaults.keys() - saved
+    if not (only_saved and only_known):
+        return None
+    return (
+        f"was saved from another kind of optimizer, with {', '.join(sorted(only_saved))}; "
+        f"{type(optimizer).__qualname__} has {', '.join(sorted(only_known))} instead"
     )
 
 

@@ -181,7 +181,8 @@ class _Walk:
         for value, where in new.values():
             if _needs_trust(_pickle(value)):
                 _log.warning(
-                    "%s is a %s, which is pickled: loading it will need trust=True; saved as text or numbers it would not",
+                    "async_ckpt: %s is a %s, which is pickled: loading it will need trust=True; saved as text or numbers "
+                    "it would not",
                     where,
                     type(value).__qualname__,
                 )

@@ -28,6 +28,9 @@ def parent_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
     """The place that an object lies in, and its name there. Raises ValueError where there is no name."""
     text = text_of(path)
     parent, name = place_and_name(text, fs=fs)
+    scheme, _, rest = text.partition("://")
+    if fs is None and scheme.lower() in SCHEMES and rest.startswith("/"):
+        raise ValueError(f"{shown(text)} names no bucket; write {scheme}://bucket{rest}")
     if _is_far(text, fs) and (not name or text.endswith("/")):
         there = shown(text).rstrip("/")
         example = f"{there}//bucket/x.tar" if there.endswith(":") else f"{there}/x.tar"
