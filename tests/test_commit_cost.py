@@ -31,7 +31,7 @@ def save(ckpt: AsyncCheckpointer, step: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"on_rollback": "retire"}], ids=["plain", "retire"])
-@pytest.mark.parametrize("num_kept", [3, 120])
+@pytest.mark.parametrize("num_kept", [3, 60])
 def test_a_commit_asks_a_store_the_same_few_things_whatever_is_kept(s3, bucket, proxy, num_kept, options):
     seed(s3, bucket, num_kept)
     place = {**s3.options, "endpoint": proxy.endpoint}
