@@ -3,24 +3,13 @@
 handle = async_ckpt.save(state, "out/x.tar")      # returns at once; handle.result() when it is durable
 state = async_ckpt.load("out/x.tar")
 
-with async_ckpt.AsyncCheckpointer("runs/a", keep_last=3, guard=optimizer) as ckpt:
+with async_ckpt.AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
     start = ckpt.restore({"model": model, "optimizer": optimizer})
     ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=100)
 """
 
+from .around import files
 from .around.export import export_hf
-from .around.files import (
-    download_directory,
-    exists,
-    isdir,
-    list_dir,
-    local_read_dir,
-    local_read_files,
-    local_work_dir,
-    open_file,
-    remove,
-    upload_directory,
-)
 from .around.pack import pack, pack_folder
 from .around.unpack import extract, unpack
 from .around.wrap import wrap
@@ -48,8 +37,10 @@ from .errors import (
 )
 from .oneoff import load, release, save
 from .report import Destination, Progress, SaveReport
-from .runs.naming import Tracker
+from .runs.naming import Naming, Tracker
+from .runs.retention import Keep
 from .saving.handle import SaveHandle
+from .saving.policy import Due
 from .state.rng import RngState
 from .storage.compressed import Zstd
 
@@ -62,7 +53,10 @@ __all__ = [
     "CorruptCheckpointError",
     "Destination",
     "DestinationBusyError",
+    "Due",
     "FormatVersionError",
+    "Keep",
+    "Naming",
     "NotCommittedError",
     "NotUnchangedError",
     "NothingWrittenError",
@@ -83,23 +77,14 @@ __all__ = [
     "UnsupportedStateError",
     "UntrustedObjectError",
     "Zstd",
-    "download_directory",
-    "exists",
     "export_hf",
     "extract",
-    "isdir",
-    "list_dir",
+    "files",
     "load",
-    "local_read_dir",
-    "local_read_files",
-    "local_work_dir",
-    "open_file",
     "pack",
     "pack_folder",
     "release",
-    "remove",
     "save",
     "unpack",
-    "upload_directory",
     "wrap",
 ]

@@ -28,16 +28,16 @@ from .loading.match import is_looked_into
 from .loading.open import Part
 from .loading.restore import restore_state
 from .runs.manifest import Elsewhere
-from .runs.naming import STEP_FORMAT, TRACKER, Tracker
+from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
-from .runs.retention import Best, Retention
+from .runs.retention import Keep, best_of, keep_of
 from .runs.roots import Roots
 from .runs.run import Run
 from .saving.admission import OnOverlap
 from .saving.borrowed import Contents, driver_of
 from .saving.handle import SaveHandle, host_copy_of
 from .saving.line import Line
-from .saving.policy import MARGIN_SECONDS, Deadline, SavePolicy
+from .saving.policy import Due, SavePolicy
 from .saving.saver import Saver
 from .saving.story import CommitRule
 from .saving.targets import StepTarget
@@ -58,11 +58,8 @@ class AsyncCheckpointer:
     Args:
         root: the run's folder, made by the first save, or a URL such as "s3://bucket/run"; or a list of these: every
             save then goes to all of them in one pass, and a step is there when any of them has it.
-        keep_last: keep this many of the newest steps; without any `keep_` option all are kept, and the newest always.
-        keep_every: keep for good every step that this divides; what no `keep_` option wants is deleted after a commit.
-        keep_best: keep the best by a metric of their records, such as ("loss", "min", 3): least loss, three of them. While
-            no record has the metric every step is kept, with a warning.
-        keep_seconds: keep steps that were committed at most this long ago.
+        keep: how many of the newest steps are kept, or `Keep(last=…, every=…, best=…, seconds=…)`; None keeps all.
+        due: when `should_save` says so, as `Due(every=…, seconds=…, deadline=…)`.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: the copy of these
             then overlaps the next forward and backward, and `step()` waits for what is left of it.
         host_bytes: hard budget of host memory for snapshots, at least 16 MiB; by default what the state needs, up to
@@ -72,16 +69,10 @@ class AsyncCheckpointer:
         max_in_flight: saves that may be under way at once; each takes host memory of its own.
         on_rollback: "retire" lets a save below the newest commit take the newer ones out of the run; by default
             such a save raises StepBehindError.
-        tracker: the file that names the newest step: its name, or a `Tracker` to say its text too; None writes none. By a
-            name alone it holds the step's folder, and under the names that SkyRL and verl read the bare number.
-        step_format: the folder of a step, with the step in it once: "step_{:08d}", "global_step_{}".
+        naming: what steps and tracker are called for other programs: "skyrl", "verl", "open-instruct", "deepspeed", or
+            `Naming(step_format=…, tracker=…)`; by default "step_{:08d}", named by the file `latest`.
         strict: raise at `save`, before anything is started, what an earlier save failed with and nobody looked at.
         exit_timeout: seconds that the interpreter's exit waits for saves; None: as long as they take.
-        save_every: for `should_save`: a save is due at every step but 0 that this divides.
-        save_every_seconds: for `should_save`: a save is due when the last one began this long ago.
-        deadline: for `should_save`: when the machine goes away, so that a last save is due just in time; a datetime with
-            a time zone, seconds since the epoch, or a function that returns the seconds left (None: not known).
-        deadline_margin_seconds: time that the last save is to leave before the deadline.
         commit: with several roots, "all" makes a save wait for all of them, and fail when one fails; with "any" it is
             committed where it is durable first, and a root that lags or fails is caught up later.
         max_bandwidth: bytes per second that a place is written with at most, over a few segments; the rest of its disk
@@ -94,13 +85,6 @@ class AsyncCheckpointer:
         engine: the client for URLs: "obstore" (the default for s3, gs, az) or "fsspec" ("s3fs" for s3).
         fs: an fsspec filesystem to use for the root as it is.
 
-    The names that other programs look for:
-
-        SkyRL                      step_format="global_step_{}", tracker="latest_ckpt_global_step.txt"
-        verl                       step_format="global_step_{}", tracker="latest_checkpointed_iteration.txt"
-        open-instruct, DeepSpeed   step_format="global_step{}", tracker=Tracker("latest", "global_step{}")
-        tinker-cookbook            `checkpoints.jsonl`, which every run has
-
     The tracker never moves back, not even from a newer step that somebody else has written there; only from one that a
     rollback has taken out of the run.
 
@@ -111,24 +95,17 @@ class AsyncCheckpointer:
         self,
         root: Where | Sequence[Where],
         *,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: Best | None = None,
-        keep_seconds: float | None = None,
+        keep: int | Keep | None = None,
+        due: Due | None = None,
         guard: Any = None,
         host_bytes: int | None = None,
         segment_bytes: int | None = None,
         on_overlap: OnOverlap = "wait",
         max_in_flight: int = 1,
         on_rollback: Literal["retire"] | None = None,
-        tracker: Tracker | str | None = TRACKER,
-        step_format: str = STEP_FORMAT,
+        naming: Naming | str | None = None,
         strict: bool = False,
         exit_timeout: float | None = None,
-        save_every: int | None = None,
-        save_every_seconds: float | None = None,
-        deadline: Deadline | None = None,
-        deadline_margin_seconds: float = MARGIN_SECONDS,
         commit: CommitRule = "all",
         max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -140,12 +117,8 @@ class AsyncCheckpointer:
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
         if commit not in ("all", "any"):
             raise ValueError(f'commit must be "all" or "any", got {commit!r}')
-        self._policy = SavePolicy(
-            every_steps=save_every,
-            every_seconds=save_every_seconds,
-            deadline=deadline,
-            margin_seconds=deadline_margin_seconds,
-        )
+        self._policy = SavePolicy(due or Due())
+        retention, named = keep_of(keep), naming_of(naming)
         roots = [root] if isinstance(root, str | os.PathLike) else list(root)
         storages = _storages(roots, storage_options, engine, fs)
         self.roots = tuple(storage.locate("").rstrip("/") or "/" for storage in storages)
@@ -155,9 +128,9 @@ class AsyncCheckpointer:
                 Run(
                     storage,
                     clock=wall_time,
-                    step_format=step_format,
-                    tracker=tracker,
-                    retention=Retention(keep_last, keep_every, keep_best, keep_seconds),
+                    step_format=named.step_format,
+                    tracker=named.tracker,
+                    retention=retention,
                 )
                 for storage in storages
             ]
@@ -202,7 +175,7 @@ class AsyncCheckpointer:
         `record` is a small mapping of plain JSON data, such as {"loss": 0.5, "epoch": 3}, that is committed with the step
         and stands in its line of `checkpoints.jsonl`; a float that is not finite becomes None there. A `rolling` save is
         deleted once a newer step is committed, one with `ttl_seconds` by the first save after these have passed, whatever
-        the `keep_` options say; both are marks in the record, and such steps count for none of these options.
+        `keep=` says; both are marks in the record, and such steps count for none of its rules.
         `select` saves only a part: a name, a glob over dotted paths such as "*.lora_*", or several; `restore(strict=False)`
         then leaves the rest alone.
         `also` is the handle of an `export_hf` of the same moment, nothing having changed in between: what that copies to
@@ -246,14 +219,14 @@ class AsyncCheckpointer:
         return handle
 
     def should_save(self, step: int) -> bool:
-        """Whether a save of `step` is due by any of `save_every`, `save_every_seconds` and `deadline`. Ask once at every step.
+        """Whether a save of `step` is due by any of the rules of `due=`. Ask once at every step.
 
         A deadline makes one save due: at the last step after which another step, a save and the margin would no longer
         fit, each taken to last as long as the longest of the last 100 steps and 5 saves (a minute before the first).
         Once that save has ended, another is due only if it still fits. A notice too short for any is answered by one
         try. The step saved last, or restored, is not due; asked again about a step, the answer is the same.
-        By time the answer differs between processes: ask on rank 0 and broadcast it. `save_every` alone needs only the step.
-        Raises ValueError when none of the three was given, and nothing else.
+        By time the answer differs between processes: ask on rank 0 and broadcast it. `Due(every=…)` alone needs only the step.
+        Raises ValueError when there is no rule, and nothing else.
         """
         return self._policy.should_save(step)
 
@@ -276,9 +249,9 @@ class AsyncCheckpointer:
         """
         return self._line.catch_up()
 
-    def metrics(self) -> dict[str, float]:
-        """Numbers for a logger, under the same keys on every call, from the first on."""
-        return self._saver.metrics()
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Numbers for a logger, under the same keys on every call, from the first on; NaN where there is none yet."""
+        return self._saver.metrics(prefix)
 
     def close(self) -> None:
         """Wait for every save and raise the first error nobody has looked at. Idempotent."""
@@ -306,6 +279,32 @@ class AsyncCheckpointer:
     def latest(self) -> int | None:
         """The newest committed step, or None."""
         return self._roots.latest()
+
+    def records(self) -> dict[int, dict[str, Any]]:
+        """The record of every committed step, ascending by step; empty where `save` was given none."""
+        return {step: dict(made.record) if made else {} for step, made in self._roots.view().items()}
+
+    def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
+        """The committed step whose record has the best value of a metric; of equals the newer one.
+
+            ckpt.save(state, step=100, record={"loss": 0.5})
+            state = ckpt.load(ckpt.best("loss", mode="min"))
+
+        A value that is no finite number counts for nothing. Raises NotCommittedError when no record has the metric.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f'mode must be "min" or "max", got {mode!r}')
+        commits = self._roots.view()
+        found = best_of(list(commits), commits, (metric, mode, 1))
+        if not found:
+            names = sorted({name for made in commits.values() if made for name in made.record})
+            have = f"they have {', '.join(names)}" if names else "there is none; give save(…, record={…})"
+            raise NotCommittedError(
+                f"{self.root}: no record of a committed step has {metric!r} as a number; {have}",
+                path=self.root,
+                step=None,
+            )
+        return found[0]
 
     def load(
         self,
@@ -411,7 +410,11 @@ class AsyncCheckpointer:
             self._line.groups.restored(groups, {**own, **lent}, runs)
 
     def __repr__(self) -> str:
-        return f"<AsyncCheckpointer {self.root} {self._saver!r}>"
+        steps = sorted({step for run in self._roots.runs for step in run.known_steps()})
+        told = [f"{', '.join(map(str, steps[-5:]))}" + (f" of {len(steps)} steps" if len(steps) > 5 else "")]
+        pending = [pending.handle for pending in self._saver.ledger.pending() if not pending.handle.done()]
+        told += [f"step {handle.step} is {handle.progress.fraction:.0%} written" for handle in pending]
+        return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(filter(None, told)) or 'no step'}, {self._saver!r}>"
 
 
 def _whole(step: Any) -> int:

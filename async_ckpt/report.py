@@ -6,6 +6,7 @@ In: measured numbers. Out: frozen reports. Knows nothing of: how they were measu
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import nan
 from typing import Any, Literal
 
 
@@ -70,13 +71,16 @@ class SaveReport:
     def bandwidth(self) -> float:
         return self.num_bytes / self.total_seconds if self.total_seconds > 0 else 0.0
 
-    def as_dict(self, prefix: str = "") -> dict[str, float | int | str]:
-        """Flat, for a logger: the same keys on every call. `step` of a one-off save is -1."""
-        row: dict[str, Any] = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name != "destinations"
-        }
-        row["step"] = -1 if self.step is None else self.step
-        row["bandwidth"] = self.bandwidth
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """Flat, for a logger: numbers only, and the same keys on every call.
+
+        What there is no number for is NaN: the step of a one-off save, and what a skipped save did not measure.
+        """
+        skipped = self.status == "skipped"
+        names = [f.name for f in fields(self) if f.name not in ("status", "step", "path", "destinations")]
+        row = {"committed": float(not skipped), "step": nan if self.step is None else float(self.step)}
+        for name in (*names, "bandwidth"):
+            row[name] = nan if skipped and name != "stall_seconds" else float(getattr(self, name))
         return {prefix + key: value for key, value in row.items()}
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002

@@ -53,7 +53,7 @@ class Saves:
     """One save after the other of the same state, in a run that keeps the last one. Its pool is warm."""
 
     def __init__(self, root: Path | str | list[str], state: Any, **options: Any) -> None:
-        self.checkpointer = AsyncCheckpointer(root, keep_last=1, **options)
+        self.checkpointer = AsyncCheckpointer(root, keep=1, **options)
         self.checkpointer.prewarm(state)
         self._state = state
         self._steps = itertools.count(1)

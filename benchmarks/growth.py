@@ -173,7 +173,7 @@ class _Kept:
                     path = root / name
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(data)
-        self._checkpointer = AsyncCheckpointer(root, keep_last=num_kept, **options)
+        self._checkpointer = AsyncCheckpointer(root, keep=num_kept, **options)
         self._step = num_kept
         for _ in range(3):
             self.commit_seconds()

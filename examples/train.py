@@ -30,7 +30,7 @@ WAYS: Final = ("async_ckpt", "tar", "tar.gz", "nothing")
 def train_with_async_ckpt(training: Training, root: str, *, steps: int, every: int) -> None:
     """The example: all that `async_ckpt` adds to a loop."""
     with (
-        async_ckpt.AsyncCheckpointer(root, keep_last=2, guard=training.optimizer) as ckpt,
+        async_ckpt.AsyncCheckpointer(root, keep=2, guard=training.optimizer) as ckpt,
         Watch(training.log) as watch,
     ):
         ckpt.restore(training.state)  # the last commit; in an empty folder, nothing happens

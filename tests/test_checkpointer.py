@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 import warnings
@@ -57,6 +59,16 @@ def test_a_report_says_what_was_written_where_and_how_fast(tmp_path):
     )
 
 
+def test_one_line_of_the_log_tells_of_each_commit(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="async_ckpt")
+    with open_run(tmp_path) as ckpt:
+        reports = [ckpt.save(state_at(step), step=step).result() for step in (1, 2)]
+    told = [record for record in caplog.records if record.name == "async_ckpt"]
+
+    assert [record.getMessage() for record in told] == [str(report) for report in reports]
+    assert {record.levelname for record in told} == {"INFO"}
+
+
 def test_a_report_cannot_be_changed(tmp_path):
     with open_run(tmp_path) as ckpt:
         report = ckpt.save(state_at(1), step=1).result()
@@ -78,11 +90,16 @@ def test_the_keys_of_a_report_are_the_same_for_every_outcome(tmp_path):
     assert set(committed) == {
         "ckpt/" + key
         for key in (
-            "status", "step", "path", "num_bytes", "num_tensors", "stall_seconds", "stage_seconds", "write_seconds",
+            "committed", "step", "num_bytes", "num_tensors", "stall_seconds", "stage_seconds", "write_seconds",
             "commit_seconds", "total_seconds", "retries", "bandwidth",
         )
     }  # fmt: skip
-    assert one_off["ckpt/step"] == -1
+    assert all(type(number) is float for row in (committed, skipped, one_off) for number in row.values())
+    assert (committed["ckpt/committed"], committed["ckpt/step"]) == (1, 1)
+    assert (skipped["ckpt/committed"], skipped["ckpt/step"]) == (0, 2)
+    assert not math.isnan(skipped["ckpt/stall_seconds"])
+    assert math.isnan(skipped["ckpt/num_bytes"])
+    assert math.isnan(one_off["ckpt/step"])
 
 
 def test_metrics_have_the_same_keys_and_are_numbers_from_the_first_call_on(tmp_path):
@@ -90,8 +107,11 @@ def test_metrics_have_the_same_keys_and_are_numbers_from_the_first_call_on(tmp_p
         before = ckpt.metrics()
         ckpt.save(state_at(1), step=1).result()
         after = ckpt.metrics()
+        named = ckpt.metrics("ckpt/")
 
     assert list(before) == list(after)
+    assert list(named) == [f"ckpt/{key}" for key in after]
+    assert math.isnan(before["last_num_bytes"])
     assert all(type(value) is float for value in [*before.values(), *after.values()])
     assert before["saves_committed"] == 0
     assert after["saves_committed"] == 1
@@ -446,7 +466,7 @@ def test_strict_raises_the_unseen_error_at_save_before_anything_is_started(tmp_p
 
 @pytest.mark.parametrize("point", ["create", "write", "finish", "put_new"])
 def test_a_failed_save_leaves_nothing_and_never_poisons_the_next(tmp_path, point):
-    with open_run(tmp_path, keep_last=2) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, keep=2) as ckpt, scripted(ckpt) as disk:
         ckpt.save(state_at(1, mib=9), step=1).result()
         refused = StorageUnavailableError("the disk is gone", path="/ckpt")
         disk.fail(point, "step_00000002", error=refused)
@@ -509,7 +529,7 @@ def test_wait_gives_up_when_its_timeout_has_passed_and_the_save_goes_on(tmp_path
 
 
 def test_wait_includes_retention(tmp_path):
-    with open_run(tmp_path, keep_last=1) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, keep=1) as ckpt, scripted(ckpt) as disk:
         ckpt.save(state_at(1), step=1).result()
         stop = disk.stop("delete")
         ckpt.save(state_at(2), step=2).result()
@@ -536,19 +556,9 @@ def test_wait_includes_retention(tmp_path):
         {"segment_bytes": 5 * MIB},
         {"on_overlap": "drop"},
         {"max_in_flight": 0},
-        {"keep_last": 0},
-        {"keep_last": -1},
-        {"keep_every": 0, "keep_last": 1},
-        {"keep_seconds": 0},
-        {"keep_seconds": float("inf")},
-        {"keep_best": ("loss", "least", 3)},
-        {"keep_best": ("loss", "min", 0)},
-        {"keep_best": ("loss", "min")},
-        {"keep_best": "loss"},
-        {"tracker": ""},
-        {"tracker": "a/b"},
-        {"tracker": ".."},
-        {"tracker": "checkpoints.jsonl"},
+        {"keep": 0},
+        {"keep": -1},
+        {"naming": "slime"},
         {"on_rollback": "delete"},
     ],
     ids=str,
@@ -676,7 +686,7 @@ def test_thirty_saves_leak_no_files_no_threads_and_no_memory_maps(tmp_path):
         maps = open("/proc/self/maps").read().count("\\n")
         return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
 
-    with open_run(sys.argv[1], keep_last=2) as ckpt:
+    with open_run(sys.argv[1], keep=2) as ckpt:
         for step in range(36):
             if step == 6:
                 ckpt.wait()
@@ -733,12 +743,14 @@ def test_every_owner_shows_its_state(tmp_path):
         disk.stop("write")
         handle = ckpt.save(state_at(1), step=1)
         assert repr(handle) == "<SaveHandle step=1 0% written>"
-        assert "1/1 in flight" in repr(ckpt)
-        assert str(tmp_path) in repr(ckpt)
+        assert f"{tmp_path}: step 1 is 0% written, <Saver 1/1 in flight" in repr(ckpt)
         disk.release_all()
         handle.result()
         assert repr(handle) == "<SaveHandle step=1 done>"
-        assert "0/1 in flight" in repr(ckpt)
+        assert f"{tmp_path}: 1, <Saver 0/1 in flight" in repr(ckpt)
+        for step in range(2, 9):
+            ckpt.save(state_at(step), step=step).result()
+        assert f"{tmp_path}: 4, 5, 6, 7, 8 of 8 steps, <Saver" in repr(ckpt)
 
 
 # --- what is wrong is said at once ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from async_ckpt import (
     StepExistsError,
     StorageUnavailableError,
 )
-from async_ckpt.runs.retention import Retention
+from async_ckpt.runs.retention import Keep
 from async_ckpt.runs.run import Run
 from async_ckpt.storage.local import LocalStorage
 
@@ -70,7 +70,7 @@ def test_when_many_writers_race_for_a_step_one_wins_whole(tmp_path):
     won, lost = [], []
 
     def write(number: int) -> None:
-        with open_run(tmp_path, keep_last=None) as ckpt:
+        with open_run(tmp_path, keep=None) as ckpt:
             together.wait(60)
             try:
                 ckpt.save({"number": number, "w": torch.full((MIB,), number)}, step=3).result()
@@ -208,11 +208,11 @@ def test_no_archive_is_ever_written_again(tmp_path):
     ("options", "kept"),
     [
         ({}, [0, 5, 10, 15, 20, 25]),
-        ({"keep_last": 1}, [25]),
-        ({"keep_last": 3}, [15, 20, 25]),
-        ({"keep_last": 99}, [0, 5, 10, 15, 20, 25]),
-        ({"keep_last": 1, "keep_every": 10}, [0, 10, 20, 25]),
-        ({"keep_last": 2, "keep_every": 15}, [0, 15, 20, 25]),
+        ({"keep": 1}, [25]),
+        ({"keep": 3}, [15, 20, 25]),
+        ({"keep": 99}, [0, 5, 10, 15, 20, 25]),
+        ({"keep": Keep(last=1, every=10)}, [0, 10, 20, 25]),
+        ({"keep": Keep(last=2, every=15)}, [0, 15, 20, 25]),
     ],
     ids=str,
 )
@@ -230,7 +230,7 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path, options, kept):
 
 
 def test_the_future_resolves_before_retention_begins(tmp_path):
-    with open_run(tmp_path, keep_last=1) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, keep=1) as ckpt, scripted(ckpt) as disk:
         ckpt.save(state_at(1), step=1).result()
         stop = disk.stop("delete")
         report = ckpt.save(state_at(2), step=2).result(60)
@@ -244,7 +244,7 @@ def test_the_future_resolves_before_retention_begins(tmp_path):
 
 
 def test_the_next_save_need_not_wait_for_retention(tmp_path):
-    with open_run(tmp_path, keep_last=1) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, keep=1) as ckpt, scripted(ckpt) as disk:
         ckpt.save(state_at(1), step=1).result()
         disk.stop("delete")
         ckpt.save(state_at(2), step=2).result()
@@ -252,7 +252,7 @@ def test_the_next_save_need_not_wait_for_retention(tmp_path):
 
 
 def test_the_manifest_goes_before_its_archive(tmp_path):
-    with open_run(tmp_path, keep_last=1) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, keep=1) as ckpt, scripted(ckpt) as disk:
         ckpt.save(state_at(1), step=1).result()
         ckpt.save(state_at(2), step=2).result()
         ckpt.wait()
@@ -263,7 +263,7 @@ def test_the_manifest_goes_before_its_archive(tmp_path):
 
 
 def test_retention_that_is_cut_short_is_finished_by_a_later_run(tmp_path):
-    ckpt = open_run(tmp_path, keep_last=1)
+    ckpt = open_run(tmp_path, keep=1)
     with scripted(ckpt) as disk:
         ckpt.save(state_at(1), step=1).result()
         disk.fail("delete", ".tar", error=GONE)
@@ -272,14 +272,14 @@ def test_retention_that_is_cut_short_is_finished_by_a_later_run(tmp_path):
         assert len(archives(tmp_path, 1)) == 1
         ckpt.close()
 
-    with open_run(tmp_path, keep_last=1) as ckpt:
+    with open_run(tmp_path, keep=1) as ckpt:
         assert ckpt.steps() == [2]
         ckpt.save(state_at(3), step=3).result()
     assert leftovers(tmp_path) == []
 
 
 def test_a_failure_of_retention_is_logged_and_counted_and_raised_by_nobody(tmp_path, caplog):
-    with open_run(tmp_path, keep_last=1) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, keep=1) as ckpt, scripted(ckpt) as disk:
         ckpt.save(state_at(1), step=1).result()
         disk.fail("delete", error=GONE)
         handle = ckpt.save(state_at(2), step=2)
@@ -296,7 +296,7 @@ def test_a_failure_of_retention_is_logged_and_counted_and_raised_by_nobody(tmp_p
 
 
 def test_retention_never_deletes_what_the_tracker_names(tmp_path):
-    with open_run(tmp_path, keep_last=1) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, keep=1) as ckpt, scripted(ckpt) as disk:
         for step in (1, 2):
             ckpt.save(state_at(step), step=step).result()
         ckpt.wait()
@@ -311,14 +311,14 @@ def test_retention_never_deletes_a_step_in_flight(tmp_path):
     with open_run(tmp_path) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
-    run = Run(LocalStorage(tmp_path), clock=lambda: 0.0, retention=Retention(1))
+    run = Run(LocalStorage(tmp_path), clock=lambda: 0.0, retention=Keep(1))
 
     assert run.retain(3, replaced=None, in_flight={2}) == [1]
     assert run.steps() == [2, 3]
 
 
 def test_a_step_whose_retention_is_still_running_is_not_in_flight_any_more(tmp_path):
-    with open_run(tmp_path, keep_last=1) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, keep=1) as ckpt, scripted(ckpt) as disk:
         ckpt.save(state_at(1), step=1).result()
         stop = disk.stop("delete", "step_00000001/manifest.json", times=1)
         ckpt.save(state_at(2), step=2).result()
@@ -335,14 +335,14 @@ def test_retention_works_from_what_is_on_storage(tmp_path):
     with open_run(tmp_path) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
-    with open_run(tmp_path, keep_last=2) as ckpt:
+    with open_run(tmp_path, keep=2) as ckpt:
         ckpt.save(state_at(4), step=4).result()
         ckpt.wait()
         assert ckpt.steps() == [3, 4]
 
 
 def test_files_of_the_user_in_a_step_are_left_alone(tmp_path):
-    with open_run(tmp_path, keep_last=1) as ckpt:
+    with open_run(tmp_path, keep=1) as ckpt:
         ckpt.save(state_at(1), step=1).result()
         (tmp_path / "step_00000001/notes.txt").write_text("mine")
         (tmp_path / "step_00000001/other.tar").write_text("mine too")
@@ -396,7 +396,7 @@ def test_with_retire_newer_steps_leave_the_run_and_the_tracker_moves_back(tmp_pa
 
 
 def test_a_retired_step_can_be_saved_anew(tmp_path):
-    with open_run(tmp_path, on_rollback="retire", keep_last=2) as ckpt:
+    with open_run(tmp_path, on_rollback="retire", keep=2) as ckpt:
         for step in (10, 20):
             ckpt.save(state_at(step), step=step).result()
         ckpt.save(state_at(15), step=15).result()
@@ -447,10 +447,10 @@ class RunMachine(RuleBasedStateMachine):
 
     steps = st.integers(0, 12)
 
-    @initialize(keep_last=st.sampled_from([None, 1, 2]), retire=st.booleans())
-    def begin(self, keep_last: int | None, retire: bool) -> None:
+    @initialize(keep=st.sampled_from([None, 1, 2]), retire=st.booleans())
+    def begin(self, keep: int | None, retire: bool) -> None:
         self.root = Path(RunMachine.folder) / f"run-{next(RunMachine.numbers)}"
-        self.options = {"keep_last": keep_last, "on_rollback": "retire" if retire else None}
+        self.options = {"keep": keep, "on_rollback": "retire" if retire else None}
         self.model: dict[int, int] = {}
         self.value = 0
         self.rolled_back = False
@@ -461,7 +461,7 @@ class RunMachine(RuleBasedStateMachine):
         self.model[step] = self.value
         if self.options["on_rollback"]:
             self.model = {s: v for s, v in self.model.items() if s <= step}
-        keep = self.options["keep_last"]
+        keep = self.options["keep"]
         if keep:
             newest = sorted(self.model)[-keep:]
             self.model = {s: v for s, v in self.model.items() if s in newest or s == step}

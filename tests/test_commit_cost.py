@@ -35,7 +35,7 @@ def save(ckpt: AsyncCheckpointer, step: int) -> None:
 def test_a_commit_asks_a_store_the_same_few_things_whatever_is_kept(s3, bucket, proxy, num_kept, options):
     seed(s3, bucket, num_kept)
     place = {**s3.options, "endpoint": proxy.endpoint}
-    with open_run(f"s3://{bucket}/run", keep_last=num_kept, storage_options=place, **options) as ckpt:
+    with open_run(f"s3://{bucket}/run", keep=num_kept, storage_options=place, **options) as ckpt:
         save(ckpt, num_kept)  # which learns what is there
         learned = len(proxy.requests)
         for step in range(num_kept + 1, num_kept + 4):
@@ -53,7 +53,7 @@ def test_a_commit_asks_a_store_the_same_few_things_whatever_is_kept(s3, bucket, 
 def test_with_several_roots_a_commit_asks_a_store_no_more(s3, bucket, proxy, tmp_path):
     place = {**s3.options, "endpoint": proxy.endpoint}
     roots = [tmp_path, f"s3://{bucket}/run"]
-    with open_run(roots, keep_last=20, storage_options=[None, place]) as ckpt:
+    with open_run(roots, keep=20, storage_options=[None, place]) as ckpt:
         for step in range(21):
             save(ckpt, step)
         for step in range(21, 24):
@@ -79,7 +79,7 @@ def test_a_new_process_asks_for_what_it_does_not_know_all_at_once(s3, bucket, pr
 
 
 def test_a_save_reads_no_manifest_of_a_step_that_it_has_seen_and_takes_the_word_of_a_listing(tmp_path):
-    with open_run(tmp_path, keep_last=3) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, keep=3) as ckpt, scripted(ckpt) as disk:
         for step in range(1, 6):
             ckpt.save(state_at(step), step=step).result()
             ckpt.wait()
@@ -92,7 +92,7 @@ def test_a_save_reads_no_manifest_of_a_step_that_it_has_seen_and_takes_the_word_
 
 
 def test_what_another_process_commits_deletes_and_takes_out_of_the_run_is_seen_at_the_next_save(tmp_path):
-    with open_run(tmp_path) as ours, open_run(tmp_path, keep_last=2, on_rollback="retire") as theirs:
+    with open_run(tmp_path) as ours, open_run(tmp_path, keep=2, on_rollback="retire") as theirs:
         for step in (1, 2):
             ours.save(state_at(step), step=step).result()
         ours.wait()

@@ -48,7 +48,7 @@ from states import open_run, state_at
 root, scenario, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
 count = die_at(number)
 retire = scenario in ("retire", "again", "between")
-with open_run(root, keep_last=3, on_rollback="retire" if retire else None) as ckpt:
+with open_run(root, keep=3, on_rollback="retire" if retire else None) as ckpt:
     if scenario == "next":
         ckpt.save(state_at(5, 5), step=5).result()
     elif scenario == "overwrite":
@@ -181,7 +181,7 @@ with open_run(root) as ckpt:
     for step in (1, 2, 3):
         ckpt.save(state(step), step=step, unchanged="base").result()
 count = die_at(number)
-with open_run(root, keep_last=1) as ckpt:
+with open_run(root, keep=1) as ckpt:
     ckpt.save(state(4), step=4).result()
 print(count())
 """
@@ -206,7 +206,7 @@ def test_killed_at_any_call_of_retention_no_step_has_lost_what_it_has_borrowed(q
 TRAINING = """
 import sys
 from states import open_run, state_at
-with open_run(sys.argv[1], keep_last=3) as ckpt:
+with open_run(sys.argv[1], keep=3) as ckpt:
     for step in range((ckpt.latest() or 0) + 1, 10_000):
         ckpt.save(state_at(step, 5), step=step)
         print(f"step {step}", flush=True)

@@ -59,7 +59,7 @@ class Training:
         self.run_step()
         self.frozen = {"bias": torch.arange(1000)}
         self.guard = self.optimizer if guarded else None
-        self.ckpt = AsyncCheckpointer(root, keep_last=2, segment_bytes=4 << 20, host_bytes=16 << 20)
+        self.ckpt = AsyncCheckpointer(root, keep=2, segment_bytes=4 << 20, host_bytes=16 << 20)
         self.number = 0
 
     def run_step(self) -> None:

@@ -16,14 +16,21 @@ from scripted_disk import scripted
 from states import assert_is_state, names_below, open_run, state_at
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, StorageUnavailableError, Tracker
+from async_ckpt import (
+    AsyncCheckpointer,
+    CorruptCheckpointError,
+    Keep,
+    Naming,
+    StorageUnavailableError,
+    Tracker,
+)
 from async_ckpt.runs.record import RECORD_BYTES
 from async_ckpt.testing.servers import Server
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
-SKYRL: dict[str, Any] = {"step_format": "global_step_{}", "tracker": "latest_ckpt_global_step.txt"}
-VERL: dict[str, Any] = {"step_format": "global_step_{}", "tracker": "latest_checkpointed_iteration.txt"}
-DEEPSPEED: dict[str, Any] = {"step_format": "global_step{}", "tracker": Tracker("latest", "global_step{}")}
+SKYRL: dict[str, Any] = {"naming": "skyrl"}
+VERL: dict[str, Any] = {"naming": "verl"}
+DEEPSPEED: dict[str, Any] = {"naming": "deepspeed"}
 
 
 def save(root: Path, *steps: int, **options: Any) -> None:
@@ -42,13 +49,13 @@ def save(root: Path, *steps: int, **options: Any) -> None:
         (SKYRL, "global_step_500", "latest_ckpt_global_step.txt", "500"),
         (VERL, "global_step_500", "latest_checkpointed_iteration.txt", "500"),
         (DEEPSPEED, "global_step500", "latest", "global_step500"),
-        ({"step_format": "step_{}", "tracker": Tracker("newest.txt", "{:06d}")}, "step_500", "newest.txt", "000500"),
-        ({"tracker": Tracker("latest", "runs/a/step_{:08d}\n")}, "step_00000500", "latest", "runs/a/step_00000500\n"),
+        ({"naming": Naming("step_{}", Tracker("newest.txt", "{:06d}"))}, "step_500", "newest.txt", "000500"),
+        ({"naming": Naming(tracker=Tracker("latest", "runs/a/step_{:08d}\n"))}, "step_00000500", "latest", "runs/a/step_00000500\n"),
     ],
     ids=["default", "SkyRL", "verl", "DeepSpeed", "a number with zeros", "a path"],
 )  # fmt: skip
 def test_a_tracker_holds_what_its_readers_parse_and_reads_back(tmp_path, options, folder, tracker, text):
-    save(tmp_path, 400, 500, keep_last=1, **options)
+    save(tmp_path, 400, 500, keep=1, **options)
 
     assert (tmp_path / tracker).read_text() == text
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([folder, tracker, "checkpoints.jsonl"])
@@ -58,10 +65,33 @@ def test_a_tracker_holds_what_its_readers_parse_and_reads_back(tmp_path, options
         assert (tmp_path / tracker).read_text() == text.replace("500", "501")
 
 
-@pytest.mark.parametrize("options", [SKYRL, VERL], ids=["SkyRL", "verl"])
-def test_the_known_trackers_are_numbers_for_int_and_their_folder_is_found(tmp_path, options):
+@pytest.mark.parametrize(
+    ("naming", "error", "said"),
+    [
+        ("slime", ValueError, '"skyrl", "verl", "open-instruct", "deepspeed"'),
+        (3, TypeError, "a word or Naming"),
+        (Naming(tracker="checkpoints.jsonl"), ValueError, "which is the journal"),
+    ],
+)
+def test_a_naming_that_nobody_knows_is_refused(tmp_path, naming, error, said):
+    with pytest.raises(error, match=said):
+        AsyncCheckpointer(tmp_path / "run", naming=naming)
+
+
+@pytest.mark.parametrize("tracker", ["", "a/b", ".."])
+def test_a_tracker_that_is_no_name_of_a_file_is_refused(tracker):
+    with pytest.raises(ValueError, match="tracker must be the name of a file"):
+        Naming(tracker=tracker)
+
+
+@pytest.mark.parametrize(
+    ("options", "tracker"),
+    [(SKYRL, "latest_ckpt_global_step.txt"), (VERL, "latest_checkpointed_iteration.txt")],
+    ids=["SkyRL", "verl"],
+)
+def test_the_known_trackers_are_numbers_for_int_and_their_folder_is_found(tmp_path, options, tracker):
     save(tmp_path, 7, **options)
-    step = int((tmp_path / options["tracker"]).read_text())
+    step = int((tmp_path / tracker).read_text())
     assert (tmp_path / f"global_step_{step}" / "manifest.json").exists()
 
 
@@ -109,7 +139,7 @@ def test_what_a_tracker_reads(text, content, step):
 def test_a_newer_step_that_the_trainer_has_written_stays_until_a_newer_one_is_committed(tmp_path, content):
     tracker = tmp_path / "latest_ckpt_global_step.txt"
     tracker.write_text(content)
-    save(tmp_path, 400, 499, keep_last=1, **SKYRL)
+    save(tmp_path, 400, 499, keep=1, **SKYRL)
     assert tracker.read_text() == content
     save(tmp_path, 501, **SKYRL)
     assert tracker.read_text() == "501"
@@ -168,10 +198,10 @@ def test_a_slow_process_does_not_move_the_tracker_back_even_for_a_moment(tmp_pat
 
 SAVING = """
 import sys
-from async_ckpt import StepBehindError, StepExistsError
+from async_ckpt import Naming, StepBehindError, StepExistsError
 from states import open_run, state_at
 
-with open_run(sys.argv[1], tracker="latest_ckpt_global_step.txt") as ckpt:
+with open_run(sys.argv[1], naming=Naming(tracker="latest_ckpt_global_step.txt")) as ckpt:
     for step in range(int(sys.argv[2]), 40, 3):
         try:
             ckpt.save(state_at(step), step=step).result()
@@ -476,7 +506,7 @@ def test_on_a_store_the_tracker_stays_with_what_is_newer_and_the_journal_names_n
     def read(name: str) -> bytes:
         return s3.client.get_object(Bucket="layouts", Key=f"run/{name}")["Body"].read()
 
-    with AsyncCheckpointer("s3://layouts/run", keep_best=("loss", "min", 1), **options) as ckpt:
+    with AsyncCheckpointer("s3://layouts/run", keep=Keep(best=("loss", "min", 1)), **options) as ckpt:
         for step, loss in ((100, 0.1), (200, 0.3), (300, 0.2)):
             ckpt.save(state_at(step), step=step, record={"loss": loss}).result()
             ckpt.wait()
@@ -499,7 +529,7 @@ def test_on_a_store_the_tracker_stays_with_what_is_newer_and_the_journal_names_n
 
 @pytest.mark.parametrize("step_format", ["step_{:08d}", "global_step_{}", "global_step{}", "v2-{}"])
 def test_a_run_is_loaded_by_its_root_whatever_its_steps_are_called(tmp_path, step_format):
-    with AsyncCheckpointer(tmp_path, step_format=step_format) as ckpt:
+    with AsyncCheckpointer(tmp_path, naming=Naming(step_format)) as ckpt:
         for step in (9, 10, 100):
             ckpt.save({"w": torch.tensor(step)}, step=step).result()
     (tmp_path / "global_step_2000").mkdir()  # of another writer: no commit

@@ -26,6 +26,7 @@ import async_ckpt
 from async_ckpt import (
     AsyncCheckpointer,
     CorruptCheckpointError,
+    Keep,
     NotCommittedError,
     StorageUnavailableError,
 )
@@ -483,7 +484,7 @@ class Overtaking(LocalStorage):
             Call(self._save).outcome()  # no reader's thread may wait for a save
 
     def _save(self) -> None:
-        with AsyncCheckpointer(self._writes_to, keep_last=1, keep_every=self.keep_every) as ckpt:
+        with AsyncCheckpointer(self._writes_to, keep=Keep(last=1, every=self.keep_every)) as ckpt:
             ckpt.save({"w": torch.full((3,), float(self.newest)), "step": self.newest}, self.newest)
 
     def names(self, folder: str) -> list[str]:
@@ -613,7 +614,7 @@ def test_a_run_whose_steps_are_deleted_for_ever_is_given_up(
 ) -> None:
     monkeypatch.setattr(find, "TRIES", 5)
     storage = overtaken(times=10_000, before=True)
-    with pytest.raises(StorageUnavailableError, match=r"deleted.*keep_last") as caught:
+    with pytest.raises(StorageUnavailableError, match=r"deleted.*keep=") as caught:
         async_ckpt.load(storage.root)
     assert caught.value.path == str(storage.root)
     assert isinstance(caught.value.__cause__, NotCommittedError)
@@ -669,7 +670,7 @@ def test_a_step_that_can_be_read_no_more_once_it_is_deleted_is_followed_by_a_new
 
 
 def save_over(root: Path, step: int) -> None:
-    with AsyncCheckpointer(root, keep_last=1) as ckpt:
+    with AsyncCheckpointer(root, keep=1) as ckpt:
         ckpt.save({"w": torch.full((3,), float(step)), "step": step}, step)
 
 
@@ -737,7 +738,7 @@ def test_a_step_that_a_rollback_has_taken_out_of_the_run_is_not_its_newest(run: 
 _WRITER = """
     import itertools, sys, torch
     from async_ckpt import AsyncCheckpointer
-    with AsyncCheckpointer(sys.argv[1], keep_last=1) as ckpt:
+    with AsyncCheckpointer(sys.argv[1], keep=1) as ckpt:
         for step in itertools.count(1):
             ckpt.save({"base": {"w": torch.full((3,), float(step))}, "step": step}, step).result()
             if step == 2:

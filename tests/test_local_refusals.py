@@ -305,7 +305,7 @@ def test_a_file_system_in_memory_is_a_place_like_any_other(tmp_path_factory):
     import tempfile
 
     with tempfile.TemporaryDirectory(dir=SHM) as folder:
-        with open_run(folder, keep_last=1) as ckpt:
+        with open_run(folder, keep=1) as ckpt:
             for step in (1, 2):
                 ckpt.save(state_at(step, 9), step=step).result()
             ckpt.wait()

@@ -43,7 +43,7 @@ def leave_by(error: BaseException, opened: Any, use: Callable[[Any], object]) ->
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_the_folder_of_a_url_is_fetched_without_nesting_and_removed_at_the_end(cloud, scratch, slash):
     cloud.write(below("ckpt", TREE) | below("ckpt2", {"other": b"3"}))
-    with async_ckpt.local_read_dir(cloud.url + slash, **cloud.options) as folder:
+    with async_ckpt.files.local_read_dir(cloud.url + slash, **cloud.options) as folder:
         assert Path(folder).parent == scratch
         assert read(folder) == TREE
     assert cloud.tree() == below("ckpt", TREE) | below("ckpt2", {"other": b"3"})
@@ -55,7 +55,7 @@ def test_what_was_fetched_is_removed_after_an_exception_too(bucket, scratch):
     with pytest.raises(KeyboardInterrupt):
         leave_by(
             KeyboardInterrupt(),
-            async_ckpt.local_read_dir(bucket.url, **bucket.options),
+            async_ckpt.files.local_read_dir(bucket.url, **bucket.options),
             lambda folder: fetched.append(read(folder)),
         )
     assert fetched == [TREE]
@@ -63,13 +63,13 @@ def test_what_was_fetched_is_removed_after_an_exception_too(bucket, scratch):
 
 def test_a_url_may_be_a_path(bucket, scratch):
     bucket.write(below("ckpt", TREE))
-    with async_ckpt.local_read_dir(Path(bucket.url), **bucket.options) as folder:
+    with async_ckpt.files.local_read_dir(Path(bucket.url), **bucket.options) as folder:
         assert read(folder) == TREE
 
 
 def test_a_whole_bucket_may_be_fetched(bucket, scratch):
     bucket.write({"x": b"1"})
-    with async_ckpt.local_read_dir(f"s3://{bucket.bucket}", **bucket.options) as folder:
+    with async_ckpt.files.local_read_dir(f"s3://{bucket.bucket}", **bucket.options) as folder:
         assert read(folder) == {"base/x": b"1"}
 
 
@@ -77,7 +77,7 @@ def test_a_path_on_a_filesystem_that_is_handed_over_is_fetched_from_it(tmp_path,
     from fsspec.implementations.local import LocalFileSystem
 
     write(tmp_path / "there", TREE)
-    with async_ckpt.local_read_dir(tmp_path / "there", fs=LocalFileSystem()) as folder:
+    with async_ckpt.files.local_read_dir(tmp_path / "there", fs=LocalFileSystem()) as folder:
         assert Path(folder).parent == scratch
         assert read(folder) == TREE
 
@@ -87,7 +87,7 @@ def test_large_files_are_fetched_whole_in_several_ranges(bucket, scratch):
     bucket.write(below("ckpt", tree))
     with FaultyProxy(bucket.server.endpoint) as proxy:
         bucket.options["storage_options"] = {**bucket.server.options, "endpoint": proxy.endpoint}
-        with async_ckpt.local_read_dir(bucket.url, **bucket.options) as folder:
+        with async_ckpt.files.local_read_dir(bucket.url, **bucket.options) as folder:
             assert read(folder) == tree
         assert proxy.count(kind="get_object") == 5 + 2 + 1
 
@@ -97,7 +97,7 @@ def test_many_small_files_are_fetched_in_few_requests(bucket, scratch):
     bucket.write(below("ckpt", tree))
     with FaultyProxy(bucket.server.endpoint) as proxy:
         bucket.options["storage_options"] = {**bucket.server.options, "endpoint": proxy.endpoint}
-        with async_ckpt.local_read_dir(bucket.url, **bucket.options) as folder:
+        with async_ckpt.files.local_read_dir(bucket.url, **bucket.options) as folder:
             assert read(folder) == tree
         assert proxy.count(kind="list_objects") <= 3
 
@@ -107,10 +107,10 @@ def test_a_local_folder_is_passed_through_as_it_was_given(tmp_path, monkeypatch,
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "runs" / "a", TREE)
     for path in (str(tmp_path / "runs/a"), "runs/a", "./runs/a/", "runs", ".", Path("runs/a")):
-        with async_ckpt.local_read_dir(path) as folder:
+        with async_ckpt.files.local_read_dir(path) as folder:
             assert folder == os.fspath(path)
     for path in ("~/runs/a", (tmp_path / "runs/a").as_uri()):
-        with async_ckpt.local_read_dir(path) as folder:
+        with async_ckpt.files.local_read_dir(path) as folder:
             assert folder == str(tmp_path / "runs/a")
     assert read(tmp_path / "runs/a") == TREE
 
@@ -129,7 +129,7 @@ def test_a_local_folder_is_passed_through_as_it_was_given(tmp_path, monkeypatch,
 def test_an_id_of_the_hub_is_passed_through_untouched(name, tmp_path, monkeypatch, scratch):
     monkeypatch.chdir(tmp_path)
     for path in (name, Path(name)):
-        with async_ckpt.local_read_dir(path) as folder:
+        with async_ckpt.files.local_read_dir(path) as folder:
             assert folder == name
 
 
@@ -144,14 +144,14 @@ def test_an_id_of_the_hub_is_passed_through_untouched(name, tmp_path, monkeypatc
 def test_anything_else_is_a_file_not_found(path, tmp_path, monkeypatch, scratch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="hub"), async_ckpt.local_read_dir(path):
+    with pytest.raises(FileNotFoundError, match="hub"), async_ckpt.files.local_read_dir(path):
         pass
 
 
 def test_a_local_file_of_the_form_of_a_hub_id_is_not_taken_for_one(tmp_path, monkeypatch, scratch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {"org/name": b"1"})
-    with pytest.raises(FileNotFoundError, match="org/name"), async_ckpt.local_read_dir("org/name"):
+    with pytest.raises(FileNotFoundError, match="org/name"), async_ckpt.files.local_read_dir("org/name"):
         pass
 
 
@@ -159,7 +159,7 @@ def test_a_url_with_nothing_below_it_is_a_file_not_found(cloud, scratch):
     cloud.write({"ckpt2/x": b"1"})
     with (
         pytest.raises(FileNotFoundError, match="ckpt"),
-        async_ckpt.local_read_dir(cloud.url, **cloud.options),
+        async_ckpt.files.local_read_dir(cloud.url, **cloud.options),
     ):
         pass
 
@@ -167,7 +167,7 @@ def test_a_url_with_nothing_below_it_is_a_file_not_found(cloud, scratch):
 def test_an_object_is_no_folder(cloud, scratch):
     cloud.write({"ckpt": b"1"})
     with pytest.raises(NotADirectoryError, match="open_file"):
-        async_ckpt.local_read_dir(cloud.url, **cloud.options).__enter__()
+        async_ckpt.files.local_read_dir(cloud.url, **cloud.options).__enter__()
 
 
 def test_nothing_of_the_package_runs_the_code_of_a_model():
@@ -183,7 +183,7 @@ def test_nothing_of_the_package_runs_the_code_of_a_model():
 def test_only_the_files_that_are_named_are_fetched(cloud, scratch):
     cloud.write(below("ckpt", TREE))
     names = ["config.json", "model/deep/er/x y%ü", "empty", "empty"]
-    with async_ckpt.local_read_files(cloud.url, names, **cloud.options) as folder:
+    with async_ckpt.files.local_read_files(cloud.url, names, **cloud.options) as folder:
         assert read(folder) == {name: TREE[name] for name in sorted(names)}
 
 
@@ -195,41 +195,41 @@ def test_files_may_be_missing_as_those_that_skyrl_reads_unless_that_is_to_be_an_
     bucket.write(below("ckpt", TREE))
     path = str(write(tmp_path / "ckpt", TREE)) if is_local else bucket.url
     names = ["config.json", "nothing", "model"]
-    with async_ckpt.local_read_files(path, names, **bucket.options) as folder:
+    with async_ckpt.files.local_read_files(path, names, **bucket.options) as folder:
         assert read(folder) == (TREE if is_local else {"config.json": b"{}"})
         assert (folder == path) == is_local
-    with async_ckpt.local_read_files(path, ["nothing"], missing="skip", **bucket.options) as folder:
+    with async_ckpt.files.local_read_files(path, ["nothing"], missing="skip", **bucket.options) as folder:
         assert os.path.isdir(folder)
     with pytest.raises(FileNotFoundError, match="nothing, model"):
-        async_ckpt.local_read_files(path, names, missing="error", **bucket.options).__enter__()
+        async_ckpt.files.local_read_files(path, names, missing="error", **bucket.options).__enter__()
 
 
 @pytest.mark.parametrize("missing", ["error", "skip"])
 def test_a_missing_folder_is_an_error_whatever_may_be_missing_in_it(bucket, tmp_path, scratch, missing):
     for path in (bucket.url, tmp_path / "nowhere"):
         with pytest.raises(FileNotFoundError, match="is not there"):
-            async_ckpt.local_read_files(path, ["x"], missing=missing, **bucket.options).__enter__()
+            async_ckpt.files.local_read_files(path, ["x"], missing=missing, **bucket.options).__enter__()
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "", "a//b", "./a", "a/.."])
 def test_a_name_that_leads_out_of_the_folder_is_refused(bucket, tmp_path, scratch, name):
     for path in (bucket.url, tmp_path):
         with pytest.raises(ValueError, match="name of a file"):
-            async_ckpt.local_read_files(path, [name], **bucket.options).__enter__()
+            async_ckpt.files.local_read_files(path, [name], **bucket.options).__enter__()
 
 
 def test_wrong_arguments_are_told_from_missing_files(tmp_path):
     with pytest.raises(TypeError, match=r"\['config.json'\]"):
-        async_ckpt.local_read_files(tmp_path, "config.json").__enter__()
+        async_ckpt.files.local_read_files(tmp_path, "config.json").__enter__()
     with pytest.raises(ValueError, match="missing"):
-        async_ckpt.local_read_files(tmp_path, [], missing="ignore").__enter__()
+        async_ckpt.files.local_read_files(tmp_path, [], missing="ignore").__enter__()
 
 
 # --- local_work_dir -------------------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_uploaded_at_the_end_of_the_block_and_not_before(cloud, scratch):
-    with async_ckpt.local_work_dir(cloud.url, **cloud.options) as folder:
+    with async_ckpt.files.local_work_dir(cloud.url, **cloud.options) as folder:
         write(Path(folder), TREE)
         assert cloud.tree() == {}
     assert cloud.tree() == below("ckpt", TREE)
@@ -240,14 +240,14 @@ def test_nothing_is_uploaded_after_an_exception(cloud, scratch, error):
     with pytest.raises(error):
         leave_by(
             error(),
-            async_ckpt.local_work_dir(cloud.url, **cloud.options),
+            async_ckpt.files.local_work_dir(cloud.url, **cloud.options),
             lambda folder: write(Path(folder), TREE),
         )
     assert cloud.tree() == {}
 
 
 def test_a_block_that_writes_nothing_uploads_nothing(cloud, scratch):
-    with async_ckpt.local_work_dir(cloud.url, **cloud.options):
+    with async_ckpt.files.local_work_dir(cloud.url, **cloud.options):
         pass
     assert cloud.tree() == {}
 
@@ -255,7 +255,7 @@ def test_a_block_that_writes_nothing_uploads_nothing(cloud, scratch):
 def test_a_local_work_folder_is_itself_and_made_if_need_be(tmp_path, monkeypatch, scratch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        with async_ckpt.local_work_dir("runs/a") as folder:
+        with async_ckpt.files.local_work_dir("runs/a") as folder:
             assert folder == "runs/a"
             write(Path(folder), TREE)
     assert read(tmp_path / "runs/a") == TREE
@@ -269,20 +269,20 @@ def test_what_is_written_can_be_read_back(cloud, tmp_path, scratch, with_block):
     for place, options in ((f"{cloud.url}/x", cloud.options), (tmp_path / "x", {})):
         for mode, content in (("b", b"\x00\r\n\xff"), ("", "größe\n検\r\n"), ("t", "")):
             if with_block:
-                with async_ckpt.open_file(place, f"w{mode}", **options) as file:
+                with async_ckpt.files.open_file(place, f"w{mode}", **options) as file:
                     file.write(content)
             else:
-                file = async_ckpt.open_file(place, f"w{mode}", **options)
+                file = async_ckpt.files.open_file(place, f"w{mode}", **options)
                 file.write(content)
                 file.close()
                 file.close()
-            with async_ckpt.open_file(place, f"r{mode}", **options) as file:
+            with async_ckpt.files.open_file(place, f"r{mode}", **options) as file:
                 assert file.read() == (content.replace("\r\n", "\n") if isinstance(content, str) else content)
             assert file.closed
 
 
 def test_an_object_appears_when_its_file_is_closed_and_not_before(cloud, scratch):
-    file = async_ckpt.open_file(cloud.url, "wb", **cloud.options)
+    file = async_ckpt.files.open_file(cloud.url, "wb", **cloud.options)
     file.write(b"1" * MIB)
     file.flush()
     assert cloud.tree() == {}
@@ -294,7 +294,7 @@ def test_an_object_appears_when_its_file_is_closed_and_not_before(cloud, scratch
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_nothing_is_uploaded_when_the_block_ends_by_an_exception(cloud, scratch, mode, error):
     cloud.write({"ckpt": b"old"})
-    file = async_ckpt.open_file(cloud.url, mode, **cloud.options)
+    file = async_ckpt.files.open_file(cloud.url, mode, **cloud.options)
     with pytest.raises(error):
         leave_by(error(), file, lambda file: file.write(b"new" if mode == "wb" else "new"))
     file.close()
@@ -303,7 +303,7 @@ def test_nothing_is_uploaded_when_the_block_ends_by_an_exception(cloud, scratch,
 
 @pytest.mark.parametrize("mode", ["wb", "w"])
 def test_a_file_that_is_never_closed_is_not_uploaded(bucket, scratch, mode):
-    files = [async_ckpt.open_file(bucket.url, mode, **bucket.options)]
+    files = [async_ckpt.files.open_file(bucket.url, mode, **bucket.options)]
     files[0].write(b"new" if mode == "wb" else "new")
     with pytest.warns(ResourceWarning):
         files.clear()
@@ -311,7 +311,7 @@ def test_a_file_that_is_never_closed_is_not_uploaded(bucket, scratch, mode):
 
 
 def test_an_upload_that_fails_is_an_error_of_close_and_leaves_nothing(bucket, scratch):
-    file = async_ckpt.open_file(f"s3://{bucket.bucket}-2/x", "wb", **bucket.options)
+    file = async_ckpt.files.open_file(f"s3://{bucket.bucket}-2/x", "wb", **bucket.options)
     file.write(b"1")
     with pytest.raises(StorageUnavailableError, match="create it"):
         file.close()
@@ -323,7 +323,7 @@ def test_an_object_is_sought_in_like_a_file(cloud):
     data = random_bytes(9 * MIB + 7)
     cloud.write({"ckpt": data})
     like = io.BytesIO(data)
-    with async_ckpt.open_file(cloud.url, **cloud.options) as file:
+    with async_ckpt.files.open_file(cloud.url, **cloud.options) as file:
         assert (file.readable(), file.seekable(), file.writable()) == (True, True, False)
         for offset, whence, length in (
             (0, 0, 10), (5 * MIB, 0, 3), (-3, 1, 5 * MIB), (-9, 2, 4), (0, 0, 0), (1, 0, -1), (9 * MIB, 0, 100),
@@ -341,31 +341,31 @@ def test_a_large_object_is_read_in_few_requests(bucket):
     bucket.write({"ckpt": data})
     with FaultyProxy(bucket.server.endpoint) as proxy:
         options = {"storage_options": {**bucket.server.options, "endpoint": proxy.endpoint}}
-        with async_ckpt.open_file(bucket.url, **options) as file:
+        with async_ckpt.files.open_file(bucket.url, **options) as file:
             assert file.read() == data
         assert proxy.count(kind="get_object") <= 4
 
 
 def test_torch_and_json_use_an_object_as_a_file(cloud, scratch):
     state = {"weight": torch.randn(300, 300), "step": 3}
-    with async_ckpt.open_file(f"{cloud.url}/x.pt", "wb", **cloud.options) as file:
+    with async_ckpt.files.open_file(f"{cloud.url}/x.pt", "wb", **cloud.options) as file:
         torch.save(state, file)
-    with async_ckpt.open_file(f"{cloud.url}/x.pt", **cloud.options) as file:
+    with async_ckpt.files.open_file(f"{cloud.url}/x.pt", **cloud.options) as file:
         assert torch.equal(torch.load(file, weights_only=True)["weight"], state["weight"])
-    with async_ckpt.open_file(f"{cloud.url}/x.json", "w", **cloud.options) as file:
+    with async_ckpt.files.open_file(f"{cloud.url}/x.json", "w", **cloud.options) as file:
         json.dump({"step": 3}, file)
-    with async_ckpt.open_file(f"{cloud.url}/x.json", "r", **cloud.options) as file:
+    with async_ckpt.files.open_file(f"{cloud.url}/x.json", "r", **cloud.options) as file:
         assert [json.loads(line) for line in file] == [{"step": 3}]
 
 
 def test_a_local_file_is_an_ordinary_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with async_ckpt.open_file("x", "w") as file:
+    with async_ckpt.files.open_file("x", "w") as file:
         assert file.name == "x"
         file.write("a")
-    with async_ckpt.open_file((tmp_path / "x").as_uri(), "a") as file:
+    with async_ckpt.files.open_file((tmp_path / "x").as_uri(), "a") as file:
         file.write("ü")
-    with async_ckpt.open_file(Path("x")) as file:
+    with async_ckpt.files.open_file(Path("x")) as file:
         assert file.read() == "aü".encode()
 
 
@@ -374,7 +374,7 @@ def test_writing_a_local_file_makes_the_folders_above_it(tmp_path, monkeypatch, 
     """As it does with SkyRL's open_file, and as an object of a store needs none."""
     monkeypatch.chdir(tmp_path)
     for path in ("a/b/x", tmp_path / "c/d/x", (tmp_path / "e/f/x").as_uri()):
-        with async_ckpt.open_file(path, mode) as file:
+        with async_ckpt.files.open_file(path, mode) as file:
             file.write(b"1" if "b" in mode else "1")
     assert read(tmp_path) == {"a/b/x": b"1", "c/d/x": b"1", "e/f/x": b"1"}
 
@@ -382,23 +382,23 @@ def test_writing_a_local_file_makes_the_folders_above_it(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("mode", ["r", "rb", "r+", "rw", "q", ""])
 def test_a_local_file_that_is_not_written_anew_needs_its_folder(tmp_path, mode):
     with pytest.raises((FileNotFoundError, ValueError)):
-        async_ckpt.open_file(tmp_path / "a" / "x", mode)
+        async_ckpt.files.open_file(tmp_path / "a" / "x", mode)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_file_where_a_folder_should_be_is_told_when_a_local_file_is_written(tmp_path):
     write(tmp_path, {"a": b"1"})
     with pytest.raises(NotADirectoryError):
-        async_ckpt.open_file(tmp_path / "a" / "b" / "x", "w")
+        async_ckpt.files.open_file(tmp_path / "a" / "b" / "x", "w")
 
 
 def test_what_cannot_be_opened_says_why(cloud, tmp_path):
     for path, options in ((cloud.url, cloud.options), (tmp_path / "x", {})):
         with pytest.raises(FileNotFoundError):
-            async_ckpt.open_file(path, **options)
+            async_ckpt.files.open_file(path, **options)
     for mode in ("a", "r+b", "x", "rw", "wbt", ""):
         with pytest.raises(ValueError, match="written anew"):
-            async_ckpt.open_file(cloud.url, mode, **cloud.options)
+            async_ckpt.files.open_file(cloud.url, mode, **cloud.options)
     for mode in ("r", "wb"):
         with pytest.raises(ValueError, match="names no object"):
-            async_ckpt.open_file(f"{cloud.url}/", mode, **cloud.options)
+            async_ckpt.files.open_file(f"{cloud.url}/", mode, **cloud.options)

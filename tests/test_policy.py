@@ -13,7 +13,7 @@ from racing import until
 from scripted_disk import scripted
 from states import open_run, state_at
 
-from async_ckpt import StorageFullError
+from async_ckpt import Due, StorageFullError
 from async_ckpt.report import SaveReport
 from async_ckpt.saving.policy import FIRST_SAVE_SECONDS, MARGIN_SECONDS, SavePolicy
 
@@ -28,7 +28,7 @@ class Training:
         self.step = 0
         self.saved: list[int] = []
         self.policy = SavePolicy(
-            **rules, clock=lambda: self.now, wall_clock=lambda: NOON.timestamp() + self.now
+            Due(**rules), clock=lambda: self.now, wall_clock=lambda: NOON.timestamp() + self.now
         )
 
     def run(self, seconds: float = 1.0) -> bool:
@@ -60,13 +60,13 @@ FULL = StorageFullError("the disk is full", path="/ckpt", needed_bytes=2, free_b
 
 
 def test_a_save_is_due_at_every_step_that_is_divided_but_the_first():
-    policy = SavePolicy(every_steps=4)
+    policy = SavePolicy(Due(every=4))
 
     assert [step for step in range(13) if policy.should_save(step)] == [4, 8, 12]
 
 
 def test_by_steps_alone_two_processes_agree_whatever_their_clocks_say():
-    fast, slow = Training(every_steps=3), Training(every_steps=3)
+    fast, slow = Training(every=3), Training(every=3)
 
     assert [fast.run(0.1) for _ in range(9)] == [slow.run(100.0) for _ in range(9)]
 
@@ -75,7 +75,7 @@ def test_by_steps_alone_two_processes_agree_whatever_their_clocks_say():
 
 
 def test_time_is_counted_from_opening_and_then_from_the_beginning_of_the_last_save():
-    training = Training(every_seconds=10)
+    training = Training(seconds=10)
 
     assert [training.run(4) for _ in range(3)] == [False, False, True]
     training.begin_save()
@@ -83,7 +83,7 @@ def test_time_is_counted_from_opening_and_then_from_the_beginning_of_the_last_sa
 
 
 def test_a_save_that_nobody_asked_about_counts_too():
-    training = Training(every_seconds=10)
+    training = Training(seconds=10)
     training.run(9)
     training.begin_save()
 
@@ -91,7 +91,7 @@ def test_a_save_that_nobody_asked_about_counts_too():
 
 
 def test_time_is_counted_from_restoring():
-    training = Training(every_seconds=10)
+    training = Training(seconds=10)
     training.now = 500.0
     training.policy.restored(7)
     training.step = 7
@@ -101,7 +101,7 @@ def test_time_is_counted_from_restoring():
 
 
 def test_what_is_due_stays_due_until_a_save_begins():
-    training = Training(every_seconds=10)
+    training = Training(seconds=10)
 
     assert training.run(10)
     assert training.run(1)
@@ -110,7 +110,7 @@ def test_what_is_due_stays_due_until_a_save_begins():
 
 
 def test_a_skipped_save_leaves_due_what_was_due():
-    training = Training(every_seconds=10)
+    training = Training(seconds=10)
     training.run(10)
     save: Future[SaveReport] = Future()
     save.set_result(SKIPPED)
@@ -121,7 +121,7 @@ def test_a_skipped_save_leaves_due_what_was_due():
 
 
 def test_a_failed_save_is_not_repeated_at_every_step():
-    training = Training(every_seconds=10)
+    training = Training(seconds=10)
     training.run(10)
     training.begin_save().set_exception(FULL)
 
@@ -129,7 +129,7 @@ def test_a_failed_save_is_not_repeated_at_every_step():
 
 
 def test_any_of_several_rules_makes_a_save_due():
-    training = Training(every_steps=5, every_seconds=3)
+    training = Training(every=5, seconds=3)
 
     due = []
     for _ in range(8):
@@ -144,7 +144,7 @@ def test_any_of_several_rules_makes_a_save_due():
 
 
 def test_asked_twice_about_a_step_it_answers_the_same_though_time_has_passed():
-    training = Training(every_seconds=10)
+    training = Training(seconds=10)
 
     assert not training.run(9)
     training.now += 5
@@ -154,7 +154,7 @@ def test_asked_twice_about_a_step_it_answers_the_same_though_time_has_passed():
 
 
 def test_the_step_that_was_saved_or_restored_is_not_due():
-    policy = SavePolicy(every_steps=5)
+    policy = SavePolicy(Due(every=5))
     assert policy.should_save(5)
     policy.follow(5, Future())
     assert not policy.should_save(5)
@@ -165,7 +165,7 @@ def test_the_step_that_was_saved_or_restored_is_not_due():
 
 
 def test_after_going_back_a_step_is_due_once_more():
-    policy = SavePolicy(every_steps=5)
+    policy = SavePolicy(Due(every=5))
     policy.should_save(10)
     policy.follow(10, Future())
     policy.restored(5)
@@ -367,17 +367,17 @@ def test_a_function_that_fails_is_told_of_once_and_asked_again(caplog):
 
 
 def test_without_a_rule_the_answer_is_what_to_give():
-    with pytest.raises(ValueError, match="save_every=, save_every_seconds= or deadline="):
-        SavePolicy().should_save(1)
+    with pytest.raises(ValueError, match="give due=Due"):
+        SavePolicy(Due()).should_save(1)
 
 
 @pytest.mark.parametrize(
     ("rule", "complaint"),
     [
-        ({"every_steps": 0}, "every 0 steps"),
-        ({"every_steps": 1.5}, r"every 1\.5 steps"),
-        ({"every_seconds": 0}, "every 0 seconds"),
-        ({"every_seconds": math.nan}, "every nan seconds"),
+        ({"every": 0}, "every 0 steps"),
+        ({"every": 1.5}, r"every 1\.5 steps"),
+        ({"seconds": 0}, "every 0 seconds"),
+        ({"seconds": math.nan}, "every nan seconds"),
         ({"margin_seconds": -1}, "margin of -1 seconds"),
         ({"deadline": 3600}, r"3600 is no time .* add it to time\.time"),
         ({"deadline": math.nan}, "nan is no time"),
@@ -386,26 +386,26 @@ def test_without_a_rule_the_answer_is_what_to_give():
 )
 def test_a_rule_that_means_nothing_is_refused(rule, complaint):
     with pytest.raises(ValueError, match=complaint):
-        SavePolicy(**rule)
+        Due(**rule)
 
 
 def test_a_deadline_of_another_type_is_refused():
     with pytest.raises(TypeError, match="not a str"):
-        SavePolicy(deadline="tomorrow")  # type: ignore[arg-type]
+        Due(deadline="tomorrow")  # type: ignore[arg-type]
 
 
 # --- a run -------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_saves_when_its_policy_says_so_and_goes_on_counting_after_a_restore(tmp_path):
-    with open_run(tmp_path, save_every=3) as ckpt:
+    with open_run(tmp_path, due=Due(every=3)) as ckpt:
         for step in range(8):
             if ckpt.should_save(step):
                 ckpt.save(state_at(step), step=step)
         ckpt.wait()
         assert ckpt.steps() == [3, 6]
 
-    with open_run(tmp_path, save_every=3) as ckpt:
+    with open_run(tmp_path, due=Due(every=3)) as ckpt:
         state = state_at(0)
         assert ckpt.restore(state) == 6
         assert [step for step in range(6, 13) if ckpt.should_save(step)] == [9, 12]
@@ -413,7 +413,7 @@ def test_a_run_saves_when_its_policy_says_so_and_goes_on_counting_after_a_restor
 
 def test_a_run_learns_from_its_saves_how_late_the_last_one_may_be(tmp_path):
     left = [None, 80.0, 80.0, 5.0, 5.0]
-    with open_run(tmp_path, deadline=lambda: left.pop(0)) as ckpt:
+    with open_run(tmp_path, due=Due(deadline=lambda: left.pop(0))) as ckpt:
         assert not ckpt.should_save(1)
         assert ckpt.should_save(2)  # a minute is expected
         ckpt.save(state_at(2), step=2).result()
@@ -424,12 +424,12 @@ def test_a_run_learns_from_its_saves_how_late_the_last_one_may_be(tmp_path):
 
 
 def test_the_margin_of_a_run_can_be_set(tmp_path):
-    with open_run(tmp_path, deadline=lambda: 500.0, deadline_margin_seconds=1000) as ckpt:
+    with open_run(tmp_path, due=Due(deadline=lambda: 500.0, margin_seconds=1000)) as ckpt:
         assert ckpt.should_save(1)
 
 
 def test_a_save_that_a_run_skips_stays_due(tmp_path):
-    with open_run(tmp_path, save_every_seconds=1e-9, on_overlap="skip") as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, due=Due(seconds=1e-9), on_overlap="skip") as ckpt, scripted(ckpt) as disk:
         disk.stop("write")
         assert ckpt.should_save(1)
         ckpt.save(state_at(1), step=1)
@@ -441,7 +441,7 @@ def test_a_save_that_a_run_skips_stays_due(tmp_path):
 
 
 def test_asking_does_not_count_as_having_looked_at_an_error(tmp_path):
-    ckpt = open_run(tmp_path, save_every=1)
+    ckpt = open_run(tmp_path, due=Due(every=1))
     with scripted(ckpt) as disk:
         disk.fail("write", error=FULL)
         handle = ckpt.save(state_at(1), step=1)
@@ -453,10 +453,10 @@ def test_asking_does_not_count_as_having_looked_at_an_error(tmp_path):
 
 
 def test_a_run_without_a_rule_says_what_to_give(tmp_path):
-    with open_run(tmp_path) as ckpt, pytest.raises(ValueError, match="save_every="):
+    with open_run(tmp_path) as ckpt, pytest.raises(ValueError, match="due="):
         ckpt.should_save(1)
 
 
 def test_a_rule_that_means_nothing_opens_no_run(tmp_path):
     with pytest.raises(ValueError, match="every 0 steps"):
-        open_run(tmp_path / "run", save_every=0)
+        open_run(tmp_path / "run", due=Due(every=0))

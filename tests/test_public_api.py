@@ -16,7 +16,10 @@ NAMES = [
     "CorruptCheckpointError",
     "Destination",
     "DestinationBusyError",
+    "Due",
     "FormatVersionError",
+    "Keep",
+    "Naming",
     "NotCommittedError",
     "NotUnchangedError",
     "NothingWrittenError",
@@ -37,24 +40,15 @@ NAMES = [
     "UnsupportedStateError",
     "UntrustedObjectError",
     "Zstd",
-    "download_directory",
-    "exists",
     "export_hf",
     "extract",
-    "isdir",
-    "list_dir",
+    "files",
     "load",
-    "local_read_dir",
-    "local_read_files",
-    "local_work_dir",
-    "open_file",
     "pack",
     "pack_folder",
     "release",
-    "remove",
     "save",
     "unpack",
-    "upload_directory",
     "wrap",
 ]
 
@@ -80,22 +74,20 @@ SIGNATURES = {
         "*, storage_options=None, engine=None, fs=None)"
     ),
     async_ckpt.release: "()",
-    async_ckpt.local_read_dir: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.local_read_files: "(path, names, *, missing='skip', storage_options=None, engine=None, fs=None)",
-    async_ckpt.local_work_dir: "(output, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.upload_directory: "(local, cloud, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.download_directory: "(cloud, local, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.exists: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.isdir: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.list_dir: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.remove: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.open_file: "(path, mode='rb', *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.local_read_dir: "(path, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.local_read_files: "(path, names, *, missing='skip', storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.local_work_dir: "(output, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.upload_directory: "(local, cloud, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.download_directory: "(cloud, local, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.exists: "(path, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.isdir: "(path, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.list_dir: "(path, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.remove: "(path, *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.open_file: "(path, mode='rb', *, storage_options=None, engine=None, fs=None)",
     AsyncCheckpointer: (
-        "(root, *, keep_last=None, keep_every=None, keep_best=None, keep_seconds=None, guard=None, host_bytes=None, "
-        "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, tracker='latest', step_format='step_{:08d}', "
-        "strict=False, exit_timeout=None, save_every=None, save_every_seconds=None, deadline=None, "
-        "deadline_margin_seconds=30.0, commit='all', max_bandwidth=None, trace=None, "
-        "storage_options=None, engine=None, fs=None)"
+        "(root, *, keep=None, due=None, guard=None, host_bytes=None, "
+        "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, naming=None, strict=False, "
+        "exit_timeout=None, commit='all', max_bandwidth=None, trace=None, storage_options=None, engine=None, fs=None)"
     ),
     AsyncCheckpointer.save: (
         "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None, "
@@ -112,7 +104,9 @@ SIGNATURES = {
     AsyncCheckpointer.catch_up: "(self)",
     AsyncCheckpointer.latest: "(self)",
     AsyncCheckpointer.wait: "(self, timeout=None)",
-    AsyncCheckpointer.metrics: "(self)",
+    AsyncCheckpointer.records: "(self)",
+    AsyncCheckpointer.best: "(self, metric, *, mode)",
+    AsyncCheckpointer.metrics: "(self, prefix='')",
     AsyncCheckpointer.prewarm: "(self, state)",
     AsyncCheckpointer.close: "(self)",
     SaveHandle.result: "(self, timeout=None)",
@@ -120,6 +114,9 @@ SIGNATURES = {
     SaveHandle.wait_staged: "(self, timeout=None)",
     SaveHandle.add_done_callback: "(self, fn)",
     SaveReport.as_dict: "(self, prefix='')",
+    async_ckpt.Due: "(every=None, seconds=None, deadline=None, margin_seconds=30.0)",
+    async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
+    async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None)",
     async_ckpt.Tracker: "(name, text)",
     async_ckpt.Tracker.dump: "(self, step)",
     async_ckpt.Tracker.parse: "(self, data)",

@@ -453,7 +453,7 @@ def test_a_run_that_a_trainer_has_written_without_us_is_told_of(tmp_path, files,
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    options = {"step_format": "global_step_{}", "tracker": "latest_ckpt_global_step.txt"}
+    options = {"naming": "skyrl"}
     with AsyncCheckpointer(tmp_path, **options) as ckpt:
         with pytest.warns(RuntimeWarning, match=told):
             assert ckpt.restore({"w": torch.zeros(2)}) is None

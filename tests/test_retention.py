@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from scripted_disk import scripted
 from states import assert_is_state, leftovers, names_below, open_run, state_at
 
-from async_ckpt import AsyncCheckpointer, StorageUnavailableError
+from async_ckpt import AsyncCheckpointer, Naming, NotCommittedError, StorageUnavailableError
 from async_ckpt.runs.manifest import Manifest
-from async_ckpt.runs.retention import Commits, Retention
+from async_ckpt.runs.retention import Commits, Keep, keep_of
 from async_ckpt.runs.run import Run
 from async_ckpt.storage.local import LocalStorage
 
@@ -40,7 +40,7 @@ def commits(**records: dict[str, Any]) -> dict[int, Manifest | None]:
 def stays(
     step: int,
     made: Mapping[int, Manifest | None],
-    rules: Retention,
+    rules: Keep,
     protected: Collection[int],
 ) -> bool:
     """The manual, read out for one step."""
@@ -53,7 +53,7 @@ def stays(
 
     def metric(other: int) -> float | None:
         record = made[other].record if made[other] is not None else {}
-        value = record.get(rules.keep_best[0])
+        value = record.get(rules.best[0])
         return value if type(value) in (int, float) and math.isfinite(value) else None
 
     def beats(other: int) -> bool:
@@ -62,7 +62,7 @@ def stays(
             return False
         if theirs == mine:
             return other > step
-        return theirs < mine if rules.keep_best[1] == "min" else theirs > mine
+        return theirs < mine if rules.best[1] == "min" else theirs > mine
 
     if step == max(made) or step in protected:
         return True
@@ -70,15 +70,15 @@ def stays(
         return False
     lasting = [other for other in made if not passing(other)]
     wanted = []
-    if rules.keep_last is not None:
-        wanted.append(len([other for other in lasting if other > step]) < rules.keep_last)
-    if rules.keep_every is not None:
-        wanted.append(step % rules.keep_every == 0)
-    if rules.keep_best is not None:
-        ranked = metric(step) is not None and len([o for o in lasting if beats(o)]) < rules.keep_best[2]
+    if rules.last is not None:
+        wanted.append(len([other for other in lasting if other > step]) < rules.last)
+    if rules.every is not None:
+        wanted.append(step % rules.every == 0)
+    if rules.best is not None:
+        ranked = metric(step) is not None and len([o for o in lasting if beats(o)]) < rules.best[2]
         wanted.append(ranked or not any(metric(other) is not None for other in made))
-    if rules.keep_seconds is not None:
-        wanted.append(made[step] is None or made[step].created + rules.keep_seconds >= NOW)
+    if rules.seconds is not None:
+        wanted.append(made[step] is None or made[step].created + rules.seconds >= NOW)
     return any(wanted) or not wanted
 
 
@@ -98,11 +98,11 @@ runs = st.dictionaries(
     max_size=14,
 )  # fmt: skip
 rule_sets = st.builds(
-    Retention,
-    keep_last=st.none() | st.integers(1, 5),
-    keep_every=st.none() | st.integers(1, 8),
-    keep_best=st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
-    keep_seconds=st.none() | st.integers(1, 90),
+    Keep,
+    last=st.none() | st.integers(1, 5),
+    every=st.none() | st.integers(1, 8),
+    best=st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
+    seconds=st.none() | st.integers(1, 90),
 )
 
 
@@ -125,9 +125,9 @@ def test_what_was_left_is_left_when_the_rules_are_read_again(made, rules, protec
 
 @given(runs, rule_sets)
 def test_another_rule_keeps_more_and_never_less(made, rules):
-    if rules == Retention():
+    if rules == Keep():
         return
-    more = Retention(rules.keep_last or 2, rules.keep_every, rules.keep_best, rules.keep_seconds)
+    more = Keep(rules.last or 2, rules.every, rules.best, rules.seconds)
 
     assert set(more.doomed(Commits(made), now=NOW)) <= set(rules.doomed(Commits(made), now=NOW))
 
@@ -135,28 +135,28 @@ def test_another_rule_keeps_more_and_never_less(made, rules):
 @pytest.mark.parametrize(
     ("rules", "made", "doomed"),
     [
-        (Retention(), {}, []),
-        (Retention(1), {}, []),
-        (Retention(1), commits(s1={}), []),
-        (Retention(2), commits(s1={}, s2={}, s3={}), [1]),
-        (Retention(2, 3), commits(s3={}, s4={}, s6={}, s9={}), [4]),
-        (Retention(keep_every=10), commits(s5={}, s10={}, s15={}, s20={}, s25={}), [5, 15]),
-        (Retention(keep_best=("loss", "min", 1)), commits(s1={"loss": 2}, s2={"loss": 1}, s3={"loss": 3}), [1]),
-        (Retention(keep_best=("acc", "max", 1)), commits(s1={"acc": 2}, s2={"acc": 1}, s3={"acc": 0}), [2]),
-        (Retention(keep_best=("loss", "min", 1)), commits(s1={"loss": 1}, s2={"loss": 1}, s3={"loss": 1}), [1, 2]),
+        (Keep(), {}, []),
+        (Keep(1), {}, []),
+        (Keep(1), commits(s1={}), []),
+        (Keep(2), commits(s1={}, s2={}, s3={}), [1]),
+        (Keep(2, 3), commits(s3={}, s4={}, s6={}, s9={}), [4]),
+        (Keep(every=10), commits(s5={}, s10={}, s15={}, s20={}, s25={}), [5, 15]),
+        (Keep(best=("loss", "min", 1)), commits(s1={"loss": 2}, s2={"loss": 1}, s3={"loss": 3}), [1]),
+        (Keep(best=("acc", "max", 1)), commits(s1={"acc": 2}, s2={"acc": 1}, s3={"acc": 0}), [2]),
+        (Keep(best=("loss", "min", 1)), commits(s1={"loss": 1}, s2={"loss": 1}, s3={"loss": 1}), [1, 2]),
         # While no record has the metric, all stay; once one has, those without count for nothing.
-        (Retention(keep_best=("loss", "min", 9)), commits(s1={}, s2={"loss": math.nan}, s3={"acc": 1}), []),
-        (Retention(keep_best=("loss", "min", 9)), commits(s1={}, s2={"loss": 0.5}, s3={}), [1]),
-        (Retention(1, keep_best=("loss", "min", 1)), commits(s1={"loss": 1}, s2={"loss": 2}, s3={}), [2]),
-        (Retention(keep_seconds=50), commits(s49={}, s50={}, s51={}), [49]),
-        (Retention(keep_seconds=1), commits(s1={}, s2={}), [1]),
+        (Keep(best=("loss", "min", 9)), commits(s1={}, s2={"loss": math.nan}, s3={"acc": 1}), []),
+        (Keep(best=("loss", "min", 9)), commits(s1={}, s2={"loss": 0.5}, s3={}), [1]),
+        (Keep(1, best=("loss", "min", 1)), commits(s1={"loss": 1}, s2={"loss": 2}, s3={}), [2]),
+        (Keep(seconds=50), commits(s49={}, s50={}, s51={}), [49]),
+        (Keep(seconds=1), commits(s1={}, s2={}), [1]),
         # Rolling saves and expired ones go whatever wants them, and take nobody's place.
-        (Retention(keep_every=1), commits(s1={"rolling": True}, s2={}), [1]),
-        (Retention(2), commits(s1={}, s2={}, s3={"rolling": True}, s4={"rolling": True}), [3]),
-        (Retention(keep_best=("loss", "min", 1)), commits(s1={"loss": 2}, s2={"loss": 1, "rolling": True}, s3={}), [2]),
-        (Retention(), commits(s1={"rolling": True}), []),
-        (Retention(), commits(s1={"rolling": True}, s2={"rolling": True}), [1]),
-        (Retention(), commits(s1={"ttl_seconds": 98}, s2={"ttl_seconds": 98}, s3={"ttl_seconds": 1}), [1]),
+        (Keep(every=1), commits(s1={"rolling": True}, s2={}), [1]),
+        (Keep(2), commits(s1={}, s2={}, s3={"rolling": True}, s4={"rolling": True}), [3]),
+        (Keep(best=("loss", "min", 1)), commits(s1={"loss": 2}, s2={"loss": 1, "rolling": True}, s3={}), [2]),
+        (Keep(), commits(s1={"rolling": True}), []),
+        (Keep(), commits(s1={"rolling": True}, s2={"rolling": True}), [1]),
+        (Keep(), commits(s1={"ttl_seconds": 98}, s2={"ttl_seconds": 98}, s3={"ttl_seconds": 1}), [1]),
     ],
 )  # fmt: skip
 def test_what_retention_dooms(rules, made, doomed):
@@ -166,13 +166,25 @@ def test_what_retention_dooms(rules, made, doomed):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("keep_last", 0), ("keep_every", -1), ("keep_seconds", -1), ("keep_seconds", math.nan), ("keep_best", "loss"),
-        ("keep_best", ("loss", "best", 1)), ("keep_best", ("loss", "min", 1.5)), ("keep_best", (None, "min", 1)),
+        ("last", 0), ("every", -1), ("seconds", -1), ("seconds", math.nan), ("seconds", math.inf), ("best", "loss"),
+        ("best", ("loss", "best", 1)), ("best", ("loss", "min", 1.5)), ("best", (None, "min", 1)),
+        ("best", ("loss", "min", 0)), ("best", ("loss", "min")),
     ],
 )  # fmt: skip
 def test_a_rule_that_makes_no_sense_says_what_to_give(option, value):
-    with pytest.raises(ValueError, match=f"^{option} must be"):
-        Retention(**{option: value})
+    with pytest.raises(ValueError, match=rf"^(keep|Keep\({option}=…\)) must be"):
+        Keep(**{option: value})
+
+
+@pytest.mark.parametrize("keep", ["3", 2.5, (3,), {"last": 3}])
+def test_what_is_no_rule_at_all_is_refused(keep, tmp_path):
+    with pytest.raises(TypeError, match=r"keep must be a number of steps, or Keep"):
+        AsyncCheckpointer(tmp_path, keep=keep)
+
+
+def test_a_number_is_that_of_the_newest_steps():
+    assert keep_of(3) == keep_of(torch.tensor(3)) == Keep(last=3)
+    assert keep_of(None) == Keep()
 
 
 # --- a run that obeys them ---------------------------------------------------------------------------------------
@@ -191,7 +203,7 @@ def age(root: Path, step: int, seconds: float) -> None:
 
 
 def test_the_best_by_a_metric_stay_and_load(tmp_path):
-    with open_run(tmp_path, keep_best=("loss", "min", 2)) as ckpt:
+    with open_run(tmp_path, keep=Keep(best=("loss", "min", 2))) as ckpt:
         for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, math.nan), (5, 0.2), (6, 0.4)):
             save(ckpt, step, loss)
         assert ckpt.steps() == [2, 5, 6]
@@ -205,10 +217,10 @@ def test_after_a_restart_the_best_are_found_again_on_storage_under_other_rules_t
     with open_run(tmp_path) as ckpt:
         for step, loss in ((1, 0.1), (2, 0.9), (3, 0.2), (4, 0.8)):
             save(ckpt, step, loss)
-    with open_run(tmp_path, keep_best=("loss", "min", 1), keep_last=2) as ckpt:
+    with open_run(tmp_path, keep=Keep(best=("loss", "min", 1), last=2)) as ckpt:
         save(ckpt, 5, 0.5)
         assert ckpt.steps() == [1, 4, 5]
-    with open_run(tmp_path, keep_best=("loss", "max", 1)) as ckpt:
+    with open_run(tmp_path, keep=Keep(best=("loss", "max", 1))) as ckpt:
         save(ckpt, 6)
         assert ckpt.steps() == [4, 6]
 
@@ -219,12 +231,12 @@ def test_steps_go_when_they_are_older_than_may_be_and_the_newest_stays(tmp_path)
             save(ckpt, step)
     for step in (1, 2):
         age(tmp_path, step, 7200)
-    with open_run(tmp_path, keep_seconds=3600) as ckpt:
+    with open_run(tmp_path, keep=Keep(seconds=3600)) as ckpt:
         save(ckpt, 4)
         assert ckpt.steps() == [3, 4]
     for step in (3, 4):
         age(tmp_path, step, 7200)
-    with open_run(tmp_path, keep_seconds=3600, keep_every=3) as ckpt:
+    with open_run(tmp_path, keep=Keep(seconds=3600, every=3)) as ckpt:
         assert ckpt.steps() == [3, 4]
         save(ckpt, 5)
         assert ckpt.steps() == [3, 5]
@@ -238,7 +250,7 @@ def test_a_save_with_a_time_to_live_goes_after_it_and_the_others_stay(tmp_path):
         assert ckpt.steps() == [1, 2, 3]
     for step in (1, 2, 3):
         age(tmp_path, step, 7200)
-    with open_run(tmp_path, keep_every=2) as ckpt:
+    with open_run(tmp_path, keep=Keep(every=2)) as ckpt:
         save(ckpt, 4, ttl_seconds=3600)
         assert ckpt.steps() == [4]
     age(tmp_path, 4, 7200)
@@ -249,7 +261,7 @@ def test_a_save_with_a_time_to_live_goes_after_it_and_the_others_stay(tmp_path):
 
 
 def test_a_rolling_save_goes_with_the_next_commit_and_takes_no_other_ones_place(tmp_path):
-    with open_run(tmp_path, keep_last=2, keep_every=10) as ckpt:
+    with open_run(tmp_path, keep=Keep(last=2, every=10)) as ckpt:
         for step in (1, 2):
             save(ckpt, step)
         save(ckpt, 10, rolling=True)
@@ -287,14 +299,14 @@ def test_overwriting_an_older_step_deletes_nothing_that_is_newer(tmp_path):
         save(ckpt, 4, rolling=True)
         save(ckpt, 5)
         assert ckpt.steps() == [1, 2, 3, 5]
-    with open_run(tmp_path, keep_last=1) as ckpt:
+    with open_run(tmp_path, keep=1) as ckpt:
         save(ckpt, 2, overwrite=True)
         assert ckpt.steps() == [2, 3, 5]
 
 
 def test_what_the_tracker_names_stays_and_retention_goes_on_where_it_cannot_be_moved(tmp_path):
     with (
-        open_run(tmp_path, keep_last=1, tracker="latest_ckpt_global_step.txt") as ckpt,
+        open_run(tmp_path, keep=1, naming=Naming(tracker="latest_ckpt_global_step.txt")) as ckpt,
         scripted(ckpt) as disk,
     ):
         for step in (1, 2):
@@ -307,7 +319,7 @@ def test_what_the_tracker_names_stays_and_retention_goes_on_where_it_cannot_be_m
 
 
 @pytest.mark.parametrize(
-    "options", [{"keep_last": 8}, {"keep_best": ("loss", "min", 8)}, {"keep_seconds": 1e6}], ids=str
+    "options", [{"keep": 8}, {"keep": Keep(best=("loss", "min", 8))}, {"keep": Keep(seconds=1e6)}], ids=str
 )
 def test_a_save_reads_no_manifest_of_a_step_that_it_knows(tmp_path, options):
     with open_run(tmp_path, **options) as ckpt, scripted(ckpt) as disk:
@@ -322,7 +334,7 @@ def test_a_save_reads_no_manifest_of_a_step_that_it_knows(tmp_path, options):
 
 
 def test_a_step_that_another_process_has_overwritten_is_judged_by_what_is_there_now(tmp_path):
-    with open_run(tmp_path, keep_best=("loss", "min", 1)) as ours, open_run(tmp_path) as theirs:
+    with open_run(tmp_path, keep=Keep(best=("loss", "min", 1))) as ours, open_run(tmp_path) as theirs:
         save(ours, 1, loss=0.5)
         save(ours, 2, loss=0.9)
         save(theirs, 2, loss=0.1, overwrite=True)
@@ -336,13 +348,13 @@ def test_nothing_goes_while_a_manifest_that_decides_cannot_be_read(tmp_path):
     with open_run(tmp_path) as ckpt:
         for step, loss in ((1, 0.1), (2, 0.5), (3, 0.9)):
             save(ckpt, step, loss)
-    with open_run(tmp_path, keep_best=("loss", "min", 1)) as ckpt, scripted(ckpt) as disk:
+    with open_run(tmp_path, keep=Keep(best=("loss", "min", 1))) as ckpt, scripted(ckpt) as disk:
         away = disk.fail("read", "step_00000001/manifest.json", error=GONE, times=None)
         save(ckpt, 4)
         assert away.reached
         assert ckpt.steps() == [1, 2, 3, 4]
         assert ckpt.metrics()["cleanup_failures"] == 1
-    with open_run(tmp_path, keep_best=("loss", "min", 1)) as ckpt:
+    with open_run(tmp_path, keep=Keep(best=("loss", "min", 1))) as ckpt:
         save(ckpt, 5)
         assert ckpt.steps() == [1, 5]
 
@@ -352,10 +364,10 @@ def test_a_damaged_manifest_counts_by_its_number_alone(tmp_path):
         for step in (1, 2, 3):
             save(ckpt, step, loss=0.1)
     (tmp_path / "step_00000002/manifest.json").write_text("{")
-    with open_run(tmp_path, keep_seconds=1e6) as ckpt:
+    with open_run(tmp_path, keep=Keep(seconds=1e6)) as ckpt:
         save(ckpt, 4, loss=0.5)
         assert ckpt.steps() == [1, 2, 3, 4]
-    with open_run(tmp_path, keep_best=("loss", "min", 2)) as ckpt:
+    with open_run(tmp_path, keep=Keep(best=("loss", "min", 2))) as ckpt:
         save(ckpt, 5, loss=0.5)
         assert ckpt.steps() == [1, 3, 5]
     assert names_below(tmp_path / "step_00000002") == []
@@ -366,18 +378,18 @@ def test_the_clock_is_the_one_that_was_handed_in(tmp_path):
         for step in (1, 2, 3):
             save(ckpt, step)
     later = time.time() + 3600
-    run = Run(LocalStorage(tmp_path), clock=lambda: later, retention=Retention(keep_seconds=1800))
+    run = Run(LocalStorage(tmp_path), clock=lambda: later, retention=Keep(seconds=1800))
     assert run.retain(3, replaced=None, in_flight={2}) == [1]
     assert run.steps() == [2, 3]
 
 
 def test_while_no_record_has_the_metric_every_step_stays_and_that_is_said_once(tmp_path, caplog):
-    """A slip of the pen in `keep_best` must not cost all checkpoints but the newest."""
-    with open_run(tmp_path, keep_best=("val_loss", "min", 1)) as ckpt:
+    """A slip of the pen in `Keep(best=)` must not cost all checkpoints but the newest."""
+    with open_run(tmp_path, keep=Keep(best=("val_loss", "min", 1))) as ckpt:
         for step in (1, 2, 3):
             save(ckpt, step, loss=0.5)
         assert ckpt.steps() == [1, 2, 3]
-        said = [record.message for record in caplog.records if "keep_best" in record.message]
+        said = [record.message for record in caplog.records if "Keep(best=…)" in record.message]
         assert len(said) == 1
         assert "'val_loss'" in said[0]
         assert "their records have loss" in said[0]
@@ -387,7 +399,7 @@ def test_while_no_record_has_the_metric_every_step_stays_and_that_is_said_once(t
 
 
 def test_files_of_others_stay_in_the_folder_of_a_deleted_step_and_that_is_said_once(tmp_path, caplog):
-    with open_run(tmp_path, keep_last=1) as ckpt:
+    with open_run(tmp_path, keep=1) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
             (tmp_path / f"step_{step:08d}/trainer_state.json").write_text("{}")
@@ -402,7 +414,7 @@ def test_files_of_others_stay_in_the_folder_of_a_deleted_step_and_that_is_said_o
 def test_a_lender_that_the_next_save_may_borrow_from_is_not_deleted(tmp_path):
     """Also while saves of a part are all that is committed after it."""
     frozen = {"weight": torch.zeros(8)}
-    with open_run(tmp_path, keep_last=1) as ckpt:
+    with open_run(tmp_path, keep=1) as ckpt:
         ckpt.save({"base": frozen, "step": 1}, step=1).result()
         for step in (2, 3):
             ckpt.save({"base": frozen, "step": step}, step=step, select="step").result()
@@ -421,7 +433,7 @@ def roots(tmp_path: Path) -> list[Path]:
 
 
 def test_every_root_obeys_the_rules(roots):
-    with open_run(roots, keep_best=("loss", "min", 1)) as ckpt:
+    with open_run(roots, keep=Keep(best=("loss", "min", 1))) as ckpt:
         save(ckpt, 1, loss=0.1)
         save(ckpt, 2, loss=0.5)
         save(ckpt, 3, loss=0.9, rolling=True)
@@ -434,7 +446,7 @@ def test_every_root_obeys_the_rules(roots):
 
 @pytest.mark.parametrize(
     "options",
-    [{"keep_best": ("loss", "min", 1)}, {"keep_last": 1, "keep_every": 4}, {"keep_seconds": 3600}],
+    [{"keep": Keep(best=("loss", "min", 1))}, {"keep": Keep(last=1, every=4)}, {"keep": Keep(seconds=3600)}],
     ids=str,
 )
 def test_what_retention_has_deleted_is_not_copied_back_from_a_root_that_was_away(roots, options):
@@ -454,7 +466,7 @@ def test_what_retention_has_deleted_is_not_copied_back_from_a_root_that_was_away
     with open_run(roots, **options) as ckpt:
         assert ckpt.catch_up() == {str(roots[0]): [], str(roots[1]): [6]}
         save(ckpt, 7)
-        assert ckpt.steps() == ([4, 6, 7] if "keep_seconds" in options else [4, 7])
+        assert ckpt.steps() == ([4, 6, 7] if options["keep"] == Keep(seconds=3600) else [4, 7])
     for root in roots:
         assert not (root / "step_00000005").exists()
 
@@ -465,5 +477,51 @@ def test_a_root_that_is_caught_up_is_given_what_the_rules_keep(roots):
             save(near, step, loss)
         save(near, 4, rolling=True)
         save(near, 5, rolling=True)
-    with open_run(roots, keep_best=("loss", "min", 1)) as ckpt:
+    with open_run(roots, keep=Keep(best=("loss", "min", 1))) as ckpt:
         assert ckpt.catch_up()[str(roots[1])] == [5, 1]
+
+
+# --- the best ------------------------------------------------------------------------------------------------
+
+
+def test_the_best_step_is_found_by_its_record(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        for step, loss in ((1, 0.5), (2, 0.25), (3, math.nan), (4, 0.25), (5, 0.75)):
+            ckpt.save(state_at(step), step=step, record={"loss": loss})
+        ckpt.save(state_at(6), step=6).result()
+
+        assert ckpt.best("loss", mode="min") == 4  # of equals the newer
+        assert ckpt.best("loss", mode="max") == 5
+        assert_is_state(ckpt.load(ckpt.best("loss", mode="min")), 4)
+        assert list(ckpt.records()) == [1, 2, 3, 4, 5, 6]
+        assert (ckpt.records()[2], ckpt.records()[3], ckpt.records()[6]) == (
+            {"loss": 0.25},
+            {"loss": None},
+            {},
+        )
+
+
+def test_a_metric_that_no_record_has_is_told_with_those_that_they_have(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        with pytest.raises(NotCommittedError, match="there is none; give save"):
+            ckpt.best("loss", mode="min")
+        ckpt.save(state_at(1), step=1, record={"lr": 0.5, "note": "x"}).result()
+        with pytest.raises(NotCommittedError, match=r"'loss' as a number; they have lr, note"):
+            ckpt.best("loss", mode="min")
+        with pytest.raises(NotCommittedError, match="'note' as a number"):
+            ckpt.best("note", mode="max")
+        with pytest.raises(ValueError, match='"min" or "max"'):
+            ckpt.best("lr", mode="least")
+
+
+def test_the_best_of_several_roots_is_that_of_the_step_as_it_is_now(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    with open_run([near, far]) as ckpt:
+        ckpt.save(state_at(1), step=1, record={"loss": 0.5}).result()
+        ckpt.save(state_at(2), step=2, record={"loss": 0.25}).result()
+        ckpt.wait()
+    with open_run(far) as alone:
+        alone.save(state_at(9), step=2, overwrite=True, record={"loss": 0.75}).result()
+    with open_run([near, far]) as ckpt:
+        assert ckpt.best("loss", mode="min") == 1
+        assert ckpt.records() == {1: {"loss": 0.5}, 2: {"loss": 0.75}}

@@ -104,7 +104,7 @@ def test_a_second_rollback_that_retires_the_first_does_not_bring_back_what_left_
 
 
 def test_deleting_the_step_of_a_rollback_does_not_bring_back_what_left_the_run(unclean):
-    with open_run(unclean, keep_last=1) as ckpt:
+    with open_run(unclean, keep=1) as ckpt:
         save(ckpt, 4, "again")
     assert line(unclean) == [(4, "again")]
     assert intents(unclean) == []
@@ -116,7 +116,7 @@ def test_while_cleaning_up_fails_the_manifest_of_a_rollback_is_not_touched(uncle
     for options, act in (
         ({}, lambda ckpt: ckpt.save(state_at(3), step=3, overwrite=True)),
         ({"on_rollback": "retire"}, lambda ckpt: ckpt.save(state_at(2), step=2, overwrite=True)),
-        ({"keep_last": 1}, lambda ckpt: ckpt.save(state_at(6), step=6)),
+        ({"keep": 1}, lambda ckpt: ckpt.save(state_at(6), step=6)),
     ):
         with open_run(unclean, **options) as ckpt, scripted(ckpt) as disk:
             disk.fail(call, "manifest" if call == "move" else "rollback-", error=GONE, times=None)

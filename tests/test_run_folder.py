@@ -13,7 +13,12 @@ from scripted_disk import scripted
 from states import assert_is_state, footprint, leftovers, names_below, open_run, records, state_at
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, FormatVersionError, NotCommittedError
+from async_ckpt import (
+    CorruptCheckpointError,
+    FormatVersionError,
+    Naming,
+    NotCommittedError,
+)
 from async_ckpt.runs import journal, manifest
 
 # --- what lies where -------------------------------------------------------------------------------------------
@@ -92,9 +97,9 @@ def test_the_tracker_never_moves_back_when_a_slow_writer_commits_late(tmp_path):
 
 
 def test_the_tracker_can_have_another_name_or_be_left_out(tmp_path):
-    with open_run(tmp_path / "named", tracker="newest") as ckpt:
+    with open_run(tmp_path / "named", naming=Naming(tracker="newest")) as ckpt:
         ckpt.save(state_at(1), step=1).result()
-    with open_run(tmp_path / "none", tracker=None, keep_last=1) as ckpt:
+    with open_run(tmp_path / "none", naming=Naming(tracker=None), keep=1) as ckpt:
         for step in (1, 2):
             ckpt.save(state_at(step), step=step).result()
 
@@ -130,7 +135,7 @@ def test_the_journal_has_one_line_per_commit(tmp_path):
 
 
 def test_the_journal_follows_retention_and_overwriting(tmp_path):
-    with open_run(tmp_path, keep_last=2) as ckpt:
+    with open_run(tmp_path, keep=2) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
         ckpt.save({"new": True}, step=3, overwrite=True).result()
@@ -201,7 +206,7 @@ def test_step_zero_and_very_large_steps_are_steps(tmp_path):
     ],
 )
 def test_the_folder_of_a_step_follows_its_format(tmp_path, step_format, folder):
-    with open_run(tmp_path, step_format=step_format, keep_last=1) as ckpt:
+    with open_run(tmp_path, naming=Naming(step_format), keep=1) as ckpt:
         for step in (41, 42):
             ckpt.save(state_at(step), step=step).result()
         ckpt.wait()
@@ -220,7 +225,7 @@ def test_the_folder_of_a_step_follows_its_format(tmp_path, step_format, folder):
 )  # fmt: skip
 def test_a_format_without_exactly_one_step_in_it_is_refused(tmp_path, step_format):
     with pytest.raises(ValueError, match="step_format"):
-        AsyncCheckpointer(tmp_path, step_format=step_format)
+        Naming(step_format)
 
 
 def test_folders_that_are_no_steps_are_not_listed(tmp_path):
@@ -262,7 +267,7 @@ def test_a_missing_step_is_told_with_the_steps_that_are_there(tmp_path):
 
 
 def test_opening_listing_and_reading_change_nothing_on_storage(tmp_path):
-    with open_run(tmp_path, keep_last=1) as ckpt:
+    with open_run(tmp_path, keep=1) as ckpt:
         for step in (1, 2):
             ckpt.save(state_at(step), step=step).result()
     dead = tmp_path / "step_00000003"
@@ -271,7 +276,7 @@ def test_opening_listing_and_reading_change_nothing_on_storage(tmp_path):
     (dead / ".rank_00000.0123abcd.tar.4567cdef.async_ckpt-tmp").write_bytes(b"half")
     before = footprint(tmp_path)
 
-    with open_run(tmp_path, keep_last=1) as ckpt:
+    with open_run(tmp_path, keep=1) as ckpt:
         assert ckpt.steps() == [2]
         assert ckpt.latest() == 2
         ckpt.load()

@@ -57,7 +57,7 @@ def assert_holds(root: Path, *steps: int, mib: int = 1) -> None:
 
 
 def test_a_save_goes_to_every_root_and_each_alone_is_a_whole_run(roots):
-    with open_run(roots, keep_last=2) as ckpt:
+    with open_run(roots, keep=2) as ckpt:
         for step in (1, 2, 3):
             report = ckpt.save(state_at(step, 9), step=step).result()
             assert [d.path for d in report.destinations] == [
@@ -291,17 +291,17 @@ def test_a_step_that_a_rollback_retired_does_not_come_back_from_a_root_that_was_
 
 
 def test_retention_of_a_step_is_not_undone_by_a_root_that_was_away(roots):
-    with open_run(roots, keep_last=2) as ckpt:
+    with open_run(roots, keep=2) as ckpt:
         ckpt.save(state_at(1), step=1).result()
         ckpt.wait()
     shutil.copytree(roots[1], roots[1].with_name("old"))
-    with open_run(roots, keep_last=2) as ckpt:
+    with open_run(roots, keep=2) as ckpt:
         for step in (2, 3):
             ckpt.save(state_at(step), step=step).result()
         ckpt.wait()
     shutil.rmtree(roots[1])
     roots[1].with_name("old").rename(roots[1])
-    with open_run(roots, keep_last=2) as ckpt:
+    with open_run(roots, keep=2) as ckpt:
         assert ckpt.catch_up()[str(roots[1])] == [3, 2]
         assert ckpt.catch_up()[str(roots[0])] == []
 
@@ -406,11 +406,11 @@ def test_a_damaged_step_does_not_keep_others_from_being_caught_up(tmp_path):
 
 
 def test_a_root_that_hangs_when_it_is_opened_is_not_asked_again_until_it_has_answered(roots, monkeypatch):
-    monkeypatch.setattr(save_story, "_OPEN_SECONDS", 0.0)
     with open_run(roots, commit="any") as ckpt:
         with scripted(ckpt, 1) as disk:
             stop = disk.stop("create")
-            for step in (1, 2):
+            for step, seconds in ((1, 0.0), (2, PATIENCE)):
+                monkeypatch.setattr(save_story, "_OPEN_SECONDS", seconds)
                 report = ckpt.save(state_at(step), step=step).result()
                 stop.wait_reached()
                 assert report.destinations[0].error is None

@@ -105,7 +105,7 @@ def test_a_put_that_is_forbidden_fails_the_save(far, target):
 
 @pytest.mark.parametrize("kind", ["put_object", "delete_object", "list_objects"])
 def test_what_cannot_be_done_after_the_commit_does_not_make_it_less_true(obstore, kind, caplog):
-    with obstore.run(keep_last=1) as ckpt:
+    with obstore.run(keep=1) as ckpt:
         held = obstore.proxy.delay(None, kind="put_object", target="manifest.json", times=1)
         handle = ckpt.save(state_at(2), step=2)
         held.wait()

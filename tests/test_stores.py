@@ -17,7 +17,7 @@ from racing import Call, until
 from states import MIB, SEGMENT, assert_is_state, open_run, state_at, weight
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, NotCommittedError, StepBehindError, StepExistsError
+from async_ckpt import AsyncCheckpointer, Keep, Naming, NotCommittedError, StepBehindError, StepExistsError
 from async_ckpt.testing import FaultyProxy
 from async_ckpt.testing.servers import Server
 
@@ -253,7 +253,7 @@ def test_a_part_of_the_state_may_be_selected(some_place):
 
 
 def test_retention_deletes_old_steps_whole(place):
-    with place.run(keep_last=2, keep_every=2) as ckpt:
+    with place.run(keep=Keep(last=2, every=2)) as ckpt:
         for step in range(1, 7):
             ckpt.save(state_at(step), step=step).result()
         ckpt.wait()
@@ -386,7 +386,7 @@ def test_the_engines_read_each_others_runs(bucket, writer, reader):
 @pytest.mark.parametrize(("engine", "slash"), [("obstore", ""), ("obstore", "/"), ("s3fs", "")])
 def test_a_whole_bucket_may_be_the_root(bucket, engine, slash):
     place = Place(bucket.url() + slash, {"storage_options": bucket.server.options, "engine": engine})
-    with place.run(keep_last=1) as ckpt:
+    with place.run(keep=1) as ckpt:
         assert ckpt.root == bucket.url()
         for step in (1, 2):
             ckpt.save(state_at(step), step=step).result()
@@ -529,7 +529,7 @@ def test_a_thousand_objects_under_other_prefixes_are_not_listed(crowded, proxy, 
 def test_a_run_is_found_among_a_thousand_folders_page_by_page(crowded, proxy, engine):
     options = {"storage_options": through(proxy, crowded), "engine": engine}
     run_format = f"{engine}_{{:08d}}"
-    with open_run(crowded.url("other"), segment_bytes=PART, step_format=run_format, **options) as ckpt:
+    with open_run(crowded.url("other"), segment_bytes=PART, naming=Naming(run_format), **options) as ckpt:
         assert ckpt.steps() == []
         assert proxy.count(kind="list_objects") == 2
         assert ckpt.save(state_at(2), step=2).result().status == "committed"

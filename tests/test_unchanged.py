@@ -183,7 +183,7 @@ def test_a_refused_save_does_not_stand_in_the_way_of_the_next(tmp_path, training
 
 
 def test_retention_keeps_what_later_steps_borrow_from_and_no_longer(tmp_path, training):
-    with AsyncCheckpointer(tmp_path, keep_last=2) as ckpt:
+    with AsyncCheckpointer(tmp_path, keep=2) as ckpt:
         for step in range(1, 6):
             save(ckpt, training, step)
         ckpt.wait()
@@ -281,7 +281,7 @@ def test_a_root_that_was_away_is_caught_up_with_what_a_step_borrows_from(tmp_pat
     with AsyncCheckpointer(tmp_path / "a") as ckpt:
         for step in (1, 2):
             save(ckpt, training, step)
-    with AsyncCheckpointer([tmp_path / "a", tmp_path / "b"], keep_last=1) as ckpt:
+    with AsyncCheckpointer([tmp_path / "a", tmp_path / "b"], keep=1) as ckpt:
         ckpt.catch_up()
     assert_equal(async_ckpt.load(tmp_path / "b"), training)
 
@@ -312,7 +312,7 @@ torch.set_num_threads(1)
 from async_ckpt import AsyncCheckpointer
 from test_unchanged import Training, save
 training = Training()
-ckpt = AsyncCheckpointer({str(tmp_path)!r}, keep_last=1)
+ckpt = AsyncCheckpointer({str(tmp_path)!r}, keep=1)
 for step in (1, 2, 3):
     save(ckpt, training, step)
 ckpt.wait()
@@ -320,7 +320,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", script], check=False)
     other = Training()
-    with AsyncCheckpointer(tmp_path, keep_last=1) as ckpt:
+    with AsyncCheckpointer(tmp_path, keep=1) as ckpt:
         assert ckpt.restore(other.state) == 3
         assert save(ckpt, other, 4) < BIG
         ckpt.wait()
@@ -411,7 +411,7 @@ def test_driver_state_is_that_of_the_call(tmp_path, training):
 
 
 def test_driver_state_goes_with_its_step(tmp_path, training):
-    with AsyncCheckpointer([tmp_path / "a", tmp_path / "b"], keep_last=1) as ckpt:
+    with AsyncCheckpointer([tmp_path / "a", tmp_path / "b"], keep=1) as ckpt:
         for step in (1, 2):
             ckpt.save(training.state, step=step, driver=driver_state(), unchanged={"ref"})
         ckpt.save(training.state, step=2, driver={"other": 1}, overwrite=True)

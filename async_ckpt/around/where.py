@@ -116,7 +116,7 @@ class Finder:
             raise TypeError(f"{self._name} was called without its destination {self._said!r}")
         called_so = [key for key in values if names[key] in _NAMES]
         if self._takes_file:
-            for key in called_so:
+            for key in [key for key in called_so if names[key] in self._parameters]:
                 self._refuse_swapped(names[key], values[key], [v for k, v in values.items() if k != key])
         for candidates in (
             [key for key in called_so if names[key] in self._parameters and _is_path(values[key])],

@@ -19,6 +19,7 @@ from ..errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
+from ..format import digests, index
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
 from ..runs.root import TRIES, overtaken
@@ -224,6 +225,13 @@ def _read_again(step: _Committed, made: Manifest, error: CheckpointError) -> Man
 def _what_is_there(storage: Storage) -> str:
     """Instead of a checkpoint."""
     names = storage.names("")
+    if ".metadata" in names:
+        return "no committed checkpoint there, but a checkpoint of torch.distributed.checkpoint; load it by that, and save once"
+    if {index.MEMBER, digests.MEMBER} <= {*names}:
+        return (
+            "no committed checkpoint there, but the members of an archive that was extracted; load the archive itself, or its "
+            ".safetensors files by safetensors"
+        )
     if names:
         shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
         return f"no committed checkpoint there, but {shown}"

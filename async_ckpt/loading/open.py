@@ -168,6 +168,11 @@ class OpenArchive:
                 return CorruptCheckpointError(
                     f"{self.path}: not an async_ckpt archive: this is {what}", path=self.path
                 )
+        if int.from_bytes(head[:8], "little") <= safetensors.MAX_HEADER_BYTES and head[8:9] == b"{":
+            return CorruptCheckpointError(
+                f"{self.path}: not an async_ckpt archive: this is a safetensors file; use safetensors.torch.load_file",
+                path=self.path,
+            )
         if head[257:262] == b"ustar" and not head.startswith(b"index.json"):
             return CorruptCheckpointError(
                 f"{self.path}: not an async_ckpt archive, but another tar; use unpack() or extract()",

@@ -63,6 +63,29 @@ def tracker_of(tracker: Tracker | str | None, step_format: str) -> Tracker | Non
     return tracker
 
 
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What a run calls its steps, for the sake of other programs that read it.
+
+        AsyncCheckpointer("runs/a", naming="verl")
+        AsyncCheckpointer("runs/a", naming=Naming("step-{}", tracker=None))
+
+    Args:
+        step_format: the folder of a step, with the step in it once: "step_{:08d}", "global_step_{}".
+        tracker: the file that names the newest step: its name, or a `Tracker` to say its text too; None writes none. By a
+            name alone it holds the step's folder, and under the names that SkyRL and verl read the bare number.
+
+    Raises ValueError for a format that makes no folder of every step, and for a name that is none.
+    """
+
+    step_format: str = STEP_FORMAT
+    tracker: Tracker | str | None = TRACKER
+
+    def __post_init__(self) -> None:
+        folder_pattern(self.step_format)
+        tracker_of(self.tracker, self.step_format)
+
+
 def folder_pattern(step_format: str) -> re.Pattern[str]:
     """The pattern of the folders that a format makes. Raises ValueError for a format that makes no folder of every step."""
     pattern = pattern_of(step_format)
@@ -80,3 +103,29 @@ def pattern_of(text: str) -> re.Pattern[str] | None:
     if halves is None or not text.isprintable():
         return None
     return re.compile(re.escape(halves[1]) + _STEP + re.escape(halves[2]))
+
+
+# What others call them; `naming=` takes these words.
+_DEEPSPEED: Final = Naming("global_step{}", Tracker("latest", "global_step{}"))
+NAMINGS: Final = {
+    "skyrl": Naming("global_step_{}", "latest_ckpt_global_step.txt"),
+    "verl": Naming("global_step_{}", "latest_checkpointed_iteration.txt"),
+    "open-instruct": _DEEPSPEED,
+    "deepspeed": _DEEPSPEED,
+}
+
+
+def naming_of(naming: Naming | str | None) -> Naming:
+    """What the user means. Raises ValueError for a word that nobody knows, TypeError for what is none."""
+    if naming is None:
+        return Naming()
+    if isinstance(naming, str):
+        if naming not in NAMINGS:
+            known = ", ".join(f'"{word}"' for word in NAMINGS)
+            raise ValueError(
+                f"naming must be one of {known}, or Naming(step_format=…, tracker=…); got {naming!r}"
+            )
+        return NAMINGS[naming]
+    if not isinstance(naming, Naming):
+        raise TypeError(f"naming must be a word or Naming(…), got {naming!r:.100}")
+    return naming

@@ -7,19 +7,20 @@ The newest step stays, whatever the rules say. Of the others go first, and count
     rolling      saves whose record says `rolling`: a newer step is committed
     expired      saves that are older than the `ttl_seconds` of their record
 
-Of the rest a step stays if any of the rules that are set wants it, and all stay if none is set:
+Of the rest a step stays if any of the rules of `Keep` that are set wants it, and all stay if none is set:
 
-    keep_last    it is one of this many newest
-    keep_every   it is a multiple of this
-    keep_best    it is one of the best by a metric of the records; of equals the newer one. A record without that metric,
+    last         it is one of this many newest
+    every        it is a multiple of this
+    best         it is one of the best by a metric of the records; of equals the newer one. A record without that metric,
                  or with one that is no finite number, is never among them. While no record has the metric, which is
                  rather a slip of the pen than a wish, every step is
-    keep_seconds it was committed at most this long ago
+    seconds      it was committed at most this long ago
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -76,25 +77,39 @@ class Commits(dict[int, Manifest | None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
-    """What is kept of a run; see above. `keep_best` is a metric, "min" or "max", and how many."""
+class Keep:
+    """Which steps of a run are kept: those that any of these wants, and the newest always; without any all are.
 
-    keep_last: int | None = None
-    keep_every: int | None = None
-    keep_best: Best | None = None
-    keep_seconds: float | None = None
+        AsyncCheckpointer("runs/a", keep=Keep(last=2, every=1000, best=("loss", "min", 3)))
+
+    What none of them wants is deleted after a commit. `keep=3` is `Keep(last=3)`.
+
+    Args:
+        last: this many of the newest steps.
+        every: for good, every step that this divides.
+        best: the best by a metric of their records, such as ("loss", "min", 3): least loss, three of them; of equals the
+            newer one. While no record has the metric every step is kept, with a warning.
+        seconds: steps that were committed at most this long ago.
+
+    Raises ValueError for a rule that cannot be one.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: Best | None = None
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, got {self.keep_last}; None keeps every step")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every must be at least 1, got {self.keep_every}")
-        if self.keep_seconds is not None and not 0 < self.keep_seconds < math.inf:
-            raise ValueError(f"keep_seconds must be a finite number above 0, got {self.keep_seconds}")
-        if self.keep_best is not None and not _is_best(self.keep_best):
+        if self.last is not None and self.last < 1:
+            raise ValueError(f"keep must be at least 1 step, got {self.last}; None keeps every step")
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"Keep(every=…) must be at least 1, got {self.every}")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ValueError(f"Keep(seconds=…) must be a finite number above 0, got {self.seconds}")
+        if self.best is not None and not _is_best(self.best):
             raise ValueError(
-                'keep_best must be a metric of the records, "min" or "max", and how many to keep, such as '
-                f'("loss", "min", 3); got {self.keep_best!r}'
+                'Keep(best=…) must be a metric of the records, "min" or "max", and how many to keep, such as '
+                f'("loss", "min", 3); got {self.best!r}'
             )
 
     def doomed(self, commits: Commits, *, now: float, protected: Collection[int] = ()) -> list[int]:
@@ -106,24 +121,24 @@ class Retention:
         return sorted(commits.keys() - kept)
 
     def unheard_metric(self, commits: Commits) -> str | None:
-        """The metric of `keep_best`, if there are commits and no record has it."""
-        if self.keep_best is None or not commits or _best(list(commits), commits, self.keep_best) is not None:
+        """The metric of `best`, if there are commits and no record has it."""
+        if self.best is None or not commits or best_of(list(commits), commits, self.best) is not None:
             return None
-        return self.keep_best[0]
+        return self.best[0]
 
     def _wanted(self, steps: list[int], commits: Commits, now: float) -> set[int]:
-        if (self.keep_last, self.keep_every, self.keep_best, self.keep_seconds) == (None, None, None, None):
+        if (self.last, self.every, self.best, self.seconds) == (None, None, None, None):
             return set(steps)
         wanted: set[int] = set()
-        if self.keep_last is not None:
-            wanted.update(steps[-self.keep_last :])
-        if self.keep_every is not None:
-            wanted.update(step for step in steps if step % self.keep_every == 0)
-        if self.keep_best is not None:
-            best = _best(steps, commits, self.keep_best)
-            wanted.update(steps if best is None else best)
-        if self.keep_seconds is not None:
-            wanted.update(step for step in steps if _age(commits[step], now) <= self.keep_seconds)
+        if self.last is not None:
+            wanted.update(steps[-self.last :])
+        if self.every is not None:
+            wanted.update(step for step in steps if step % self.every == 0)
+        if self.best is not None:
+            chosen = best_of(steps, commits, self.best)
+            wanted.update(steps if chosen is None else chosen)
+        if self.seconds is not None:
+            wanted.update(step for step in steps if _age(commits[step], now) <= self.seconds)
         return wanted
 
 
@@ -138,9 +153,19 @@ def _age(made: Manifest | None, now: float) -> float:
     return now - made.created if made is not None else 0.0
 
 
-def _best(steps: list[int], commits: Commits, best: Best) -> list[int] | None:
+def keep_of(keep: Keep | int | None) -> Keep:
+    """What the user means. Raises TypeError for what is no number of steps, and ValueError as `Keep` does."""
+    if isinstance(keep, Keep) or keep is None:
+        return keep or Keep()
+    try:
+        return Keep(last=-1 if isinstance(keep, bool) else operator.index(keep))
+    except TypeError:
+        raise TypeError(f"keep must be a number of steps, or Keep(…), got {keep!r:.100}") from None
+
+
+def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
     """The best of these steps; None where no record of any commit has the metric."""
-    metric, mode, count = best
+    metric, mode, count = by
     values = {
         step: value
         for step, made in commits.items()
@@ -154,7 +179,7 @@ def _best(steps: list[int], commits: Commits, best: Best) -> list[int] | None:
 
 
 def _is_best(best: object) -> bool:
-    """Whether this is what `keep_best` may be; callers without a type checker give anything."""
+    """Whether this is what `best` may be; callers without a type checker give anything."""
     if not isinstance(best, tuple) or len(best) != 3:
         return False
     metric, mode, count = best

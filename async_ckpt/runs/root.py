@@ -286,6 +286,6 @@ def overtaken(where: str) -> StorageUnavailableError:
     """What to raise when something newer has come each of `TRIES` times."""
     return StorageUnavailableError(
         f"{where}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep more "
-        "of them (keep_last)",
+        "of them (keep=)",
         path=where,
     )

@@ -48,19 +48,29 @@ class Roots:
             return holders[step]
         return self._current(step, {run: run.committed(step) for run in holders[step]})
 
+    def view(self) -> Commits:
+        """The steps committed at any root that answers, with their manifests; None for one that is damaged."""
+        if len(self.runs) == 1:
+            return self.runs[0].view()
+        return self._told(dict(self._ask(Run.view)))[0]
+
     def missing(self, run: Run) -> list[tuple[int, list[Run]]]:
         """Steps that this root lacks, or holds as they were before an overwriting that it missed, and retention would
         keep here: the newest first, with those that hold them. Raises StorageUnavailableError when it is away itself.
         """
-        views = dict(self._ask(Run.view, but_not_without=run))
+        told, current = self._told(dict(self._ask(Run.view, but_not_without=run)))
+        doomed = set(run.doomed(told))
+        kept = [step for step in sorted(current, reverse=True) if step not in doomed]
+        return [(step, current[step]) for step in kept if run not in current[step]]
+
+    def _told(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
+        """What all roots together say of each step, and those that hold it as it is now."""
         current = {
             step: self._current(step, {holder: views[holder][step] for holder in holders})
             for step, holders in self._without_retired(views).items()
         }
-        told = Commits({step: _told(views[h][step] for h in holders) for step, holders in current.items()})
-        doomed = set(run.doomed(told))
-        kept = [step for step in sorted(current, reverse=True) if step not in doomed]
-        return [(step, current[step]) for step in kept if run not in current[step]]
+        first = {step: _first(views[holder][step] for holder in those) for step, those in current.items()}
+        return Commits(first), current
 
     def _current(self, step: int, made: Mapping[Run, Manifest | None]) -> list[Run]:
         """Of these runs, those whose commit of the step no other one has replaced, or retired and made anew."""
@@ -117,6 +127,6 @@ class Roots:
         return ", ".join(repr(run.storage) for run in self.runs)
 
 
-def _told(manifests: Iterable[Manifest | None]) -> Manifest | None:
+def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
     """What the first that can say it says of a step."""
     return next((made for made in manifests if made is not None), None)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ from .announce import Announcer
 from .manifest import Archive, Elsewhere, Manifest, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, Tracker, tracker_of
 from .record import number
-from .retention import Commits, Retention
+from .retention import Commits, Keep
 from .root import Listing, Root
 from .sweep import Sweeper, is_ours
 
@@ -53,7 +54,7 @@ class Run:
         clock: Clock,
         step_format: str = STEP_FORMAT,
         tracker: Tracker | str | None = TRACKER,
-        retention: Retention | None = None,
+        retention: Keep | None = None,
     ) -> None:
         self._root = Root(storage, step_format)
         named = tracker_of(tracker, step_format)
@@ -61,7 +62,7 @@ class Run:
             raise ValueError(
                 f"tracker must not be {journal.NAME}, which is the journal; give it another name"
             )
-        self.retention = retention or Retention()
+        self.retention = retention or Keep()
         self._clock = clock
         self._announcer = Announcer(self._root, named)
         self._sweeper = Sweeper(self._root)
@@ -87,6 +88,13 @@ class Run:
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
         return self._root.steps()
+
+    def known_steps(self) -> list[int]:
+        """The committed steps; at a store, which is not asked, those that were seen or committed here."""
+        if not self.storage.remote:
+            with suppress(CheckpointError, OSError):
+                return self.steps()
+        return sorted(self._root.made | self._root.known.keys())
 
     def latest(self) -> int | None:
         """The newest committed step."""
@@ -340,7 +348,7 @@ class Run:
             )
             self._root.say_once(
                 "best",
-                f"{self._root.storage.locate('')}: keep_best keeps every step, for no record has the metric {metric!r} ({have}); "
+                f"{self._root.storage.locate('')}: Keep(best=…) keeps every step, for no record has the metric {metric!r} ({have}); "
                 f'give it with each save, as record={{"{metric}": …}}',
             )
 

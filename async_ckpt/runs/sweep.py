@@ -139,7 +139,7 @@ class Sweeper:
         if foreign:
             self._root.say_once(
                 "foreign",
-                f"{self._root.storage.locate(folder)}: step {step} was deleted by the keep_ options, but {foreign[0]!r} and "
+                f"{self._root.storage.locate(folder)}: step {step} was deleted by keep=, but {foreign[0]!r} and "
                 "whatever else async_ckpt did not write stays there, as in the folders of all steps that follow; "
                 "delete it yourself",
             )

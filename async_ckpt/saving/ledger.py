@@ -7,15 +7,22 @@ made of.
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from math import nan
+from typing import Final
 
 from ..errors import ClosedError
 from ..report import SaveReport
 from .handle import SaveHandle
 from .worker import Pending, get_worker
+
+_LAST: Final = tuple(SaveReport("committed", None, "").as_dict("last_"))
+
+_log = logging.getLogger("async_ckpt")
 
 
 class Ledger:
@@ -39,6 +46,7 @@ class Ledger:
         def ended(_: Future[SaveReport]) -> None:
             if Future.exception(pending.handle) is None:
                 report = self._last_report = Future.result(pending.handle)
+                _log.info("%s", report)
                 self._num_committed += 1
                 self._stall_seconds += report.stall_seconds
             else:
@@ -88,9 +96,9 @@ class Ledger:
                 errors[0].add_note(f"another save failed too: {type(other).__name__}: {other}")
             raise errors[0]
 
-    def metrics(self, *, num_in_flight: int, pool_bytes: int) -> dict[str, float]:
-        """Counters and the last report, as numbers under constant keys."""
-        last = self._last_report or SaveReport("committed", None, "")
+    def metrics(self, prefix: str, *, num_in_flight: int, pool_bytes: int) -> dict[str, float]:
+        """Counters and the last report, as numbers under constant keys; NaN before the first report."""
+        last = self._last_report.as_dict("last_") if self._last_report else dict.fromkeys(_LAST, nan)
         numbers = {
             "saves_committed": self._num_committed,
             "saves_failed": self._num_failed,
@@ -101,8 +109,8 @@ class Ledger:
             "stall_seconds_total": self._stall_seconds,
             "pool_bytes": pool_bytes,
         }
-        both = {**numbers, **last.as_dict("last_")}
-        return {key: float(value) for key, value in both.items() if not isinstance(value, str)}
+        del last["last_committed"]  # it always is
+        return {prefix + key: float(value) for key, value in {**numbers, **last}.items()}
 
     def _unseen(self) -> list[SaveHandle]:
         return [pending.handle for pending in self._pending if _is_unseen(pending.handle)]

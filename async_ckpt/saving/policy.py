@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Final
 
 from ..report import SaveReport
@@ -32,38 +33,53 @@ _NUM_SAVES: Final = 5
 _log = logging.getLogger("async_ckpt")
 
 
-class SavePolicy:
-    """Says at each step whether a save is due by any of its rules. Safe to call from any thread.
+@dataclass(frozen=True, slots=True)
+class Due:
+    """When `should_save` says that a save is due: as soon as any of these does.
+
+        AsyncCheckpointer("runs/a", due=Due(every=50, seconds=600))
 
     Args:
-        every_steps: due at each step but 0 that this divides.
-        every_seconds: due when the last save began this long ago; at first, when the policy was made.
-        deadline: when the machine goes away: a datetime with a time zone, seconds since the epoch, or a function that is
-            asked at every step for the seconds left, and returns None while it does not know.
-        margin_seconds: time that is to be left at the deadline when the save has been committed.
-        clock: for durations.
-        wall_clock: for a deadline that is a time.
+        every: at each step but 0 that this divides.
+        seconds: when the last save began this long ago; at first, when the checkpointer was made.
+        deadline: when the machine goes away, so that a last save is due just in time: a datetime with a time zone, seconds
+            since the epoch, or a function that is asked at every step for the seconds left (None: not known).
+        margin_seconds: time that is to be left at the deadline when that save has been committed.
+
+    Raises ValueError for a rule that means nothing, TypeError for a deadline that is no time.
     """
 
-    def __init__(
-        self,
-        *,
-        every_steps: int | None = None,
-        every_seconds: float | None = None,
-        deadline: Deadline | None = None,
-        margin_seconds: float = MARGIN_SECONDS,
-        clock: Clock = monotonic,
-        wall_clock: Clock = wall_time,
-    ) -> None:
-        if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
-            raise ValueError(f"a save every {every_steps!r} steps: give a whole number from 1 on")
-        if every_seconds is not None and not every_seconds > 0:
-            raise ValueError(f"a save every {every_seconds!r} seconds: give more than 0")
-        if not margin_seconds >= 0:
-            raise ValueError(f"a margin of {margin_seconds!r} seconds before the deadline: give 0 or more")
-        self._every_steps, self._every_seconds = every_steps, every_seconds
-        self._margin_seconds = margin_seconds
-        self._ask_seconds_left = _countdown(deadline, wall_clock)
+    every: int | None = None
+    seconds: float | None = None
+    deadline: Deadline | None = None
+    margin_seconds: float = MARGIN_SECONDS
+
+    def __post_init__(self) -> None:
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            raise ValueError(f"a save every {self.every!r} steps: give a whole number from 1 on")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"a save every {self.seconds!r} seconds: give more than 0")
+        if not self.margin_seconds >= 0:
+            raise ValueError(
+                f"a margin of {self.margin_seconds!r} seconds before the deadline: give 0 or more"
+            )
+        _countdown(self.deadline, wall_time)
+
+    @property
+    def is_never(self) -> bool:
+        """Whether there is no rule at all."""
+        return (self.every, self.seconds, self.deadline) == (None, None, None)
+
+
+class SavePolicy:
+    """Says at each step whether a save is due. Safe to call from any thread.
+
+    `clock` is for durations, `wall_clock` for a deadline that is a time.
+    """
+
+    def __init__(self, due: Due, *, clock: Clock = monotonic, wall_clock: Clock = wall_time) -> None:
+        self._due = due
+        self._ask_seconds_left = _countdown(due.deadline, wall_clock)
         self._clock = clock
         self._lock = threading.Lock()
         self._saved_step: int | None = (
@@ -87,9 +103,9 @@ class SavePolicy:
         False for the step of the last save, whatever became of it, and for the one restored. Raises ValueError when there
         is no rule, and nothing else.
         """
-        if self._every_steps is None and self._every_seconds is None and self._ask_seconds_left is None:
+        if self._due.is_never:
             raise ValueError(
-                "should_save has no rule to go by: give save_every=, save_every_seconds= or deadline="
+                "should_save has no rule to go by: give due=Due(every=…, seconds=… or deadline=…)"
             )
         seconds_left = self._seconds_left()  # the user's function: not under the lock
         with self._lock:
@@ -129,14 +145,15 @@ class SavePolicy:
         if self._asked_step is not None:
             self._step_seconds.append(now - self._asked_at)
         self._asked_step, self._asked_at = step, now
-        by_steps = self._every_steps is not None and step > 0 and step % self._every_steps == 0
-        by_time = self._every_seconds is not None and now - self._saved_at >= self._every_seconds
+        every, seconds = self._due.every, self._due.seconds
+        by_steps = every is not None and step > 0 and step % every == 0
+        by_time = seconds is not None and now - self._saved_at >= seconds
         by_deadline = self._is_last_chance(seconds_left)
         return by_steps or by_time or by_deadline
 
     def _is_last_chance(self, seconds_left: float | None) -> bool:
         self._measure_saves()
-        needed = max(self._save_seconds, default=FIRST_SAVE_SECONDS) + self._margin_seconds
+        needed = max(self._save_seconds, default=FIRST_SAVE_SECONDS) + self._due.margin_seconds
         if seconds_left is None or seconds_left >= needed + max(self._step_seconds, default=0.0):
             self._is_near = self._has_tried = False
             return False

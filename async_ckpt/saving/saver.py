@@ -346,9 +346,10 @@ class Saver:
         """The places of saves that are not decided yet."""
         return self._admission.under_way()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, prefix: str = "") -> dict[str, float]:
         """Counters and the last report, as numbers under constant keys."""
-        return self.ledger.metrics(num_in_flight=len(self.under_way()), pool_bytes=self.pool.num_bytes)
+        in_flight = len(self.under_way())
+        return self.ledger.metrics(prefix, num_in_flight=in_flight, pool_bytes=self.pool.num_bytes)
 
     # --- parts ------------------------------------------------------------------------------------------------
 

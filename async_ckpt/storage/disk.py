@@ -50,7 +50,7 @@ def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullEr
     free = "less" if free_bytes is None else f"{free_bytes:,}"
     needed = f"{needed_bytes:,} bytes needed, {free} free" if needed_bytes else "there is no room left"
     return StorageFullError(
-        f"{path}: {needed}; delete old steps or lower keep_last, then save again",
+        f"{path}: {needed}; delete old steps or keep fewer (keep=), then save again",
         path=str(path),
         needed_bytes=needed_bytes,
         free_bytes=free_bytes,

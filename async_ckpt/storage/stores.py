@@ -30,7 +30,7 @@ NO_KEYS: Final = (
 CLOCK: Final = "this host's clock is wrong; set it, by NTP for instance"
 RIGHTS: Final = "let these credentials get, put, delete and list there, or use others"
 AWAY: Final = "see that the store is up and can be reached from this host, then try again"
-ROOM: Final = "delete old steps or lower keep_last, then save again"
+ROOM: Final = "delete old steps or keep fewer (keep=), then save again"
 
 # Options and variables whose values nobody may read in a message.
 SECRET_NAME: Final = re.compile(

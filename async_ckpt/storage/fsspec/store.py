@@ -260,7 +260,7 @@ class FsspecStorage:
             cause = error if clean else OSError(f"{type(error).__name__}: {reason}")
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFullError(
-                    f"{where}: {num_bytes:,} bytes needed, less free; delete old steps or lower keep_last, then save again",
+                    f"{where}: {num_bytes:,} bytes needed, less free; delete old steps or keep fewer (keep=), then save again",
                     path=where,
                     needed_bytes=num_bytes,
                     free_bytes=None,
