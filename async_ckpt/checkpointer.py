@@ -117,6 +117,8 @@ class AsyncCheckpointer:
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
         if commit not in ("all", "any"):
             raise ValueError(f'commit must be "all" or "any", got {commit!r}')
+        if due is not None and not isinstance(due, Due):
+            raise TypeError(f"due must be Due(every=…, seconds=…, deadline=…), got {due!r:.100}")
         self._policy = SavePolicy(due or Due())
         retention, named = keep_of(keep), naming_of(naming)
         roots = [root] if isinstance(root, str | os.PathLike) else list(root)

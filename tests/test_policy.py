@@ -389,6 +389,11 @@ def test_a_rule_that_means_nothing_is_refused(rule, complaint):
         Due(**rule)
 
 
+def test_what_is_no_rule_at_all_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"due must be Due\(every=….*got 50"):
+        open_run(tmp_path, due=50)
+
+
 def test_a_deadline_of_another_type_is_refused():
     with pytest.raises(TypeError, match="not a str"):
         Due(deadline="tomorrow")  # type: ignore[arg-type]
