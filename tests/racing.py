@@ -23,15 +23,15 @@ class Skipping(Timekeeper):
     """A timer that does not wait: its clock goes on by what it was asked to wait for."""
 
     def __init__(self) -> None:
-        self._skipped = 0.0
+        self.skipped = 0.0
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        return super().now() + self._skipped
+        return super().now() + self.skipped
 
     def sleep(self, seconds: float) -> None:
         with self._lock:
-            self._skipped += seconds
+            self.skipped += seconds
 
     def wait_for(self, changed: threading.Condition, happened: Callable[[], bool], seconds: float) -> bool:
         self.sleep(seconds)

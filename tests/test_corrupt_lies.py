@@ -290,6 +290,11 @@ def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_a_tensor_in_two_slices_is_of_a_format_that_is_not_there_yet(saved: Path) -> None:
+    forge(saved, LIES["slices halved"])
+    assert "is in 2 slices, not in one" in str(assert_refused(saved, CorruptCheckpointError))
+
+
 @pytest.mark.parametrize("name", LIES)
 def test_a_run_passes_over_an_archive_that_lies(name: str, honest_run: Path, tmp_path: Path) -> None:
     """The manifest agrees with it too; nothing that is live is touched by it."""

@@ -301,6 +301,16 @@ def test_a_refusal_that_will_not_change_ends_the_upload_at_once(far, proxy, s3, 
     assert (s3.keys(bucket), s3.uploads(bucket)) == ([], [])
 
 
+def test_a_store_in_trouble_is_given_time_between_two_tries(s3, bucket, proxy):
+    far = behind(proxy, s3, bucket, retry_config={"max_retries": 0})
+    fault = proxy.answer("SlowDown", kind="put_object", times=3)
+    archive = Archive(SEGMENT)
+    write_and_finish(archive, archive.sink(far))
+
+    assert fault.hits == 3
+    assert far._client.timer.skipped > 0.0
+
+
 def test_a_store_that_is_away_for_the_whole_deadline_is_an_error(s3, bucket, proxy, monkeypatch):
     monkeypatch.setattr(client, "_ABORT_SECONDS", 0.5)
     far = behind(proxy, s3, bucket, deadline_seconds=1.0)
