@@ -30,7 +30,7 @@ from .loading.restore import restore_state
 from .runs.manifest import Elsewhere
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
-from .runs.retention import Keep, best_of, keep_of
+from .runs.retention import Keep, best_of, keep_of, lacking
 from .runs.roots import Roots
 from .runs.run import Run
 from .saving.admission import OnOverlap
@@ -299,13 +299,8 @@ class AsyncCheckpointer:
         commits = self._roots.view()
         found = best_of(list(commits), commits, (metric, mode, 1))
         if not found:
-            names = sorted({name for made in commits.values() if made for name in made.record})
-            have = f"they have {', '.join(names)}" if names else "there is none; give save(…, record={…})"
-            raise NotCommittedError(
-                f"{self.root}: no record of a committed step has {metric!r} as a number; {have}",
-                path=self.root,
-                step=None,
-            )
+            why = f"no record of a committed step has the metric {lacking(metric, commits)}"
+            raise NotCommittedError(f"{self.root}: {why}", path=self.root, step=None)
         return found[0]
 
     def load(

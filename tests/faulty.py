@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+from buckets import PART, Bucket, OnServer, no_memory_is_lent, through
 from racing import Skipping
 from states import assert_is_state, open_run, state_at
-from test_stores import PART, Bucket, OnServer, no_memory_is_lent, through
 
 from async_ckpt import AsyncCheckpointer, StorageUnavailableError
 from async_ckpt.storage.s3 import client, store

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from buckets import bucket, through  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from racing import PATIENCE, Call, Thrown, appenders, until
 from scripted_disk import ScriptedStorage
 from states import MIB, difference, noise
-from test_stores import bucket, proxy, through  # noqa: F401
 
 from async_ckpt import StorageUnavailableError, Zstd, load, save
 from async_ckpt.format.zstd import FOOTER_BYTES, Frame, begins, dump, parse, table_bytes

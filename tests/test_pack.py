@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from buckets import bucket, through  # noqa: F401
 from packing import kept, names, settled
 from racing import PATIENCE, Thrown, until
 from states import MIB
 from tarballs import look, make_tree
-from test_stores import bucket, proxy, through  # noqa: F401
 
 from async_ckpt import (
     CheckpointError,

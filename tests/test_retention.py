@@ -503,12 +503,17 @@ def test_the_best_step_is_found_by_its_record(tmp_path):
 
 def test_a_metric_that_no_record_has_is_told_with_those_that_they_have(tmp_path):
     with open_run(tmp_path) as ckpt:
-        with pytest.raises(NotCommittedError, match="there is none; give save"):
+        with pytest.raises(
+            NotCommittedError,
+            match=r"has the metric 'loss' \(no record has any number\); give it with each save",
+        ):
             ckpt.best("loss", mode="min")
         ckpt.save(state_at(1), step=1, record={"lr": 0.5, "note": "x"}).result()
-        with pytest.raises(NotCommittedError, match=r"'loss' as a number; they have lr, note"):
+        with pytest.raises(
+            NotCommittedError, match=r"has the metric 'loss' \(their records have lr\); give it"
+        ):
             ckpt.best("loss", mode="min")
-        with pytest.raises(NotCommittedError, match="'note' as a number"):
+        with pytest.raises(NotCommittedError, match=r"has the metric 'note' \(their records have lr\)"):
             ckpt.best("note", mode="max")
         with pytest.raises(ValueError, match='"min" or "max"'):
             ckpt.best("lr", mode="least")

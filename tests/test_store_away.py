@@ -9,10 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from faulty import ALL, AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure, nobody_waits
-from racing import Call, until
-from states import MIB, assert_is_state, leftovers, open_run, state_at
-from test_stores import (
+from buckets import (
     ENGINES,
     PART,
     Bucket,
@@ -21,6 +18,9 @@ from test_stores import (
     no_memory_is_lent,
     through,
 )
+from faulty import ALL, AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure, nobody_waits
+from racing import Call, until
+from states import MIB, assert_is_state, leftovers, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, StorageUnavailableError
 from async_ckpt.storage import stores

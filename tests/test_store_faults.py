@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import ALL, AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure, nobody_waits
-from states import MIB, SEGMENT, assert_is_state, open_run, state_at
-from test_stores import (
+from buckets import (
     ENGINES,
     PART,
     Bucket,
@@ -23,6 +21,8 @@ from test_stores import (
     no_memory_is_lent,
     through,
 )
+from faulty import ALL, AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure, nobody_waits
+from states import MIB, SEGMENT, assert_is_state, open_run, state_at
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CheckpointError, NotCommittedError, StepExistsError

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from buckets import bucket, through  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from racing import Call, until
 from states import MIB
 from tarballs import gnu_tar, in_names, look, make_tree, member, plain_tar, tar, with_holes
-from test_stores import bucket, proxy, through  # noqa: F401
 
 from async_ckpt import CorruptCheckpointError, StorageUnavailableError, extract, unpack
 from async_ckpt.storage.local import LocalStorage

@@ -15,10 +15,10 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from buckets import Bucket, through
 from disks import mounted, needs_mount
 from racing import Thrown
 from states import MIB
-from test_stores import Bucket, through
 from wrapped import _nothing_is_left, names, records, save_folder, save_text  # noqa: F401
 
 import async_ckpt

@@ -178,6 +178,14 @@ def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
     return [step for _, step in ranked[-count:]]
 
 
+def lacking(metric: str, commits: Commits) -> str:
+    """A metric that no record has, those that they have, and what to do."""
+    records = [made.record for made in commits.values() if made is not None]
+    numbers = {key for record in records for key, value in record.items() if number(value) is not None}
+    have = f"their records have {', '.join(sorted(numbers))}" if numbers else "no record has any number"
+    return f'{metric!r} ({have}); give it with each save, as record={{"{metric}": …}}'
+
+
 def _is_best(best: object) -> bool:
     """Whether this is what `best` may be; callers without a type checker give anything."""
     if not isinstance(best, tuple) or len(best) != 3:

@@ -35,8 +35,7 @@ from . import journal
 from .announce import Announcer
 from .manifest import Archive, Elsewhere, Manifest, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, Tracker, tracker_of
-from .record import number
-from .retention import Commits, Keep
+from .retention import Commits, Keep, lacking
 from .root import Listing, Root
 from .sweep import Sweeper, is_ours
 
@@ -336,20 +335,10 @@ class Run:
             return
         metric = self.retention.unheard_metric(view)
         if metric is not None:
-            numbers = {
-                key
-                for made in view.values()
-                if made
-                for key, value in made.record.items()
-                if number(value) is not None
-            }
-            have = (
-                f"their records have {', '.join(sorted(numbers))}" if numbers else "no record has any number"
-            )
             self._root.say_once(
                 "best",
-                f"{self._root.storage.locate('')}: Keep(best=…) keeps every step, for no record has the metric {metric!r} ({have}); "
-                f'give it with each save, as record={{"{metric}": …}}',
+                f"{self._root.storage.locate('')}: Keep(best=…) keeps every step, for no record has the metric "
+                f"{lacking(metric, view)}",
             )
 
 

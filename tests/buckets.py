@@ -1,0 +1,126 @@
+"""Buckets of a test's own, runs in them and in memory, and the way to them through a proxy."""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from racing import until
+from states import SEGMENT, open_run
+
+import async_ckpt
+from async_ckpt import AsyncCheckpointer
+from async_ckpt.testing import FaultyProxy
+from async_ckpt.testing.servers import Server
+
+# Whole parts: with smaller segments, two of them make one part.
+PART = 2 * SEGMENT
+ENGINES = ["obstore", "s3fs"]
+
+
+@dataclass
+class Bucket:
+    """A bucket of its own for one test, looked into behind the library's back."""
+
+    server: Server
+    name: str = field(default_factory=lambda: f"bucket-{uuid.uuid4().hex[:12]}")
+
+    def url(self, path: str = "") -> str:
+        return f"s3://{self.name}/{path}".rstrip("/")
+
+    def keys(self) -> list[str]:
+        return self.server.keys(self.name)
+
+    def uploads(self) -> list[str]:
+        return self.server.uploads(self.name)
+
+    def read(self, key: str) -> bytes:
+        return self.server.client.get_object(Bucket=self.name, Key=key)["Body"].read()
+
+    def write(self, keys: list[str], data: bytes = b"x") -> None:
+        def put(key: str) -> None:
+            self.server.client.put_object(Bucket=self.name, Key=key, Body=data)
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(put, keys))
+
+    def delete(self, key: str) -> None:
+        self.server.client.delete_object(Bucket=self.name, Key=key)
+
+    def begin_upload(self, key: str) -> None:
+        self.server.client.create_multipart_upload(Bucket=self.name, Key=key)
+
+
+@dataclass
+class Place:
+    """A URL, and what opens it."""
+
+    url: str
+    options: dict[str, Any]
+
+    def run(self, **options: Any) -> AsyncCheckpointer:
+        return open_run(self.url, **{"segment_bytes": PART, **self.options, **options})
+
+    def load(self, path: str = "", **options: Any) -> Any:
+        return async_ckpt.load(f"{self.url}/{path}".rstrip("/"), **self.options, **options)
+
+
+class OnServer(Place):
+    """A run below a prefix of a bucket."""
+
+    def __init__(self, bucket: Bucket, engine: str) -> None:
+        super().__init__(bucket.url("runs/a"), {"storage_options": bucket.server.options, "engine": engine})
+        self._bucket = bucket
+
+    def names(self) -> list[str]:
+        assert self._bucket.uploads() == []
+        return [key.removeprefix("runs/a/") for key in self._bucket.keys()]  # noqa: SIM118
+
+    def read(self, name: str) -> bytes:
+        return self._bucket.read(f"runs/a/{name}")
+
+
+class InMemory(Place):
+    def __init__(self) -> None:
+        super().__init__(f"memory://{uuid.uuid4().hex}/runs/a", {})
+        self._root = self.url.removeprefix("memory:/")
+
+    def names(self) -> list[str]:
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        return sorted(
+            path.removeprefix(f"{self._root}/")
+            for path in MemoryFileSystem.store
+            if path.startswith(self._root)
+        )
+
+    def read(self, name: str) -> bytes:
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        return bytes(MemoryFileSystem.store[f"{self._root}/{name}"].getvalue())
+
+
+@pytest.fixture
+def bucket(s3: Server) -> Bucket:
+    made = Bucket(s3)
+    s3.make_bucket(made.name)
+    return made
+
+
+def through(proxy: FaultyProxy, bucket: Bucket, **options: Any) -> dict[str, Any]:
+    """The storage options that lead through the proxy."""
+    return {**bucket.server.options, "endpoint": proxy.endpoint, **options}
+
+
+def archive_of(names: list[str], step: int) -> str:
+    """The one archive in the folder of a step."""
+    (found,) = [name for name in names if f"step_{step:08d}/" in name and name.endswith(".tar")]
+    return found
+
+
+def no_memory_is_lent(ckpt: AsyncCheckpointer) -> None:
+    """A request that was broken off lets go of its part a moment later."""
+    until(lambda: ", 0 of " in repr(ckpt))
