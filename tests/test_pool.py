@@ -63,6 +63,14 @@ def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(tmp_path)
     assert (ended.status, ended.err) == (0, "")
 
 
+def test_a_segment_that_outlives_every_module_goes_without_a_word(nursery):
+    # What `sys` holds goes last at the interpreter's end, when the names of a module that it holds too are None.
+    ended = nursery.run(
+        "import sys; from async_ckpt.host import pool; sys.kept, sys.module = pool.Segment(4 << 20), pool"
+    )
+    assert (ended.status, ended.err) == (0, "")
+
+
 def test_no_more_segments_are_lent_than_the_budget_holds(pool):
     leases = [lease(pool) for _ in range(MIN_SEGMENTS)]
     assert len({held.segment.address for held in leases}) == MIN_SEGMENTS

@@ -16,7 +16,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cached_property
 from typing import Final
 
@@ -106,8 +105,12 @@ class Segment:
 
     def __del__(self) -> None:
         # A map that goes while CUDA still has it registered would leave its address pointing at other memory.
-        with suppress(Exception):  # at the interpreter's end CUDA may be gone before us
-            self.unpin()
+        # At the interpreter's end CUDA may be gone before us, and so may every name of this module.
+        if self.pinned_for is not None:
+            try:
+                self.unpin()
+            except Exception:
+                pass
 
     def free(self) -> None:
         self.unpin()
