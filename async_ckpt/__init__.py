@@ -38,11 +38,12 @@ from .errors import (
 from .oneoff import load, release, save
 from .report import Destination, Progress, SaveReport
 from .runs.naming import Naming, Tracker
-from .runs.retention import Keep
 from .saving.handle import SaveHandle
 from .saving.policy import Due
+from .spec import Keep
 from .state.rng import RngState
 from .storage.compressed import Zstd
+from .storage.place import Place
 
 __version__ = "0.1.0"
 
@@ -61,6 +62,7 @@ __all__ = [
     "NotUnchangedError",
     "NothingWrittenError",
     "PeerFailedError",
+    "Place",
     "Progress",
     "RngState",
     "SaveAbandonedError",

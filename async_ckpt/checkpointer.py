@@ -30,7 +30,7 @@ from .loading.restore import restore_state
 from .runs.manifest import Elsewhere
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
-from .runs.retention import Keep, best_of, keep_of, lacking
+from .runs.retention import best_of, keep_of, lacking
 from .runs.roots import Roots
 from .runs.run import Run
 from .saving.admission import OnOverlap
@@ -42,12 +42,12 @@ from .saving.saver import Saver
 from .saving.story import CommitRule
 from .saving.targets import StepTarget
 from .spans import wall_time
+from .spec import Keep
 from .staging.guard import unwrapped
 from .state.names import Select
 from .storage.base import Storage
 from .storage.local import LocalStorage
-from .storage.place import Engine, storage_at
-from .storage.url import Where
+from .storage.place import Anywhere, Place, place_of
 
 _UNSET: Any = object()
 
@@ -56,9 +56,11 @@ class AsyncCheckpointer:
     """Saves of one training run below one folder or URL, or several of them, and what to do with the old ones.
 
     Args:
-        root: the run's folder, made by the first save, or a URL such as "s3://bucket/run"; or a list of these: every
-            save then goes to all of them in one pass, and a step is there when any of them has it.
+        root: the run's folder, made by the first save, a URL such as "s3://bucket/run", or a `Place` with what its client
+            needs; or a list of these: every save then goes to all of them in one pass, and a step is there when any of
+            them has it.
         keep: how many of the newest steps are kept, or `Keep(last=…, every=…, best=…, seconds=…)`; None keeps all.
+            `Place(…, keep=…)` gives one of several roots another retention.
         due: when `should_save` says so, as `Due(every=…, seconds=…, deadline=…)`.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: the copy of these
             then overlaps the next forward and backward, and `step()` waits for what is left of it.
@@ -80,10 +82,6 @@ class AsyncCheckpointer:
             Each process has as much for itself; what is copied to catch a root up is not held to it.
         trace: a file for what each thread of this process did, and when, of every save: open it in
             https://ui.perfetto.dev. It is made anew, and whole after each save; give each process its own.
-        storage_options: of the client of a URL (endpoint, region, credentials, timeouts); with several roots a list
-            gives each its own.
-        engine: the client for URLs: "obstore" (the default for s3, gs, az) or "fsspec" ("s3fs" for s3).
-        fs: an fsspec filesystem to use for the root as it is.
 
     The tracker never moves back, not even from a newer step that somebody else has written there; only from one that a
     rollback has taken out of the run.
@@ -93,7 +91,7 @@ class AsyncCheckpointer:
 
     def __init__(
         self,
-        root: Where | Sequence[Where],
+        root: Anywhere | Sequence[Anywhere],
         *,
         keep: int | Keep | None = None,
         due: Due | None = None,
@@ -109,9 +107,6 @@ class AsyncCheckpointer:
         commit: CommitRule = "all",
         max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
-        storage_options: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
-        engine: Engine | None = None,
-        fs: Any = None,
     ) -> None:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
@@ -120,9 +115,9 @@ class AsyncCheckpointer:
         if due is not None and not isinstance(due, Due):
             raise TypeError(f"due must be Due(every=…, seconds=…, deadline=…), got {due!r:.100}")
         self._policy = SavePolicy(due or Due())
-        retention, named = keep_of(keep), naming_of(naming)
-        roots = [root] if isinstance(root, str | os.PathLike) else list(root)
-        storages = _storages(roots, storage_options, engine, fs)
+        kept, named = keep_of(keep), naming_of(naming)
+        places = _places(root)
+        storages = _storages(places)
         self.roots = tuple(storage.locate("").rstrip("/") or "/" for storage in storages)
         self.root = self.roots[0]
         self._roots = Roots(
@@ -132,9 +127,9 @@ class AsyncCheckpointer:
                     clock=wall_time,
                     step_format=named.step_format,
                     tracker=named.tracker,
-                    retention=retention,
+                    keep=kept if place.keep is None else keep_of(place.keep),
                 )
-                for storage in storages
+                for storage, place in zip(storages, places, strict=True)
             ]
         )
         self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
@@ -428,19 +423,18 @@ def _whole(step: Any) -> int:
     return number
 
 
-def _storages(roots: Sequence[Where], options: Any, engine: Engine | None, fs: Any) -> list[Storage]:
-    """The storage of each root. Raises ValueError for none, for two that are the same, and for options that do not fit."""
-    if not roots:
+def _places(root: Anywhere | Sequence[Anywhere]) -> list[Place]:
+    """The roots that the user means: one, or several."""
+    is_one = isinstance(root, str | os.PathLike | Place) or not isinstance(root, Sequence)
+    places = [place_of(root)] if is_one else [place_of(each) for each in root]  # type: ignore[arg-type, union-attr]
+    if not places:
         raise ValueError("a run needs at least one root")
-    each = [options] * len(roots) if options is None or isinstance(options, Mapping) else list(options)
-    if len(each) != len(roots):
-        raise ValueError(f"storage_options has {len(each)} entries for {len(roots)} roots")
-    if fs is not None and len(roots) > 1:
-        raise ValueError("fs= is for a single root; with several, give URLs and storage_options")
-    storages = [
-        storage_at(root, engine=engine, fs=fs, storage_options=given)
-        for root, given in zip(roots, each, strict=True)
-    ]
+    return places
+
+
+def _storages(places: Sequence[Place]) -> list[Storage]:
+    """The storage of each root. Raises ValueError for two that are the same, NotADirectoryError for a file."""
+    storages = [place.storage() for place in places]
     for storage in storages:
         if isinstance(storage, LocalStorage) and storage.root.exists() and not storage.root.is_dir():
             raise NotADirectoryError(f"{storage.root} is a file; a run needs a folder")

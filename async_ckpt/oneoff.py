@@ -5,7 +5,7 @@ In: a state and a path, or a path. Out: a handle, or the state. Knows nothing of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,23 +17,19 @@ from .saving import default
 from .saving.handle import SaveHandle, host_copy_of
 from .saving.targets import Compression, FileTarget
 from .state.names import Select
-from .storage.place import Engine
-from .storage.url import Where
+from .storage.place import Anywhere, written_at
 
 _OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 
 
 def save(
     obj: Any,
-    path: Where,
+    path: Anywhere,
     *,
     guard: Any = None,
     select: Select = None,
     also: SaveHandle | None = None,
     compression: Compression = None,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
 ) -> SaveHandle:
     """Save `obj` as one tar at `path`, in the order of arguments of `torch.save`; returns a handle at once.
 
@@ -45,12 +41,11 @@ def save(
     report's `num_bytes` are those of the archive, its destination's those that were written.
     `also`: the handle of an `export_hf` of the same moment, nothing having changed in between; what it copies to the
     host is not copied again. Each has its own handle.
-    `path` may be a URL ("s3://bucket/x.tar"); `storage_options`, `engine` and `fs` are as for AsyncCheckpointer.
+    `path` may be a URL ("s3://bucket/x.tar"), or a Place.
     Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
     an unknown scheme, a name that is too long, or promises gzip); all else ends in the handle.
     """
-    place = {"storage_options": storage_options, "engine": engine, "fs": fs}
-    target = FileTarget.at(path, place, compression)
+    target = FileTarget.at(written_at(path), compression)
     if target.path.endswith(_OTHER_COMPRESSIONS):
         raise ValueError(
             f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one"
@@ -66,17 +61,13 @@ def release() -> None:
 
 
 def load(
-    path: Where,
+    path: Anywhere,
     map_location: str | torch.device | None = None,
     select: Select = None,
     trust: bool = False,
     verify: bool = True,
     mmap: bool = False,
     types: Iterable[type] = (),
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
 ) -> Any:
     """The state saved at `path`: an archive, the folder of a committed step, or the root of a run (its newest step).
 
@@ -88,17 +79,13 @@ def load(
         verify: compare the digest of every block that is touched.
         mmap: tensors are views of the mapped file, private to this process; with `verify=False` only what is used is read.
         types: namedtuple classes to rebuild; others come back as plain tuples.
-        storage_options: what the client of a URL needs; see AsyncCheckpointer, for the next two as well.
-        engine: which client that is.
-        fs: an fsspec filesystem to use instead.
 
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
     and KeyError when `select`, or one of several in it, matches nothing.
     """
     check_verify(verify)
-    place = {"storage_options": storage_options, "engine": engine, "fs": fs}
 
     def build(parts: Sequence[Part]) -> Any:
         return state_of(parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
 
-    return from_path(path, build, verify=verify, place=place)
+    return from_path(path, build, verify=verify)

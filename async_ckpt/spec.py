@@ -1,4 +1,4 @@
-"""The values that everyone passes on: what a tensor is, and where bytes lie.
+"""The values that everyone passes on: what a tensor is, where bytes lie, which steps are kept.
 
 In: plain values. Out: frozen values that cannot be wrong. Knows nothing of: torch, files, clocks.
 """
@@ -6,8 +6,8 @@ In: plain values. Out: frozen values that cannot be wrong. Knows nothing of: tor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
-from typing import Any, Final, NamedTuple, TypeAlias
+from math import inf, prod
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -94,6 +94,54 @@ class TensorSpec(NamedTuple):
     @property
     def dotted(self) -> str:
         return ".".join(map(str, self.path))
+
+
+Best: TypeAlias = tuple[str, Literal["min", "max"], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which steps of a run are kept: those that any of these wants, and the newest always; without any all are.
+
+        AsyncCheckpointer("runs/a", keep=Keep(last=2, every=1000, best=("loss", "min", 3)))
+
+    What none of them wants is deleted after a commit. `keep=3` is `Keep(last=3)`.
+
+    Args:
+        last: this many of the newest steps.
+        every: for good, every step that this divides.
+        best: the best by a metric of their records, such as ("loss", "min", 3): least loss, three of them; of equals the
+            newer one. While no record has the metric every step is kept, with a warning.
+        seconds: steps that were committed at most this many seconds ago.
+
+    Raises ValueError for a rule that cannot be one.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: Best | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.last is not None and self.last < 1:
+            raise ValueError(f"keep must be at least 1 step, got {self.last}; None keeps every step")
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"Keep(every=…) must be at least 1, got {self.every}")
+        if self.seconds is not None and not 0 < self.seconds < inf:
+            raise ValueError(f"Keep(seconds=…) must be a finite number above 0, got {self.seconds}")
+        if self.best is not None and not _is_best(self.best):
+            raise ValueError(
+                'Keep(best=…) must be a metric of the records, "min" or "max", and how many to keep, such as '
+                f'("loss", "min", 3); got {self.best!r}'
+            )
+
+
+def _is_best(best: object) -> bool:
+    """Whether this is what `best` may be; callers without a type checker give anything."""
+    if not isinstance(best, tuple) or len(best) != 3:
+        return False
+    metric, mode, count = best
+    return isinstance(metric, str) and mode in ("min", "max") and isinstance(count, int) and count >= 1
 
 
 def align_up(value: int, to: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from async_ckpt import AsyncCheckpointer, SaveHandle, SaveReport, save, wrap
+from async_ckpt import AsyncCheckpointer, Place, SaveHandle, SaveReport, save, wrap
 
 from . import probe
 from .limits import (
@@ -52,7 +52,7 @@ _UNDISTURBED_STEPS: Final = 4
 class Saves:
     """One save after the other of the same state, in a run that keeps the last one. Its pool is warm."""
 
-    def __init__(self, root: Path | str | list[str], state: Any, **options: Any) -> None:
+    def __init__(self, root: Path | Place | list[Path | Place], state: Any, **options: Any) -> None:
         self.checkpointer = AsyncCheckpointer(root, keep=1, **options)
         self.checkpointer.prewarm(state)
         self._state = state

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from async_ckpt import AsyncCheckpointer
+from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.host.limits import free_memory_bytes
 from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Archive, Manifest
@@ -166,14 +166,14 @@ def by_kept(setting: Setting) -> dict[str, Row]:
 class _Kept:
     """A run that keeps so many steps, with a checkpointer that has seen them."""
 
-    def __init__(self, root: Path | str, num_kept: int, **options: Any) -> None:
+    def __init__(self, root: Path | Place, num_kept: int) -> None:
         if isinstance(root, Path):
             for step in range(num_kept):
                 for name, data in _step(step):
                     path = root / name
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(data)
-        self._checkpointer = AsyncCheckpointer(root, keep=num_kept, **options)
+        self._checkpointer = AsyncCheckpointer(root, keep=num_kept)
         self._step = num_kept
         for _ in range(3):
             self.commit_seconds()
@@ -210,7 +210,7 @@ def _requests_per_commit(num_kept: int) -> float:
             for name, data in _step(step):
                 there.replace(name, data)
         options = {"endpoint": proxy.endpoint, "skip_signature": True, "region": "us-east-1"}
-        with _Kept(url, num_kept, storage_options=options) as run:
+        with _Kept(Place(url, options=options), num_kept) as run:
             before = len(proxy.requests)
             run.commit_seconds()
             return float(len(proxy.requests) - before)

@@ -87,12 +87,12 @@ def _measure_peak(folder: Path, state_bytes: int, budget: int | None) -> int:
 
 
 def _measure_beyond_segments(root: str, options: dict[str, str], state_bytes: int) -> int:
-    from async_ckpt import AsyncCheckpointer
+    from async_ckpt import AsyncCheckpointer, Place
 
     from .workloads import tensors
 
     state = {"model": tensors(state_bytes)}
-    with AsyncCheckpointer(f"{root}/{os.getpid()}", storage_options=options) as checkpointer:
+    with AsyncCheckpointer(Place(f"{root}/{os.getpid()}", options=options)) as checkpointer:
         checkpointer.prewarm(state)
         return _peak_of(lambda: [checkpointer.save(state, step).result() for step in range(_NUM_SAVES)])
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 import obstore
 from obstore.store import S3Store
 
+from async_ckpt import Place
 from async_ckpt.testing.servers import Server, moto_server, rclone_server
 
 from . import probe
@@ -70,7 +71,7 @@ def download(setting: Setting) -> dict[str, Row]:
     state = {"model": tensors(setting.store_bytes)}
     with store_server(keep=True) as endpoint:
         options = _options(endpoint)
-        saves = Saves(f"s3://{_BUCKET}/run", state, storage_options=options)
+        saves = Saves(_run(options), state)
         store = _client(options)
         listed = (item for page in obstore.list(store, "run/") for item in page)
         path, num_bytes = next((i["path"], i["size"]) for i in listed if i["path"].endswith(".tar"))
@@ -120,10 +121,9 @@ def two_roots(setting: Setting) -> dict[str, Row]:
 
     def beside(alone: str, endpoint: str) -> list[tuple[float, float]]:
         options, name = _options(endpoint), next(names)
-        disk, store = str(setting.folder / name / "two"), f"s3://{_BUCKET}/{name}/two"
-        root = f"s3://{_BUCKET}/{name}/one" if alone == "store" else str(setting.folder / name / "one")
-        one = Saves(root, state, storage_options=options if alone == "store" else None)
-        two = Saves([disk, store], state, storage_options=options)
+        disk, store = setting.folder / name, partial(_run, options)
+        one = Saves(store(f"{name}/one") if alone == "store" else disk / "one", state)
+        two = Saves([disk / "two", store(f"{name}/two")], state)
         with one.checkpointer, two.checkpointer:
             return side_by_side(setting.rounds, two.durable_seconds, one.durable_seconds)
 
@@ -151,7 +151,7 @@ def peers(setting: Setting) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     with store_server() as endpoint:
         given = Given(endpoint, f"{_BUCKET}/peer", _warm(num_bytes), state, setting.folder)
-        saves = Saves(f"s3://{_BUCKET}/run", state, storage_options=_options(endpoint))
+        saves = Saves(_run(_options(endpoint)), state)
         with saves.checkpointer:
             for name, peer in PEERS.items():
                 if not peer.installed:
@@ -186,7 +186,7 @@ def real_servers(setting: Setting) -> dict[str, Row]:
 def _beside_raw(options: Mapping[str, str], num_bytes: int, rounds: int) -> list[tuple[Cost, Cost]]:
     """(obstore.put, save) of as many bytes, with the same parts and as many at once."""
     state = {"model": tensors(num_bytes)}
-    saves = Saves(f"s3://{_BUCKET}/run", state, storage_options=options)
+    saves = Saves(_run(options), state)
     store, memory = _client(options), _warm(num_bytes)
 
     def put() -> None:
@@ -237,6 +237,10 @@ def _warm(num_bytes: int) -> mmap.mmap:
 def _options(endpoint: str) -> dict[str, str]:
     keys = {"access_key_id": "anyone", "secret_access_key": "anything"}
     return {"endpoint": endpoint, "region": "us-east-1"} | keys
+
+
+def _run(options: Mapping[str, str], path: str = "run") -> Place:
+    return Place(f"s3://{_BUCKET}/{path}", options=options)
 
 
 def _client(options: Mapping[str, str]) -> S3Store:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from racing import until
 from states import SEGMENT, open_run
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer
+from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.testing import FaultyProxy
 from async_ckpt.testing.servers import Server
 
@@ -30,6 +30,10 @@ class Bucket:
 
     def url(self, path: str = "") -> str:
         return f"s3://{self.name}/{path}".rstrip("/")
+
+    def place(self, path: str = "", engine: Any = None, **options: Any) -> Place:
+        """The same, with what opens it."""
+        return Place(self.url(path), options={**self.server.options, **options}, engine=engine)
 
     def keys(self) -> list[str]:
         return self.server.keys(self.name)
@@ -55,24 +59,31 @@ class Bucket:
 
 
 @dataclass
-class Place:
-    """A URL, and what opens it."""
+class RunAt:
+    """A run, and what opens it."""
 
-    url: str
-    options: dict[str, Any]
+    place: Place
+
+    @property
+    def url(self) -> str:
+        return self.place.text
+
+    def at(self, path: str) -> Place:
+        """What lies below it."""
+        return replace(self.place, url=f"{self.url}/{path}".rstrip("/"))
 
     def run(self, **options: Any) -> AsyncCheckpointer:
-        return open_run(self.url, **{"segment_bytes": PART, **self.options, **options})
+        return open_run(self.place, **{"segment_bytes": PART, **options})
 
     def load(self, path: str = "", **options: Any) -> Any:
-        return async_ckpt.load(f"{self.url}/{path}".rstrip("/"), **self.options, **options)
+        return async_ckpt.load(self.at(path), **options)
 
 
-class OnServer(Place):
+class OnServer(RunAt):
     """A run below a prefix of a bucket."""
 
     def __init__(self, bucket: Bucket, engine: str) -> None:
-        super().__init__(bucket.url("runs/a"), {"storage_options": bucket.server.options, "engine": engine})
+        super().__init__(bucket.place("runs/a", engine))
         self._bucket = bucket
 
     def names(self) -> list[str]:
@@ -83,9 +94,9 @@ class OnServer(Place):
         return self._bucket.read(f"runs/a/{name}")
 
 
-class InMemory(Place):
+class InMemory(RunAt):
     def __init__(self) -> None:
-        super().__init__(f"memory://{uuid.uuid4().hex}/runs/a", {})
+        super().__init__(Place(f"memory://{uuid.uuid4().hex}/runs/a"))
         self._root = self.url.removeprefix("memory:/")
 
     def names(self) -> list[str]:
@@ -111,7 +122,7 @@ def bucket(s3: Server) -> Bucket:
 
 
 def through(proxy: FaultyProxy, bucket: Bucket, **options: Any) -> dict[str, Any]:
-    """The storage options that lead through the proxy."""
+    """The options that lead through the proxy."""
     return {**bucket.server.options, "endpoint": proxy.endpoint, **options}
 
 

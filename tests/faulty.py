@@ -13,7 +13,7 @@ from buckets import PART, Bucket, OnServer, no_memory_is_lent, through
 from racing import Skipping
 from states import assert_is_state, open_run, state_at
 
-from async_ckpt import AsyncCheckpointer, StorageUnavailableError
+from async_ckpt import AsyncCheckpointer, Place, StorageUnavailableError
 from async_ckpt.storage.s3 import client, store
 from async_ckpt.testing import FaultyProxy
 
@@ -50,11 +50,12 @@ class Far:
     def options(self, **options: Any) -> dict[str, Any]:
         return through(self.proxy, self.bucket, **options)
 
+    def place(self, path: str = "", **options: Any) -> Place:
+        url = f"{self.url}/{path}".rstrip("/")
+        return Place(url, options=self.options(**options), engine=self.engine)
+
     def run(self, *, options: dict[str, Any] | None = None, **others: Any) -> AsyncCheckpointer:
-        given = self.options(**(options or {}))
-        return open_run(
-            self.url, **{"segment_bytes": PART, "storage_options": given, "engine": self.engine, **others}
-        )
+        return open_run(self.place(**(options or {})), **{"segment_bytes": PART, **others})
 
     @contextmanager
     def unharmed(self, ckpt: AsyncCheckpointer) -> Iterator[None]:

@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import random
 import uuid
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from async_ckpt import Place
+from async_ckpt.testing import FaultyProxy
 
 TREE = {"config.json": b"{}", "empty": b"", "model/00001.bin": b"one", "model/deep/er/x y%ü": b"two"}
 
 
-class InBucket:
+class Far:
+    """A folder that is on no disk, and what opens it."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @property
+    def url(self) -> str:
+        return self.place.text
+
+    def at(self, more: str) -> Place:
+        """Its URL with this behind it."""
+        return replace(self.place, url=self.url + more)
+
+
+class InBucket(Far):
     """A folder of a bucket, looked into behind the library's back."""
 
     def __init__(self, server, engine: str) -> None:
         self.server = server
         self.bucket = f"bucket-{uuid.uuid4().hex[:12]}"
-        self.url = f"s3://{self.bucket}/base/ckpt"
-        self.options: dict[str, Any] = {"storage_options": server.options, "engine": engine}
+        super().__init__(Place(f"s3://{self.bucket}/base/ckpt", options=server.options, engine=engine))
         server.make_bucket(self.bucket)
+
+    def whole(self, path: str = "") -> Place:
+        """The bucket, or something in it."""
+        return replace(self.place, url=f"s3://{self.bucket}{path}")
+
+    def through(self, proxy: FaultyProxy) -> Place:
+        return replace(self.place, options={**self.server.options, "endpoint": proxy.endpoint})
 
     def write(self, tree: dict[str, bytes]) -> None:
         for path, data in tree.items():
@@ -33,11 +57,10 @@ class InBucket:
         }
 
 
-class InMemory:
+class InMemory(Far):
     def __init__(self) -> None:
         self._root = f"/{uuid.uuid4().hex}/base"
-        self.url = f"memory:/{self._root}/ckpt"
-        self.options: dict[str, Any] = {}
+        super().__init__(Place(f"memory:/{self._root}/ckpt"))
 
     def write(self, tree: dict[str, bytes]) -> None:
         from fsspec.implementations.memory import MemoryFileSystem

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from async_ckpt import AsyncCheckpointer
+from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.spec import MIB
 
 SEGMENT = 4 * MIB
@@ -50,7 +50,7 @@ def assert_is_state(state: dict[str, Any], step: int, mib: int = 1) -> None:
         assert torch.equal(state["model"][name], tensor), f"{name} of step {step} differs"
 
 
-def open_run(root: str | os.PathLike[str], **options: Any) -> AsyncCheckpointer:
+def open_run(root: str | os.PathLike[str] | Place | list[Any], **options: Any) -> AsyncCheckpointer:
     options.setdefault("segment_bytes", SEGMENT)
     return AsyncCheckpointer(root, **options)
 

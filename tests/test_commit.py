@@ -23,8 +23,8 @@ from async_ckpt import (
     StepExistsError,
     StorageUnavailableError,
 )
-from async_ckpt.runs.retention import Keep
 from async_ckpt.runs.run import Run
+from async_ckpt.spec import Keep
 from async_ckpt.storage.local import LocalStorage
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
@@ -311,7 +311,7 @@ def test_retention_never_deletes_a_step_in_flight(tmp_path):
     with open_run(tmp_path) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
-    run = Run(LocalStorage(tmp_path), clock=lambda: 0.0, retention=Keep(1))
+    run = Run(LocalStorage(tmp_path), clock=lambda: 0.0, keep=Keep(1))
 
     assert run.retain(3, replaced=None, in_flight={2}) == [1]
     assert run.steps() == [2, 3]

@@ -7,7 +7,7 @@ import torch
 from scripted_disk import scripted
 from states import assert_is_state, open_run, state_at
 
-from async_ckpt import AsyncCheckpointer
+from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.runs.manifest import Archive, Manifest
 
 # Beside one page of a listing for every thousand folders. An upload in parts asks for each of these, too.
@@ -25,6 +25,10 @@ def seed(s3, bucket: str, num_steps: int) -> None:
         s3.client.put_object(Bucket=bucket, Key=f"{folder}/manifest.json", Body=made.dump())
 
 
+def through(proxy, s3, bucket: str) -> Place:
+    return Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
+
+
 def save(ckpt: AsyncCheckpointer, step: int) -> None:
     ckpt.save({"weight": torch.full((8,), float(step))}, step=step).result()
     ckpt.wait()
@@ -34,8 +38,7 @@ def save(ckpt: AsyncCheckpointer, step: int) -> None:
 @pytest.mark.parametrize("num_kept", [3, 60])
 def test_a_commit_asks_a_store_the_same_few_things_whatever_is_kept(s3, bucket, proxy, num_kept, options):
     seed(s3, bucket, num_kept)
-    place = {**s3.options, "endpoint": proxy.endpoint}
-    with open_run(f"s3://{bucket}/run", keep=num_kept, storage_options=place, **options) as ckpt:
+    with open_run(through(proxy, s3, bucket), keep=num_kept, **options) as ckpt:
         save(ckpt, num_kept)  # which learns what is there
         learned = len(proxy.requests)
         for step in range(num_kept + 1, num_kept + 4):
@@ -51,9 +54,7 @@ def test_a_commit_asks_a_store_the_same_few_things_whatever_is_kept(s3, bucket, 
 
 
 def test_with_several_roots_a_commit_asks_a_store_no_more(s3, bucket, proxy, tmp_path):
-    place = {**s3.options, "endpoint": proxy.endpoint}
-    roots = [tmp_path, f"s3://{bucket}/run"]
-    with open_run(roots, keep=20, storage_options=[None, place]) as ckpt:
+    with open_run([tmp_path, through(proxy, s3, bucket)], keep=20) as ckpt:
         for step in range(21):
             save(ckpt, step)
         for step in range(21, 24):
@@ -68,7 +69,7 @@ def test_with_several_roots_a_commit_asks_a_store_no_more(s3, bucket, proxy, tmp
 def test_a_new_process_asks_for_what_it_does_not_know_all_at_once(s3, bucket, proxy):
     seed(s3, bucket, 12)
     held = proxy.delay(None, method="GET", target=r"manifest\.json")
-    with open_run(f"s3://{bucket}/run", storage_options={**s3.options, "endpoint": proxy.endpoint}) as ckpt:
+    with open_run(through(proxy, s3, bucket)) as ckpt:
         handle = ckpt.save({"weight": torch.zeros(8)}, step=12)
         try:
             for _ in range(12):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from buckets import bucket, through  # noqa: F401
+from buckets import bucket  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from racing import PATIENCE, Call, Thrown, appenders, until
@@ -24,7 +24,6 @@ from async_ckpt.host.pool import Lease, SegmentPool
 from async_ckpt.storage.append import Appender
 from async_ckpt.storage.compressed import ZstdReader, ZstdSink
 from async_ckpt.storage.local import LocalStorage
-from async_ckpt.storage.place import storage_at
 
 zstandard = pytest.importorskip("zstandard")
 BLOCK = 4 * MIB
@@ -395,17 +394,17 @@ def test_an_object_whose_end_fails_leaves_no_trace(tmp_path):
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
 @pytest.mark.parametrize("mib", [1, 30])
 def test_a_compressed_save_goes_to_a_bucket_and_is_loaded_by_ranges(bucket, proxy, engine, mib):  # noqa: F811
-    options = {"storage_options": through(proxy, bucket), "engine": engine}
+    place = bucket.place("runs/x.tar.zst", engine, endpoint=proxy.endpoint)
     noisy = torch.frombuffer(bytearray(noise(mib * MIB)), dtype=torch.uint8)
     state = {"model": {"noisy": noisy, "other": noisy.flip(0)}, "small": {"bias": torch.arange(7.0)}}
-    report = save(state, bucket.url("runs/x.tar.zst"), **options).result()
+    report = save(state, place).result()
 
     assert report.destinations[0].num_bytes == len(bucket.read("runs/x.tar.zst"))
     assert bucket.keys() == ["runs/x.tar.zst"]
     assert bucket.uploads() == []
-    assert difference(load(bucket.url("runs/x.tar.zst"), **options), state) is None
+    assert difference(load(place), state) is None
     before = len(proxy.requests)
-    part = load(bucket.url("runs/x.tar.zst"), select="small", **options)
+    part = load(place, select="small")
     assert torch.equal(part["small"]["bias"], state["small"]["bias"])
     ranges = [r.headers["range"] for r in proxy.requests[before:] if r.kind == "get_object"]
     read = sum(
@@ -415,9 +414,9 @@ def test_a_compressed_save_goes_to_a_bucket_and_is_loaded_by_ranges(bucket, prox
 
 
 def test_an_upload_that_breaks_off_is_made_again_while_all_of_it_is_in_memory(bucket, proxy, tmp_path):  # noqa: F811
-    given = through(proxy, bucket, retry_config={"max_retries": 0})
+    place = bucket.place(endpoint=proxy.endpoint, retry_config={"max_retries": 0})
     proxy.cut_request(MIB, times=1, kind="upload_part", target=r"partNumber=2\b")
-    out = Appender(storage_at(bucket.url(), storage_options=given), "x", limit_bytes=1 << 30)
+    out = Appender(place.storage(), "x", limit_bytes=1 << 30)
     data = noise(30 * MIB)
     out.append(memoryview(data))
     out.finish()
@@ -428,12 +427,12 @@ def test_an_upload_that_breaks_off_is_made_again_while_all_of_it_is_in_memory(bu
 
 
 def test_an_upload_that_is_too_far_to_be_made_again_fails_and_leaves_no_trace(bucket, proxy):  # noqa: F811
-    given = through(proxy, bucket, retry_config={"max_retries": 0})
+    place = bucket.place("x.tar.zst", endpoint=proxy.endpoint, retry_config={"max_retries": 0})
     proxy.cut_request(MIB, kind="upload_part", target=r"partNumber=12\b")
     lost = proxy.answer("InternalError", kind="abort_multipart_upload", times=1)
     state = {"a": torch.frombuffer(bytearray(noise(120 * MIB)), dtype=torch.uint8)}
     bucket.write(["x.tar.zst"], b"of before")
-    handle = save(state, bucket.url("x.tar.zst"), storage_options=given)
+    handle = save(state, place)
     with pytest.raises(StorageUnavailableError, match="memory was needed elsewhere"):
         handle.result()
 
@@ -444,7 +443,7 @@ def test_an_upload_that_is_too_far_to_be_made_again_fails_and_leaves_no_trace(bu
 
 
 def test_memory_that_somebody_waits_for_comes_back_in_the_moment_in_which_a_part_has_been_sent(bucket, proxy):  # noqa: F811
-    storage = storage_at(bucket.url(), storage_options=through(proxy, bucket))
+    storage = bucket.place(endpoint=proxy.endpoint).storage()
     held = proxy.delay(None, kind="upload_part")
     segments = Segments(4, segment_bytes=8 * MIB)
     sink = storage.create("x", num_bytes=segments.num_bytes, segment_bytes=8 * MIB, max_segments=4)
@@ -465,9 +464,9 @@ def test_memory_that_somebody_waits_for_comes_back_in_the_moment_in_which_a_part
 
 
 def test_an_object_that_is_given_up_in_the_middle_of_its_upload_leaves_no_trace(bucket, proxy):  # noqa: F811
-    given = through(proxy, bucket)
+    storage = bucket.place(endpoint=proxy.endpoint).storage()
     held = proxy.delay(None, kind="upload_part", target=r"partNumber=2\b")
-    out = Appender(storage_at(bucket.url(), storage_options=given), "x", limit_bytes=1 << 30)
+    out = Appender(storage, "x", limit_bytes=1 << 30)
     call = Call(lambda: [out.append(memoryview(noise(MIB))) for _ in range(150)])
     held.wait()
     out.fail(Thrown("given up"))

@@ -42,7 +42,7 @@ import transformers
 from safetensors import safe_open
 
 import async_ckpt
-from async_ckpt import StorageFullError, StorageUnavailableError
+from async_ckpt import Place, StorageFullError, StorageUnavailableError
 from async_ckpt.saving.default import host_memory
 from async_ckpt.testing import FaultyProxy
 
@@ -341,11 +341,11 @@ def _opened_later(path: Path) -> Path:
 # --- stores -------------------------------------------------------------------------------------------------------
 
 
-class Place:
+class Far:
     """A folder in a store, and what it holds behind the library's back."""
 
-    def __init__(self, url: str, options: dict[str, Any], names: Callable[[], list[str]], read: Any) -> None:
-        self.url, self.options, self.names, self.read = url, options, names, read
+    def __init__(self, place: Place, names: Callable[[], list[str]], read: Any) -> None:
+        self.place, self.names, self.read = place, names, read
 
     def fetched(self, folder: Path) -> Path:
         for name in self.names():
@@ -355,69 +355,65 @@ class Place:
 
 
 @pytest.fixture(params=["s3", "memory"])
-def place(request: pytest.FixtureRequest) -> Place:
+def far(request: pytest.FixtureRequest) -> Far:
     name = f"bucket-{uuid.uuid4().hex[:12]}"
     if request.param == "memory":
         from fsspec.implementations.memory import MemoryFileSystem
 
         fs, root = MemoryFileSystem(), f"/{name}/models/a"
-        return Place(
-            f"memory://{name}/models/a",
-            {},
+        return Far(
+            Place(f"memory://{name}/models/a"),
             lambda: sorted(path.removeprefix(f"{root}/") for path in fs.find(root)),
             lambda path: fs.cat_file(f"{root}/{path}"),
         )
     server = request.getfixturevalue("s3")
     server.make_bucket(name)
-    return Place(
-        f"s3://{name}/models/a",
-        {"storage_options": server.options},
+    return Far(
+        Place(f"s3://{name}/models/a", options=server.options),
         lambda: [key.removeprefix("models/a/") for key in server.keys(name)],
         lambda path: server.client.get_object(Bucket=name, Key=f"models/a/{path}")["Body"].read(),
     )
 
 
-def test_a_model_in_a_store_loads_and_the_next_one_leaves_no_shard_of_it(place, tmp_path):
+def test_a_model_in_a_store_loads_and_the_next_one_leaves_no_shard_of_it(far, tmp_path):
     model = gpt2()
     wanted = state_of(model)
-    handle = async_ckpt.export_hf(model, place.url, max_shard_bytes=20_000, **place.options)
+    handle = async_ckpt.export_hf(model, far.place, max_shard_bytes=20_000)
     spoil(model)
     report = handle.result()
 
-    first = place.fetched(tmp_path / "first")
+    first = far.fetched(tmp_path / "first")
     assert_loads(first, wanted, transformers.GPT2LMHeadModel)
     assert report.num_bytes == sum(path.stat().st_size for path in first.iterdir())
-    assert "model.safetensors.index.json" in place.names()
+    assert "model.safetensors.index.json" in far.names()
 
-    async_ckpt.export_hf(model, place.url, **place.options).result()
-    assert place.names() == ["config.json", "generation_config.json", "model.safetensors"]
-    assert_loads(place.fetched(tmp_path / "second"), state_of(model), transformers.GPT2LMHeadModel)
-
-
-def test_the_config_in_a_store_stays_where_only_weights_come(place, tmp_path):
-    async_ckpt.export_hf(
-        version(1), place.url, config_of(tmp_path / "config", 2), 2000, **place.options
-    ).result()
-    async_ckpt.export_hf(version(2), place.url, **place.options).result()
-
-    assert_is_version(place.fetched(tmp_path / "fetched"), 2)
+    async_ckpt.export_hf(model, far.place).result()
+    assert far.names() == ["config.json", "generation_config.json", "model.safetensors"]
+    assert_loads(far.fetched(tmp_path / "second"), state_of(model), transformers.GPT2LMHeadModel)
 
 
-def test_an_adapter_in_a_store_comes_with_its_config_last_and_keeps_a_model_away(place, tmp_path):
+def test_the_config_in_a_store_stays_where_only_weights_come(far, tmp_path):
+    async_ckpt.export_hf(version(1), far.place, config_of(tmp_path / "config", 2), 2000).result()
+    async_ckpt.export_hf(version(2), far.place).result()
+
+    assert_is_version(far.fetched(tmp_path / "fetched"), 2)
+
+
+def test_an_adapter_in_a_store_comes_with_its_config_last_and_keeps_a_model_away(far, tmp_path):
     model = PeftModel("mine")
-    async_ckpt.export_hf(model, place.url, **place.options).result()
+    async_ckpt.export_hf(model, far.place).result()
     with pytest.raises(FileExistsError, match="holds an adapter"):
-        async_ckpt.export_hf(version(1), place.url, **place.options).result()
+        async_ckpt.export_hf(version(1), far.place).result()
 
-    assert place.names() == ["adapter_config.json", "adapter_model.safetensors"]
+    assert far.names() == ["adapter_config.json", "adapter_model.safetensors"]
     assert_same(
-        weights_in(place.fetched(tmp_path / "fetched")),
+        weights_in(far.fetched(tmp_path / "fetched")),
         adapter_of(model.base_model.model.state_dict(), "mine"),
     )
 
 
 @pytest.fixture
-def watched(s3: Any) -> Iterator[tuple[FaultyProxy, Place]]:
+def watched(s3: Any) -> Iterator[tuple[FaultyProxy, Far]]:
     """A folder in a bucket behind a proxy."""
     name = f"bucket-{uuid.uuid4().hex[:12]}"
     s3.make_bucket(name)
@@ -425,9 +421,8 @@ def watched(s3: Any) -> Iterator[tuple[FaultyProxy, Place]]:
         options = {**s3.options, "endpoint": proxy.endpoint}
         yield (
             proxy,
-            Place(
-                f"s3://{name}/a",
-                {"storage_options": options},
+            Far(
+                Place(f"s3://{name}/a", options=options),
                 lambda: [key.removeprefix("a/") for key in s3.keys(name)],
                 lambda path: s3.client.get_object(Bucket=name, Key=f"a/{path}")["Body"].read(),
             ),
@@ -444,53 +439,45 @@ def changes(proxy: FaultyProxy) -> list[str]:
 
 
 def test_in_a_store_the_config_goes_first_and_comes_last(watched, tmp_path):
-    proxy, place = watched
-    async_ckpt.export_hf(
-        version(1), place.url, config_of(tmp_path / "config", 1), 4000, **place.options
-    ).result()
+    proxy, far = watched
+    async_ckpt.export_hf(version(1), far.place, config_of(tmp_path / "config", 1), 4000).result()
     assert changes(proxy) == [
         "+model-00001-of-00002.safetensors", "+model-00002-of-00002.safetensors", "+model.safetensors.index.json",
         "+config.json",
     ]  # fmt: skip
     before = len(changes(proxy))
-    async_ckpt.export_hf(version(2), place.url, config_of(tmp_path / "config", 2), **place.options).result()
+    async_ckpt.export_hf(version(2), far.place, config_of(tmp_path / "config", 2)).result()
 
     assert changes(proxy)[before:] == [
         "-config.json", "+model.safetensors", "-model-00001-of-00002.safetensors", "-model-00002-of-00002.safetensors",
         "-model.safetensors.index.json", "+config.json",
     ]  # fmt: skip
-    assert_is_version(place.fetched(tmp_path / "fetched"), 2)
+    assert_is_version(far.fetched(tmp_path / "fetched"), 2)
 
 
 def test_an_upload_that_fails_in_the_middle_leaves_nothing_that_loads_and_the_next_export_mends_it(
     watched, tmp_path
 ):
-    proxy, place = watched
-    async_ckpt.export_hf(
-        version(1), place.url, config_of(tmp_path / "config", 1), 2000, **place.options
-    ).result()
+    proxy, far = watched
+    async_ckpt.export_hf(version(1), far.place, config_of(tmp_path / "config", 1), 2000).result()
     fault = proxy.answer("AccessDenied", target="model-00002-of-00002", method="PUT")
     with pytest.raises(StorageUnavailableError):
-        async_ckpt.export_hf(
-            version(2), place.url, config_of(tmp_path / "config", 2), 4000, **place.options
-        ).result()
+        async_ckpt.export_hf(version(2), far.place, config_of(tmp_path / "config", 2), 4000).result()
     assert fault.hits
-    assert "config.json" not in place.names()
+    assert "config.json" not in far.names()
     proxy.clear()
-    async_ckpt.export_hf(
-        version(3), place.url, config_of(tmp_path / "config", 3), 4000, **place.options
-    ).result()
+    async_ckpt.export_hf(version(3), far.place, config_of(tmp_path / "config", 3), 4000).result()
 
-    assert_is_version(place.fetched(tmp_path / "fetched"), 3)
+    assert_is_version(far.fetched(tmp_path / "fetched"), 3)
 
 
 def test_a_large_shard_goes_up_in_parts(watched, tmp_path):
-    proxy, place = watched
+    proxy, far = watched
     state = {"w": torch.arange(10 * MIB // 2), "v": torch.arange(3)}
-    async_ckpt.export_hf(state, place.url, **place.options).result()
+    async_ckpt.export_hf(state, far.place).result()
 
     assert proxy.count(kind="upload_part") >= 2
-    assert_same(weights_in(place.fetched(tmp_path / "fetched")), state)
+    assert_same(weights_in(far.fetched(tmp_path / "fetched")), state)
 
 
 # --- its life -----------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from fsspec_places import (
 from racing import PATIENCE, Call
 from states import MIB, open_run, state_at
 
-from async_ckpt import StorageUnavailableError
+from async_ckpt import Place, StorageUnavailableError
 from async_ckpt.storage import stores
 from async_ckpt.storage.fsspec import setup as fsspec_setup
 from async_ckpt.storage.fsspec.sinks import AppendingSink, MultipartSink
@@ -142,7 +142,7 @@ def test_a_store_that_refuses_every_put_over_a_version_is_found_out_and_told_onc
 def test_the_tracker_moves_at_a_store_that_takes_e_tags_without_quotes_alone(s3, bucket, proxy):
     as_ceph(proxy)
     options = {**s3.options, "endpoint": proxy.endpoint}
-    with open_run(f"s3://{bucket}/run", engine="s3fs", storage_options=options) as ckpt:
+    with open_run(Place(f"s3://{bucket}/run", options=options, engine="s3fs")) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
             assert s3.client.get_object(Bucket=bucket, Key="run/latest")["Body"].read() == (

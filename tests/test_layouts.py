@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from async_ckpt import (
     CorruptCheckpointError,
     Keep,
     Naming,
+    Place,
     StorageUnavailableError,
     Tracker,
 )
@@ -501,12 +502,12 @@ def test_a_step_that_is_copied_to_another_root_keeps_its_record(tmp_path):
 
 def test_on_a_store_the_tracker_stays_with_what_is_newer_and_the_journal_names_no_credentials(s3: Server):
     s3.client.create_bucket(Bucket="layouts")
-    options = {**SKYRL, "storage_options": s3.options}
+    root = Place("s3://layouts/run", options=s3.options)
 
     def read(name: str) -> bytes:
         return s3.client.get_object(Bucket="layouts", Key=f"run/{name}")["Body"].read()
 
-    with AsyncCheckpointer("s3://layouts/run", keep=Keep(best=("loss", "min", 1)), **options) as ckpt:
+    with AsyncCheckpointer(root, keep=Keep(best=("loss", "min", 1)), **SKYRL) as ckpt:
         for step, loss in ((100, 0.1), (200, 0.3), (300, 0.2)):
             ckpt.save(state_at(step), step=step, record={"loss": loss}).result()
             ckpt.wait()
@@ -524,7 +525,7 @@ def test_on_a_store_the_tracker_stays_with_what_is_newer_and_the_journal_names_n
     assert (first.batch, first.extra["loss"], second.batch) == (101, 0.1, 401)
     assert first.state_path is not None
     assert first.state_path.startswith("global_step_100/rank_00000.")
-    assert_is_state(async_ckpt.load(f"s3://layouts/run/{first.state_path}", storage_options=s3.options), 100)
+    assert_is_state(async_ckpt.load(replace(root, url=f"{root.text}/{first.state_path}")), 100)
 
 
 @pytest.mark.parametrize("step_format", ["step_{:08d}", "global_step_{}", "global_step{}", "v2-{}"])

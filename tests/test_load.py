@@ -531,8 +531,8 @@ def overtaken(
                 ckpt.save({"w": torch.full((3,), float(step)), "step": step}, step).result()
         storage = Overtaking(root, request.param, times, before=before)
 
-        def storage_at(path: Any, **place: Any) -> LocalStorage:
-            return storage if Path(path) == root else real(path, **place)
+        def storage_at(path: Any) -> LocalStorage:
+            return storage if Path(path) == root else real(path)
 
         real = find.storage_at
         monkeypatch.setattr(find, "storage_at", storage_at)
@@ -602,7 +602,7 @@ def test_a_step_that_is_named_and_deleted_while_it_is_opened_is_not_committed(
             return storage._at(call)
 
     monkeypatch.setattr(
-        find, "storage_at", lambda path, **_: Below() if Path(path) == named else LocalStorage(path)
+        find, "storage_at", lambda path: Below() if Path(path) == named else LocalStorage(path)
     )
     with contextlib.suppress(NotCommittedError):
         assert async_ckpt.load(named, **how)["step"] == 2
@@ -626,7 +626,7 @@ def test_a_run_that_is_deleted_while_it_is_opened_is_not_committed(run: Path, mo
             shutil.rmtree(run)
             return super().read(path)
 
-    monkeypatch.setattr(find, "storage_at", lambda path, **_: Deleted(path))
+    monkeypatch.setattr(find, "storage_at", lambda path: Deleted(path))
     with pytest.raises(NotCommittedError, match="nothing at this path"):
         async_ckpt.load(run)
 

@@ -18,7 +18,7 @@ from loans import SEGMENT, Archive, behind, write_and_finish
 from racing import PATIENCE, Call
 from states import MIB, open_run, state_at
 
-from async_ckpt import StorageUnavailableError
+from async_ckpt import Place, StorageUnavailableError
 from async_ckpt.storage import stores
 from async_ckpt.storage.s3 import aws
 from async_ckpt.storage.s3.store import ObjectStorage
@@ -143,7 +143,8 @@ def test_a_store_that_refuses_every_put_over_a_version_is_found_out_and_said_onc
 
 def test_the_tracker_moves_at_a_store_that_takes_e_tags_without_quotes_alone(s3, bucket, proxy):
     as_ceph(proxy)
-    with open_run(f"s3://{bucket}/run", storage_options={**s3.options, "endpoint": proxy.endpoint}) as ckpt:
+    place = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
+    with open_run(place) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
             assert s3.client.get_object(Bucket=bucket, Key="run/latest")["Body"].read() == (
@@ -432,7 +433,7 @@ def test_keys_that_ended_are_looked_up_again(bare, monkeypatch, proxy, s3, bucke
 def test_without_keys_the_error_says_where_to_put_them(bare, proxy, bucket):
     far = ObjectStorage(f"s3://{bucket}", {"endpoint": proxy.endpoint, "deadline_seconds": 5.0})
     with pytest.raises(
-        StorageUnavailableError, match="no credentials were found; give keys in storage_options"
+        StorageUnavailableError, match=r"no credentials were found; give keys in Place\(url, options=…\)"
     ):
         far.names("")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buckets import bucket, through  # noqa: F401
+from buckets import bucket  # noqa: F401
 from packing import kept, names, settled
 from racing import PATIENCE, Thrown, until
 from states import MIB
@@ -325,9 +325,9 @@ def test_a_compression_that_there_is_not_is_refused_at_once(out, compression):
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.zst"])
 def test_a_folder_goes_to_a_bucket_and_comes_back(bucket, tmp_path, tree, engine, name):  # noqa: F811
-    options = {"storage_options": bucket.server.options, "engine": engine}
+    place = bucket.place(f"runs/{name}", engine)
     (tree / "weights").write_bytes(random.Random(0).randbytes(30 * MIB))
-    with pack(bucket.url(f"runs/{name}"), scratch=tmp_path / "scratch", **options) as folder:
+    with pack(place, scratch=tmp_path / "scratch") as folder:
         shutil.copytree(tree, folder, symlinks=True, dirs_exist_ok=True)
         expected = look(folder)
     report = folder.handle.result()
@@ -337,18 +337,17 @@ def test_a_folder_goes_to_a_bucket_and_comes_back(bucket, tmp_path, tree, engine
     assert bucket.uploads() == []
     assert report.destinations[0].num_bytes == len(bucket.read(f"runs/{name}"))
     assert names(tmp_path / "scratch") == []
-    with unpack(report.path, **options) as unpacked:
+    with unpack(place) as unpacked:
         assert look(unpacked) == expected
 
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.zst"])
 def test_an_upload_that_fails_leaves_the_folder_and_no_object(bucket, proxy, tmp_path, engine, name):  # noqa: F811
-    options = {"storage_options": through(proxy, bucket), "engine": engine}
     bucket.write([f"runs/{name}"], b"of before")
     proxy.answer("AccessDenied", kind="upload_part", target=r"partNumber=2\b")
     data = random.Random(0).randbytes(40 * MIB)
-    with pack(bucket.url(f"runs/{name}"), scratch=tmp_path, **options) as folder:
+    with pack(bucket.place(f"runs/{name}", engine, endpoint=proxy.endpoint), scratch=tmp_path) as folder:
         (folder / "a").write_bytes(data)
     error = folder.handle.exception()
 
@@ -359,17 +358,14 @@ def test_an_upload_that_fails_leaves_the_folder_and_no_object(bucket, proxy, tmp
 
 
 def test_an_upload_that_breaks_off_is_made_again(bucket, proxy, tmp_path):  # noqa: F811
-    options = {
-        "storage_options": through(proxy, bucket, retry_config={"max_retries": 0}),
-        "engine": "obstore",
-    }
+    place = bucket.place("x.tar", endpoint=proxy.endpoint, retry_config={"max_retries": 0})
     proxy.cut_request(MIB, times=1, kind="upload_part", target=r"partNumber=2\b")
     data = random.Random(0).randbytes(70 * MIB)
-    with pack(bucket.url("x.tar"), scratch=tmp_path, **options) as folder:
+    with pack(place, scratch=tmp_path) as folder:
         (folder / "a").write_bytes(data)
 
     assert folder.handle.result().retries == 1
-    with unpack(bucket.url("x.tar"), **options) as unpacked:
+    with unpack(place) as unpacked:
         assert (unpacked / "a").read_bytes() == data
     assert bucket.uploads() == []
 

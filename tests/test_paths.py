@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from folders import TREE, InBucket, InMemory, below, random_bytes, read, write
 
 import async_ckpt
-from async_ckpt import StorageUnavailableError
+from async_ckpt import Place, StorageUnavailableError
 from async_ckpt.spec import MIB
 from async_ckpt.testing import FaultyProxy
 
@@ -43,7 +44,7 @@ def leave_by(error: BaseException, opened: Any, use: Callable[[Any], object]) ->
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_the_folder_of_a_url_is_fetched_without_nesting_and_removed_at_the_end(cloud, scratch, slash):
     cloud.write(below("ckpt", TREE) | below("ckpt2", {"other": b"3"}))
-    with async_ckpt.files.local_read_dir(cloud.url + slash, **cloud.options) as folder:
+    with async_ckpt.files.local_read_dir(cloud.at(slash)) as folder:
         assert Path(folder).parent == scratch
         assert read(folder) == TREE
     assert cloud.tree() == below("ckpt", TREE) | below("ckpt2", {"other": b"3"})
@@ -55,7 +56,7 @@ def test_what_was_fetched_is_removed_after_an_exception_too(bucket, scratch):
     with pytest.raises(KeyboardInterrupt):
         leave_by(
             KeyboardInterrupt(),
-            async_ckpt.files.local_read_dir(bucket.url, **bucket.options),
+            async_ckpt.files.local_read_dir(bucket.place),
             lambda folder: fetched.append(read(folder)),
         )
     assert fetched == [TREE]
@@ -63,13 +64,13 @@ def test_what_was_fetched_is_removed_after_an_exception_too(bucket, scratch):
 
 def test_a_url_may_be_a_path(bucket, scratch):
     bucket.write(below("ckpt", TREE))
-    with async_ckpt.files.local_read_dir(Path(bucket.url), **bucket.options) as folder:
+    with async_ckpt.files.local_read_dir(replace(bucket.place, url=Path(bucket.url))) as folder:
         assert read(folder) == TREE
 
 
 def test_a_whole_bucket_may_be_fetched(bucket, scratch):
     bucket.write({"x": b"1"})
-    with async_ckpt.files.local_read_dir(f"s3://{bucket.bucket}", **bucket.options) as folder:
+    with async_ckpt.files.local_read_dir(bucket.whole()) as folder:
         assert read(folder) == {"base/x": b"1"}
 
 
@@ -77,7 +78,7 @@ def test_a_path_on_a_filesystem_that_is_handed_over_is_fetched_from_it(tmp_path,
     from fsspec.implementations.local import LocalFileSystem
 
     write(tmp_path / "there", TREE)
-    with async_ckpt.files.local_read_dir(tmp_path / "there", fs=LocalFileSystem()) as folder:
+    with async_ckpt.files.local_read_dir(Place(tmp_path / "there", fs=LocalFileSystem())) as folder:
         assert Path(folder).parent == scratch
         assert read(folder) == TREE
 
@@ -86,8 +87,7 @@ def test_large_files_are_fetched_whole_in_several_ranges(bucket, scratch):
     tree = {"large": random_bytes(37 * MIB + 5), "exact": random_bytes(16 * MIB), "small": b"1"}
     bucket.write(below("ckpt", tree))
     with FaultyProxy(bucket.server.endpoint) as proxy:
-        bucket.options["storage_options"] = {**bucket.server.options, "endpoint": proxy.endpoint}
-        with async_ckpt.files.local_read_dir(bucket.url, **bucket.options) as folder:
+        with async_ckpt.files.local_read_dir(bucket.through(proxy)) as folder:
             assert read(folder) == tree
         assert proxy.count(kind="get_object") == 5 + 2 + 1
 
@@ -96,8 +96,7 @@ def test_many_small_files_are_fetched_in_few_requests(bucket, scratch):
     tree = {f"{number:03}": str(number).encode() for number in range(150)}
     bucket.write(below("ckpt", tree))
     with FaultyProxy(bucket.server.endpoint) as proxy:
-        bucket.options["storage_options"] = {**bucket.server.options, "endpoint": proxy.endpoint}
-        with async_ckpt.files.local_read_dir(bucket.url, **bucket.options) as folder:
+        with async_ckpt.files.local_read_dir(bucket.through(proxy)) as folder:
             assert read(folder) == tree
         assert proxy.count(kind="list_objects") <= 3
 
@@ -159,7 +158,7 @@ def test_a_url_with_nothing_below_it_is_a_file_not_found(cloud, scratch):
     cloud.write({"ckpt2/x": b"1"})
     with (
         pytest.raises(FileNotFoundError, match="ckpt"),
-        async_ckpt.files.local_read_dir(cloud.url, **cloud.options),
+        async_ckpt.files.local_read_dir(cloud.place),
     ):
         pass
 
@@ -167,7 +166,7 @@ def test_a_url_with_nothing_below_it_is_a_file_not_found(cloud, scratch):
 def test_an_object_is_no_folder(cloud, scratch):
     cloud.write({"ckpt": b"1"})
     with pytest.raises(NotADirectoryError, match="open_file"):
-        async_ckpt.files.local_read_dir(cloud.url, **cloud.options).__enter__()
+        async_ckpt.files.local_read_dir(cloud.place).__enter__()
 
 
 def test_nothing_of_the_package_runs_the_code_of_a_model():
@@ -183,7 +182,7 @@ def test_nothing_of_the_package_runs_the_code_of_a_model():
 def test_only_the_files_that_are_named_are_fetched(cloud, scratch):
     cloud.write(below("ckpt", TREE))
     names = ["config.json", "model/deep/er/x y%ü", "empty", "empty"]
-    with async_ckpt.files.local_read_files(cloud.url, names, **cloud.options) as folder:
+    with async_ckpt.files.local_read_files(cloud.place, names) as folder:
         assert read(folder) == {name: TREE[name] for name in sorted(names)}
 
 
@@ -193,29 +192,30 @@ def test_files_may_be_missing_as_those_that_skyrl_reads_unless_that_is_to_be_an_
 ):
     """Its FSDP loader names the file of the optimizer, too, and looks whether it came."""
     bucket.write(below("ckpt", TREE))
-    path = str(write(tmp_path / "ckpt", TREE)) if is_local else bucket.url
+    path = str(write(tmp_path / "ckpt", TREE))
+    place = path if is_local else bucket.place
     names = ["config.json", "nothing", "model"]
-    with async_ckpt.files.local_read_files(path, names, **bucket.options) as folder:
+    with async_ckpt.files.local_read_files(place, names) as folder:
         assert read(folder) == (TREE if is_local else {"config.json": b"{}"})
         assert (folder == path) == is_local
-    with async_ckpt.files.local_read_files(path, ["nothing"], missing="skip", **bucket.options) as folder:
+    with async_ckpt.files.local_read_files(place, ["nothing"], missing="skip") as folder:
         assert os.path.isdir(folder)
     with pytest.raises(FileNotFoundError, match="nothing, model"):
-        async_ckpt.files.local_read_files(path, names, missing="error", **bucket.options).__enter__()
+        async_ckpt.files.local_read_files(place, names, missing="error").__enter__()
 
 
 @pytest.mark.parametrize("missing", ["error", "skip"])
 def test_a_missing_folder_is_an_error_whatever_may_be_missing_in_it(bucket, tmp_path, scratch, missing):
-    for path in (bucket.url, tmp_path / "nowhere"):
+    for place in (bucket.place, tmp_path / "nowhere"):
         with pytest.raises(FileNotFoundError, match="is not there"):
-            async_ckpt.files.local_read_files(path, ["x"], missing=missing, **bucket.options).__enter__()
+            async_ckpt.files.local_read_files(place, ["x"], missing=missing).__enter__()
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "", "a//b", "./a", "a/.."])
 def test_a_name_that_leads_out_of_the_folder_is_refused(bucket, tmp_path, scratch, name):
-    for path in (bucket.url, tmp_path):
+    for place in (bucket.place, tmp_path):
         with pytest.raises(ValueError, match="name of a file"):
-            async_ckpt.files.local_read_files(path, [name], **bucket.options).__enter__()
+            async_ckpt.files.local_read_files(place, [name]).__enter__()
 
 
 def test_wrong_arguments_are_told_from_missing_files(tmp_path):
@@ -229,7 +229,7 @@ def test_wrong_arguments_are_told_from_missing_files(tmp_path):
 
 
 def test_what_is_written_is_uploaded_at_the_end_of_the_block_and_not_before(cloud, scratch):
-    with async_ckpt.files.local_work_dir(cloud.url, **cloud.options) as folder:
+    with async_ckpt.files.local_work_dir(cloud.place) as folder:
         write(Path(folder), TREE)
         assert cloud.tree() == {}
     assert cloud.tree() == below("ckpt", TREE)
@@ -240,14 +240,14 @@ def test_nothing_is_uploaded_after_an_exception(cloud, scratch, error):
     with pytest.raises(error):
         leave_by(
             error(),
-            async_ckpt.files.local_work_dir(cloud.url, **cloud.options),
+            async_ckpt.files.local_work_dir(cloud.place),
             lambda folder: write(Path(folder), TREE),
         )
     assert cloud.tree() == {}
 
 
 def test_a_block_that_writes_nothing_uploads_nothing(cloud, scratch):
-    with async_ckpt.files.local_work_dir(cloud.url, **cloud.options):
+    with async_ckpt.files.local_work_dir(cloud.place):
         pass
     assert cloud.tree() == {}
 
@@ -266,23 +266,23 @@ def test_a_local_work_folder_is_itself_and_made_if_need_be(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("with_block", [True, False])
 def test_what_is_written_can_be_read_back(cloud, tmp_path, scratch, with_block):
-    for place, options in ((f"{cloud.url}/x", cloud.options), (tmp_path / "x", {})):
+    for place in (cloud.at("/x"), tmp_path / "x"):
         for mode, content in (("b", b"\x00\r\n\xff"), ("", "größe\n検\r\n"), ("t", "")):
             if with_block:
-                with async_ckpt.files.open_file(place, f"w{mode}", **options) as file:
+                with async_ckpt.files.open_file(place, f"w{mode}") as file:
                     file.write(content)
             else:
-                file = async_ckpt.files.open_file(place, f"w{mode}", **options)
+                file = async_ckpt.files.open_file(place, f"w{mode}")
                 file.write(content)
                 file.close()
                 file.close()
-            with async_ckpt.files.open_file(place, f"r{mode}", **options) as file:
+            with async_ckpt.files.open_file(place, f"r{mode}") as file:
                 assert file.read() == (content.replace("\r\n", "\n") if isinstance(content, str) else content)
             assert file.closed
 
 
 def test_an_object_appears_when_its_file_is_closed_and_not_before(cloud, scratch):
-    file = async_ckpt.files.open_file(cloud.url, "wb", **cloud.options)
+    file = async_ckpt.files.open_file(cloud.place, "wb")
     file.write(b"1" * MIB)
     file.flush()
     assert cloud.tree() == {}
@@ -294,7 +294,7 @@ def test_an_object_appears_when_its_file_is_closed_and_not_before(cloud, scratch
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_nothing_is_uploaded_when_the_block_ends_by_an_exception(cloud, scratch, mode, error):
     cloud.write({"ckpt": b"old"})
-    file = async_ckpt.files.open_file(cloud.url, mode, **cloud.options)
+    file = async_ckpt.files.open_file(cloud.place, mode)
     with pytest.raises(error):
         leave_by(error(), file, lambda file: file.write(b"new" if mode == "wb" else "new"))
     file.close()
@@ -303,7 +303,7 @@ def test_nothing_is_uploaded_when_the_block_ends_by_an_exception(cloud, scratch,
 
 @pytest.mark.parametrize("mode", ["wb", "w"])
 def test_a_file_that_is_never_closed_is_not_uploaded(bucket, scratch, mode):
-    files = [async_ckpt.files.open_file(bucket.url, mode, **bucket.options)]
+    files = [async_ckpt.files.open_file(bucket.place, mode)]
     files[0].write(b"new" if mode == "wb" else "new")
     with pytest.warns(ResourceWarning):
         files.clear()
@@ -311,7 +311,7 @@ def test_a_file_that_is_never_closed_is_not_uploaded(bucket, scratch, mode):
 
 
 def test_an_upload_that_fails_is_an_error_of_close_and_leaves_nothing(bucket, scratch):
-    file = async_ckpt.files.open_file(f"s3://{bucket.bucket}-2/x", "wb", **bucket.options)
+    file = async_ckpt.files.open_file(bucket.whole("-2/x"), "wb")
     file.write(b"1")
     with pytest.raises(StorageUnavailableError, match="create it"):
         file.close()
@@ -323,7 +323,7 @@ def test_an_object_is_sought_in_like_a_file(cloud):
     data = random_bytes(9 * MIB + 7)
     cloud.write({"ckpt": data})
     like = io.BytesIO(data)
-    with async_ckpt.files.open_file(cloud.url, **cloud.options) as file:
+    with async_ckpt.files.open_file(cloud.place) as file:
         assert (file.readable(), file.seekable(), file.writable()) == (True, True, False)
         for offset, whence, length in (
             (0, 0, 10), (5 * MIB, 0, 3), (-3, 1, 5 * MIB), (-9, 2, 4), (0, 0, 0), (1, 0, -1), (9 * MIB, 0, 100),
@@ -340,21 +340,20 @@ def test_a_large_object_is_read_in_few_requests(bucket):
     data = random_bytes(40 * MIB)
     bucket.write({"ckpt": data})
     with FaultyProxy(bucket.server.endpoint) as proxy:
-        options = {"storage_options": {**bucket.server.options, "endpoint": proxy.endpoint}}
-        with async_ckpt.files.open_file(bucket.url, **options) as file:
+        with async_ckpt.files.open_file(bucket.through(proxy)) as file:
             assert file.read() == data
         assert proxy.count(kind="get_object") <= 4
 
 
 def test_torch_and_json_use_an_object_as_a_file(cloud, scratch):
     state = {"weight": torch.randn(300, 300), "step": 3}
-    with async_ckpt.files.open_file(f"{cloud.url}/x.pt", "wb", **cloud.options) as file:
+    with async_ckpt.files.open_file(cloud.at("/x.pt"), "wb") as file:
         torch.save(state, file)
-    with async_ckpt.files.open_file(f"{cloud.url}/x.pt", **cloud.options) as file:
+    with async_ckpt.files.open_file(cloud.at("/x.pt")) as file:
         assert torch.equal(torch.load(file, weights_only=True)["weight"], state["weight"])
-    with async_ckpt.files.open_file(f"{cloud.url}/x.json", "w", **cloud.options) as file:
+    with async_ckpt.files.open_file(cloud.at("/x.json"), "w") as file:
         json.dump({"step": 3}, file)
-    with async_ckpt.files.open_file(f"{cloud.url}/x.json", "r", **cloud.options) as file:
+    with async_ckpt.files.open_file(cloud.at("/x.json"), "r") as file:
         assert [json.loads(line) for line in file] == [{"step": 3}]
 
 
@@ -393,12 +392,12 @@ def test_a_file_where_a_folder_should_be_is_told_when_a_local_file_is_written(tm
 
 
 def test_what_cannot_be_opened_says_why(cloud, tmp_path):
-    for path, options in ((cloud.url, cloud.options), (tmp_path / "x", {})):
+    for place in (cloud.place, tmp_path / "x"):
         with pytest.raises(FileNotFoundError):
-            async_ckpt.files.open_file(path, **options)
+            async_ckpt.files.open_file(place)
     for mode in ("a", "r+b", "x", "rw", "wbt", ""):
         with pytest.raises(ValueError, match="written anew"):
-            async_ckpt.files.open_file(cloud.url, mode, **cloud.options)
+            async_ckpt.files.open_file(cloud.place, mode)
     for mode in ("r", "wb"):
         with pytest.raises(ValueError, match="names no object"):
-            async_ckpt.files.open_file(f"{cloud.url}/", mode, **cloud.options)
+            async_ckpt.files.open_file(cloud.at("/"), mode)

@@ -24,6 +24,7 @@ NAMES = [
     "NotUnchangedError",
     "NothingWrittenError",
     "PeerFailedError",
+    "Place",
     "Progress",
     "RngState",
     "SaveAbandonedError",
@@ -54,40 +55,27 @@ NAMES = [
 
 # name -> its parameters: `*` divides off what must be given by name, `=` shows a default.
 SIGNATURES = {
-    async_ckpt.save: "(obj, path, *, guard=None, select=None, also=None, compression=None, storage_options=None, engine=None, fs=None)",
-    async_ckpt.pack: (
-        "(destination, *, compression=None, scratch=None, storage_options=None, engine=None, fs=None)"
-    ),
-    async_ckpt.pack_folder: (
-        "(folder, destination, *, compression=None, storage_options=None, engine=None, fs=None)"
-    ),
-    async_ckpt.unpack: (
-        "(source, *, scratch=None, max_bytes=None, max_file_bytes=None, max_members=1000000, "
-        "storage_options=None, engine=None, fs=None)"
-    ),
-    async_ckpt.extract: (
-        "(source, folder, *, max_bytes=None, max_file_bytes=None, max_members=1000000, "
-        "storage_options=None, engine=None, fs=None)"
-    ),
-    async_ckpt.load: (
-        "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=(), "
-        "*, storage_options=None, engine=None, fs=None)"
-    ),
+    async_ckpt.save: "(obj, path, *, guard=None, select=None, also=None, compression=None)",
+    async_ckpt.pack: "(destination, *, compression=None, scratch=None)",
+    async_ckpt.pack_folder: "(folder, destination, *, compression=None)",
+    async_ckpt.unpack: "(source, *, scratch=None, max_bytes=None, max_file_bytes=None, max_members=1000000)",
+    async_ckpt.extract: "(source, folder, *, max_bytes=None, max_file_bytes=None, max_members=1000000)",
+    async_ckpt.load: "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())",
     async_ckpt.release: "()",
-    async_ckpt.files.local_read_dir: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.files.local_read_files: "(path, names, *, missing='skip', storage_options=None, engine=None, fs=None)",
-    async_ckpt.files.local_work_dir: "(output, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.files.upload_directory: "(local, cloud, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.files.download_directory: "(cloud, local, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.files.exists: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.files.isdir: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.files.list_dir: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.files.remove: "(path, *, storage_options=None, engine=None, fs=None)",
-    async_ckpt.files.open_file: "(path, mode='rb', *, storage_options=None, engine=None, fs=None)",
+    async_ckpt.files.local_read_dir: "(path)",
+    async_ckpt.files.local_read_files: "(path, names, *, missing='skip')",
+    async_ckpt.files.local_work_dir: "(output)",
+    async_ckpt.files.upload_directory: "(local, cloud)",
+    async_ckpt.files.download_directory: "(cloud, local)",
+    async_ckpt.files.exists: "(path)",
+    async_ckpt.files.isdir: "(path)",
+    async_ckpt.files.list_dir: "(path)",
+    async_ckpt.files.remove: "(path)",
+    async_ckpt.files.open_file: "(path, mode='rb')",
     AsyncCheckpointer: (
         "(root, *, keep=None, due=None, guard=None, host_bytes=None, "
         "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, naming=None, strict=False, "
-        "exit_timeout=None, commit='all', max_bandwidth=None, trace=None, storage_options=None, engine=None, fs=None)"
+        "exit_timeout=None, commit='all', max_bandwidth=None, trace=None)"
     ),
     AsyncCheckpointer.save: (
         "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None, "
@@ -117,6 +105,7 @@ SIGNATURES = {
     async_ckpt.Due: "(every=None, seconds=None, deadline=None, margin_seconds=30.0)",
     async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
     async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None)",
+    async_ckpt.Place: "(url, *, options=None, engine=None, fs=None, keep=None)",
     async_ckpt.Tracker: "(name, text)",
     async_ckpt.Tracker.dump: "(self, step)",
     async_ckpt.Tracker.parse: "(self, data)",

@@ -20,8 +20,9 @@ from states import assert_is_state, leftovers, names_below, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Naming, NotCommittedError, StorageUnavailableError
 from async_ckpt.runs.manifest import Manifest
-from async_ckpt.runs.retention import Commits, Keep, keep_of
+from async_ckpt.runs.retention import Commits, doomed_by, keep_of
 from async_ckpt.runs.run import Run
+from async_ckpt.spec import Keep
 from async_ckpt.storage.local import LocalStorage
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
@@ -108,7 +109,7 @@ rule_sets = st.builds(
 
 @given(runs, rule_sets, st.sets(st.integers(0, 40), max_size=4))
 def test_what_goes_is_exactly_what_the_manual_says(made, rules, protected):
-    doomed = rules.doomed(Commits(made), now=NOW, protected=protected)
+    doomed = doomed_by(rules, Commits(made), now=NOW, protected=protected)
 
     assert doomed == [step for step in sorted(made) if not stays(step, made, rules, protected)]
     assert max(made) not in doomed
@@ -117,10 +118,10 @@ def test_what_goes_is_exactly_what_the_manual_says(made, rules, protected):
 
 @given(runs, rule_sets, st.sets(st.integers(0, 40), max_size=4))
 def test_what_was_left_is_left_when_the_rules_are_read_again(made, rules, protected):
-    doomed = rules.doomed(Commits(made), now=NOW, protected=protected)
+    doomed = doomed_by(rules, Commits(made), now=NOW, protected=protected)
     left = {step: manifest for step, manifest in made.items() if step not in doomed}
 
-    assert rules.doomed(Commits(left), now=NOW, protected=protected) == []
+    assert doomed_by(rules, Commits(left), now=NOW, protected=protected) == []
 
 
 @given(runs, rule_sets)
@@ -129,7 +130,7 @@ def test_another_rule_keeps_more_and_never_less(made, rules):
         return
     more = Keep(rules.last or 2, rules.every, rules.best, rules.seconds)
 
-    assert set(more.doomed(Commits(made), now=NOW)) <= set(rules.doomed(Commits(made), now=NOW))
+    assert set(doomed_by(more, Commits(made), now=NOW)) <= set(doomed_by(rules, Commits(made), now=NOW))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_another_rule_keeps_more_and_never_less(made, rules):
     ],
 )  # fmt: skip
 def test_what_retention_dooms(rules, made, doomed):
-    assert rules.doomed(Commits(made), now=NOW) == doomed
+    assert doomed_by(rules, Commits(made), now=NOW) == doomed
 
 
 @pytest.mark.parametrize(
@@ -378,7 +379,7 @@ def test_the_clock_is_the_one_that_was_handed_in(tmp_path):
         for step in (1, 2, 3):
             save(ckpt, step)
     later = time.time() + 3600
-    run = Run(LocalStorage(tmp_path), clock=lambda: later, retention=Keep(seconds=1800))
+    run = Run(LocalStorage(tmp_path), clock=lambda: later, keep=Keep(seconds=1800))
     assert run.retain(3, replaced=None, in_flight={2}) == [1]
     assert run.steps() == [2, 3]
 

@@ -346,7 +346,6 @@ def test_a_full_disk_under_any_is_a_place_that_is_missed(roots):
         ([], {}, "at least one root"),
         (["a", "a"], {}, "the same"),
         (["a"], {"commit": "most"}, "commit"),
-        (["a", "b"], {"storage_options": [{}]}, "storage_options"),
     ],
 )
 def test_roots_that_make_no_sense_are_refused(given, options, message, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import io
 import os
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from states import difference
 from torch import nn
 
 import async_ckpt
-from async_ckpt import RngState
+from async_ckpt import Place, RngState
 from async_ckpt.integrations.skyrl import CheckpointBackend
 from async_ckpt.testing import FaultyProxy
 from async_ckpt.testing.servers import Server
@@ -89,6 +89,10 @@ def backend_of(one: Trainee, **options: Any) -> CheckpointBackend:
     )
 
 
+def with_options(options: dict[str, Any]) -> Callable[[Any], Place]:
+    return lambda path: Place(path, options=options)
+
+
 def everything_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
@@ -107,9 +111,9 @@ def proxy(s3: Server) -> Iterator[FaultyProxy]:
 
 
 @pytest.fixture
-def through(s3: Server, proxy: FaultyProxy) -> dict[str, Any]:
-    """Storage options that lead through the proxy."""
-    return {**s3.options, "endpoint": proxy.endpoint}
+def through(s3: Server, proxy: FaultyProxy) -> Callable[[Any], Place]:
+    """Places that lead through the proxy."""
+    return with_options({**s3.options, "endpoint": proxy.endpoint})
 
 
 # --- the archive ----------------------------------------------------------------------------------------------
@@ -181,7 +185,7 @@ def test_archives_that_skyrl_wrote_are_loaded(trained, tmp_path, write):
 def test_training_goes_on_from_a_load_as_if_it_had_never_stopped(trained, tmp_path, s3, bucket, in_store):
     """Bit for bit: model, optimizer, scheduler, and every random number that follows."""
     path = f"s3://{bucket}/model_a/000003.tar.gz" if in_store else tmp_path / "model_a" / "000003.tar.gz"
-    options = {"storage_options": s3.options, "scratch": tmp_path / "scratch"} if in_store else {}
+    options = {"place": with_options(s3.options), "scratch": tmp_path / "scratch"} if in_store else {}
     with backend_of(trained, **options) as backend:
         backend.save_checkpoint(path, "a")
         expected = train(trained, 5)  # while the save goes on
@@ -241,7 +245,7 @@ def test_the_engine_goes_on_while_an_upload_is_held_up(trained, tmp_path, proxy,
         local.save_checkpoint(tmp_path / "earlier.tar.gz", "a")
     hold = proxy.delay(None, method="PUT")
 
-    with backend_of(trained, storage_options=through, scratch=tmp_path / "scratch") as backend:
+    with backend_of(trained, place=through, scratch=tmp_path / "scratch") as backend:
         stuck = backend.save_checkpoint(f"s3://{bucket}/a/1.tar.gz", "a")
         hold.wait()
         train(trained, 2)
@@ -270,7 +274,7 @@ def test_a_load_waits_for_the_save_to_its_path(trained, tmp_path, proxy, through
             hold.clear()
 
     dispatch = Watching({"a": trained}, world_size=WORLD_SIZE)
-    options = {"storage_options": through, "scratch": tmp_path / "scratch"}
+    options = {"place": through, "scratch": tmp_path / "scratch"}
     with CheckpointBackend(dispatch, validate=let_it_go, **options) as backend:
         handle = backend.save_checkpoint(f"s3://{bucket}/a.tar.gz", "a")
         hold.wait()
@@ -289,7 +293,7 @@ def test_a_load_waits_for_the_save_to_its_path_by_any_other_name(trained, tmp_pa
         if hold.hits:
             hold.clear()
 
-    options = {"storage_options": through, "scratch": tmp_path / "scratch"}
+    options = {"place": through, "scratch": tmp_path / "scratch"}
     with backend_of(trained, validate=let_it_go, **options) as backend:
         backend.save_checkpoint(f"s3://{bucket}/a.tar.gz", "a")
         hold.wait()
@@ -302,7 +306,7 @@ def test_a_load_waits_for_the_save_to_its_path_by_any_other_name(trained, tmp_pa
 def test_a_load_of_what_could_not_be_saved_raises_what_went_wrong(trained, tmp_path, proxy, through, bucket):
     """Until somebody has seen it: what lies at the path from before is not what the caller means."""
     path = f"s3://{bucket}/a.tar.gz"
-    with backend_of(trained, storage_options=through, scratch=tmp_path / "scratch") as backend:
+    with backend_of(trained, place=through, scratch=tmp_path / "scratch") as backend:
         backend.save_checkpoint(path, "a").result()
         before = state_of(trained)
         train(trained, 1)
@@ -326,7 +330,7 @@ def leave(backend: CheckpointBackend) -> None:
 def test_a_failed_save_is_a_warning_at_the_next_one_and_raised_at_the_end(
     trained, tmp_path, proxy, through, bucket, end
 ):
-    backend = backend_of(trained, storage_options=through, scratch=tmp_path / "scratch")
+    backend = backend_of(trained, place=through, scratch=tmp_path / "scratch")
     denied = proxy.answer("AccessDenied", method="PUT")
     failed = backend.save_checkpoint(f"s3://{bucket}/1.tar.gz", "a")
     wait([failed])  # which is not to look at it
@@ -575,7 +579,7 @@ class CloudPath:
 def test_a_path_into_a_store_is_never_taken_for_its_copy_in_a_cache(trained, tmp_path, s3, bucket):
     path = CloudPath(f"s3://{bucket}/model_a/x.tar.gz", tmp_path / "cache")
     before = state_of(trained)
-    with backend_of(trained, storage_options=s3.options, scratch=tmp_path / "scratch") as backend:
+    with backend_of(trained, place=with_options(s3.options), scratch=tmp_path / "scratch") as backend:
         backend.save_checkpoint(path, "a")
         train(trained, 1)
         backend.load_checkpoint(path, "a")
@@ -629,7 +633,7 @@ def test_weights_that_are_not_to_be_kept_leave_a_marker_as_skyrl_writes_it(
 ):
     name = "model_a/sampler_weights/x.tar.gz"
     place = CloudPath(f"s3://{bucket}/{name}", tmp_path / "cache") if in_store else tmp_path / name
-    with backend_of(trained, storage_options=s3.options) as backend:
+    with backend_of(trained, place=with_options(s3.options)) as backend:
         backend.save_sampler_checkpoint(place, "a", persist=False)
     if in_store:
         (tmp_path / name).parent.mkdir(parents=True)

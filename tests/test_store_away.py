@@ -93,16 +93,15 @@ def test_a_store_that_comes_back_in_time_has_only_cost_time(obstore):
 @pytest.fixture
 def both(obstore: Far, tmp_path: Any) -> Iterator[tuple[Far, Any, AsyncCheckpointer]]:
     """A disk and a store that is reached through the proxy; a step is committed where it is durable first."""
-    options = {"storage_options": obstore.options(**SOON, **NO_RETRIES)}
-    with open_run([tmp_path, obstore.url], commit="any", segment_bytes=PART, **options) as ckpt:
+    roots = [tmp_path, obstore.place(**SOON, **NO_RETRIES)]
+    with open_run(roots, commit="any", segment_bytes=PART) as ckpt:
         yield obstore, tmp_path, ckpt
 
 
 @pytest.fixture
 def patient(obstore: Far, tmp_path: Any) -> Iterator[tuple[Far, Any, AsyncCheckpointer]]:
     """The same, with the time that a store has by default."""
-    options = {"storage_options": obstore.options()}
-    with open_run([tmp_path, obstore.url], commit="any", segment_bytes=PART, **options) as ckpt:
+    with open_run([tmp_path, obstore.place()], commit="any", segment_bytes=PART) as ckpt:
         yield obstore, tmp_path, ckpt
 
 
@@ -181,8 +180,7 @@ def test_with_any_a_throttled_store_holds_up_no_save(patient):
 
 
 def test_with_all_a_store_that_is_away_fails_the_save_and_leaves_nothing_on_the_disk(obstore, tmp_path):
-    options = {"storage_options": obstore.options(**SOON, **NO_RETRIES)}
-    with open_run([tmp_path, obstore.url], segment_bytes=PART, **options) as ckpt:
+    with open_run([tmp_path, obstore.place(**SOON, **NO_RETRIES)], segment_bytes=PART) as ckpt:
         obstore.proxy.refuse()
         failure(lambda: ckpt.save(state_at(2, BIG), step=2).result(), AWAY)
         assert leftovers(tmp_path) == []
@@ -326,7 +324,8 @@ def test_one_writer_in_each_of_two_processes_and_one_step(bucket, s3, nursery, p
         import json, sys
         import async_ckpt
         from states import open_run, state_at
-        with open_run(sys.argv[1], storage_options=json.loads(sys.argv[2]), segment_bytes=8 << 20) as ckpt:
+        place = async_ckpt.Place(sys.argv[1], options=json.loads(sys.argv[2]))
+        with open_run(place, segment_bytes=8 << 20) as ckpt:
             try:
                 ckpt.save(state_at(int(sys.argv[3])), step=1).result()
             except async_ckpt.StepExistsError:
@@ -343,7 +342,7 @@ def test_one_writer_in_each_of_two_processes_and_one_step(bucket, s3, nursery, p
     assert [end.err for end in ends] == ["", ""]
     assert sorted(end.out.strip() for end in ends) == ["committed", "exists"]
     winner = 10 + [end.out.strip() for end in ends].index("committed")
-    with open_run(bucket.url("run"), storage_options=s3.options) as ckpt:
+    with open_run(bucket.place("run")) as ckpt:
         assert_is_state(ckpt.load(1), winner)
     assert len(bucket.keys()) == 4
 
@@ -355,8 +354,8 @@ SAVE = """
     import json, sys
     import async_ckpt
     from states import open_run, state_at
-    options = {"storage_options": json.loads(sys.argv[2]), "engine": sys.argv[3]}
-    ckpt = open_run(sys.argv[1], segment_bytes=8 << 20, **options)
+    place = async_ckpt.Place(sys.argv[1], options=json.loads(sys.argv[2]), engine=sys.argv[3])
+    ckpt = open_run(place, segment_bytes=8 << 20)
     ckpt.save(state_at(2, 9), step=2)
 """
 

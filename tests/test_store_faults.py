@@ -17,15 +17,14 @@ from buckets import (
     ENGINES,
     PART,
     Bucket,
-    Place,
+    RunAt,
     no_memory_is_lent,
-    through,
 )
 from faulty import ALL, AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure, nobody_waits
 from states import MIB, SEGMENT, assert_is_state, open_run, state_at
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CheckpointError, NotCommittedError, StepExistsError
+from async_ckpt import AsyncCheckpointer, CheckpointError, NotCommittedError, Place, StepExistsError
 from async_ckpt.testing import FaultyProxy
 
 MULTIPART = ["create_multipart_upload", "upload_part", "complete_multipart_upload"]
@@ -83,9 +82,8 @@ def test_a_refusal_says_what_to_do_whatever_is_asked(far, code):
         failure(ckpt.steps, advice)
         failure(lambda: ckpt.load(1), advice)
         failure(lambda: ckpt.restore(state_at(0)), advice)
-        one_off = {"storage_options": far.options(), "engine": far.engine}
-        failure(lambda: async_ckpt.load(far.url, **one_off), advice)
-        failure(lambda: async_ckpt.save(state_at(2), f"{far.url}/x.tar", **one_off).result(), advice)
+        failure(lambda: async_ckpt.load(far.place()), advice)
+        failure(lambda: async_ckpt.save(state_at(2), far.place("x.tar")).result(), advice)
         assert 0 < fault.hits < 40
 
 
@@ -127,18 +125,18 @@ def test_what_cannot_be_done_after_the_commit_does_not_make_it_less_true(obstore
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_bucket_that_does_not_exist_is_said_and_never_made(s3, engine):
     missing = Bucket(s3)
-    place = Place(missing.url("run"), {"storage_options": s3.options, "engine": engine})
-    with place.run() as ckpt:
+    run = RunAt(missing.place("run", engine))
+    with run.run() as ckpt:
         for call in (
             lambda: ckpt.save(state_at(1), step=1).result(),
             lambda: ckpt.save(state_at(1, BIG), step=2).result(),
             ckpt.steps,
             ckpt.load,
             lambda: ckpt.restore(state_at(0)),
-            place.load,
-            lambda: place.load("x.tar"),
-            lambda: async_ckpt.save(state_at(1), f"{place.url}/x.tar", **place.options).result(),
-            lambda: async_ckpt.save(state_at(1, 40), f"{place.url}/x.tar", **place.options).result(),
+            run.load,
+            lambda: run.load("x.tar"),
+            lambda: async_ckpt.save(state_at(1), run.at("x.tar")).result(),
+            lambda: async_ckpt.save(state_at(1, 40), run.at("x.tar")).result(),
         ):
             failure(call, "bucket.*does not exist.*create it, or correct the URL")
         no_memory_is_lent(ckpt)
@@ -158,26 +156,23 @@ def test_a_bucket_that_does_not_exist_is_said_and_never_made(s3, engine):
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_malformed_url_is_refused_where_it_is_given(url, engine):
-    options = {
-        "storage_options": {"endpoint": "http://127.0.0.1:9", "key": "k-e-y", "secret": "s-e-c"},
-        "engine": engine,
-    }
+    options = {"endpoint": "http://127.0.0.1:9", "key": "k-e-y", "secret": "s-e-c"}
     for call in (
-        lambda: AsyncCheckpointer(url, **options),
-        lambda: async_ckpt.save({}, f"{url}/x.tar", **options),
-        lambda: async_ckpt.load(f"{url}/x.tar", **options),
+        lambda: AsyncCheckpointer(Place(url, options=options, engine=engine)),
+        lambda: async_ckpt.save({}, Place(f"{url}/x.tar", options=options, engine=engine)),
+        lambda: async_ckpt.load(Place(f"{url}/x.tar", options=options, engine=engine)),
     ):
         with pytest.raises(ValueError, match="s3://") as refused:
             call()
         assert "pw" not in str(refused.value)
 
 
-@pytest.mark.parametrize("options", [{}, {"engine": "fsspec"}])
-def test_an_unknown_scheme_is_refused_where_it_is_given(options):
+@pytest.mark.parametrize("engine", [None, "fsspec"])
+def test_an_unknown_scheme_is_refused_where_it_is_given(engine):
     for call in (
-        lambda: AsyncCheckpointer("nowhere://bucket/run", **options),
-        lambda: async_ckpt.save({}, "nowhere://bucket/x.tar", **options),
-        lambda: async_ckpt.load("nowhere://bucket/x.tar", **options),
+        lambda: AsyncCheckpointer(Place("nowhere://bucket/run", engine=engine)),
+        lambda: async_ckpt.save({}, Place("nowhere://bucket/x.tar", engine=engine)),
+        lambda: async_ckpt.load(Place("nowhere://bucket/x.tar", engine=engine)),
     ):
         with pytest.raises(ValueError, match="nowhere://"):
             call()
@@ -185,7 +180,7 @@ def test_an_unknown_scheme_is_refused_where_it_is_given(options):
 
 def test_a_scheme_that_obstore_does_not_know_is_refused():
     with pytest.raises(ValueError, match="sftp://"):
-        AsyncCheckpointer("sftp://host/run", engine="obstore")
+        AsyncCheckpointer(Place("sftp://host/run", engine="obstore"))
 
 
 @pytest.mark.parametrize(
@@ -204,14 +199,15 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(nursery, u
         import sys
         url, engine, package, command = sys.argv[1:]
         sys.modules[package] = None
-        options = {"engine": engine} if engine != "None" else {}
+        engine = None if engine == "None" else engine
         try:
-            with async_ckpt.AsyncCheckpointer(url, **options) as ckpt:
+            with async_ckpt.AsyncCheckpointer(async_ckpt.Place(url, engine=engine)) as ckpt:
                 ckpt.steps()
         except ImportError as error:
             print(error)
         try:
-            async_ckpt.save({"x": torch.ones(1)}, url + "/x.tar", **options).result()
+            place = async_ckpt.Place(url + "/x.tar", engine=engine)
+            async_ckpt.save({"x": torch.ones(1)}, place).result()
         except ImportError as error:
             print(error)
     """
@@ -227,7 +223,8 @@ def test_without_the_package_that_lists_uploads_a_save_works_and_the_lifecycle_r
         import json, logging, sys
         sys.modules["s3fs"] = None
         logging.basicConfig(format="%(name)s %(message)s", stream=sys.stdout)
-        with async_ckpt.AsyncCheckpointer(sys.argv[1], storage_options=json.loads(sys.argv[2])) as ckpt:
+        place = async_ckpt.Place(sys.argv[1], options=json.loads(sys.argv[2]))
+        with async_ckpt.AsyncCheckpointer(place) as ckpt:
             for step in (1, 2):
                 ckpt.save({"x": torch.ones(1)}, step=step).result()
     """
@@ -240,12 +237,12 @@ def test_without_the_package_that_lists_uploads_a_save_works_and_the_lifecycle_r
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_key_that_is_too_long_is_refused_and_nothing_is_sent(bucket, proxy, engine):
-    options = {"storage_options": through(proxy, bucket), "engine": engine}
-    url = bucket.url("/".join(["x" * 200] * 5))  # what lies in it is longer than S3 takes
-    with open_run(url, segment_bytes=PART, **options) as ckpt:
+    folder = "/".join(["x" * 200] * 5)  # what lies in it is longer than S3 takes
+    run = RunAt(bucket.place(folder, engine, endpoint=proxy.endpoint))
+    with run.run() as ckpt:
         failure(lambda: ckpt.save(state_at(1), step=1).result(), r"1,024")
         no_memory_is_lent(ckpt)
-    failure(lambda: async_ckpt.save(state_at(1), f"{url}/{'y' * 30}.tar", **options).result(), r"1,024")
+    failure(lambda: async_ckpt.save(state_at(1), run.at(f"{'y' * 30}.tar")).result(), r"1,024")
     assert proxy.requests == []
     assert (bucket.keys(), bucket.uploads()) == ([], [])
 
@@ -253,7 +250,7 @@ def test_a_key_that_is_too_long_is_refused_and_nothing_is_sent(bucket, proxy, en
 def test_an_option_that_nobody_knows_is_named():
     for engine in ENGINES:
         with pytest.raises((ValueError, TypeError), match="no_such_option"):
-            AsyncCheckpointer("s3://bucket/run", storage_options={"no_such_option": 1}, engine=engine)
+            AsyncCheckpointer(Place("s3://bucket/run", options={"no_such_option": 1}, engine=engine))
 
 
 # --- trouble that passes --------------------------------------------------------------------------------------
@@ -344,8 +341,7 @@ def test_uploads_of_others_are_left_alone_when_an_own_one_had_to_be_sent_again(o
     for key in others:
         obstore.bucket.begin_upload(key)
     obstore.proxy.answer("SlowDown", kind="upload_part", times=1)
-    place = {"storage_options": obstore.options(**NO_RETRIES)}
-    report = async_ckpt.save(state_at(2, 40), f"{obstore.url}/x.tar", **place).result()
+    report = async_ckpt.save(state_at(2, 40), obstore.place("x.tar", **NO_RETRIES)).result()
     assert report.retries == 1
     assert obstore.bucket.uploads() == sorted(others)
 
@@ -387,7 +383,7 @@ def keyless(far: Far, **options: Any) -> dict[str, Any]:
 def test_credentials_that_expire_in_the_middle_of_an_upload_are_renewed(obstore, status):
     provider = Provider()
     options = keyless(obstore, credential_provider=provider, **NO_RETRIES)
-    with obstore.run(storage_options=options) as ckpt:
+    with open_run(Place(obstore.url, options=options), segment_bytes=PART) as ckpt:
         fault = obstore.proxy.answer(
             "ExpiredToken", status=status, kind="upload_part", target=r"partNumber=3\b", times=1
         )
@@ -403,7 +399,8 @@ def test_credentials_that_expire_in_the_middle_of_an_upload_are_renewed(obstore,
 
 def test_credentials_that_stay_expired_end_in_an_error_at_the_deadline(obstore):
     options = keyless(obstore, credential_provider=Provider(), **SOON, **NO_RETRIES)
-    with obstore.run(storage_options=options) as ckpt, obstore.unharmed(ckpt):
+    place = Place(obstore.url, options=options)
+    with open_run(place, segment_bytes=PART) as ckpt, obstore.unharmed(ckpt):
         obstore.proxy.answer("ExpiredToken", status=403, kind="upload_part")
         failure(lambda: ckpt.save(state_at(2, 25), step=2).result(), "expired.*log in again")
 
@@ -461,8 +458,9 @@ def test_secrets_are_nowhere(far, caplog, recwarn):
     given = {names[name] if far.engine == "s3fs" else name: value for name, value in SECRETS.items()}
     options = {**keyless(far, **SOON, **NO_RETRIES), **given}
     told: list[str] = []
-    place = Place(far.url, {"storage_options": options, "engine": far.engine})
-    with place.run() as ckpt:
+    place = Place(far.url, options=options, engine=far.engine)
+    told.append(repr(place))
+    with open_run(place, segment_bytes=PART) as ckpt:
         for step in (2, 3):
             handle = ckpt.save(state_at(step, BIG), step=step)
             report = handle.result()
@@ -508,8 +506,8 @@ def test_secrets_are_nowhere(far, caplog, recwarn):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_keys_in_a_url_are_refused_without_being_shown(engine):
     secret = "".join(["sEc", "ReT"])  # the traceback shows this line too
-    with pytest.raises(ValueError, match=r"storage_options|names no bucket|user") as refused:
-        AsyncCheckpointer(f"s3://AKIAKEY:{secret}@bucket/run", engine=engine)
+    with pytest.raises(ValueError, match=r"options=|names no bucket|user") as refused:
+        AsyncCheckpointer(Place(f"s3://AKIAKEY:{secret}@bucket/run", engine=engine))
     assert secret not in everything_told(refused.value)
 
 

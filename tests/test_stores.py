@@ -7,16 +7,17 @@ import json
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from buckets import ENGINES, PART, Bucket, InMemory, OnServer, Place, archive_of, no_memory_is_lent, through
+from buckets import ENGINES, PART, Bucket, InMemory, OnServer, RunAt, archive_of, no_memory_is_lent
 from racing import Call, until
 from states import MIB, SEGMENT, assert_is_state, open_run, state_at, weight
 
 import async_ckpt
-from async_ckpt import Keep, Naming, NotCommittedError, StepBehindError, StepExistsError
+from async_ckpt import Keep, Naming, NotCommittedError, Place, StepBehindError, StepExistsError
 from async_ckpt.testing import FaultyProxy
 from async_ckpt.testing.servers import Server
 
@@ -244,18 +245,18 @@ def test_a_truncated_archive_is_found_out(bucket):
         with pytest.raises(async_ckpt.CorruptCheckpointError, match="manifest says"):
             ckpt.load(1)
         with pytest.raises(async_ckpt.CorruptCheckpointError, match="truncated"):
-            async_ckpt.load(bucket.url(key), **place.options)
+            async_ckpt.load(bucket.place(key))
 
 
 def test_a_one_off_save_is_one_object(place):
-    url = f"{place.url}/x.tar"
-    report = async_ckpt.save(state_at(5), url, **place.options).result()
-    assert (report.step, report.path) == (None, url)
+    archive = place.at("x.tar")
+    report = async_ckpt.save(state_at(5), archive).result()
+    assert (report.step, report.path) == (None, archive.text)
     assert place.names() == ["x.tar"]
-    assert_is_state(async_ckpt.load(url, **place.options), 5)
-    async_ckpt.save(state_at(6, 40), url, **place.options).result()
+    assert_is_state(async_ckpt.load(archive), 5)
+    async_ckpt.save(state_at(6, 40), archive).result()
     assert place.names() == ["x.tar"]
-    assert_is_state(async_ckpt.load(url, **place.options), 6, 40)
+    assert_is_state(async_ckpt.load(archive), 6, 40)
 
 
 # --- engines and roots ----------------------------------------------------------------------------------------
@@ -276,8 +277,8 @@ def test_the_engines_read_each_others_runs(bucket, writer, reader):
 
 @pytest.mark.parametrize(("engine", "slash"), [("obstore", ""), ("obstore", "/"), ("s3fs", "")])
 def test_a_whole_bucket_may_be_the_root(bucket, engine, slash):
-    place = Place(bucket.url() + slash, {"storage_options": bucket.server.options, "engine": engine})
-    with place.run(keep=1) as ckpt:
+    place = Place(bucket.url() + slash, options=bucket.server.options, engine=engine)
+    with open_run(place, keep=1, segment_bytes=PART) as ckpt:
         assert ckpt.root == bucket.url()
         for step in (1, 2):
             ckpt.save(state_at(step), step=step).result()
@@ -285,7 +286,7 @@ def test_a_whole_bucket_may_be_the_root(bucket, engine, slash):
         assert ckpt.steps() == [2]
         assert_is_state(ckpt.load(), 2)
     assert bucket.read("latest") == b"step_00000002\n"
-    assert_is_state(async_ckpt.load(bucket.url() + slash, **place.options), 2)
+    assert_is_state(async_ckpt.load(place), 2)
     assert len(bucket.keys()) == 4
 
 
@@ -294,7 +295,7 @@ def test_a_slash_behind_the_root_means_nothing(bucket, engine):
     place = OnServer(bucket, engine)
     with place.run() as ckpt:
         ckpt.save(state_at(1), step=1).result()
-    with Place(f"{place.url}/", place.options).run() as ckpt:
+    with RunAt(replace(place.place, url=f"{place.url}/")).run() as ckpt:
         assert ckpt.steps() == [1]
 
 
@@ -309,10 +310,10 @@ def test_a_filesystem_of_fsspec_is_used_as_it_is(bucket):
         client_kwargs={"region_name": options["region"]},
         skip_instance_cache=True,
     )
-    with open_run(f"{bucket.name}/run", fs=fs, segment_bytes=PART) as ckpt:
+    with open_run(Place(f"{bucket.name}/run", fs=fs), segment_bytes=PART) as ckpt:
         ckpt.save(state_at(1, 9), step=1).result()
         assert_is_state(ckpt.load(), 1, 9)
-    assert_is_state(async_ckpt.load(bucket.url("run"), storage_options=options), 1, 9)
+    assert_is_state(async_ckpt.load(bucket.place("run")), 1, 9)
 
 
 @pytest.mark.parametrize("segment_bytes", [SEGMENT, PART, None])
@@ -326,7 +327,7 @@ def test_segments_of_any_size_make_parts(bucket, segment_bytes):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_disk_and_store_hold_the_same_bytes(bucket, tmp_path, engine):
     place = OnServer(bucket, engine)
-    with open_run([tmp_path, place.url], segment_bytes=PART, **place.options) as ckpt:
+    with open_run([tmp_path, place.place], segment_bytes=PART) as ckpt:
         report = ckpt.save(state_at(1, 9), step=1).result()
         assert [d.error for d in report.destinations] == [None, None]
         assert [d.path.startswith(root) for d, root in zip(report.destinations, ckpt.roots, strict=True)] == [
@@ -338,11 +339,11 @@ def test_disk_and_store_hold_the_same_bytes(bucket, tmp_path, engine):
 
 
 def test_a_store_and_memory_may_be_two_roots(bucket):
-    urls = [bucket.url("run"), f"memory://{uuid.uuid4().hex}"]
-    with open_run(urls, storage_options=[bucket.server.options, None], segment_bytes=PART) as ckpt:
+    roots = [bucket.place("run"), f"memory://{uuid.uuid4().hex}"]
+    with open_run(roots, segment_bytes=PART) as ckpt:
         ckpt.save(state_at(1, 9), step=1).result()
-    assert_is_state(async_ckpt.load(urls[0], storage_options=bucket.server.options), 1, 9)
-    assert_is_state(async_ckpt.load(urls[1]), 1, 9)
+    for root in roots:
+        assert_is_state(async_ckpt.load(root), 1, 9)
 
 
 def test_a_root_that_was_added_later_is_caught_up(bucket, tmp_path):
@@ -350,7 +351,7 @@ def test_a_root_that_was_added_later_is_caught_up(bucket, tmp_path):
         for step in (1, 2):
             ckpt.save(state_at(step, 9), step=step).result()
     place = OnServer(bucket, "obstore")
-    with open_run([tmp_path, place.url], segment_bytes=PART, **place.options) as ckpt:
+    with open_run([tmp_path, place.place], segment_bytes=PART) as ckpt:
         assert ckpt.catch_up() == {str(tmp_path): [], place.url: [2, 1]}
     assert place.read("latest") == b"step_00000002\n"
     with place.run() as ckpt:
@@ -373,8 +374,7 @@ def ranges(proxy: FaultyProxy, since: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_only_what_is_selected_is_fetched_and_the_index_by_few_reads(bucket, proxy, engine):
-    options = {"storage_options": through(proxy, bucket), "engine": engine}
-    with open_run(bucket.url("run"), segment_bytes=PART, **options) as ckpt:
+    with open_run(bucket.place("run", engine, endpoint=proxy.endpoint), segment_bytes=PART) as ckpt:
         report = ckpt.save({"big": {"w": weight(1, 24)}, "small": {"b": torch.ones(3)}}, step=1).result()
         ckpt.wait()
 
@@ -406,8 +406,8 @@ def crowded(s3: Server) -> Bucket:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_thousand_objects_under_other_prefixes_are_not_listed(crowded, proxy, engine):
-    options = {"storage_options": through(proxy, crowded), "engine": engine}
-    with open_run(crowded.url(f"run-{engine}"), segment_bytes=PART, **options) as ckpt:
+    place = crowded.place(f"run-{engine}", engine, endpoint=proxy.endpoint)
+    with open_run(place, segment_bytes=PART) as ckpt:
         ckpt.save(state_at(1), step=1).result()
         ckpt.wait()
         before = proxy.count(kind="list_objects")
@@ -418,9 +418,8 @@ def test_a_thousand_objects_under_other_prefixes_are_not_listed(crowded, proxy, 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_is_found_among_a_thousand_folders_page_by_page(crowded, proxy, engine):
-    options = {"storage_options": through(proxy, crowded), "engine": engine}
-    run_format = f"{engine}_{{:08d}}"
-    with open_run(crowded.url("other"), segment_bytes=PART, naming=Naming(run_format), **options) as ckpt:
+    place = crowded.place("other", engine, endpoint=proxy.endpoint)
+    with open_run(place, segment_bytes=PART, naming=Naming(f"{engine}_{{:08d}}")) as ckpt:
         assert ckpt.steps() == []
         assert proxy.count(kind="list_objects") == 2
         assert ckpt.save(state_at(2), step=2).result().status == "committed"
@@ -429,7 +428,7 @@ def test_a_run_is_found_among_a_thousand_folders_page_by_page(crowded, proxy, en
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_is_asked_before_the_first_call(bucket, proxy, engine):
-    with open_run(bucket.url("run"), storage_options=through(proxy, bucket), engine=engine):
+    with open_run(bucket.place("run", engine, endpoint=proxy.endpoint)):
         assert proxy.requests == []
 
 
@@ -510,12 +509,11 @@ def both_at_once(proxy: FaultyProxy, calls: list[Any]) -> list[BaseException | N
 @pytest.mark.parametrize("engines", [["obstore", "obstore"], ENGINES])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_of_two_writers_of_one_step_exactly_one_commits(bucket, proxy, engines, overwrite):
-    options = through(proxy, bucket)
     if overwrite:
         with OnServer(bucket, "obstore").run() as ckpt:
             ckpt.save(state_at(1), step=5).result()
     runs = [
-        open_run(bucket.url("runs/a"), storage_options=options, engine=engine, segment_bytes=PART)
+        open_run(bucket.place("runs/a", engine, endpoint=proxy.endpoint), segment_bytes=PART)
         for engine in engines
     ]
     calls = [

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from folders import TREE, InBucket, InMemory, below, random_bytes, read, write
+from folders import TREE, Far, InBucket, InMemory, below, random_bytes, read, write
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, StorageUnavailableError
@@ -38,7 +39,7 @@ def test_a_folder_is_uploaded_without_nesting_however_often(cloud, tmp_path, sla
     source = write(tmp_path / "source", TREE)
     cloud.write({"ckpt/stays": b"s", "ckpt/config.json": b"old"})
     for local in (source, f"{source}/", str(source)):
-        async_ckpt.files.upload_directory(local, cloud.url + slash, **cloud.options)
+        async_ckpt.files.upload_directory(local, cloud.at(slash))
         assert cloud.tree() == below("ckpt", TREE | {"stays": b"s"})
 
 
@@ -48,18 +49,18 @@ def test_large_files_are_uploaded_whole(cloud, tmp_path):
         "exact": random_bytes(16 * MIB),
         "one": random_bytes(8 * MIB),
     }
-    async_ckpt.files.upload_directory(write(tmp_path, tree), cloud.url, **cloud.options)
+    async_ckpt.files.upload_directory(write(tmp_path, tree), cloud.place)
     assert cloud.tree() == below("ckpt", tree)
 
 
 def test_a_file_larger_than_the_memory_that_copies_it_is_uploaded_whole(bucket, tmp_path):
     tree = {"large": random_bytes(140 * MIB + 5), "small": b"1"}
-    async_ckpt.files.upload_directory(write(tmp_path, tree), bucket.url, **bucket.options)
+    async_ckpt.files.upload_directory(write(tmp_path, tree), bucket.place)
     assert bucket.tree() == below("ckpt", tree)
 
 
 def test_a_whole_bucket_may_be_uploaded_to(bucket, tmp_path):
-    async_ckpt.files.upload_directory(write(tmp_path, TREE), f"s3://{bucket.bucket}/", **bucket.options)
+    async_ckpt.files.upload_directory(write(tmp_path, TREE), bucket.whole("/"))
     assert bucket.tree() == TREE
 
 
@@ -68,7 +69,7 @@ def test_links_are_followed_and_files_on_their_way_left_out(bucket, tmp_path):
     source = write(tmp_path / "snapshot", {"y": b"3", f".z.1234{TEMP_SUFFIX}": b"4"})
     (source / "model").symlink_to("../blobs/abc")
     (source / "more").symlink_to("../blobs/folder")
-    async_ckpt.files.upload_directory(source, bucket.url, **bucket.options)
+    async_ckpt.files.upload_directory(source, bucket.place)
     assert bucket.tree() == below("ckpt", {"model": b"1", "more/x": b"2", "y": b"3"})
 
 
@@ -88,7 +89,7 @@ def _pipe(folder: Path) -> None:
 def test_what_cannot_be_uploaded_is_named_and_nothing_uploaded(bucket, tmp_path, make):
     make(write(tmp_path, TREE))
     with pytest.raises(StorageUnavailableError, match="odd"):
-        async_ckpt.files.upload_directory(tmp_path, bucket.url, **bucket.options)
+        async_ckpt.files.upload_directory(tmp_path, bucket.place)
     assert bucket.tree() == {}
 
 
@@ -102,7 +103,7 @@ def test_a_source_that_is_no_folder_of_files_is_refused(bucket, tmp_path):
         (bucket.url, ValueError, "no local folder"),
     ):
         with pytest.raises(error, match=told):
-            async_ckpt.files.upload_directory(source, bucket.url, **bucket.options)
+            async_ckpt.files.upload_directory(source, bucket.place)
     with pytest.raises(ValueError, match="no URL"):
         async_ckpt.files.upload_directory(tmp_path, tmp_path / "there")
     assert bucket.tree() == {}
@@ -111,7 +112,7 @@ def test_a_source_that_is_no_folder_of_files_is_refused(bucket, tmp_path):
 def test_a_missing_bucket_is_told_of_and_never_made(bucket, tmp_path):
     write(tmp_path, TREE)
     with pytest.raises(StorageUnavailableError, match="create it"):
-        async_ckpt.files.upload_directory(tmp_path, f"s3://{bucket.bucket}-2/x", **bucket.options)
+        async_ckpt.files.upload_directory(tmp_path, bucket.whole("-2/x"))
     assert not [b for b in bucket.server.client.list_buckets()["Buckets"] if b["Name"].endswith("-2")]
 
 
@@ -119,13 +120,13 @@ def test_a_missing_bucket_is_told_of_and_never_made(bucket, tmp_path):
 def test_a_store_that_is_overloaded_is_asked_again(bucket, tmp_path, code):
     tree = TREE | {"large": random_bytes(20 * MIB)}
     with FaultyProxy(bucket.server.endpoint) as proxy:
-        options = {"storage_options": {**bucket.server.options, "endpoint": proxy.endpoint}}
+        far = bucket.through(proxy)
         faults = [
             proxy.answer(code, kind=kind, times=1)
             for kind in ("create_multipart_upload", "upload_part", "put_object", "get_object", "list_objects")
         ]
-        async_ckpt.files.upload_directory(write(tmp_path / "a", tree), bucket.url, **options)
-        async_ckpt.files.download_directory(bucket.url, tmp_path / "b", **options)
+        async_ckpt.files.upload_directory(write(tmp_path / "a", tree), far)
+        async_ckpt.files.download_directory(far, tmp_path / "b")
         for fault in faults:
             fault.wait()
     assert bucket.tree() == below("ckpt", tree)
@@ -135,10 +136,10 @@ def test_a_store_that_is_overloaded_is_asked_again(bucket, tmp_path, code):
 def test_a_part_that_is_refused_ends_the_upload_without_a_trace_of_the_file(bucket, tmp_path):
     tree = {"large": random_bytes(140 * MIB)}
     with FaultyProxy(bucket.server.endpoint) as proxy:
-        options = {"storage_options": {**bucket.server.options, "endpoint": proxy.endpoint}}
+        far = bucket.through(proxy)
         proxy.answer("AccessDenied", kind="upload_part", target=r"partNumber=3\b")
         with pytest.raises(StorageUnavailableError, match="AccessDenied"):
-            async_ckpt.files.upload_directory(write(tmp_path, tree), bucket.url, **options)
+            async_ckpt.files.upload_directory(write(tmp_path, tree), far)
     assert bucket.tree() == {}
 
 
@@ -150,14 +151,14 @@ def test_a_folder_is_downloaded_without_nesting_however_often(cloud, tmp_path, s
     cloud.write(below("ckpt", TREE))
     target = tmp_path / "new" / "target"
     for _ in range(2):
-        async_ckpt.files.download_directory(cloud.url + slash, f"{target}{slash}", **cloud.options)
+        async_ckpt.files.download_directory(cloud.at(slash), f"{target}{slash}")
         assert read(tmp_path) == below("new/target", TREE)
 
 
 def test_files_that_are_there_stay_unless_they_are_downloaded(bucket, tmp_path):
     bucket.write(below("ckpt", TREE))
     write(tmp_path / "target", {"stays": b"s", "config.json": b"old", "model/stays": b"t"})
-    async_ckpt.files.download_directory(bucket.url, tmp_path / "target", **bucket.options)
+    async_ckpt.files.download_directory(bucket.place, tmp_path / "target")
     assert read(tmp_path) == below("target", TREE | {"stays": b"s", "model/stays": b"t"})
 
 
@@ -165,7 +166,7 @@ def test_a_download_follows_the_link_that_it_is_sent_to(bucket, tmp_path):
     bucket.write(below("ckpt", TREE))
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to("there")
-    async_ckpt.files.download_directory(bucket.url, tmp_path / "link", **bucket.options)
+    async_ckpt.files.download_directory(bucket.place, tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert read(tmp_path / "there") == TREE
 
@@ -176,7 +177,7 @@ def test_processes_that_download_the_same_do_not_disturb_each_other(bucket, tmp_
 
     def download(_: int) -> None:
         together.wait(60)
-        async_ckpt.files.download_directory(bucket.url, tmp_path / "target", **bucket.options)
+        async_ckpt.files.download_directory(bucket.place, tmp_path / "target")
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(download, range(4)))
@@ -186,12 +187,12 @@ def test_processes_that_download_the_same_do_not_disturb_each_other(bucket, tmp_
 def test_nothing_is_seen_of_a_download_that_fails(bucket, tmp_path):
     bucket.write(below("ckpt", TREE | {"large": random_bytes(30 * MIB), "z": b"1"}))
     with FaultyProxy(bucket.server.endpoint) as proxy:
-        options = {"storage_options": {**bucket.server.options, "endpoint": proxy.endpoint}}
+        far = bucket.through(proxy)
         proxy.answer("AccessDenied", kind="get_object", target="/large")
         for target in ("new", "old"):
             (tmp_path / "old").mkdir(exist_ok=True)
             with pytest.raises(StorageUnavailableError, match="AccessDenied"):
-                async_ckpt.files.download_directory(bucket.url, tmp_path / target, **options)
+                async_ckpt.files.download_directory(far, tmp_path / target)
     assert os.listdir(tmp_path) == ["old"]
     assert os.listdir(tmp_path / "old") == []
 
@@ -205,21 +206,21 @@ def test_nothing_is_seen_of_a_download_that_fails(bucket, tmp_path):
 def test_objects_that_cannot_be_files_of_one_folder_are_told_of_and_nothing_written(
     s3, tmp_path, scratch, engine, keys
 ):
-    place = InBucket(s3, engine)
-    place.write({"ckpt/fine": b"1"} | {f"ckpt/{key}": b"1" for key in keys})
+    far = InBucket(s3, engine)
+    far.write({"ckpt/fine": b"1"} | {f"ckpt/{key}": b"1" for key in keys})
     target = tmp_path / "deep" / "target"
     with pytest.raises(CorruptCheckpointError, match="rename or delete"):
-        async_ckpt.files.download_directory(place.url, target, **place.options)
+        async_ckpt.files.download_directory(far.place, target)
     with pytest.raises(CorruptCheckpointError, match="rename or delete"):
-        async_ckpt.files.local_read_dir(place.url, **place.options).__enter__()
+        async_ckpt.files.local_read_dir(far.place).__enter__()
     assert read(tmp_path) == {}
 
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
 def test_empty_objects_that_consoles_make_for_folders_are_no_files(s3, tmp_path, engine):
-    place = InBucket(s3, engine)
-    place.write({"ckpt/": b"", "ckpt/model/": b"", "ckpt/none/": b""} | below("ckpt", TREE))
-    async_ckpt.files.download_directory(place.url, tmp_path / "target", **place.options)
+    far = InBucket(s3, engine)
+    far.write({"ckpt/": b"", "ckpt/model/": b"", "ckpt/none/": b""} | below("ckpt", TREE))
+    async_ckpt.files.download_directory(far.place, tmp_path / "target")
     assert read(tmp_path / "target") == TREE
 
 
@@ -231,17 +232,17 @@ def test_what_stands_in_the_way_is_named_before_anything_is_fetched(bucket, tmp_
     bucket.write(below("ckpt", TREE))
     write(tmp_path, there)
     with pytest.raises(error, match="should be"):
-        async_ckpt.files.download_directory(bucket.url, tmp_path / "target", **bucket.options)
+        async_ckpt.files.download_directory(bucket.place, tmp_path / "target")
     assert read(tmp_path) == there
 
 
 def test_a_download_needs_a_url_with_something_below_it_and_a_local_folder(bucket, tmp_path):
     with pytest.raises(FileNotFoundError, match="is not there"):
-        async_ckpt.files.download_directory(bucket.url, tmp_path / "x", **bucket.options)
+        async_ckpt.files.download_directory(bucket.place, tmp_path / "x")
     with pytest.raises(ValueError, match="no URL"):
         async_ckpt.files.download_directory(tmp_path, tmp_path / "x")
     with pytest.raises(ValueError, match="no local folder"):
-        async_ckpt.files.download_directory(bucket.url, bucket.url, **bucket.options)
+        async_ckpt.files.download_directory(bucket.place, bucket.place)
     assert os.listdir(tmp_path) == []
 
 
@@ -250,23 +251,17 @@ def test_a_download_needs_a_url_with_something_below_it_and_a_local_folder(bucke
 
 @pytest.fixture(params=["local", "obstore", "s3fs", "memory"])
 def anywhere(request, tmp_path):
-    """The URL or path of a folder that holds TREE, and what opens it."""
+    """A folder that holds TREE."""
     if request.param == "local":
-        return str(write(tmp_path / "ckpt", TREE)), {}
-    place = (
-        InMemory() if request.param == "memory" else InBucket(request.getfixturevalue("s3"), request.param)
-    )
-    place.write(below("ckpt", TREE))
-    return place.url, place.options
+        return Far(async_ckpt.Place(str(write(tmp_path / "ckpt", TREE))))
+    far = InMemory() if request.param == "memory" else InBucket(request.getfixturevalue("s3"), request.param)
+    far.write(below("ckpt", TREE))
+    return far
 
 
 def test_files_and_folders_exist_with_and_without_a_slash(anywhere):
-    url, options = anywhere
     found = {
-        path: (
-            async_ckpt.files.exists(f"{url}{path}", **options),
-            async_ckpt.files.isdir(f"{url}{path}", **options),
-        )
+        path: (async_ckpt.files.exists(anywhere.at(path)), async_ckpt.files.isdir(anywhere.at(path)))
         for path in (
             "",
             "/",
@@ -285,53 +280,49 @@ def test_files_and_folders_exist_with_and_without_a_slash(anywhere):
 
 
 def test_a_folder_is_listed_by_full_names_that_can_be_used_again(anywhere):
-    url, options = anywhere
-    for path in (url, f"{url}/"):
-        assert async_ckpt.files.list_dir(path, **options) == [
+    url = anywhere.url
+    for slash in ("", "/"):
+        assert async_ckpt.files.list_dir(anywhere.at(slash)) == [
             f"{url}/{name}" for name in ("config.json", "empty", "model")
         ]
-    (model,) = [
-        path for path in async_ckpt.files.list_dir(url, **options) if async_ckpt.files.isdir(path, **options)
-    ]
-    assert async_ckpt.files.list_dir(model, **options) == [f"{url}/model/00001.bin", f"{url}/model/deep"]
+    listed = [replace(anywhere.place, url=path) for path in async_ckpt.files.list_dir(anywhere.place)]
+    (model,) = [place for place in listed if async_ckpt.files.isdir(place)]
+    assert async_ckpt.files.list_dir(model) == [f"{url}/model/00001.bin", f"{url}/model/deep"]
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        async_ckpt.files.list_dir(f"{url}/nowhere", **options)
+        async_ckpt.files.list_dir(anywhere.at("/nowhere"))
     with pytest.raises(NotADirectoryError, match=r"config\.json"):
-        async_ckpt.files.list_dir(f"{url}/config.json", **options)
+        async_ckpt.files.list_dir(anywhere.at("/config.json"))
 
 
 def test_a_folder_is_removed_with_all_that_is_in_it_and_a_file_alone(anywhere):
-    url, options = anywhere
-    async_ckpt.files.remove(f"{url}/model", **options)
-    assert [path.rpartition("/")[2] for path in async_ckpt.files.list_dir(url, **options)] == [
-        "config.json",
-        "empty",
-    ]
-    async_ckpt.files.remove(f"{url}/empty", **options)
-    assert async_ckpt.files.list_dir(url, **options) == [f"{url}/config.json"]
-    async_ckpt.files.remove(f"{url}/", **options)
-    assert not async_ckpt.files.exists(url, **options)
+    place, url = anywhere.place, anywhere.url
+    async_ckpt.files.remove(anywhere.at("/model"))
+    assert async_ckpt.files.list_dir(place) == [f"{url}/config.json", f"{url}/empty"]
+    async_ckpt.files.remove(anywhere.at("/empty"))
+    assert async_ckpt.files.list_dir(place) == [f"{url}/config.json"]
+    async_ckpt.files.remove(anywhere.at("/"))
+    assert not async_ckpt.files.exists(place)
     with pytest.raises(FileNotFoundError):
-        async_ckpt.files.remove(url, **options)
+        async_ckpt.files.remove(place)
 
 
 def test_a_filesystem_of_real_folders_keeps_none_that_was_removed(tmp_path):
     from fsspec.implementations.local import LocalFileSystem
 
     write(tmp_path / "there", {f"{a}/{b}/{c}": b"1" for a in range(3) for b in range(3) for c in range(3)})
-    async_ckpt.files.remove(tmp_path / "there", fs=LocalFileSystem())
+    async_ckpt.files.remove(async_ckpt.Place(tmp_path / "there", fs=LocalFileSystem()))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_bucket_is_there_and_is_never_removed(bucket):
     bucket.write(TREE)
-    root = f"s3://{bucket.bucket}"
-    assert async_ckpt.files.exists(root, **bucket.options)
-    assert async_ckpt.files.isdir(root, **bucket.options)
-    assert async_ckpt.files.list_dir(f"{root}/", **bucket.options) == [f"{root}/base"]
-    for url in (root, f"{root}/"):
+    root = bucket.whole()
+    assert async_ckpt.files.exists(root)
+    assert async_ckpt.files.isdir(root)
+    assert async_ckpt.files.list_dir(bucket.whole("/")) == [f"{root.text}/base"]
+    for place in (root, bucket.whole("/")):
         with pytest.raises(ValueError, match="name a file or a folder"):
-            async_ckpt.files.remove(url, **bucket.options)
+            async_ckpt.files.remove(place)
     assert bucket.tree() == TREE
 
 
@@ -361,4 +352,4 @@ def test_what_cannot_be_asked_is_no_answer(bucket):
         async_ckpt.files.remove,
     ):
         with pytest.raises(StorageUnavailableError, match="create it"):
-            call(f"s3://{bucket.bucket}-2/x", **bucket.options)
+            call(bucket.whole("-2/x"))

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from archives import forge_manifest
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, NotUnchangedError
+from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, NotUnchangedError, Place
 from async_ckpt.runs.run import Run
 
 BIG = 300_000  # bytes that a frozen group has at least, and a step without it has not
@@ -296,11 +297,11 @@ def test_a_group_that_one_root_lacks_is_written(tmp_path, training):
 
 def test_a_store_serves_borrowed_groups(s3, training):
     s3.make_bucket("unchanged")
-    root = f"s3://unchanged/{os.urandom(4).hex()}"
-    with AsyncCheckpointer(root, storage_options=s3.options) as ckpt:
+    root = Place(f"s3://unchanged/{os.urandom(4).hex()}", options=s3.options)
+    with AsyncCheckpointer(root) as ckpt:
         assert save(ckpt, training, 1) > BIG > save(ckpt, training, 2)
         assert_equal(ckpt.load(), training)
-    assert_equal(async_ckpt.load(f"{root}/step_00000002", storage_options=s3.options), training)
+    assert_equal(async_ckpt.load(replace(root, url=f"{root.text}/step_00000002")), training)
 
 
 def test_a_process_killed_between_two_saves_leaves_what_is_needed(tmp_path):

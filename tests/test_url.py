@@ -8,27 +8,27 @@ import pytest
 
 from async_ckpt.storage.fsspec.store import FsspecStorage
 from async_ckpt.storage.local import LocalStorage
-from async_ckpt.storage.place import storage_at
+from async_ckpt.storage.place import Place, storage_at
 from async_ckpt.storage.s3.store import ObjectStorage
 from async_ckpt.storage.url import parent_and_name, place_and_name, shown
 
 
 @pytest.mark.parametrize(
-    ("root", "options", "kind"),
+    ("root", "kind"),
     [
-        ("runs/a", {}, LocalStorage),
-        (Path("runs/a"), {}, LocalStorage),
-        ("file:///runs/a", {}, LocalStorage),
-        ("s3://bucket/run", {}, ObjectStorage),
-        ("S3://bucket/run", {}, ObjectStorage),
-        ("s3a://bucket", {}, ObjectStorage),
-        ("s3://bucket/run", {"engine": "s3fs"}, FsspecStorage),
-        ("s3://bucket/run", {"engine": "fsspec"}, FsspecStorage),
-        ("memory://run", {}, FsspecStorage),
+        ("runs/a", LocalStorage),
+        (Path("runs/a"), LocalStorage),
+        ("file:///runs/a", LocalStorage),
+        ("s3://bucket/run", ObjectStorage),
+        ("S3://bucket/run", ObjectStorage),
+        ("s3a://bucket", ObjectStorage),
+        (Place("s3://bucket/run", engine="s3fs"), FsspecStorage),
+        (Place("s3://bucket/run", engine="fsspec"), FsspecStorage),
+        ("memory://run", FsspecStorage),
     ],
 )
-def test_the_scheme_and_the_engine_choose_the_storage(root, options, kind):
-    assert type(storage_at(root, **options)) is kind
+def test_the_scheme_and_the_engine_choose_the_storage(root, kind):
+    assert type(storage_at(root)) is kind
 
 
 @pytest.mark.parametrize(
@@ -36,17 +36,17 @@ def test_the_scheme_and_the_engine_choose_the_storage(root, options, kind):
     [
         ("s3:///run", {}, "bucket"),
         ("s3://", {}, "bucket"),
-        ("s3://bucket/run?versionId=1", {}, "storage_options"),
+        ("s3://bucket/run?versionId=1", {}, "options="),
         ("nowhere://x", {}, "nowhere"),
         ("memory://x", {"engine": "s3fs"}, "s3fs"),
         ("s3://bucket", {"engine": "boto"}, "engine"),
-        ("s3://bucket", {"storage_options": {"endpint": "http://x"}}, "endpint"),
+        ("s3://bucket", {"options": {"endpint": "http://x"}}, "endpint"),
         ("", {}, "empty"),
     ],
 )
 def test_what_is_no_place_is_refused_with_what_is_wrong(root, options, message):
     with pytest.raises(ValueError, match=message):
-        storage_at(root, **options)
+        storage_at(Place(root, **options))
 
 
 def test_the_url_of_a_bucket_may_be_a_path_which_makes_one_slash_of_two():

@@ -81,7 +81,7 @@ def test_the_destination_may_be_the_default_of_its_argument(tmp_path, monkeypatc
         (
             torch.save,
             (1, io.BytesIO()),
-            "given a BytesIO to write to; a wrapped function needs a path or URL",
+            "given a BytesIO to write to; a wrapped function needs a path, a URL or a Place",
         ),
         (torch.save, ("text", io.BytesIO()), "given a BytesIO to write to"),
         (lambda path: None, (b"bytes",), "none of them may"),

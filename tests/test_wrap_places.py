@@ -8,6 +8,8 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,14 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from buckets import Bucket, through
+from buckets import Bucket
 from disks import mounted, needs_mount
 from racing import Thrown
 from states import MIB
 from wrapped import _nothing_is_left, names, records, save_folder, save_text  # noqa: F401
 
 import async_ckpt
-from async_ckpt import DestinationBusyError, StorageFullError, StorageUnavailableError, wrap
+from async_ckpt import DestinationBusyError, Place, StorageFullError, StorageUnavailableError, wrap
 from async_ckpt.testing import FaultyProxy
 
 STATE = {"w": torch.arange(1000)}
@@ -256,17 +258,12 @@ def scratch(tmp_path) -> Path:
 
 
 @pytest.fixture(params=["obstore", "s3fs"])
-def to_store(request, bucket, scratch) -> Callable[..., Any]:
-    """Wraps a function that writes to the bucket."""
-
-    def wrapped(fn: Any, **options: Any) -> Any:
-        given = {"storage_options": bucket.server.options, "engine": request.param, "scratch": scratch}
-        return wrap(fn, **{**given, **options})
-
-    return wrapped
+def there(request, bucket) -> Callable[..., Place]:
+    """A path in the bucket, by each engine."""
+    return partial(bucket.place, engine=request.param)
 
 
-def test_a_file_a_folder_and_a_stream_arrive_at_a_store(tmp_path, bucket, to_store, scratch):
+def test_a_file_a_folder_and_a_stream_arrive_at_a_store(tmp_path, bucket, there, scratch):
     big = torch.randint(0, 256, (12 * MIB,), dtype=torch.uint8)
     torch.save(big, tmp_path / "plain.pt")
 
@@ -275,10 +272,10 @@ def test_a_file_a_folder_and_a_stream_arrive_at_a_store(tmp_path, bucket, to_sto
         np.save(os.path.join(folder, "big.npy"), state.numpy())
         save_tree({"config.json": "{}", "sub/ü": "x", "empty": ""}, folder)
 
-    stream = to_store(torch.save)(big, bucket.url("runs/x.pt"))
-    folder = to_store(save)(big, bucket.url("runs/folder"))
-    file = to_store(lambda state, path: np.save(path, state.numpy()))(big, bucket.url("y.npy"))
-    text = to_store(save_text)("x", bucket.url("a/b/x.txt"))
+    stream = wrap(torch.save)(big, there("runs/x.pt"))
+    folder = wrap(save, scratch=scratch)(big, there("runs/folder"))
+    file = wrap(lambda state, path: np.save(path, state.numpy()), scratch=scratch)(big, there("y.npy"))
+    text = wrap(save_text, scratch=scratch)("x", there("a/b/x.txt"))
 
     assert stream.result().path == bucket.url("runs/x.pt")
     assert folder.result().num_bytes == file.result().num_bytes + 3
@@ -304,8 +301,8 @@ def test_a_bucket_may_be_given_as_a_path_and_the_function_gets_one(bucket, scrat
         seen.append(path)
         path.write_text("x")
 
-    save = wrap(save, storage_options=bucket.server.options, scratch=scratch)
-    save(Path(bucket.url("a/x.txt"))).result()
+    save = wrap(save, scratch=scratch)
+    save(replace(bucket.place(), url=Path(bucket.url("a/x.txt")))).result()
 
     assert isinstance(seen[0], Path)
     assert seen[0].name == "x.txt"
@@ -313,8 +310,9 @@ def test_a_bucket_may_be_given_as_a_path_and_the_function_gets_one(bucket, scrat
 
 
 def test_what_says_that_a_model_is_there_comes_last(bucket, proxy, scratch):
-    save = wrap(save_tree, storage_options=through(proxy, bucket), scratch=scratch)
-    save({"a.json": "{}", "b.bin": "x", "sub/c.json": "{}", "z.bin": "x"}, bucket.url("m")).result()
+    save = wrap(save_tree, scratch=scratch)
+    tree = {"a.json": "{}", "b.bin": "x", "sub/c.json": "{}", "z.bin": "x"}
+    save(tree, bucket.place("m", endpoint=proxy.endpoint)).result()
 
     assert [request.target.rpartition("/m/")[2] for request in proxy.requests] == [
         "b.bin",
@@ -324,31 +322,31 @@ def test_what_says_that_a_model_is_there_comes_last(bucket, proxy, scratch):
     ]
 
 
-def test_links_in_a_folder_are_followed_on_the_way_to_a_store(tmp_path, bucket, to_store):
+def test_links_in_a_folder_are_followed_on_the_way_to_a_store(tmp_path, bucket, there, scratch):
     def save(folder: str) -> None:
         save_tree({"real/a": "A", "real/b": "B"}, folder)
         os.symlink("real", os.path.join(folder, "link"))
         os.symlink("real/a", os.path.join(folder, "a"))
 
-    to_store(save)(bucket.url("m")).result()
+    wrap(save, scratch=scratch)(there("m")).result()
 
     assert bucket.keys() == ["m/a", "m/link/a", "m/link/b", "m/real/a", "m/real/b"]
 
 
-def test_one_call_at_a_time_writes_to_one_url(bucket, to_store, gate):
+def test_one_call_at_a_time_writes_to_one_url(bucket, there, scratch, gate):
     def first(path: str) -> None:
         gate.passed()
         save_text("x", path)
 
-    handle = to_store(first)(bucket.url("x"))
+    handle = wrap(first, scratch=scratch)(there("x"))
     with pytest.raises(DestinationBusyError):
-        to_store(torch.save)(STATE, bucket.url("x"))
+        wrap(torch.save)(STATE, there("x"))
     gate.open()
     handle.result()
-    to_store(torch.save)(STATE, bucket.url("x")).result()
+    wrap(torch.save)(STATE, there("x")).result()
 
 
-def test_a_function_that_fails_leaves_nothing_at_a_store_nor_in_its_scratch(bucket, to_store, scratch):
+def test_a_function_that_fails_leaves_nothing_at_a_store_nor_in_its_scratch(bucket, there, scratch):
     def save(state: Any, folder: str) -> None:
         save_folder(state, folder)
         raise Thrown("x")
@@ -357,8 +355,8 @@ def test_a_function_that_fails_leaves_nothing_at_a_store_nor_in_its_scratch(buck
         file.write(bytes(20 * MIB))
         raise Thrown("x")
 
-    assert isinstance(to_store(save)(STATE, bucket.url("x")).exception(), Thrown)
-    assert isinstance(to_store(stream, file_object=True)(STATE, bucket.url("y")).exception(), Thrown)
+    assert isinstance(wrap(save, scratch=scratch)(STATE, there("x")).exception(), Thrown)
+    assert isinstance(wrap(stream, file_object=True)(STATE, there("y")).exception(), Thrown)
 
     assert bucket.keys() == []
     assert bucket.uploads() == []
@@ -367,11 +365,11 @@ def test_a_function_that_fails_leaves_nothing_at_a_store_nor_in_its_scratch(buck
 
 @pytest.mark.parametrize("size", [10, 12 * MIB])
 def test_what_cannot_be_uploaded_is_kept_and_the_error_says_where(bucket, proxy, scratch, size):
-    options = through(proxy, bucket, deadline_seconds=1.0)
+    place = bucket.place("runs/x.bin", endpoint=proxy.endpoint, deadline_seconds=1.0)
     proxy.answer("AccessDenied", method="PUT")
     proxy.answer("AccessDenied", method="POST")
-    save = wrap(lambda path: Path(path).write_bytes(b"x" * size), storage_options=options, scratch=scratch)
-    error = save(bucket.url("runs/x.bin")).exception()
+    save = wrap(lambda path: Path(path).write_bytes(b"x" * size), scratch=scratch)
+    error = save(place).exception()
 
     assert isinstance(error, StorageUnavailableError)
     (note,) = error.__notes__
@@ -381,19 +379,17 @@ def test_what_cannot_be_uploaded_is_kept_and_the_error_says_where(bucket, proxy,
     assert bucket.keys() == []
 
     proxy.clear()
-    save(bucket.url("runs/x.bin")).result()
+    save(place).result()
     assert bucket.keys() == ["runs/x.bin"]
     assert names(scratch) == [f"{kept.parent.name}/files/x.bin"]  # nobody sweeps it
 
 
 def test_an_upload_that_is_cut_is_tried_again(bucket, proxy, scratch):
     fault = proxy.cut_request(100_000, kind="upload_part", times=2)
-    options = through(proxy, bucket)
+    far = partial(bucket.place, endpoint=proxy.endpoint)
     data = os.urandom(20 * MIB)
-    report = wrap(lambda path: Path(path).write_bytes(data), storage_options=options, scratch=scratch)(
-        bucket.url("x")
-    ).result()
-    streamed = wrap(lambda f: f.write(data), file_object=True, storage_options=options)(bucket.url("y"))
+    report = wrap(lambda path: Path(path).write_bytes(data), scratch=scratch)(far("x")).result()
+    streamed = wrap(lambda f: f.write(data), file_object=True)(far("y"))
 
     assert streamed.result().num_bytes == report.num_bytes == len(data)
     assert fault.hits == 2
@@ -401,10 +397,10 @@ def test_an_upload_that_is_cut_is_tried_again(bucket, proxy, scratch):
 
 
 def test_a_stream_that_the_store_refuses_fails_without_a_trace(bucket, proxy):
-    options = through(proxy, bucket, deadline_seconds=1.0)
+    place = bucket.place("x.pt", endpoint=proxy.endpoint, deadline_seconds=1.0)
     proxy.answer("AccessDenied", method="PUT")
     proxy.answer("AccessDenied", method="POST")
-    handle = wrap(torch.save, storage_options=options)(torch.ones(5 * MIB), bucket.url("x.pt"))
+    handle = wrap(torch.save)(torch.ones(5 * MIB), place)
 
     assert isinstance(handle.exception(), StorageUnavailableError)
     assert bucket.keys() == bucket.uploads() == []
@@ -415,7 +411,7 @@ def test_any_filesystem_of_fsspec_will_do(scratch, tmp_path):
     wrap(torch.save)(STATE, f"{url}/a/x.pt").result()
     wrap(save_folder, scratch=scratch)(STATE, f"{url}/m").result()
     fs = fsspec.filesystem("memory")
-    wrap(save_text, fs=fs, scratch=scratch)("x", url.removeprefix("memory:/") + "/t").result()
+    wrap(save_text, scratch=scratch)("x", Place(url.removeprefix("memory:/") + "/t", fs=fs)).result()
 
     found = sorted(name.removeprefix(url.removeprefix("memory:/")) for name in fs.find(url))
     assert found == ["/a/x.pt", "/m/config.json", "/m/state.pt", "/t"]
@@ -438,6 +434,6 @@ def test_scratch_for_a_store_is_in_the_systems_temp_folder(bucket, monkeypatch, 
         seen.append(path)
         save_text("x", path)
 
-    wrap(save, storage_options=bucket.server.options)(bucket.url("x")).result()
+    wrap(save)(bucket.place("x")).result()
 
     assert Path(seen[0]).parents[2] == tmp_path

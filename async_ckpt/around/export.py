@@ -31,9 +31,8 @@ from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.local import LocalStorage
-from ..storage.place import Engine, storage_at
+from ..storage.place import Anywhere, written_at
 from ..storage.scratch import Scratch, publish
-from ..storage.url import Where
 from .hub import ADAPTER_CONFIG, Weights, json_bytes, weights_of
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
@@ -51,14 +50,11 @@ _HEADER_MODULO: Final = 8
 
 def export_hf(
     state_or_model: Any,
-    destination: Where,
+    destination: Anywhere,
     config_folder: str | os.PathLike[str] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
     guard: Any = None,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
 ) -> SaveHandle:
     """Write a model as a folder that `from_pretrained` loads; returns a handle at once.
 
@@ -83,9 +79,6 @@ def export_hf(
             are put beside the weights. They win over what the model knows of its own config.
         max_shard_bytes: of one file; a larger tensor has one to itself.
         guard: as for `save`.
-        storage_options: what the client of a URL needs; see AsyncCheckpointer, for the next two as well.
-        engine: which client that is.
-        fs: an fsspec filesystem to use instead.
 
     Raises UnsupportedStateError for what is no plain tensor, or of a dtype that safetensors does not know, and
     NotADirectoryError for a `config_folder` or destination that is none. A model is not put beside an adapter, which
@@ -93,7 +86,7 @@ def export_hf(
     """
     if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
-    storage = storage_at(destination, storage_options=storage_options, engine=engine, fs=fs)
+    storage = written_at(destination).storage()
     if not storage.remote:
         storage = LocalStorage(_replaceable(storage.locate("")))
     spans, called = Spans(), running_future()

@@ -2,9 +2,8 @@
 
 In: paths, URLs, ids of the Hugging Face hub. Out: local folders, open files, names. Knows nothing of: checkpoints.
 
-Every function takes a string or a Path, and `storage_options`, `engine` and `fs` as AsyncCheckpointer does; for a local
-path these are not used. In a store a folder is there as long as something is in it. Scratch folders are made where
-`tempfile` makes them: set TMPDIR where that is too small for a model.
+Every function takes a path, a URL or a Place. In a store a folder is there as long as something is in it. Scratch
+folders are made where `tempfile` makes them: set TMPDIR where that is too small for a model.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from ..storage.bulk import Parcel, copy, delete
 from ..storage.disk import sync_folder
 from ..storage.local import LocalStorage
 from ..storage.locks import TEMP_SUFFIX, temp_stem
-from ..storage.place import Engine, storage_at
-from ..storage.url import Where, parent_and_name, place_and_name, scheme_of, shown, text_of, unusable_name
+from ..storage.place import Anywhere, Place, place_of, written_at
+from ..storage.url import local_path, scheme_of, shown, unusable_name
 from .streams import BUFFER_BYTES, Ranges, Upload, open_local
 
 # Hub ids, as huggingface_hub takes them, but always with the organisation: what is just a word is more likely to be
@@ -40,13 +39,7 @@ _HUB_ID: Final = re.compile(
 
 
 @contextlib.contextmanager
-def local_read_dir(
-    path: Where,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
-) -> Iterator[str]:
+def local_read_dir(path: Anywhere) -> Iterator[str]:
     """What a loader of models can read `path` by, for as long as the block lasts.
 
     A local folder is itself. The folder of a URL is fetched into a scratch folder, which is removed at the end of the
@@ -54,30 +47,25 @@ def local_read_dir(
     loader to fetch; a hub model without an organisation is only known by its full name ("openai-community/gpt2").
     Raises FileNotFoundError for anything else, CorruptCheckpointError for objects that cannot be files of one folder.
     """
-    storage, name = _resolved(path, storage_options, engine, fs)
+    place = place_of(path)
+    storage, name = place.inside()
     if storage.remote:
         with _scratch() as folder:
             _fetch(storage, name, _sizes_below(storage, name), folder)
             yield folder
     elif os.path.isdir(storage.locate(name)):
-        yield _as_given(path)
-    elif _HUB_ID.fullmatch(text_of(path)) and not os.path.lexists(storage.locate(name)):
-        yield text_of(path)
+        yield _as_given(place)
+    elif _HUB_ID.fullmatch(place.text) and not os.path.lexists(storage.locate(name)):
+        yield place.text
     else:
         raise FileNotFoundError(
-            f"{text_of(path)} is no folder, no URL and no id of the Hugging Face hub (org/name); correct the path"
+            f"{place.text} is no folder, no URL and no id of the Hugging Face hub (org/name); correct the path"
         )
 
 
 @contextlib.contextmanager
 def local_read_files(
-    path: Where,
-    names: Iterable[str],
-    *,
-    missing: Literal["error", "skip"] = "skip",
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
+    path: Anywhere, names: Iterable[str], *, missing: Literal["error", "skip"] = "skip"
 ) -> Iterator[str]:
     """A local folder that holds these files of the folder at `path`, for as long as the block lasts.
 
@@ -88,12 +76,13 @@ def local_read_files(
     if missing not in ("error", "skip"):
         raise ValueError(f'missing must be "error" or "skip", got {missing!r}')
     wanted = _checked_names(names)
-    storage, name = _resolved(path, storage_options, engine, fs)
+    place = place_of(path)
+    storage, name = place.inside()
     if storage.remote:
         sizes = _sizes_below(storage, name)
         found = {wish: sizes[wish] for wish in wanted if wish in sizes}
     else:
-        folder = _existing_folder(path)
+        folder = _existing_folder(place)
         found = {wish: 0 for wish in wanted if os.path.isfile(os.path.join(folder, wish))}
     lacking = [wish for wish in wanted if wish not in found]
     if lacking and missing == "error":
@@ -101,7 +90,7 @@ def local_read_files(
             f'{storage.locate(name)} has no {", ".join(lacking)}; pass missing="skip" to ignore missing files'
         )
     if not storage.remote:
-        yield _as_given(path)
+        yield _as_given(place)
         return
     with _scratch() as folder:
         _fetch(storage, name, found, folder)
@@ -109,73 +98,56 @@ def local_read_files(
 
 
 @contextlib.contextmanager
-def local_work_dir(
-    output: Where,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
-) -> Iterator[str]:
+def local_work_dir(output: Anywhere) -> Iterator[str]:
     """A local folder to write to, whose content is at `output` after the block.
 
     A local folder is itself, and made if need be. For a URL it is a scratch folder, which is uploaded when the block
     ends without an exception, and only then, and removed in any case. A block that writes no file uploads none.
     """
-    storage, name = _resolved(output, storage_options, engine, fs)
+    place = written_at(output)
+    storage, name = place.inside()
     if not storage.remote:
         os.makedirs(storage.locate(name), exist_ok=True)
-        yield _as_given(output)
+        yield _as_given(place)
         return
     with _scratch() as folder:
         yield folder
         _send(folder, LocalStorage(folder).sizes(""), storage, name)
 
 
-def upload_directory(
-    local: Where,
-    cloud: Where,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
-) -> None:
+def upload_directory(local: Anywhere, cloud: Anywhere) -> None:
     """Copy all files below a local folder into the folder at a URL: `local/x` becomes `cloud/x`, however often.
 
     Several files go at once, through 128 MiB of memory; each appears whole. Files of the same name are replaced, others
     stay. Links are followed; folders without files are not kept, since stores have none.
     """
-    storage, name = _resolved(cloud, storage_options, engine, fs)
+    place = written_at(cloud)
+    storage, name = place.inside()
     if not storage.remote:
-        raise ValueError(f"{text_of(cloud)} is no URL to upload to; give one such as s3://bucket/folder")
-    folder = _existing_folder(local)
+        raise ValueError(f"{place.text} is no URL to upload to; give one such as s3://bucket/folder")
+    folder = _existing_folder(place_of(local))
     sizes = LocalStorage(folder).sizes("")
     if not sizes:
         raise FileNotFoundError(f"{folder} holds no files; there is nothing to upload")
     _send(folder, sizes, storage, name)
 
 
-def download_directory(
-    cloud: Where,
-    local: Where,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
-) -> None:
+def download_directory(cloud: Anywhere, local: Anywhere) -> None:
     """Copy all objects below the folder at a URL into a local folder: `cloud/x` becomes `local/x`, however often.
 
     Nothing is seen at `local` until all of it is there and durable. Files of the same name are replaced, others stay.
     Raises FileNotFoundError where there is nothing to copy, CorruptCheckpointError for objects that cannot be files of
     one folder, StorageFullError, StorageUnavailableError; then nothing has changed.
     """
-    storage, name = _resolved(cloud, storage_options, engine, fs)
+    source, place = place_of(cloud), written_at(local)
+    storage, name = source.inside()
     if not storage.remote:
-        raise ValueError(f"{text_of(cloud)} is no URL to download from; give one such as s3://bucket/folder")
-    place, last = _resolved(local)
-    if place.remote:
-        raise ValueError(f"{shown(text_of(local))} is no local folder; give a path")
+        raise ValueError(f"{source.text} is no URL to download from; give one such as s3://bucket/folder")
+    disk, last = place.inside()
+    if disk.remote:
+        raise ValueError(f"{shown(place.text)} is no local folder; give a path")
     sizes = _sizes_below(storage, name)
-    target = Path(place.locate(last))
+    target = Path(disk.locate(last))
     _check_target(target, sizes)
     # Where a rename can take it from: what is there already may be a disk of its own, or a link to another.
     beside = target if target.is_dir() else target.parent
@@ -190,68 +162,46 @@ def download_directory(
 # --- names --------------------------------------------------------------------------------------------------------
 
 
-def exists(
-    path: Where,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
-) -> bool:
+def exists(path: Anywhere) -> bool:
     """Whether there is such a file or folder. Raises StorageUnavailableError where that cannot be found out."""
-    storage, name = _resolved(path, storage_options, engine, fs)
+    storage, name = place_of(path).inside()
     if storage.remote and not name:
         return bool(storage.names(""))
     return storage.exists(name) or (storage.remote and bool(storage.names(name)))
 
 
-def isdir(
-    path: Where,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
-) -> bool:
+def isdir(path: Anywhere) -> bool:
     """Whether there is such a folder. Raises StorageUnavailableError where that cannot be found out."""
-    storage, name = _resolved(path, storage_options, engine, fs)
+    storage, name = place_of(path).inside()
     return bool(storage.names(name)) if storage.remote else os.path.isdir(storage.locate(name))
 
 
-def list_dir(
-    path: Where,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
-) -> list[str]:
+def list_dir(path: Anywhere) -> list[str]:
     """The full paths, or URLs, of all that lies directly in a folder, sorted.
 
     Raises FileNotFoundError for a folder that is not there, NotADirectoryError for a file.
     """
-    storage, name = _resolved(path, storage_options, engine, fs)
+    place = place_of(path)
+    storage, name = place.inside()
     if not storage.remote:
-        folder = _existing_folder(path)
+        folder = _existing_folder(place)
         return [os.path.join(folder, entry) for entry in sorted(os.listdir(folder))]
     names = storage.names(name)
     if not names:
         raise _no_folder(storage, name)
-    return [f"{text_of(path).rstrip('/')}/{entry}" for entry in names]
+    return [f"{place.text.rstrip('/')}/{entry}" for entry in names]
 
 
-def remove(
-    path: Where,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
-) -> None:
+def remove(path: Anywhere) -> None:
     """Delete a file, or a folder with all that is in it. A local link goes, and not what it leads to.
 
     Raises FileNotFoundError when there is neither, ValueError for a whole bucket or a whole disk.
     """
-    storage, name = _resolved(path, storage_options, engine, fs)
+    place = place_of(path)
+    storage, name = place.inside()
     if not name or (not storage.remote and os.path.ismount(storage.locate(name))):
         raise ValueError(
-            f"{shown(text_of(path))} is all that there is in that place; name a file or a folder in it"
+            f"{shown(place.text)} is all that there is in that place; name a file or a folder in it"
         )
     if not storage.remote:
         _remove_local(storage.locate(name))
@@ -267,14 +217,7 @@ def remove(
 # --- one file -----------------------------------------------------------------------------------------------------
 
 
-def open_file(
-    path: Where,
-    mode: str = "rb",
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
-) -> IO[Any]:
+def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
     """Open a file, with or without `with`; text is UTF-8.
 
     A local file is what `open` opens; the folders above one that is created are created, too. An object of a store is
@@ -282,14 +225,14 @@ def open_file(
     and uploaded by `close`; not if the `with` block ends by an exception, nor if the file is never closed.
     """
     encoding = None if "b" in mode else "utf-8"
-    if scheme_of(text_of(path)) in (None, "file") and fs is None:
-        return open_local(_as_given(path), mode, encoding)
+    place = written_at(path) if "w" in mode else place_of(path)
+    if scheme_of(place.text) in (None, "file") and place.fs is None:
+        return open_local(_as_given(place), mode, encoding)
     if mode not in ("r", "rt", "rb", "w", "wt", "wb"):
         raise ValueError(
             f'a file of a store is read ("r", "rb") or written anew ("w", "wb"), not opened by {mode!r}'
         )
-    place, name = parent_and_name(path, fs=fs)
-    storage = storage_at(place, storage_options=storage_options, engine=engine, fs=fs)
+    storage, name = place.object()
     if "w" in mode:
         return cast("IO[Any]", Upload(storage, name, mode, encoding))
     ranges = io.BufferedReader(Ranges(storage.open(name)), BUFFER_BYTES)
@@ -299,28 +242,17 @@ def open_file(
 # --- what they share ----------------------------------------------------------------------------------------------
 
 
-def _resolved(
-    path: Where,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
-) -> tuple[Storage, str]:
-    """The storage that something lies in, and its name there, which a whole bucket has not."""
-    place, name = place_and_name(path, fs=fs)
-    return storage_at(place, storage_options=storage_options, engine=engine, fs=fs), name
-
-
-def _as_given(path: Where) -> str:
+def _as_given(place: Place) -> str:
     """A local path as it was given; a `file://` URL as the path that it names."""
-    text = text_of(path)
-    return os.path.expanduser(text) if scheme_of(text) is None else os.path.join(*place_and_name(text))
+    text = place.text
+    return os.path.expanduser(text) if scheme_of(text) is None else str(local_path(text))
 
 
-def _existing_folder(path: Where) -> str:
+def _existing_folder(place: Place) -> str:
     """Where a local folder lies. Raises FileNotFoundError, NotADirectoryError, and ValueError for a URL."""
-    storage, name = _resolved(path)
+    storage, name = place.inside()
     if storage.remote:
-        raise ValueError(f"{shown(text_of(path))} is no local folder; give a path")
+        raise ValueError(f"{shown(place.text)} is no local folder; give a path")
     folder = storage.locate(name)
     if not os.path.exists(folder):
         raise FileNotFoundError(f"{folder} is not there; correct the path")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -27,9 +26,8 @@ from ..saving.targets import Compression, FileTarget
 from ..spans import Spans
 from ..staging.files import FileFill, FilesImage, scan
 from ..storage.disk import translated
-from ..storage.place import Engine
+from ..storage.place import Anywhere, written_at
 from ..storage.scratch import Scratch
-from ..storage.url import Where
 
 _PathType: Any = type(Path())
 
@@ -86,13 +84,10 @@ class Pack:
 
 
 def pack(
-    destination: Where,
+    destination: Anywhere,
     *,
     compression: Compression = None,
     scratch: str | os.PathLike[str] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
 ) -> Pack:
     """A folder for existing code to fill, in a `with` block; what it holds becomes the archive at `destination`.
 
@@ -101,11 +96,9 @@ def pack(
     publishes nothing. When the save fails the folder stays, and the error says where. Packs are streamed one after
     the other, in the order in which their blocks were left: of two with one destination, the later one stays there.
     The folder lies beside a local destination, where every node sees it, and otherwise in the system's temp folder or
-    in `scratch`. `compression` is as for `save`, the rest as for AsyncCheckpointer.
+    in `scratch`. `compression` is as for `save`.
     """
-    target = FileTarget.at(
-        destination, {"storage_options": storage_options, "engine": engine, "fs": fs}, compression
-    )
+    target = FileTarget.at(written_at(destination), compression)
     name = target.path.rstrip("/").rpartition("/")[2] if target.storage.remote else Path(target.path).name
     beside = Path(tempfile.gettempdir()) if target.storage.remote else Path(target.path).parent
     return Pack(target, beside if scratch is None else Path(scratch).absolute(), name)
@@ -113,12 +106,9 @@ def pack(
 
 def pack_folder(
     folder: str | os.PathLike[str],
-    destination: Where,
+    destination: Anywhere,
     *,
     compression: Compression = None,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
 ) -> SaveHandle:
     """Stream a folder that is there already, and stays, as `pack` does. It must not change until the handle is done.
 
@@ -128,9 +118,7 @@ def pack_folder(
     if not source.is_dir():
         raise NotADirectoryError(f"{source} is no folder; give the folder that is to be packed")
     source = source.resolve()
-    target = FileTarget.at(
-        destination, {"storage_options": storage_options, "engine": engine, "fs": fs}, compression
-    )
+    target = FileTarget.at(written_at(destination), compression)
     if not target.storage.remote and Path(target.path).resolve().is_relative_to(source):
         raise ValueError(f"{target.path} lies in {source}, which would pack itself; write it elsewhere")
     return _stream(source, target, None)

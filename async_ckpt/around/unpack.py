@@ -18,7 +18,7 @@ import stat
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
@@ -29,10 +29,10 @@ from ..format.tarball import stays_inside
 from ..loading.find import opened_as_file
 from ..spec import MIB
 from ..storage.disk import free_bytes_at, full, translated
-from ..storage.place import Engine
+from ..storage.place import Anywhere, place_of
 from ..storage.read_ahead import ReadAhead
 from ..storage.scratch import Scratch
-from ..storage.url import Where, shown
+from ..storage.url import shown
 
 # What a checkpoint may be made of; the one of 100,000 files is a tenth of it.
 MAX_MEMBERS: Final = 1_000_000
@@ -48,15 +48,12 @@ _BUFFER_BYTES: Final = MIB
 
 
 def extract(
-    source: Where,
+    source: Anywhere,
     folder: str | os.PathLike[str],
     *,
     max_bytes: int | None = None,
     max_file_bytes: int | None = None,
     max_members: int = MAX_MEMBERS,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
 ) -> Path:
     """Extract a tar (plain, gzip or zstd, whatever its name says) into `folder`, new or empty; the folder.
 
@@ -72,9 +69,7 @@ def extract(
     place = target.resolve()
     with Scratch(place.parent, place.name) as scratch:
         limits = _Limits(max_bytes, max_file_bytes, max_members)
-        _extract(
-            source, scratch.folder, limits, {"storage_options": storage_options, "engine": engine, "fs": fs}
-        )
+        _extract(source, scratch.folder, limits)
         with translated(target):
             if place.is_dir():  # its owner decides who may look into it
                 scratch.folder.chmod(stat.S_IMODE(place.stat().st_mode))
@@ -84,15 +79,12 @@ def extract(
 
 @contextlib.contextmanager
 def unpack(
-    source: Where,
+    source: Anywhere,
     *,
     scratch: str | os.PathLike[str] | None = None,
     max_bytes: int | None = None,
     max_file_bytes: int | None = None,
     max_members: int = MAX_MEMBERS,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
 ) -> Iterator[Path]:
     """What is in a tar, in a folder that is removed at the end of the `with` block, however it ends.
 
@@ -101,7 +93,7 @@ def unpack(
     parent = Path(tempfile.gettempdir() if scratch is None else scratch).absolute()
     with Scratch(parent, "unpacked") as own:
         limits = _Limits(max_bytes, max_file_bytes, max_members)
-        _extract(source, own.folder, limits, {"storage_options": storage_options, "engine": engine, "fs": fs})
+        _extract(source, own.folder, limits)
         yield own.folder
 
 
@@ -132,10 +124,10 @@ class _Limits:
                 )
 
 
-def _extract(source: Where, folder: Path, limits: _Limits, place: dict[str, Any]) -> None:
-    opened = opened_as_file(source, place)
+def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
+    opened = opened_as_file(source)
     if opened is None:
-        raise FileNotFoundError(f"{shown(os.fspath(source))}: there is no such archive")
+        raise FileNotFoundError(f"{shown(place_of(source).text)}: there is no such archive")
     reader, path = opened
     with ReadAhead(reader) as raw, _damage_told(path):
         content = _Forward(_decompressed(raw, path))

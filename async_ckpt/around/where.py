@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..storage.base import Storage
-from ..storage.place import storage_at
+from ..storage.place import Anywhere, Place, storage_at, written_at
 from ..storage.scratch import refuse_in_running
-from ..storage.url import parent_and_name
 
 # What functions that write call the argument that says where.
 _NAMES: Final = {
@@ -47,13 +46,12 @@ class Options(NamedTuple):
     streams: bool
     ending: str
     scratch: str | os.PathLike[str] | None
-    place: dict[str, Any]
 
 
 class Bound(NamedTuple):
     """A call whose destination is known: `make` gives the arguments with another one in its place."""
 
-    given: str | os.PathLike[str]
+    given: Anywhere
     others: dict[str | int, Any]
     names: dict[str | int, str]
     make: Callable[[dict[str | int, Any], Any], tuple[list[Any], dict[str, Any]]]
@@ -101,7 +99,7 @@ class Finder:
 
     def _find(
         self, values: Mapping[str | int, Any], names: Mapping[str | int, str]
-    ) -> tuple[str | int, str | os.PathLike[str]]:
+    ) -> tuple[str | int, Anywhere]:
         """The destination's key, and its value. Raises TypeError when it cannot be told."""
         defaults: dict[str | int, Any] = {
             p.name: p.default
@@ -144,10 +142,11 @@ class Finder:
                 f"{str(paths[0])!r} as what to write; its arguments are {self._name}({order})"
             )
 
-    def _checked(self, value: Any) -> str | os.PathLike[str]:
+    def _checked(self, value: Any) -> Anywhere:
         if not _is_path(value):
             raise TypeError(
-                f"{self._name} was given a {type(value).__qualname__} to write to; a wrapped function needs a path or URL"
+                f"{self._name} was given a {type(value).__qualname__} to write to; "
+                "a wrapped function needs a path, a URL or a Place"
             )
         return value  # type: ignore[no-any-return]
 
@@ -169,16 +168,16 @@ class OutPath(NamedTuple):
         return not self.storage.remote and Path(self.path).is_dir()
 
 
-def out_path(given: str | os.PathLike[str], options: Options) -> OutPath:
+def out_path(given: Anywhere, options: Options) -> OutPath:
     """Raises ValueError, IsADirectoryError and StorageUnavailableError for what cannot be written to."""
-    parent, name = parent_and_name(given, fs=options.place["fs"])
+    place = written_at(given)
+    storage, name = place.object()
     if name in ("", ".."):
-        raise ValueError(f"{os.fspath(given)} names no file or folder that could be replaced; give it a name")
+        raise ValueError(f"{place.text} names no file or folder that could be replaced; give it a name")
     if options.streams and not name.endswith(options.ending):
         name += options.ending
-    storage = storage_at(parent, **options.place)
-    if not storage.remote and os.path.islink(os.path.join(parent, name)):
-        parent, name = os.path.split(os.path.realpath(os.path.join(parent, name)))
+    if not storage.remote and os.path.islink(storage.locate(name)):
+        parent, name = os.path.split(os.path.realpath(storage.locate(name)))
         storage = storage_at(parent)
     where = OutPath(storage.locate(name), storage, name)
     if options.streams and where.is_folder:
@@ -193,7 +192,7 @@ def out_path(given: str | os.PathLike[str], options: Options) -> OutPath:
 
 
 def _is_path(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike)
+    return isinstance(value, str | os.PathLike | Place)
 
 
 def ending_of(fn: Callable[..., Any]) -> str | None:

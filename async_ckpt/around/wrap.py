@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, ParamSpec, Self, overload
@@ -44,7 +44,7 @@ from ..storage.append import Appender
 from ..storage.disk import translated
 from ..storage.local import LocalStorage
 from ..storage.locks import temps_of
-from ..storage.place import Engine
+from ..storage.place import place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from .arguments import closed_over, copied, tensors_in
 from .where import Bound, Finder, Options, OutPath, ending_of, is_reader, name_of, out_path
@@ -67,9 +67,6 @@ def wrap(
     guard: Any = None,
     file_object: bool | None = None,
     scratch: str | os.PathLike[str] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
 ) -> Callable[P, SaveHandle]: ...
 
 
@@ -82,9 +79,6 @@ def wrap(
     guard: Any = None,
     file_object: bool | None = None,
     scratch: str | os.PathLike[str] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
 ) -> Callable[[Callable[P, Any]], Callable[P, SaveHandle]]: ...
 
 
@@ -96,9 +90,6 @@ def wrap(
     guard: Any = None,
     file_object: bool | None = None,
     scratch: str | os.PathLike[str] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    engine: Engine | None = None,
-    fs: Any = None,
 ) -> Any:
     """Any function that writes to a path, with the same arguments, and a SaveHandle as its result, at once.
 
@@ -120,23 +111,19 @@ def wrap(
         file_object: the function also takes an open file: it is streamed, without a temporary one. Known of
             `torch.save` and numpy's functions.
         scratch: where it writes what goes to a URL; by default in the system's temp folder.
-        storage_options: what the client of a URL needs; see AsyncCheckpointer, for the next two as well.
-        engine: which client that is.
-        fs: an fsspec filesystem to use instead.
 
     The call raises TypeError when the destination cannot be told, DestinationBusyError while an earlier call writes to
     the same one, UnsupportedStateError for arguments that cannot be copied and for a function that closes over tensors,
     and what the destination itself gives reason for (as `save` does).
     """
-    place = {"storage_options": storage_options, "engine": engine, "fs": fs}
     if fn is None:
         return functools.partial(
-            wrap, destination=destination, guard=guard, file_object=file_object, scratch=scratch, **place
+            wrap, destination=destination, guard=guard, file_object=file_object, scratch=scratch
         )
     _refuse_what_cannot_be_called(fn)
     ending = ending_of(fn)
     streams = file_object if file_object is not None else ending is not None
-    options = Options(name_of(fn), streams, ending or "", scratch, place)
+    options = Options(name_of(fn), streams, ending or "", scratch)
     find = Finder(fn, destination)
     optimizers = unwrapped(guard)  # refused now rather than at the first save
 
@@ -243,7 +230,8 @@ class _Call(CopyErrand):
             self.copy.release()
             raise
         self._make = bound.make
-        self._as_given: Callable[[str], Any] = type(bound.given) if isinstance(bound.given, Path) else str
+        url = place_of(bound.given).url
+        self._as_given: Callable[[str], Any] = type(url) if isinstance(url, Path) else str
         self._grad_mode = torch.is_grad_enabled()
         # Work in the background is for the device that the caller works on.
         self._device = cuda.current_device()

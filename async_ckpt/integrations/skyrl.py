@@ -30,8 +30,8 @@ from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
 from ..saving.worker import Pending, wait_for
 from ..spans import monotonic
-from ..storage.place import Engine, storage_at
-from ..storage.url import Where, parent_and_name, text_of
+from ..storage.place import Place
+from ..storage.url import Where
 
 _MARKER: Final = "MARKER"
 # The role whose weights the inference engines have.
@@ -75,9 +75,7 @@ class CheckpointBackend:
         lora: the models are adapters of one base, so that the inference engines have to be told whose weights they get.
         scratch: the folder below which the workers write and read; by default beside an archive on a disk. For a URL it is
             the system's temp folder, which workers on other nodes do not see: give a shared one.
-        storage_options: of the client of a URL; this and the next two are as for AsyncCheckpointer.
-        engine: which client that is.
-        fs: an fsspec filesystem to use for every path.
+        place: called with every path, it gives the Place to use, such as `lambda path: Place(path, options=…)`.
 
     Paths are strings, Paths, URLs, or objects of cloudpathlib. The dispatch is called on the caller's thread, as ever; give
     it one call at a time. Archives are streamed one after the other, in the order of the calls. A save that failed is a
@@ -93,9 +91,7 @@ class CheckpointBackend:
         tokenizer: Any = None,
         lora: bool = False,
         scratch: str | os.PathLike[str] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        engine: Engine | None = None,
-        fs: Any = None,
+        place: Callable[[Where], Place] = Place,
     ) -> None:
         self._save = _required(dispatch, "save_checkpoint")
         self._load = _required(dispatch, "load_checkpoint")
@@ -104,7 +100,7 @@ class CheckpointBackend:
         self._send = _optional(dispatch, "save_weights_for_sampler")
         self._role, self._validate, self._tokenizer, self._lora = role, validate, tokenizer, lora
         self._scratch = scratch
-        self._place: dict[str, Any] = {"storage_options": storage_options, "engine": engine, "fs": fs}
+        self._place = place
         # Whatever is under way, or has failed unseen, is held by the saver of all files; the rest may go.
         self._handles: WeakSet[SaveHandle] = WeakSet()
         self._newest: WeakValueDictionary[str, SaveHandle] = WeakValueDictionary()  # by path
@@ -161,12 +157,12 @@ class CheckpointBackend:
         CorruptCheckpointError, UnsafeArchiveError, and what the dispatch raises.
         """
         role = self._role_of(model_id)
-        parent, name = parent_and_name(checkpoint_path, fs=self._place["fs"])
-        storage = storage_at(parent, **self._place)
+        place = self._place(checkpoint_path)
+        storage, name = place.object()
         self._wait_for_save_to(_key(storage.locate(name)))
         # Reading makes no folders: where there is none, there is no archive either.
-        beside = None if storage.remote or not Path(parent).is_dir() else parent
-        with unpack(checkpoint_path, scratch=self._scratch or beside, **self._place) as folder:
+        beside = None if storage.remote or not (above := Path(storage.locate(""))).is_dir() else above
+        with unpack(place, scratch=self._scratch or beside) as folder:
             self._load(
                 model=role,
                 ckpt_dir=str(folder),
@@ -236,8 +232,8 @@ class CheckpointBackend:
 
     def _sampler_saved(self, output_path: Where, role: str, model_id: str, persist: bool) -> SaveHandle:
         if not persist:
-            mark = wrap(_write_marker, destination="file", file_object=True, **self._place)
-            return self._follow(mark(text_of(output_path), model_id))
+            mark = wrap(_write_marker, destination="file", file_object=True)
+            return self._follow(mark(self._place(output_path), model_id))
 
         def write(folder: str) -> None:
             self._export(model=role, export_dir=folder, tokenizer=self._tokenizer, model_id=model_id)
@@ -245,7 +241,7 @@ class CheckpointBackend:
         return self._packed(output_path, write)
 
     def _packed(self, output_path: Where, write: Callable[[str], None]) -> SaveHandle:
-        with pack(output_path, scratch=self._scratch, **self._place) as folder:
+        with pack(self._place(output_path), scratch=self._scratch) as folder:
             # SkyRL passes a path that does not exist yet, and some dispatches insist on creating it.
             os.rmdir(folder)
             write(str(folder))

@@ -10,7 +10,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from ..errors import (
     CheckpointError,
@@ -27,8 +27,7 @@ from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
-from ..storage.place import storage_at
-from ..storage.url import Where, parent_and_name
+from ..storage.place import Anywhere, place_of, storage_at
 from .open import Groups, OpenArchive, Part
 
 T = TypeVar("T")
@@ -87,17 +86,17 @@ def from_step(roots: Roots, step: int, use: Callable[[Sequence[Part]], T], *, ve
     return _from_committed(_Committed.of(holders[-1], step), use, verify=verify)
 
 
-def from_path(path: Where, use: Callable[[Sequence[Part]], T], *, verify: bool, place: dict[str, Any]) -> T:
+def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
     """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run."""
-    file = opened_as_file(path, place)
+    file = opened_as_file(path)
     if file is not None:
         reader, shown = file
         with reader:
             return use([Part(OpenArchive(decompressing(reader, shown), path=shown, verify=verify))])
-    storage = storage_at(path, **place)
+    storage = storage_at(path)
     if storage.exists(MANIFEST):
         # Looked for only when something lies there: a bucket has nothing above it.
-        root = functools.cache(lambda: storage_at(parent_and_name(path, fs=place.get("fs"))[0], **place))
+        root = functools.cache(lambda: place_of(path).object()[0])
         return _from_committed(_Committed.at(storage, "", root), use, verify=verify)
     num_gone = 0
     while (folder := _newest_folder(storage)) is not None:
@@ -288,13 +287,12 @@ def _made(storage: Storage, folder: str) -> Manifest | None:
         return None
 
 
-def opened_as_file(path: Where, place: dict[str, Any]) -> tuple[Reader, str] | None:
+def opened_as_file(path: Anywhere) -> tuple[Reader, str] | None:
     """The object at a path, if it is one and no folder."""
     try:
-        parent, name = parent_and_name(path, fs=place.get("fs"))
+        storage, name = place_of(path).object()
     except ValueError:  # the root of a bucket
         return None
-    storage = storage_at(parent, **place)
     try:
         return storage.open(name), storage.locate(name)
     except (FileNotFoundError, IsADirectoryError):

@@ -19,16 +19,14 @@ Of the rest a step stays if any of the rules of `Keep` that are set wants it, an
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
+from ..spec import Best, Keep
 from .manifest import Manifest
 from .record import number
 
-Best = tuple[str, Literal["min", "max"], int]
 _MARKS: Final = ("rolling", "ttl_seconds")
 
 
@@ -76,70 +74,36 @@ class Commits(dict[int, Manifest | None]):
                 self.borrowers[step] = made
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Which steps of a run are kept: those that any of these wants, and the newest always; without any all are.
+def doomed_by(keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = ()) -> list[int]:
+    """Steps to delete, oldest first."""
+    steps = list(commits)
+    passing = {step for step, made in commits.marked.items() if _passes(made, now)}
+    lasting = [step for step in steps if step not in passing] if passing else steps
+    kept = {*steps[-1:], *protected, *_wanted(keep, lasting, commits, now)}
+    return sorted(commits.keys() - kept)
 
-        AsyncCheckpointer("runs/a", keep=Keep(last=2, every=1000, best=("loss", "min", 3)))
 
-    What none of them wants is deleted after a commit. `keep=3` is `Keep(last=3)`.
+def unheard_metric(keep: Keep, commits: Commits) -> str | None:
+    """The metric of `best`, if there are commits and no record has it."""
+    if keep.best is None or not commits or best_of(list(commits), commits, keep.best) is not None:
+        return None
+    return keep.best[0]
 
-    Args:
-        last: this many of the newest steps.
-        every: for good, every step that this divides.
-        best: the best by a metric of their records, such as ("loss", "min", 3): least loss, three of them; of equals the
-            newer one. While no record has the metric every step is kept, with a warning.
-        seconds: steps that were committed at most this long ago.
 
-    Raises ValueError for a rule that cannot be one.
-    """
-
-    last: int | None = None
-    every: int | None = None
-    best: Best | None = None
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.last is not None and self.last < 1:
-            raise ValueError(f"keep must be at least 1 step, got {self.last}; None keeps every step")
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"Keep(every=…) must be at least 1, got {self.every}")
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise ValueError(f"Keep(seconds=…) must be a finite number above 0, got {self.seconds}")
-        if self.best is not None and not _is_best(self.best):
-            raise ValueError(
-                'Keep(best=…) must be a metric of the records, "min" or "max", and how many to keep, such as '
-                f'("loss", "min", 3); got {self.best!r}'
-            )
-
-    def doomed(self, commits: Commits, *, now: float, protected: Collection[int] = ()) -> list[int]:
-        """Steps to delete, oldest first."""
-        steps = list(commits)
-        passing = {step for step, made in commits.marked.items() if _passes(made, now)}
-        lasting = [step for step in steps if step not in passing] if passing else steps
-        kept = {*steps[-1:], *protected, *self._wanted(lasting, commits, now)}
-        return sorted(commits.keys() - kept)
-
-    def unheard_metric(self, commits: Commits) -> str | None:
-        """The metric of `best`, if there are commits and no record has it."""
-        if self.best is None or not commits or best_of(list(commits), commits, self.best) is not None:
-            return None
-        return self.best[0]
-
-    def _wanted(self, steps: list[int], commits: Commits, now: float) -> set[int]:
-        if (self.last, self.every, self.best, self.seconds) == (None, None, None, None):
-            return set(steps)
-        wanted: set[int] = set()
-        if self.last is not None:
-            wanted.update(steps[-self.last :])
-        if self.every is not None:
-            wanted.update(step for step in steps if step % self.every == 0)
-        if self.best is not None:
-            chosen = best_of(steps, commits, self.best)
-            wanted.update(steps if chosen is None else chosen)
-        if self.seconds is not None:
-            wanted.update(step for step in steps if _age(commits[step], now) <= self.seconds)
-        return wanted
+def _wanted(keep: Keep, steps: list[int], commits: Commits, now: float) -> set[int]:
+    if (keep.last, keep.every, keep.best, keep.seconds) == (None, None, None, None):
+        return set(steps)
+    wanted: set[int] = set()
+    if keep.last is not None:
+        wanted.update(steps[-keep.last :])
+    if keep.every is not None:
+        wanted.update(step for step in steps if step % keep.every == 0)
+    if keep.best is not None:
+        chosen = best_of(steps, commits, keep.best)
+        wanted.update(steps if chosen is None else chosen)
+    if keep.seconds is not None:
+        wanted.update(step for step in steps if _age(commits[step], now) <= keep.seconds)
+    return wanted
 
 
 def _passes(made: Manifest, now: float) -> bool:
@@ -184,11 +148,3 @@ def lacking(metric: str, commits: Commits) -> str:
     numbers = {key for record in records for key, value in record.items() if number(value) is not None}
     have = f"their records have {', '.join(sorted(numbers))}" if numbers else "no record has any number"
     return f'{metric!r} ({have}); give it with each save, as record={{"{metric}": …}}'
-
-
-def _is_best(best: object) -> bool:
-    """Whether this is what `best` may be; callers without a type checker give anything."""
-    if not isinstance(best, tuple) or len(best) != 3:
-        return False
-    metric, mode, count = best
-    return isinstance(metric, str) and mode in ("min", "max") and isinstance(count, int) and count >= 1

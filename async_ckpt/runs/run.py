@@ -30,12 +30,13 @@ from ..errors import (
     StepExistsError,
 )
 from ..spans import Clock
+from ..spec import Keep
 from ..storage.base import Storage
 from . import journal
 from .announce import Announcer
 from .manifest import Archive, Elsewhere, Manifest, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, Tracker, tracker_of
-from .retention import Commits, Keep, lacking
+from .retention import Commits, doomed_by, lacking, unheard_metric
 from .root import Listing, Root
 from .sweep import Sweeper, is_ours
 
@@ -53,7 +54,7 @@ class Run:
         clock: Clock,
         step_format: str = STEP_FORMAT,
         tracker: Tracker | str | None = TRACKER,
-        retention: Keep | None = None,
+        keep: Keep | None = None,
     ) -> None:
         self._root = Root(storage, step_format)
         named = tracker_of(tracker, step_format)
@@ -61,7 +62,7 @@ class Run:
             raise ValueError(
                 f"tracker must not be {journal.NAME}, which is the journal; give it another name"
             )
-        self.retention = retention or Keep()
+        self.keep = keep or Keep()
         self._clock = clock
         self._announcer = Announcer(self._root, named)
         self._sweeper = Sweeper(self._root)
@@ -270,15 +271,15 @@ class Run:
 
     def doomed(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
         """The steps that retention does not keep at this hour, and that no step which it keeps has borrowed from."""
-        doomed = self.retention.doomed(commits, now=self._clock(), protected=protected)
-        while doomed:
-            gone = set(doomed)
+        going = doomed_by(self.keep, commits, now=self._clock(), protected=protected)
+        while going:
+            gone = set(going)
             kept = (made for step, made in commits.borrowers.items() if step not in gone)
             needed = {borrowed.step for made in kept for borrowed in made.elsewhere}
             if needed.isdisjoint(gone):
                 break
-            doomed = [step for step in doomed if step not in needed]
-        return doomed
+            going = [step for step in going if step not in needed]
+        return going
 
     def discard(self, step: int, attempt: str) -> None:
         """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
@@ -333,7 +334,7 @@ class Run:
     def _say_what_best_lacks(self, view: Commits) -> None:
         if self._root.has_said("best"):
             return
-        metric = self.retention.unheard_metric(view)
+        metric = unheard_metric(self.keep, view)
         if metric is not None:
             self._root.say_once(
                 "best",

@@ -20,9 +20,8 @@ from ..spec import BLOCK_BYTES, align_up
 from ..storage.base import Sink, Storage
 from ..storage.compressed import Zstd, ZstdSink, refuse_if_missing
 from ..storage.locks import temps_of
-from ..storage.place import storage_at
+from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
-from ..storage.url import Where, parent_and_name
 from .borrowed import Contents
 from .line import Line
 from .worker import get_worker
@@ -47,10 +46,10 @@ class FileTarget:
     num_bytes_beside = 0
 
     @classmethod
-    def at(cls, path: Where, place: dict[str, Any], compression: Compression = None) -> Self:
-        """What the user said, checked. `place` are the options of its URL."""
-        parent, name = parent_and_name(path, fs=place.get("fs"))
-        storage, how = storage_at(parent, **place), _how(compression, name)
+    def at(cls, place: Place, compression: Compression = None) -> Self:
+        """What the user said, checked."""
+        storage, name = place.object()
+        how = _how(compression, name)
         if how is not None:
             refuse_if_missing()
         return cls(storage, name, how)

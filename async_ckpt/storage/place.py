@@ -1,45 +1,131 @@
-"""Which storage a path or URL belongs to.
+"""Places: where something is, and what the client of that needs.
 
 In: what the user said. Out: a storage, which is asked nothing. Knows nothing of: what is stored.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Final, Literal, TypeAlias
 
+from ..spec import Keep
 from .base import Storage
 from .local import LocalStorage
-from .url import SCHEMES, Where, local_path, scheme_of, text_of
+from .stores import SECRET_NAME
+from .url import SCHEMES, Where, local_path, parent_and_name, place_and_name, scheme_of, shown, text_of
 
 Engine = Literal["obstore", "fsspec", "s3fs"]
 
+# Options that say where a store is.
+_WHERE: Final = re.compile("endpoint|region|profile", re.IGNORECASE)
 
-def storage_at(
-    root: Where,
-    *,
-    engine: Engine | None = None,
-    fs: Any = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Storage:
-    """The storage whose root is this folder, bucket prefix or fsspec URL.
 
-    `engine` "obstore" or "fsspec" (for S3 also called "s3fs") overrides the choice that the scheme gives reason for;
-    `fs` is an fsspec filesystem to use as it is. `storage_options` are for whichever of them is used, not for a local
-    disk. Raises TypeError and ValueError for what is no place, ImportError when a package is missing.
+@dataclass(frozen=True, repr=False)
+class Place:
+    """A path or URL, with what the client of the URL needs. It stands wherever a path or URL does.
+
+        minio = Place("s3://bucket/run", options={"endpoint": "http://minio:9000", "region": "us-east-1"})
+        AsyncCheckpointer(["runs/a", minio])
+
+    Args:
+        url: a path or URL.
+        options: of the client: endpoint, region, credentials, timeouts. They are not for a local path.
+        engine: the client: "obstore" (the default for s3, gs and az) or "fsspec" (the default for all other URLs; for s3
+            also called "s3fs").
+        fs: an fsspec filesystem to use as it is; `url` is then a path on it, or its URL.
+        keep: the retention of this root, where an AsyncCheckpointer has several; by default its `keep`.
     """
-    if engine not in (None, "obstore", "fsspec", "s3fs"):
-        raise ValueError(f'engine must be "obstore", "fsspec" or "s3fs", got {engine!r}')
-    text = text_of(root)
-    scheme = scheme_of(text)
-    if engine == "s3fs" and scheme not in ("s3", "s3a", None):
-        raise ValueError(f'engine="s3fs" is for s3:// URLs; {scheme}:// has its own')
-    if fs is None and scheme in (None, "file"):
-        return LocalStorage(local_path(text))
-    if fs is None and (engine == "obstore" or (engine is None and scheme in SCHEMES)):
-        from .s3.store import ObjectStorage
 
-        return ObjectStorage(text, storage_options)
-    from .fsspec.store import FsspecStorage
+    url: Where
+    _: KW_ONLY
+    options: Mapping[str, Any] | None = None
+    engine: Engine | None = None
+    fs: Any = None
+    keep: int | Keep | None = None
 
-    return FsspecStorage(text, storage_options, fs=fs)
+    def __post_init__(self) -> None:
+        if isinstance(self.url, Place):
+            raise TypeError("a Place is made of a path or URL, not of another Place")
+        text_of(self.url)
+        if self.options is not None and not isinstance(self.options, Mapping):
+            raise TypeError(
+                f'options must be a mapping such as {{"region": "us-east-1"}}, got {type(self.options).__qualname__}'
+            )
+        if self.engine not in (None, "obstore", "fsspec", "s3fs"):
+            raise ValueError(f'engine must be "obstore", "fsspec" or "s3fs", got {self.engine!r}')
+
+    @property
+    def text(self) -> str:
+        """The path or URL as text."""
+        return text_of(self.url)
+
+    def storage(self) -> Storage:
+        """The storage whose root this is. Raises TypeError and ValueError for what is no place, ImportError for a
+        package that is missing.
+        """
+        scheme = scheme_of(self.text)
+        if self.engine == "s3fs" and scheme not in ("s3", "s3a", None):
+            raise ValueError(f'engine="s3fs" is for s3:// URLs; {scheme}:// has its own')
+        if self.fs is None and scheme in (None, "file"):
+            return LocalStorage(local_path(self.text))
+        if self.fs is None and (self.engine == "obstore" or (self.engine is None and scheme in SCHEMES)):
+            from .s3.store import ObjectStorage
+
+            return ObjectStorage(self.text, self.options)
+        from .fsspec.store import FsspecStorage
+
+        return FsspecStorage(self.text, self.options, fs=self.fs)
+
+    def object(self) -> tuple[Storage, str]:
+        """The storage that this object lies in, and its name there. Raises ValueError where it has no name."""
+        parent, name = parent_and_name(self.url, fs=self.fs)
+        return replace(self, url=parent).storage(), name
+
+    def inside(self) -> tuple[Storage, str]:
+        """The storage that this object or folder lies in, and its name there: empty for a whole bucket, or disk."""
+        parent, name = place_and_name(self.url, fs=self.fs)
+        return replace(self, url=parent).storage(), name
+
+    def __repr__(self) -> str:
+        given = [repr(shown(self.text))]
+        if self.options is not None:
+            given.append(f"options={ {name: _told(name, value) for name, value in self.options.items()}!r}")
+        if self.engine is not None:
+            given.append(f"engine={self.engine!r}")
+        if self.fs is not None:
+            given.append(f"fs=<{type(self.fs).__qualname__}>")
+        if self.keep is not None:
+            given.append(f"keep={self.keep!r}")
+        return f"Place({', '.join(given)})"
+
+
+def _told(name: str, value: Any) -> Any:
+    """What may be printed of an option: numbers, and texts that say where the store is. Any other may hold a secret."""
+    if SECRET_NAME.search(name):
+        return "…"
+    if isinstance(value, str):
+        return shown(value) if _WHERE.search(name) else "…"
+    return value if value is None or isinstance(value, int | float) else "…"
+
+
+Anywhere: TypeAlias = Where | Place
+
+
+def place_of(where: Anywhere) -> Place:
+    """What the user means by a path, a URL or a Place."""
+    return where if isinstance(where, Place) else Place(where)
+
+
+def written_at(where: Anywhere) -> Place:
+    """The place of something that is written once. Raises ValueError where it says which steps are kept."""
+    place = place_of(where)
+    if place.keep is not None:
+        raise ValueError(f"{place!r}: keep= is for a root of an AsyncCheckpointer; leave it out here")
+    return place
+
+
+def storage_at(where: Anywhere) -> Storage:
+    """The storage whose root is this folder, bucket prefix or fsspec URL."""
+    return place_of(where).storage()

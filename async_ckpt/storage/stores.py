@@ -20,12 +20,14 @@ ORPHAN_SECONDS: Final = 86400.0
 # What to do about a refusal.
 CREATE: Final = "create it, or correct the URL"
 NO_BUCKET: Final = f"the bucket does not exist; {CREATE}"
-REGION: Final = "the bucket is in another region; set `region` in storage_options, or AWS_REGION"
+REGION: Final = (
+    'the bucket is in another region; give it in Place(url, options={"region": …}), or set AWS_REGION'
+)
 LOG_IN: Final = "the credentials have expired; log in again, or renew them where they are kept"
 KEYS: Final = "check the access key and its secret"
 NO_KEYS: Final = (
-    "give keys in storage_options, set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in (aws configure, aws sso "
-    "login)"
+    "give keys in Place(url, options=…), set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in (aws configure, "
+    "aws sso login)"
 )
 CLOCK: Final = "this host's clock is wrong; set it, by NTP for instance"
 RIGHTS: Final = "let these credentials get, put, delete and list there, or use others"

@@ -76,11 +76,11 @@ def split_bucket(url: str) -> tuple[str, str, str]:
     seen = f"{scheme}://{host}"
     if not host or ((user or ":" in bucket) and (scheme in ("s3", "gs") or ":" in bucket)):
         raise ValueError(
-            f"{seen} names no bucket; write {scheme}://bucket/prefix, and give keys as storage_options"
+            f"{seen} names no bucket; write {scheme}://bucket/prefix, and give keys in Place(url, options=…)"
         )
     if set("?#") & set(rest):
         raise ValueError(
-            f"{seen}: a URL of a store has no ? and #; give what is behind them as storage_options"
+            f"{seen}: a URL of a store has no ? and #; give what is behind them in Place(url, options=…)"
         )
     prefix = prefix.strip("/")
     if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
@@ -90,7 +90,7 @@ def split_bucket(url: str) -> tuple[str, str, str]:
 
 def shown(text: str) -> str:
     """A URL as it may be printed: without user, password and query."""
-    if scheme_of(text) is None:
+    if "://" not in text:
         return text
     scheme, _, rest = text.partition("://")
     user, _, place = rest.rpartition("@")

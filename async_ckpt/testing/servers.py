@@ -35,7 +35,7 @@ class Server:
     """A running S3 server, and what a test asks of it behind the back of the client that is tested."""
 
     endpoint: str
-    options: dict[str, str] = field(repr=False)  # storage_options that reach it, for either engine
+    options: dict[str, str] = field(repr=False)  # of a Place that reaches it, with either engine
     pid: int
 
     def make_bucket(self, name: str) -> None:

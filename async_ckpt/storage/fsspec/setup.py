@@ -131,7 +131,7 @@ def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
         elif name in known or name == "profile":
             given[name] = value
         elif name not in _OURS | _OBSTORE_ONLY:
-            raise ValueError(f"storage_options has {name!r}, which is no option of s3fs or obstore")
+            raise ValueError(f"options has {name!r}, which is no option of s3fs or obstore")
     return given
 
 

@@ -47,7 +47,7 @@ class FsspecStorage:
             if scheme is None:
                 raise ValueError(
                     f"{shown(url)!r} is no URL such as memory://run or sftp://host/run; a chain of filesystems or a "
-                    "path on one is taken with fs="
+                    "path on one is taken as Place(path, fs=…)"
                 )
             if scheme in ("s3", "s3a"):
                 split_bucket(url)  # says what is wrong with it

@@ -56,9 +56,7 @@ class AwsSetup:
         names = ("access_key_id", "secret_access_key", "session_token")
         self.given = {name: str(config.pop(name)) for name in names if config.get(name)}
         if self.given and not ({"access_key_id", "secret_access_key"} <= set(self.given)):
-            raise ValueError(
-                "storage_options: access_key_id and secret_access_key belong together; give both"
-            )
+            raise ValueError("options: access_key_id and secret_access_key belong together; give both")
         self.known = set(self.given.values())
         if str(config.get("skip_signature", False)).lower() in ("false", "0", ""):
             config.pop("skip_signature", None)

@@ -227,7 +227,7 @@ class Client:
             return from_url(f"{self.scheme}://{self.bucket}", **settings)
         except Exception as error:
             problem = self.scrubbed(str(error).partition("\n")[0])
-        raise ValueError(f"storage_options of {self.url}: {problem}")
+        raise ValueError(f"options of {self.url}: {problem}")
 
     def _renew(self, store: Any) -> None:
         """These keys are over: the next request is made with what is found then where they come from."""
