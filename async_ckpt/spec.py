@@ -113,6 +113,8 @@ class Keep:
         best: the best by a metric of their records, such as ("loss", "min", 3): least loss, three of them; of equals the
             newer one. While no record has the metric every step is kept, with a warning.
         seconds: steps that were committed at most this many seconds ago.
+        whole_folder: a step that goes takes all of its folder with it, also what a trainer has written there beside us;
+            by default that stays.
 
     Raises ValueError for a rule that cannot be one.
     """
@@ -121,6 +123,7 @@ class Keep:
     every: int | None = None
     best: Best | None = None
     seconds: float | None = None
+    whole_folder: bool = False
 
     def __post_init__(self) -> None:
         if self.last is not None and self.last < 1:

@@ -117,6 +117,10 @@ class ScriptedStorage(LocalStorage):
         self.pass_by("delete", path)
         super().delete(path)
 
+    def delete_all(self, path: str) -> None:
+        self.pass_by("delete_all", path)
+        super().delete_all(path)
+
 
 class ScriptedSink:
     """One file of a scripted disk."""

@@ -171,6 +171,8 @@ def test_killed_at_any_call_of_a_later_save_the_run_is_as_before_or_after_it(
 # Step 1 has written the frozen part, which 2 and 3 borrow; 4 writes it anew, so that retention deletes all three.
 LENDING = """
 import sys
+from pathlib import Path
+from async_ckpt import Keep
 from children import die_at
 from states import open_run, weight
 root, number = sys.argv[1], int(sys.argv[2])
@@ -180,15 +182,21 @@ def state(step):
 with open_run(root) as ckpt:
     for step in (1, 2, 3):
         ckpt.save(state(step), step=step, unchanged="base").result()
+        for name in ("state.json", "hf/config.json"):  # of a trainer
+            file = Path(root, f"step_{step:08d}", name)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("{}")
 count = die_at(number)
-with open_run(root, keep=1) as ckpt:
+with open_run(root, keep=Keep(last=1, whole_folder=True)) as ckpt:
     ckpt.save(state(4), step=4).result()
 print(count())
 """
 
 
 def test_killed_at_any_call_of_retention_no_step_has_lost_what_it_has_borrowed(quick_path, nursery):
-    """A borrower goes before its lender: what is listed loads, with the groups that other archives hold."""
+    """A borrower goes before its lender, and a manifest before what is beside it: what is listed loads, with the groups
+    that other archives hold, and its folder still has what a trainer has written there.
+    """
     outcomes = set()
     for root in each_death(nursery, LENDING, (quick_path / str(number) for number in itertools.count())):
         with open_run(root) as ckpt:
@@ -197,6 +205,8 @@ def test_killed_at_any_call_of_retention_no_step_has_lost_what_it_has_borrowed(q
                 state = ckpt.load(step)
                 assert torch.equal(state["base"]["weight"], weight(0, 5))
                 assert torch.equal(state["adapter"]["weight"], weight(step))
+                beside = root / f"step_{step:08d}"
+                assert step == 4 or all((beside / name).exists() for name in ("state.json", "hf/config.json"))
         outcomes.add(tuple(steps))
         shutil.rmtree(root)
 

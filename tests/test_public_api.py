@@ -104,7 +104,7 @@ SIGNATURES = {
     SaveReport.as_dict: "(self, prefix='')",
     async_ckpt.Due: "(every=None, seconds=None, deadline=None, margin_seconds=30.0)",
     async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
-    async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None)",
+    async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None, whole_folder=False)",
     async_ckpt.Place: "(url, *, options=None, engine=None, fs=None, keep=None)",
     async_ckpt.Tracker: "(name, text)",
     async_ckpt.Tracker.dump: "(self, step)",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Final, Literal, cast
 
 from ..storage.base import Storage
-from ..storage.bulk import Parcel, copy, delete
+from ..storage.bulk import Parcel, copy
 from ..storage.disk import sync_folder
 from ..storage.local import LocalStorage
 from ..storage.locks import TEMP_SUFFIX, temp_stem
@@ -203,15 +203,11 @@ def remove(path: Anywhere) -> None:
         raise ValueError(
             f"{shown(place.text)} is all that there is in that place; name a file or a folder in it"
         )
-    if not storage.remote:
-        _remove_local(storage.locate(name))
-        return
-    paths = [f"{name}/{below}" for below in storage.sizes(name)]
-    if _is_object(storage, name):
-        paths.append(name)
-    if not paths:
-        raise FileNotFoundError(f"{storage.locate(name)} is not there")
-    delete(storage, paths)
+    where = storage.locate(name)
+    there = storage.sizes(name) or _is_object(storage, name) if storage.remote else os.path.lexists(where)
+    if not there:
+        raise FileNotFoundError(f"{where} is not there")
+    storage.delete_all(name)
 
 
 # --- one file -----------------------------------------------------------------------------------------------------
@@ -354,10 +350,3 @@ def _put_in_place(temp: Path, target: Path, paths: Collection[str]) -> None:
         os.replace(temp / path, target / path)
     for folder in {target, *(target / folder for path in paths for folder in _folders_of(path))}:
         sync_folder(folder)
-
-
-def _remove_local(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)

@@ -263,7 +263,7 @@ class Run:
             doomed = [old for old in self.doomed(view, protected=protected) if old in inside]
         self._root.listing = None
         for old in reversed(doomed):  # a step may borrow from older ones, which go after it
-            self._sweeper.delete(old, inside[old])
+            self._sweeper.delete(old, inside[old], whole_folder=self.keep.whole_folder)
         view = view.without(doomed)
         self._announcer.rewrite(view)
         self._say_what_best_lacks(view)

@@ -126,7 +126,8 @@ class Sweeper:
             if archive.name not in borrowed:
                 self._root.storage.delete(self._root.archive_path(step, archive))
 
-    def delete(self, step: int, inside: Inside) -> None:
+    def delete(self, step: int, inside: Inside, *, whole_folder: bool = False) -> None:
+        """Delete a step: its manifest first, and what others have put into its folder only with `whole_folder`."""
         folder = self._root.folder(step)
         self._root.note_deleted(step)
         self._root.storage.delete(f"{folder}/{manifest.NAME}")
@@ -136,12 +137,17 @@ class Sweeper:
                 self._root.storage.delete(f"{folder}/{name}")
             elif name != manifest.NAME:
                 foreign.append(name)
-        if foreign:
+        if whole_folder:
+            # What may be an attempt of another writer stays: the sweep finds out whether that one is dead.
+            others = [f"{folder}/{name}" for name in foreign if not is_ours(name)]
+            self._root.do_all([partial(self._root.storage.delete_all, path) for path in others])
+            self._root.storage.remove_if_empty(folder)
+        elif foreign:
             self._root.say_once(
                 "foreign",
                 f"{self._root.storage.locate(folder)}: step {step} was deleted by keep=, but {foreign[0]!r} and "
                 "whatever else async_ckpt did not write stays there, as in the folders of all steps that follow; "
-                "delete it yourself",
+                "delete it yourself, or pass Keep(whole_folder=True)",
             )
 
     def _sweep_folder(self, step: int | None, newest: int | None, swept: list[str]) -> None:

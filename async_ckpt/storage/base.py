@@ -143,6 +143,9 @@ class Storage(Protocol):
     def delete(self, path: str) -> None:
         """Delete an object; no error if there is none. A folder that it leaves empty goes with it."""
 
+    def delete_all(self, path: str) -> None:
+        """Delete an object, or a folder with all that is in it; no error if there is neither. A link is not followed."""
+
     def remove_if_empty(self, folder: str) -> bool:
         """Remove a folder below the root if there is nothing in it. False when there is, or when there is no folder.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -154,6 +155,13 @@ class LocalStorage:
             finally:  # also where the deletion may not last
                 if target.parent != self.root:
                     remove_if_empty(target.parent)
+
+    def delete_all(self, path: str) -> None:
+        target = self.root / path
+        with translated(target), suppress(FileNotFoundError):
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+        self.delete(path)
 
     def remove_if_empty(self, folder: str) -> bool:
         return bool(folder) and remove_if_empty(self.root / folder)

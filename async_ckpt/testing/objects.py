@@ -148,6 +148,15 @@ class ObjectContract(Promises):
         assert storage.names("") == ["other"]
         assert not storage.exists("folder")
 
+    def test_all_below_a_folder_is_deleted_however_deep_and_nothing_beside_it(self, storage: Storage) -> None:
+        for path in ("folder/x", "folder/deep/er/y", "folder2/x", "folder.x", "other"):
+            storage.replace(path, b"1")
+        for path in ("folder", "other", "missing"):
+            storage.delete_all(path)
+
+        assert everything(storage) == ["folder.x", "folder2/x"]
+        assert storage.names("") == ["folder.x", "folder2"]
+
     def test_a_folder_with_something_in_it_is_not_removed(self, storage: Storage) -> None:
         storage.replace("folder/deep/x", b"1")
         for folder in ("folder", "folder/deep", "folder/deep/x", "missing", "missing/too", ""):

@@ -237,6 +237,10 @@ class Bucket:
             if entry["Size"] or not entry["Key"].endswith("/")  # else it only shows a folder
         }
 
+    def tree(self, name: str) -> tuple[list[str], list[str]]:
+        """See Files; a store has no folders."""
+        return ["", *(f"/{path}" for path in self.sizes(name))], []
+
     def _pages(self, method: str, name: str, **parameters: Any) -> Iterator[Any]:
         while True:
             page = self.call(method, name, **parameters)

@@ -165,6 +165,31 @@ class Files:
                     found[path] = entry["size"]
         return found
 
+    def tree(self, name: str) -> tuple[list[str], list[str]]:
+        """What is behind this name in those of all files of its tree, and in those of its folders, outer ones first.
+
+        A link is a file, whatever it leads to.
+        """
+        if self.objects:
+            return ["", *(f"/{path}" for path in self.sizes(name))], []
+        fs = self._filesystem()
+        fs.invalidate_cache(fs._parent(name))
+        with suppress(FileNotFoundError):  # as is said of a link to nothing, too
+            if _is_folder(fs.info(name)):
+                return self._tree_of_folder(name)
+        return [""], []
+
+    def _tree_of_folder(self, name: str) -> tuple[list[str], list[str]]:
+        fs = self._filesystem()
+        files: list[str] = []
+        folders = [""]
+        for folder in folders:  # which grow
+            fs.invalidate_cache(name + folder)
+            for entry in fs.ls(name + folder, detail=True):
+                path = f"{folder}/{entry['name'].rstrip('/').rpartition('/')[2]}"
+                (folders if _is_folder(entry) else files).append(path)
+        return files, folders
+
     def now(self) -> Moment:
         probe = self.name(probe_name())
         self.put(probe, b"now")
@@ -236,6 +261,11 @@ class Draft:
             self.file.close()
         with suppress(Exception):
             self._files.delete(self._temp)
+
+
+def _is_folder(entry: dict[str, Any]) -> bool:
+    """Whether a filesystem speaks of a folder, and not of a link to one."""
+    return entry["type"] == "directory" and not entry.get("islink")
 
 
 def _uncommitted(fs: Any, name: str) -> Any:

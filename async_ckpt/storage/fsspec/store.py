@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
 from ...host.threads import Crew
 from .. import stores
+from ..bulk import delete
 from ..url import scheme_of, shown, split_bucket, unusable_name
 from .bucket import Bucket
 from .errors import advice_on, chain, secrets_in
@@ -152,6 +153,13 @@ class FsspecStorage:
     def delete(self, path: str) -> None:
         with self._translated(path):
             self._place.delete(self._place.name(path))
+
+    def delete_all(self, path: str) -> None:
+        with self._translated(path):
+            files, folders = self._place.tree(self._place.name(path))
+        delete(self, [path + file for file in files])
+        for folder in reversed(folders):  # those that had no files in them are still there
+            self.remove_if_empty(path + folder)
 
     def remove_if_empty(self, folder: str) -> bool:
         with suppress(StorageUnavailableError), self._translated(folder):

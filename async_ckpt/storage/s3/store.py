@@ -18,6 +18,7 @@ from ...errors import StorageUnavailableError
 from ...host.threads import Crew
 from ...spans import TIMEKEEPER, Timekeeper
 from .. import stores
+from ..bulk import delete
 from ..conditions import Conditions, Form
 from ..url import unusable_name
 from . import answers
@@ -122,6 +123,9 @@ class ObjectStorage:
 
     def delete(self, path: str) -> None:
         self._client.delete(path)
+
+    def delete_all(self, path: str) -> None:
+        delete(self, [*(f"{path}/{below}" for below in self.sizes(path)), path])
 
     def remove_if_empty(self, folder: str) -> bool:  # noqa: ARG002
         return False  # there are no folders
