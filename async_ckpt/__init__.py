@@ -35,7 +35,7 @@ from .errors import (
     UnsupportedStateError,
     UntrustedObjectError,
 )
-from .oneoff import load, release, save
+from .oneoff import load, release, save, snapshot
 from .report import Destination, Progress, SaveReport
 from .runs.naming import Naming, Tracker
 from .saving.handle import SaveHandle
@@ -87,6 +87,7 @@ __all__ = [
     "pack_folder",
     "release",
     "save",
+    "snapshot",
     "unpack",
     "wrap",
 ]

@@ -35,7 +35,7 @@ from .runs.roots import Roots
 from .runs.run import Run
 from .saving.admission import OnOverlap
 from .saving.borrowed import Contents, driver_of
-from .saving.handle import SaveHandle, host_copy_of
+from .saving.handle import SaveHandle
 from .saving.line import Line
 from .saving.policy import Due, SavePolicy
 from .saving.saver import Saver
@@ -44,6 +44,8 @@ from .saving.targets import StepTarget
 from .spans import wall_time
 from .spec import Keep
 from .staging.guard import unwrapped
+from .staging.held import guard_beside
+from .state.held import Held
 from .state.names import Select
 from .storage.base import Storage
 from .storage.local import LocalStorage
@@ -161,7 +163,6 @@ class AsyncCheckpointer:
         rolling: bool = False,
         ttl_seconds: float | None = None,
         select: Select = None,
-        also: SaveHandle | None = None,
         unchanged: Collection[str] = (),
         driver: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
@@ -175,8 +176,6 @@ class AsyncCheckpointer:
         `keep=` says; both are marks in the record, and such steps count for none of its rules.
         `select` saves only a part: a name, a glob over dotted paths such as "*.lora_*", or several; `restore(strict=False)`
         then leaves the rest alone.
-        `also` is the handle of an `export_hf` of the same moment, nothing having changed in between: what that copies to
-        the host is not copied again.
         `unchanged` names groups, entries at the top level of the state, that have not changed since they were last saved,
         or restored, by this checkpointer: a frozen reference policy, the base model under LoRA. They are not written
         again: the manifest points to the archive that has them, which stays as long as that is so. One that was not saved
@@ -207,10 +206,9 @@ class AsyncCheckpointer:
             captured_as=contents.captured if select is None else lambda _: None,
             step=step,
             needs=contents.lenders,
-            guard=self._guard if guard is _UNSET else guard,
+            guard=self._guard_of(state, guard),
             rule=line.rule,
             skipped_path=runs[0].storage.locate(runs[0].folder(step)),
-            also=host_copy_of(also),
         )
         self._policy.follow(step, handle)
         return handle
@@ -369,6 +367,12 @@ class AsyncCheckpointer:
         return step
 
     # --- parts ------------------------------------------------------------------------------------------------
+
+    def _guard_of(self, state: Any, guard: Any) -> Any:
+        """A snapshot was guarded when it was taken, or was not."""
+        if guard is not _UNSET:
+            return guard_beside(state, guard)
+        return None if isinstance(state, Held) else self._guard
 
     def _warn_of_what_others_wrote(self) -> None:
         """A run that a trainer has saved without us must not look like one that has saved nothing."""

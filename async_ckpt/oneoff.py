@@ -14,8 +14,12 @@ from .loading.find import from_path
 from .loading.load import check_verify, state_of
 from .loading.open import Part
 from .saving import default
-from .saving.handle import SaveHandle, host_copy_of
+from .saving.handle import SaveHandle
 from .saving.targets import Compression, FileTarget
+from .saving.worker import get_worker
+from .spans import monotonic
+from .staging.guard import unwrapped
+from .staging.held import HeldSnapshot, guard_beside
 from .state.names import Select
 from .storage.place import Anywhere, written_at
 
@@ -28,7 +32,6 @@ def save(
     *,
     guard: Any = None,
     select: Select = None,
-    also: SaveHandle | None = None,
     compression: Compression = None,
 ) -> SaveHandle:
     """Save `obj` as one tar at `path`, in the order of arguments of `torch.save`; returns a handle at once.
@@ -39,8 +42,6 @@ def save(
     `select`: save only this part: a name, a glob over dotted paths ("*.lora_*"), or several.
     `compression`: "zstd", or `Zstd(level=…, threads=…)`; a path that ends in ".zst" is compressed without it, too. The
     report's `num_bytes` are those of the archive, its destination's those that were written.
-    `also`: the handle of an `export_hf` of the same moment, nothing having changed in between; what it copies to the
-    host is not copied again. Each has its own handle.
     `path` may be a URL ("s3://bucket/x.tar"), or a Place.
     Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
     an unknown scheme, a name that is too long, or promises gzip); all else ends in the handle.
@@ -51,8 +52,47 @@ def save(
             f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one"
         )
     return default.one_off_saver().save(
-        lambda: obj, lambda: [target], step=None, guard=guard, select=select, also=host_copy_of(also)
+        lambda: obj, lambda: [target], step=None, guard=guard_beside(obj, guard), select=select
     )
+
+
+def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) -> HeldSnapshot:
+    """Copy a state to host memory and hold it, for a checkpoint, an export and whatever else is to be of one instant.
+
+        with async_ckpt.snapshot({"model": model, "optimizer": optimizer}, guard=optimizer) as snap:
+            handle = ckpt.save(snap, step=100)
+            async_ckpt.export_hf(snap["model"], "out/hf")
+            wrapped(snap["model"], "out/model.pt")
+
+    Returns as soon as the caller may go on training, as `save` does. Each of these reads it in the background, with its
+    names and versions as at that instant, and keeps what it reads until it is done, also after the block; what it
+    reads is copied from the device once. They fail if the snapshot was torn.
+
+    Args:
+        state: as for `save`. Storages are copied whole, so a view of a large one takes as much memory.
+        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: as for `save`.
+        host_bytes: the most that this snapshot may take, together with those that are still open; by default half of the
+            free memory.
+
+    Raises UnsupportedStateError as `save` does, MemoryError when there is not enough memory, ClosedError at the end of
+    the interpreter. A snapshot that is not closed is let go of when nobody refers to it any more.
+    """
+    if host_bytes is not None and (isinstance(host_bytes, bool) or not isinstance(host_bytes, int | float)):
+        raise ValueError(f"host_bytes must be a number of bytes, such as 4 * 2**30, got {host_bytes!r}")
+    held = HeldSnapshot(
+        state,
+        optimizers=unwrapped(guard),
+        max_bytes=None if host_bytes is None else int(host_bytes),
+        memory=default.held_memory(),
+        crew=get_worker().copiers,
+        clock=monotonic,
+    )
+    try:
+        held.begin()
+    except BaseException:
+        held.close()
+        raise
+    return held
 
 
 def release() -> None:

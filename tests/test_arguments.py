@@ -125,11 +125,11 @@ HOLDERS = {
 @pytest.mark.parametrize(("make", "count"), HOLDERS.values(), ids=HOLDERS)
 def test_every_tensor_is_found_and_is_replaced_in_the_copy(make, count):
     value = make()
-    names, tensors = tensors_in({"x": value})
+    names, tensors, _ = tensors_in({"x": value})
     assert len(names) == len(tensors) == count
 
     instead = [tensor.clone().detach() for tensor in tensors]
-    _, found = tensors_in({"x": copied(value, tensors, instead, what="f")})
+    _, found, _ = tensors_in({"x": copied(value, tensors, instead, what="f")})
     assert {id(tensor) for tensor in found} == {id(tensor) for tensor in instead}
 
 
@@ -146,7 +146,7 @@ def test_names_say_where_a_tensor_hangs():
 def test_circles_end():
     value: dict[str, Any] = {"w": torch.ones(1)}
     value["self"] = value
-    names, tensors = tensors_in({"x": value})
+    names, tensors, _ = tensors_in({"x": value})
     again = copied(value, tensors, [torch.zeros(1)], what="f")
 
     assert names == ["x.w"]
@@ -158,7 +158,7 @@ def test_circles_end():
     "value", [range(10**12), memoryview(bytes(8)), array.array("d", [0.0]), "x" * 100, np.zeros(3)], ids=type
 )
 def test_what_is_only_long_is_not_gone_through(value):
-    assert tensors_in({"x": value}) == ([], [])
+    assert tensors_in({"x": value}) == ([], [], [])
 
 
 def test_the_attributes_and_the_gradient_of_a_tensor_come_along():
@@ -166,7 +166,7 @@ def test_the_attributes_and_the_gradient_of_a_tensor_come_along():
     p.grad = torch.full((2,), 3.0)
     p.role = {"scale": torch.full((2,), 5.0)}
     buffer = torch.nn.Buffer(torch.ones(1), persistent=False)
-    names, tensors = tensors_in({"p": p, "b": buffer})
+    names, tensors, _ = tensors_in({"p": p, "b": buffer})
     assert names == ["p", "p.role.scale", "p.grad", "b"]
 
     instead = [torch.nn.Parameter(torch.zeros(2)), torch.zeros(2), torch.zeros(2), torch.zeros(1)]
@@ -190,7 +190,7 @@ def test_the_attributes_and_the_gradient_of_a_tensor_come_along():
     ids=["meta", "sparse", "quantised", "nested"],
 )
 def test_tensors_of_other_kinds_are_left_to_the_copy(tensor):
-    assert tensors_in({"x": tensor}) == ([], [])
+    assert tensors_in({"x": tensor}) == ([], [], [])
     assert copied(tensor, [], [], what="f") is not tensor
 
 
@@ -201,7 +201,7 @@ def test_a_tensor_that_says_itself_how_it_is_copied_is_left_to_do_so():
 
     value = torch.ones(2).as_subclass(Own)
 
-    assert tensors_in({"x": value}) == ([], [])
+    assert tensors_in({"x": value}) == ([], [], [])
     assert copied([value], [], [], what="f") == ["mine"]
 
 
@@ -220,7 +220,7 @@ def test_what_cannot_change_or_be_copied_is_passed_on(value):
     "value", [threading.Lock(), (n for n in ()), io.FileIO(os.devnull)], ids=lambda v: type(v).__name__
 )
 def test_what_cannot_be_copied_is_refused_by_what_it_is(value):
-    assert tensors_in({"x": [value]}) == ([], [])
+    assert tensors_in({"x": [value]}) == ([], [], [])
     with pytest.raises(
         UnsupportedStateError, match=r"f cannot be called later.* cannot be copied .*state_dict"
     ):

@@ -489,7 +489,9 @@ def test_a_program_that_ends_right_after_the_call_loses_nothing(nursery, tmp_pat
 import sys
 import torch, async_ckpt
 state = {"w": torch.arange(3_000_000)}
-async_ckpt.save(state, sys.argv[1] + "/x.tar", also=async_ckpt.export_hf(state, sys.argv[1] + "/hf"))
+snap = async_ckpt.snapshot(state)
+async_ckpt.export_hf(snap, sys.argv[1] + "/hf")
+async_ckpt.save(snap, sys.argv[1] + "/x.tar")
 state["w"].zero_()
 """
     ended = nursery.run(script, tmp_path)

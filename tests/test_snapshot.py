@@ -1,271 +1,550 @@
-"""Staging: what is saved is the state of one instant, whatever happens to it afterwards, and whatever it looks like."""
+"""The held snapshot: one copy of one instant for a checkpoint, an export and whatever else reads it."""
 
 from __future__ import annotations
 
+import gc
+import json
+import os
+import sys
 import threading
+import weakref
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
-from racing import PATIENCE
-from scripted_disk import scripted
-from states import MIB, SEGMENT, open_run, weight
+from exported import assert_same, gpt2, spoil, state_of, weights_in
+from racing import Call, Gate
+from states import MIB, difference, open_run
 
 import async_ckpt
-from async_ckpt.saving import worker
-from async_ckpt.staging.device import dense_blocks, flat_bytes, host_pointer
+from async_ckpt import AsyncCheckpointer, ClosedError, NotUnchangedError, RngState, TornSnapshotError
+from async_ckpt.saving import default
+from async_ckpt.staging import stager
+from async_ckpt.staging.stager import Snapshot
 
-SIZES = [0, 1, 3, 1023, 1024, MIB // 4 - 1, MIB // 4, MIB // 4 + 1, MIB, 3 * MIB + 5]
+Pair = namedtuple("Pair", "left right")
 
 
 @pytest.fixture
-def ckpt(tmp_path):
-    with open_run(tmp_path) as opened:
-        yield opened
+def no_copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What a guard defers is not copied before the event is set."""
+    go, copy_later = threading.Event(), Snapshot._fill_later
+
+    def held(snapshot: Snapshot) -> None:
+        if snapshot._deferred:
+            go.wait(60)
+        copy_later(snapshot)
+
+    monkeypatch.setattr(Snapshot, "_fill_later", held)
+    yield go
+    go.set()
 
 
-def test_changing_tensors_right_after_save_changes_nothing_in_the_checkpoint(ckpt):
-    state = {str(n): torch.full((n,), 7.0) for n in SIZES}
-    with scripted(ckpt) as disk:
-        disk.stop("write")
-        handle = ckpt.save(state, step=1)
-        for tensor in state.values():
-            tensor.fill_(-1)
-        disk.release_all()
-        handle.result()
+@pytest.fixture
+def copies_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], int]:
+    """How often a tensor's first byte was copied from where it lies."""
+    real_move, real_alias = stager.memmove, stager.Alias.copy_to
+    sources: list[range] = []
 
-    for name, tensor in ckpt.load(1).items():
-        assert tensor.shape == (int(name),)
-        assert bool((tensor == 7).all())
+    def move(target: int, source: int, length: int) -> None:
+        sources.append(range(source, source + length))
+        real_move(target, source, length)
 
+    def copy_to(alias: Any, target: int, offset: int, length: int) -> bool:
+        sources.append(range(alias.address + offset, alias.address + offset + length))
+        return bool(real_alias(alias, target, offset, length))
 
-def test_changing_what_is_not_a_tensor_right_after_save_changes_nothing_in_the_checkpoint(ckpt):
-    import numpy
-
-    state = {
-        "list": [1, 2],
-        "dict": {"a": 1},
-        "array": numpy.arange(MIB),
-        "set": {1, 2},
-        "bytes": bytearray(b"abc"),
-    }
-    with scripted(ckpt) as disk:
-        disk.stop("write")
-        handle = ckpt.save(state, step=1)
-        state["list"].append(3)
-        state["dict"]["a"] = 2
-        state["array"][:] = -1
-        state["set"].add(3)
-        state["bytes"][0] = 0
-        disk.release_all()
-        handle.result()
-
-    saved = ckpt.load(1)
-    assert (saved["list"], saved["dict"], saved["set"]) == ([1, 2], {"a": 1}, {1, 2})
-    assert bytes(saved["bytes"]) == b"abc"
-    assert (saved["array"] == numpy.arange(MIB)).all()
+    monkeypatch.setattr(stager, "memmove", move)
+    monkeypatch.setattr(stager.Alias, "copy_to", copy_to)
+    return lambda tensor: sum(tensor.data_ptr() in source for source in list(sources))
 
 
-def test_changing_the_live_objects_of_a_training_right_after_save_changes_nothing(ckpt):
-    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.BatchNorm1d(512))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(8, 256)).sum().backward()
+def trained(mib: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer with a state; with parameters of `mib` MiB, what a guard may defer."""
+    model: torch.nn.Module = gpt2()
+    if mib:
+        model = torch.nn.ModuleDict(
+            {"w": torch.nn.Linear(512, mib * 512, bias=False), "v": torch.nn.Linear(3, 3)}
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    wanted = {k: v.clone() for k, v in model.state_dict().items()}
-    moments = [{k: v.clone() for k, v in state.items()} for state in optimizer.state.values()]
-    handle = ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=1)
-    for _ in range(3):
-        model(torch.randn(8, 256)).sum().backward()
-        optimizer.step()
+
+
+def lent_bytes() -> str:
+    return repr(default.held_memory()).split(",")[0]
+
+
+# --- one instant for all ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "not guarded"])
+def test_three_readers_get_the_very_instant_while_training_goes_on_and_it_is_copied_once(
+    guarded, tmp_path, copies_from
+):
+    model, optimizer = trained(8)
+    state = {"model": model, "optimizer": optimizer, "rng": RngState()}
+    wanted = async_ckpt.load(async_ckpt.save(state, tmp_path / "alone.tar").result().path)
+    before = copies_from(model["w"].weight)
+
+    with open_run(tmp_path / "run", guard=optimizer) as ckpt:
+        with async_ckpt.snapshot(state, guard=optimizer if guarded else None) as snap:
+            saved = ckpt.save(snap, step=1)
+            exported = async_ckpt.export_hf(snap["model"], tmp_path / "hf")
+            pickled = async_ckpt.wrap(torch.save)(snap, tmp_path / "x.pt")
+            for _ in range(3):
+                step(model, optimizer)
+            torch.rand(3)
+        for handle in (saved, exported, pickled):
+            handle.result()
+        committed = ckpt.load(1)
+
+    assert copies_from(model["w"].weight) - before == 1
+    assert difference(committed, wanted) is None
+    assert difference(torch.load(tmp_path / "x.pt", weights_only=False), wanted) is None
+    assert_same(weights_in(tmp_path / "hf"), wanted["model"])
+    assert difference(state_of(model), wanted["model"]) is not None
+
+
+def test_an_export_knows_the_config_and_the_ties_of_the_model_that_the_snapshot_is_of(tmp_path):
+    model, _ = trained()
+    wanted = state_of(model)
+    del wanted["lm_head.weight"]
+    with async_ckpt.snapshot({"model": model}) as whole, async_ckpt.snapshot(model) as alone:
+        spoil(model)
+        for snap, name in ((whole["model"], "of a part"), (alone, "of all")):
+            async_ckpt.export_hf(snap, tmp_path / name).result()
+            assert_same(weights_in(tmp_path / name), wanted)
+            assert json.loads((tmp_path / name / "config.json").read_text())["model_type"] == "gpt2"
+
+
+def test_an_export_of_a_snapshot_of_a_state_dict_has_its_names(tmp_path):
+    weights = {"a": torch.ones(3), "b": torch.zeros(2)}
+    with async_ckpt.snapshot({"weights": weights, "step": 1}) as snap:
+        async_ckpt.export_hf(snap["weights"], tmp_path / "hf").result()
+        with pytest.raises(async_ckpt.UnsupportedStateError, match="flat mapping of names to tensors"):
+            async_ckpt.export_hf(snap, tmp_path / "other")
+    assert_same(weights_in(tmp_path / "hf"), weights)
+
+
+def test_what_is_read_first_does_not_wait_for_what_is_still_copied(tmp_path, no_copying):
+    """Each reader returns at once: the copy is waited for in the background."""
+    model, optimizer = trained(8)
+    wanted = state_of(model)
+    snap = async_ckpt.snapshot({"model": model}, guard=optimizer)
+    handles = [
+        async_ckpt.save(snap, tmp_path / "x.tar"),
+        async_ckpt.export_hf(snap["model"], tmp_path / "hf"),
+        async_ckpt.wrap(torch.save)(snap["model"], tmp_path / "x.pt"),
+    ]
+    assert not any(handle.done() for handle in handles)
+    assert not snap.completion.done()
+    stepping = Call(optimizer.step)
+    stepping.wait_until_inside("hold")
+    no_copying.set()
+    stepping.outcome()
+    for handle in handles:
+        handle.result()
+    snap.close()
+
+    assert_same(async_ckpt.load(tmp_path / "x.tar")["model"], wanted)
+    assert_same(weights_in(tmp_path / "hf"), wanted)
+    assert_same(torch.load(tmp_path / "x.pt"), wanted)
+
+
+def test_a_snapshot_that_is_torn_fails_all_who_read_it(tmp_path, no_copying):
+    model, optimizer = trained(8)
+    with open_run(tmp_path / "run") as ckpt, async_ckpt.snapshot({"model": model}, guard=optimizer) as snap:
+        handles = [
+            async_ckpt.save(snap, tmp_path / "x.tar"),
+            ckpt.save(snap, step=1),
+            async_ckpt.export_hf(snap["model"], tmp_path / "outer" / "hf"),
+            async_ckpt.wrap(torch.save)(snap["model"], tmp_path / "x.pt"),
+        ]
+        with torch.no_grad():
+            model["w"].weight.add_(1)
+        no_copying.set()
+        for failed in handles:
+            error = failed.exception()
+            assert isinstance(error, TornSnapshotError)
+            assert error.names == ("model.w.weight",)
+        with pytest.raises(TornSnapshotError):
+            snap["model"]["w.weight"]
+        assert ckpt.steps() == []
+        with pytest.raises(TornSnapshotError):  # also who comes later
+            async_ckpt.save(snap, tmp_path / "x.tar").result()
+
+    assert not (tmp_path / "x.tar").exists()
+    assert not (tmp_path / "x.pt").exists()
+    assert not (tmp_path / "outer").exists() or os.listdir(tmp_path / "outer") == []
+
+
+def test_a_snapshot_that_is_closed_while_it_is_read_is_read_to_its_end(tmp_path, no_copying):
+    model, optimizer = trained(8)
+    wanted = state_of(model)
+    snap = async_ckpt.snapshot({"model": model}, guard=optimizer)
+    handle = async_ckpt.save(snap, tmp_path / "x.tar")
+    exported = async_ckpt.export_hf(snap["model"], tmp_path / "hf")
+    snap.close()
+    snap.close()
+    # Its memory must not go to the next one, which would be copied over it.
+    other = async_ckpt.snapshot({"model": {"w": torch.full((8 * 512, 512), 3.0)}})
+    no_copying.set()
+    handle.result()
+    exported.result()
+    other.close()
+
+    assert_same(async_ckpt.load(tmp_path / "x.tar")["model"], wanted)
+    assert_same(weights_in(tmp_path / "hf"), wanted)
+
+
+def test_a_snapshot_that_is_dropped_before_it_is_complete_harms_no_other(tmp_path, no_copying):
+    model, optimizer = trained(8)
+    async_ckpt.snapshot({"model": model}, guard=optimizer)
+    gc.collect()
+    ones = torch.ones(8 * 512, 512)
+    with async_ckpt.snapshot({"w": ones, "v": torch.ones(12)}) as snap:
+        no_copying.set()
+        optimizer.step()  # after the last byte of the one that was dropped
+        assert torch.equal(snap["w"], ones)
+
+
+def test_a_closed_snapshot_is_refused_by_every_reader(tmp_path):
+    with async_ckpt.snapshot({"w": torch.ones(3), "inner": {"x": 1}}) as snap:
+        part = snap["inner"]
+    for use in (
+        lambda: async_ckpt.save(snap, tmp_path / "x.tar"),
+        lambda: async_ckpt.export_hf(snap, tmp_path / "hf"),
+        lambda: async_ckpt.wrap(torch.save)(snap, tmp_path / "x.pt"),
+        lambda: snap["w"],
+        lambda: part["x"],
+        snap.state_dict,
+    ):
+        with pytest.raises(ClosedError, match="this snapshot is closed"):
+            use()
+    assert os.listdir(tmp_path) == []
+
+
+# --- what it holds ------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_leaf_is_as_it_was(tmp_path):
+    whole = torch.arange(24.0)
+    state = {
+        "tensor": whole, "turned": whole.view(4, 6).T, "tail": whole[20:], "tied": whole, "empty": torch.empty(0, 3),
+        "bool": torch.tensor(True), "bf16": torch.ones(3, dtype=torch.bfloat16), "conj": torch.tensor([1 + 2j]).conj(),
+        "array": numpy.arange(6, dtype=numpy.int32).reshape(2, 3), "words": numpy.array(["a", "bc"]),
+        "bytes": b"x" * 5000, "pair": Pair(torch.ones(2), [1, None]), "list": [torch.ones(1), {"deep": (2.5,)}],
+        "rng": RngState(), "set": {1, 2}, "text": "ü",
+    }  # fmt: skip
+    async_ckpt.save(state, tmp_path / "alone.tar").result()
+    wanted = async_ckpt.load(tmp_path / "alone.tar", trust=True, types=[Pair])
+    with async_ckpt.snapshot(state) as snap:
+        whole.fill_(7)
+        state["array"][:] = 7
+        torch.rand(1)
+        assert difference({**snap.state_dict(), "rng": 0}, {**wanted, "rng": 0}) is None
+        async_ckpt.save(snap, tmp_path / "x.tar").result()
+
+    assert difference(async_ckpt.load(tmp_path / "x.tar", trust=True, types=[Pair]), wanted) is None
+    sizes = [(tmp_path / name).stat().st_size for name in ("alone.tar", "x.tar")]
+    assert sizes[0] == sizes[1]  # what is tied is stored once
+
+
+def test_it_is_indexed_by_name():
+    state = {"model": torch.nn.Linear(2, 3), "list": [torch.ones(1), {"x": 5}], "step": 3, 7: "seven"}
+    with async_ckpt.snapshot(state) as snap:
+        assert list(snap) == list(snap.keys()) == ["model", "list", "step", 7]
+        assert ("model" in snap, "other" in snap, len(snap)) == (True, False, 4)
+        assert (snap["step"], snap[7], snap["list"][1]["x"]) == (3, "seven", 5)
+        assert [type(entry).__name__ for entry in snap["list"]] == ["Tensor", "Held"]
+        assert torch.equal(snap["model"]["weight"], state["model"].weight)
+        assert {**snap["model"]}.keys() == {"weight", "bias"}
+        assert "complete" in repr(snap)
+        for part, key in ((snap, "other"), (snap["list"], 2), (snap["list"], "x"), (snap["model"], 0)):
+            with pytest.raises(KeyError, match="is not in"):
+                part[key]
+        with pytest.raises(TypeError, match="no keys"):
+            snap["list"].keys()
+    assert "closed" in repr(snap)
+
+
+def test_a_bare_tensor_and_a_list_are_states_too(tmp_path):
+    for number, state in enumerate([torch.ones(3), [torch.zeros(2), 5], torch.nn.Linear(2, 2)]):
+        with async_ckpt.snapshot(state) as snap:
+            async_ckpt.save(snap, tmp_path / f"{number}.tar").result()
+        assert difference(async_ckpt.load(tmp_path / f"{number}.tar"),
+                          state.state_dict() if number == 2 else state) is None  # fmt: skip
+
+
+def test_a_part_may_stand_in_a_state_beside_what_is_live(tmp_path):
+    model, optimizer = trained(8)
+    wanted, live = state_of(model), torch.ones(5)
+    with async_ckpt.snapshot({"model": model, "other": 1}) as snap:
+        spoil(model)
+        handle = async_ckpt.save(
+            {"model": snap["model"], "live": live, "epoch": 2}, tmp_path / "x.tar", guard=optimizer
+        )
+    live.fill_(7)
+    handle.result()
+    loaded = async_ckpt.load(tmp_path / "x.tar")
+
+    assert_same(loaded["model"], wanted)
+    assert (loaded["live"].tolist(), loaded["epoch"], sorted(loaded)) == (
+        [1.0] * 5,
+        2,
+        ["epoch", "live", "model"],
+    )
+
+
+def test_a_selection_of_a_snapshot_is_saved_by_its_names(tmp_path):
+    with async_ckpt.snapshot({"model": torch.nn.Linear(2, 3), "step": 1}) as snap:
+        async_ckpt.save(snap, tmp_path / "x.tar", select="model.w*").result()
+        with pytest.raises(KeyError, match="matches nothing"):
+            async_ckpt.save(snap, tmp_path / "y.tar", select="modle")
+    loaded = async_ckpt.load(tmp_path / "x.tar")
+    assert (list(loaded), list(loaded["model"])) == (["model"], ["weight"])
+
+
+def test_a_tight_pool_and_a_place_in_order_take_it_as_well(tmp_path):
+    model, optimizer = trained(40)
+    wanted = state_of(model)
+    root = "memory://" + os.urandom(4).hex()
+    with AsyncCheckpointer([tmp_path / "run", root], host_bytes=16 * MIB) as ckpt:
+        with async_ckpt.snapshot({"model": model}, guard=optimizer) as snap:
+            handle = ckpt.save(snap, step=1)
+            step(model, optimizer)
+        handle.result()
+        assert_same(ckpt.load(1)["model"], wanted)
+        assert_same(async_ckpt.load(root)["model"], wanted)
+
+
+# --- with unchanged= ----------------------------------------------------------------------------------------------
+
+
+def test_unchanged_goes_by_what_the_snapshot_saw(tmp_path):
+    policy, reference = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    state = {"policy": policy, "ref": reference, "step": torch.tensor(1)}
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state, step=1).result()
+        with async_ckpt.snapshot(state) as snap:
+            with torch.no_grad():
+                reference.weight.add_(1)  # after the snapshot, which is what counts
+            ckpt.save(snap, step=2, unchanged={"ref"}).result()
+        with async_ckpt.snapshot(state) as snap, pytest.raises(NotUnchangedError, match=r"ref\.weight"):
+            ckpt.save(snap, step=3, unchanged={"ref"})
+        with async_ckpt.snapshot(state) as snap:
+            for wrong in ("nothing", "step"):
+                with pytest.raises(ValueError, match="no group of that name"):
+                    ckpt.save(snap, step=3, unchanged={wrong})
+            ckpt.save(snap, step=3).result()  # from here on it may be borrowed again
+            ckpt.save(state, step=4, unchanged={"ref"}).result()
+
+    own = [sorted(async_ckpt.load(path, select=None)) for path in sorted(tmp_path.glob("step_*/rank_*.tar"))]
+    assert own == [
+        ["policy", "ref", "step"],
+        ["policy", "step"],
+        ["policy", "ref", "step"],
+        ["policy", "step"],
+    ]
+    assert_same(async_ckpt.load(tmp_path)["ref"], dict(reference.state_dict()))
+
+
+# --- what it refuses ----------------------------------------------------------------------------------------------
+
+
+def test_a_guard_beside_a_snapshot_is_refused_and_that_of_the_run_is_left_aside(tmp_path):
+    model, optimizer = trained()
+    with open_run(tmp_path / "run", guard=optimizer) as ckpt, async_ckpt.snapshot({"model": model}) as snap:
+        for use in (
+            lambda: async_ckpt.save(snap, tmp_path / "x.tar", guard=optimizer),
+            lambda: ckpt.save(snap, step=1, guard=optimizer),
+            lambda: async_ckpt.export_hf(snap["model"], tmp_path / "hf", guard=optimizer),
+        ):
+            with pytest.raises(ValueError, match="guard= was for the snapshot"):
+                use()
+        ckpt.save(snap, step=1).result()
+        assert ckpt.steps() == [1]
+
+
+def test_a_snapshot_of_a_snapshot_is_refused():
+    with async_ckpt.snapshot({"a": torch.ones(3)}) as snap:
+        for state in (snap, {"again": snap}):
+            with pytest.raises(TypeError, match="is a snapshot already"):
+                async_ckpt.snapshot(state)
+
+
+def test_it_is_not_pickled_or_copied_by_accident(tmp_path):
+    with async_ckpt.snapshot({"a": torch.ones(3)}) as snap, pytest.raises(TypeError, match="state_dict"):
+        torch.save(snap, tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("wrong", ["4 GiB", True, object()])
+def test_a_budget_that_is_no_number_is_refused(wrong):
+    with pytest.raises(ValueError, match="host_bytes must be a number of bytes"):
+        async_ckpt.snapshot({"a": torch.ones(3)}, host_bytes=wrong)
+
+
+def test_a_snapshot_that_is_too_large_for_its_budget_is_an_error_at_the_call():
+    state = {"a": torch.ones(3 * MIB // 4)}
+    with pytest.raises(MemoryError, match=r"needs 3,145,728 bytes, and host_bytes allows 3,145,727;"):
+        async_ckpt.snapshot(state, host_bytes=3 * MIB - 1)
+    with async_ckpt.snapshot(state, host_bytes=3 * MIB):
+        with pytest.raises(MemoryError, match=r"beside 3,145,728 that open snapshots hold"):
+            async_ckpt.snapshot(state, host_bytes=5 * MIB)
+        async_ckpt.snapshot(state, host_bytes=6 * MIB).close()
+    async_ckpt.snapshot(state, host_bytes=3 * MIB).close()
+
+
+def test_without_a_budget_it_is_what_is_free_of_the_memory(monkeypatch):
+    monkeypatch.setattr(async_ckpt.staging.whole, "free_memory_bytes", lambda: 2 * MIB)
+    default.release()
+    with pytest.raises(MemoryError, match="half of the free host memory is"):
+        async_ckpt.snapshot({"a": torch.ones(3 * MIB // 4)})
+
+
+def test_what_cannot_be_stored_is_refused_by_name_and_holds_nothing():
+    before = lent_bytes()
+    with pytest.raises(async_ckpt.UnsupportedStateError, match=r"a\.b: a meta tensor"):
+        async_ckpt.snapshot({"a": {"b": torch.ones(3, device="meta")}})
+    assert lent_bytes() == before
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_many_snapshots_in_a_loop_leak_nothing(tmp_path):
+    weights = torch.ones(4 * MIB // 4)
+    alive: list[weakref.ref[Any]] = []
+    with open_run(tmp_path, keep=1) as ckpt:
+        for number in range(30):
+            snap = async_ckpt.snapshot({"w": weights, "n": number})
+            handle = ckpt.save(snap, step=number)
+            alive.append(weakref.ref(snap["w"]))
+            if number % 3:
+                snap.close()
+            del snap  # every third is dropped as it is
+            handle.result()
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 30
+    async_ckpt.snapshot({"w": weights}).close()
+    assert lent_bytes().startswith("<HostMemory 0 bytes lent")
+    assert len(default.held_memory()._idle) <= 2
+
+
+def test_handles_that_are_kept_keep_no_memory(tmp_path):
+    with async_ckpt.snapshot({"w": torch.ones(MIB)}) as snap:
+        copy = weakref.ref(snap["w"])
+        handles = [
+            async_ckpt.save(snap, tmp_path / "x.tar"),
+            async_ckpt.export_hf(snap, tmp_path / "hf"),
+            async_ckpt.wrap(torch.save)(snap, tmp_path / "x.pt"),
+        ]
+        for handle in handles:
+            handle.result()
+    completion = snap.completion
+    del snap
+    gc.collect()
+    assert completion.done()
+    assert copy() is None
+
+
+def test_the_memory_of_the_process_is_given_back_by_release():
+    async_ckpt.snapshot({"w": torch.ones(MIB)}).close()
+    gc.collect()
+    async_ckpt.release()
+    assert "0 buffers idle" in repr(default.held_memory())
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "not guarded"])
+def test_a_process_that_exits_with_one_open_saves_what_it_was_told_to(guarded, tmp_path, nursery):
+    script = """
+    import sys, torch, async_ckpt
+    w = torch.nn.Parameter(torch.ones(8 << 20))
+    optimizer = torch.optim.SGD([w])
+    snap = async_ckpt.snapshot({"w": w}, guard=optimizer if sys.argv[2] == "True" else None)
+    part = snap["w"] if sys.argv[2] != "True" else None
+    async_ckpt.save(snap, sys.argv[1] + "/x.tar")
+    """
+    ended = nursery.run(script, tmp_path, guarded)
+
+    assert (ended.status, ended.err) == (0, "")
+    assert bool((async_ckpt.load(tmp_path / "x.tar")["w"] == 1).all())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+def test_in_a_forked_child_it_is_not_there(tmp_path, nursery):
+    """Reading it would end the child."""
+    script = """
+    import os, sys, torch, async_ckpt
+    snap = async_ckpt.snapshot({"w": torch.ones(1000)})
+    child = os.fork()
+    if child == 0:
+        for use in (lambda: snap["w"], lambda: async_ckpt.save(snap, sys.argv[1] + "/x.tar")):
+            try:
+                use()
+            except async_ckpt.ClosedError as error:
+                print(error, flush=True)
+        snap.close()
+        async_ckpt.snapshot({"w": torch.ones(1000)}).close()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), float(snap["w"].sum()))
+    """
+    ended = nursery.run(script, tmp_path)
+
+    told = "this snapshot belongs to the process that was forked from; use it there\n"
+    assert (ended.status, ended.out, ended.err) == (0, f"{told * 2}0 1000.0\n", "")
+
+
+def test_an_interrupted_snapshot_holds_nothing(monkeypatch):
+    before = lent_bytes()
+
+    def interrupted(_: Snapshot) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Snapshot, "_look_at_tensors", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        async_ckpt.snapshot({"w": torch.ones(1000)})
+    assert lent_bytes() == before
+
+
+def test_the_report_counts_the_tensors_and_the_bytes_of_what_was_held(tmp_path):
+    with async_ckpt.snapshot({"a": torch.ones(1000), "b": torch.ones(10), "n": 1}) as snap:
+        reports = [
+            async_ckpt.save(snap, tmp_path / "x.tar").result(),
+            async_ckpt.wrap(torch.save)(snap, tmp_path / "x.pt").result(),
+        ]
+    assert [report.num_tensors for report in reports] == [2, 2]
+    assert all(report.num_bytes > 4040 for report in reports)
+
+
+def test_a_wrapped_function_waits_for_the_copy_and_sees_plain_containers(tmp_path, no_copying):
+    model, optimizer = trained(8)
+    gate, seen = Gate(), []
+
+    def write(state: Any, other: Any, path: Path) -> None:
+        inner = other["deep"][0]
+        seen.append((type(state), type(inner), float(state["model"]["w.weight"].sum()), list(inner)))
+        gate.passed()
+        Path(path).write_text("done")
+
+    wanted = float(model["w"].weight.detach().sum())
+    with async_ckpt.snapshot({"model": model}, guard=optimizer) as snap:
+        handle = async_ckpt.wrap(write, destination="path")(snap, {"deep": [snap["model"]]}, tmp_path / "x")
+        assert not seen
+        no_copying.set()
+    gate.wait_reached()
+    gate.open()
     handle.result()
 
-    saved = ckpt.load(1)
-    assert all(torch.equal(saved["model"][k], v) for k, v in wanted.items())
-    for number, moment in enumerate(moments):
-        assert all(torch.equal(saved["optimizer"]["state"][number][k], v) for k, v in moment.items())
-
-
-STRANGE = {
-    "transposed": lambda: torch.arange(1500 * 1000, dtype=torch.float32).view(1500, 1000).t(),
-    "strided": lambda: torch.arange(4 * MIB, dtype=torch.int16)[1::3],
-    "expanded": lambda: torch.arange(1000, dtype=torch.int64).expand(700, 1000),
-    "overlapping": lambda: torch.arange(100_000).as_strided((99_000, 100), (1, 3)),
-    "channels last": lambda: torch.randn(4, 16, 64, 65).to(memory_format=torch.channels_last),
-    "wide rows": lambda: torch.arange(3 * 2 * MIB, dtype=torch.int32).view(2 * MIB, 3).t(),
-    "flipped": lambda: torch.arange(3 * MIB).view(3, MIB).flip(0)[::2],
-    "slice of a large storage": lambda: torch.arange(8 * MIB)[5 : 5 + MIB],
-    "conj": lambda: torch.randn(300_000, dtype=torch.complex64).conj(),
-    "neg": lambda: torch.randn(300_000, dtype=torch.complex64).conj().imag,
-    "scalar": lambda: torch.tensor(3.5),
-    "empty in the middle": lambda: torch.empty(3, 0, 5),
-    "bool": lambda: torch.arange(5 * MIB) % 3 == 0,
-    "bf16": lambda: torch.randn(2 * MIB).bfloat16(),
-    "fp8": lambda: torch.randn(2 * MIB).to(torch.float8_e4m3fn),
-    "requires grad": lambda: torch.randn(MIB, requires_grad=True),
-    "inside of a graph": lambda: torch.randn(MIB, requires_grad=True) * 2,
-    "inference": lambda: torch.inference_mode()(lambda: torch.randn(MIB))(),
-    "shared": lambda: torch.randn(MIB).share_memory_(),
-}
-
-
-@pytest.mark.parametrize("budget", [None, 16 * MIB], ids=["ample", "tight"])
-def test_tensors_of_every_build_are_saved_exactly(tmp_path, budget):
-    state = {name: make() for name, make in STRANGE.items()}
-    with open_run(tmp_path, host_bytes=budget) as ckpt:
-        ckpt.save(state, step=1).result()
-        saved = ckpt.load(1)
-
-    for name, tensor in state.items():
-        assert saved[name].dtype == tensor.dtype, name
-        assert saved[name].shape == tensor.shape, name
-        want, found = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (tensor, saved[name]))
-        assert torch.equal(want.reshape(-1).view(torch.uint8), found.reshape(-1).view(torch.uint8)), name
-
-
-def test_a_view_stores_its_own_bytes_and_not_its_storage(ckpt):
-    report = ckpt.save({"view": torch.zeros(16 * MIB)[: MIB // 4]}, step=1).result()
-
-    assert report.num_bytes < 1.1 * MIB
-
-
-def test_tied_tensors_are_stored_once_and_loaded_tied(ckpt):
-    tensor = weight(1, 5)
-    report = ckpt.save({"a": tensor, "b": tensor, "part": tensor[:10]}, step=1).result()
-    saved = ckpt.load(1)
-
-    assert report.num_bytes < 6 * MIB
-    assert torch.equal(saved["a"], tensor)
-    assert torch.equal(saved["b"], tensor)
-    assert torch.equal(saved["part"], tensor[:10])
-
-
-@pytest.mark.parametrize("delta", [-4097, -4096, -1, 0, 1, 4096, 4097])
-def test_a_tensor_that_ends_about_where_a_segment_does_is_saved_exactly(ckpt, delta):
-    num_bytes = 2 * SEGMENT + delta
-    tensor = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
-    ckpt.save({"a": tensor, "b": tensor[:5].clone()}, step=1).result()
-    saved = ckpt.load(1)
-
-    assert torch.equal(saved["a"], tensor)
-    assert torch.equal(saved["b"], tensor[:5])
-
-
-def test_many_small_tensors_are_saved_exactly(ckpt):
-    state = {f"layer.{n}": torch.full((n % 7,), float(n)) for n in range(5_000)}
-    ckpt.save(state, step=1).result()
-    saved = ckpt.load(1)
-
-    assert list(saved) == list(state)
-    assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
-
-
-def test_the_plan_of_the_last_save_is_not_used_for_another_state(ckpt):
-    first = {"a": weight(1), "b": weight(2)}
-    for step, state in enumerate(
-        [
-            first,
-            {"b": weight(3), "a": weight(4)},
-            {"a": weight(5).view(torch.float32), "b": weight(6)},
-            first | {"c": 1},
-        ]
-    ):
-        ckpt.save(state, step=step).result()
-        saved = ckpt.load(step)
-        assert list(saved) == list(state)
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                assert saved[name].dtype == value.dtype
-                assert torch.equal(saved[name].view(torch.int32), value.view(torch.int32))
-
-
-def test_the_same_tensors_at_other_addresses_are_read_from_there(ckpt):
-    for step in range(4):
-        ckpt.save({"w": weight(step, 5)}, step=step).result()
-    for step in range(4):
-        assert torch.equal(ckpt.load(step)["w"], weight(step, 5))
-
-
-def test_a_save_under_grad_and_inference_mode_is_the_same(ckpt):
-    tensor = torch.nn.Parameter(torch.randn(MIB))
-    with torch.inference_mode():
-        ckpt.save({"w": tensor}, step=1).result()
-    with torch.enable_grad():
-        ckpt.save({"w": tensor}, step=2).result()
-
-    assert torch.equal(ckpt.load(1)["w"], ckpt.load(2)["w"])
-    assert tensor.requires_grad
-    assert tensor.grad is None
-
-
-def test_the_default_dtype_and_device_of_the_process_do_not_matter(ckpt):
-    state = {"w": weight(1), "transposed": torch.arange(6.0).view(2, 3).t(), "bytes": b"abc"}
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            ckpt.save(state, step=1).result()
-            saved = ckpt.load(1)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-    assert torch.equal(saved["w"], state["w"])
-    assert torch.equal(saved["transposed"], state["transposed"])
-    assert saved["bytes"] == b"abc"
-
-
-# --- the parts -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", sorted(STRANGE))
-def test_the_blocks_of_a_tensor_are_its_bytes_in_order(name):
-    tensor = STRANGE[name]().detach()
-    want = bytes(tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy())
-    for begin, end in [(0, len(want)), (len(want) // 3, len(want) // 2), (1, max(1, len(want) - 1))]:
-        found = bytearray()
-        for offset, block in dense_blocks(tensor, begin, end):
-            assert offset == begin + len(found)
-            found += bytes(block.numpy())
-        assert bytes(found) == want[begin:end]
-
-
-def test_the_flat_bytes_of_a_tensor_keep_its_memory_and_not_the_tensor():
-    import weakref
-
-    tensor = torch.arange(1000)
-    gone = weakref.ref(tensor)
-    flat = flat_bytes(tensor[10:])
-    del tensor
-
-    assert gone() is None
-    assert flat.view(torch.int64).tolist() == list(range(10, 1000))
-
-
-def test_only_a_dense_host_tensor_has_an_address():
-    tensor = torch.zeros(4, 4)
-    assert host_pointer(tensor) == tensor.data_ptr()
-    assert host_pointer(tensor.t()) == 0
-    assert host_pointer(torch.zeros(3, dtype=torch.complex64).conj()) == 0
-    assert host_pointer(torch.empty(0)) == 0
-
-
-def test_a_save_for_which_the_system_has_no_thread_ends_in_its_handle_and_the_next_one_is_whole(
-    tmp_path, monkeypatch
-):
-    start = threading.Thread.start
-
-    def scarce(thread):
-        if thread.name.startswith(("async_ckpt-copy", "async_ckpt-call-")):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    state = {"w": torch.ones(MIB)}
-    with open_run(tmp_path) as ckpt:
-        worker.get_worker().copiers.stop()
-        worker.get_worker().callers.stop()
-        monkeypatch.setattr(threading.Thread, "start", scarce)
-        handle = ckpt.save(state, step=1)
-        with pytest.raises(RuntimeError, match="new thread"):
-            handle.result(PATIENCE)
-        with pytest.raises(RuntimeError, match="new thread"):
-            worker.get_worker().call(lambda: None)
-        monkeypatch.undo()
-        ckpt.save(state, step=2).result()
-        assert ckpt.steps() == [2]
+    assert seen == [(dict, type(model.state_dict()), wanted, ["w.weight", "v.weight", "v.bias"])]

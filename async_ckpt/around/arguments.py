@@ -22,6 +22,7 @@ import torch
 from ..backends.cuda import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..state.capture import no_collection, why_not
+from ..state.held import Held
 
 _ATOMS: Final = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.FunctionType,
@@ -30,10 +31,14 @@ _ATOMS: Final = (
 
 
 @no_collection()
-def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor]]:
-    """Names and tensors: each tensor with dense memory of its own once, wherever it hangs. Others are left to `copied`."""
+def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor], list[Held]]:
+    """Names and tensors: each tensor with dense memory of its own once, wherever it hangs; and snapshots.
+
+    Other tensors are left to `copied`.
+    """
     names: list[str] = []
     tensors: list[torch.Tensor] = []
+    held: list[Held] = []
     seen: dict[int, Any] = {}  # with the objects, for some are made on the way, and no other may get their id
     todo: list[tuple[str, Any]] = list(arguments.items())[::-1]
     while todo:
@@ -41,6 +46,9 @@ def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tens
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
         seen[id(value)] = value
+        if isinstance(value, Held):
+            held.append(value)
+            continue
         if isinstance(value, torch.Tensor):
             if not _is_ordinary(value):
                 continue
@@ -48,7 +56,7 @@ def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tens
             tensors.append(value)
         parts = [(key, inner) for key, inner in _parts(value) if not isinstance(inner, _ATOMS)]
         todo += [(f"{name}.{key}", inner) for key, inner in reversed(parts)]
-    return names, tensors
+    return names, tensors, held
 
 
 def closed_over(function: Any) -> dict[str, Any]:
@@ -67,13 +75,22 @@ def closed_over(function: Any) -> dict[str, Any]:
 
 
 @no_collection()
-def copied(value: Any, tensors: Sequence[torch.Tensor], instead: Sequence[torch.Tensor], *, what: str) -> Any:
-    """A deep copy, in which each of `tensors` is the one `instead`, with its attributes and its gradient.
+def copied(
+    value: Any,
+    tensors: Sequence[torch.Tensor],
+    instead: Sequence[torch.Tensor],
+    held: Sequence[Held] = (),
+    *,
+    what: str,
+) -> Any:
+    """A deep copy, in which each of `tensors` is the one `instead`, with its attributes and its gradient, and each
+    snapshot the plain state that it holds.
 
     Raises UnsupportedStateError for what cannot be copied.
     """
     memo: dict[int, Any] = {id(module): module for module in list(sys.modules.values())}
     memo.update((id(old), new) for old, new in zip(tensors, instead, strict=True))
+    memo.update((id(part), part.tree()) for part in held)
     try:
         for old, new in zip(tensors, instead, strict=True):
             if attributes := vars(old):

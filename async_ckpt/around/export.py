@@ -26,6 +26,8 @@ from ..saving.handle import SaveHandle
 from ..spans import Spans
 from ..staging.device import dense_blocks
 from ..staging.guard import Optimizers, unwrapped
+from ..staging.held import guard_beside
+from ..state.held import Held
 from ..state.tree import dtype_name
 from ..storage.append import Appender
 from ..storage.base import Storage
@@ -67,13 +69,15 @@ def export_hf(
     `config.json` goes first and comes last: when it fails in between, nothing there loads. An export is written when
     those begun before it are.
 
-    To save a checkpoint of the same moment, give the handle to `save` before the state changes: what is copied from
-    the device already is not copied again.
+    With a checkpoint of the same moment, the weights are copied from the device once:
 
-        save({"model": model, "optimizer": optimizer}, "x.tar", also=export_hf(model, "hf"))
+        with async_ckpt.snapshot({"model": model, "optimizer": optimizer}) as snap:
+            async_ckpt.save(snap, "x.tar")
+            async_ckpt.export_hf(snap["model"], "hf")
 
     Args:
-        state_or_model: a module, or a flat mapping of names to tensors, which are then written as they are called.
+        state_or_model: a module, a flat mapping of names to tensors, which are then written as they are called, or one of
+            these in a snapshot.
         destination: a folder, or the URL of one.
         config_folder: whose files (config, tokenizer, generation config, chat templates; no weights, no other folders)
             are put beside the weights. They win over what the model knows of its own config.
@@ -92,11 +96,19 @@ def export_hf(
     spans, called = Spans(), running_future()
     try:
         beside = {} if config_folder is None else _files_of(Path(config_folder))
+        held = state_or_model if isinstance(state_or_model, Held) else None
         weights = weights_of(state_or_model, beside)
-        export = _Export(storage, weights, beside, max_shard_bytes, unwrapped(guard), spans, called)
-        handle = export.begin()
-        handle.host_copy = export.copy
-        return handle
+        export = _Export(
+            storage,
+            weights,
+            beside,
+            max_shard_bytes,
+            held,
+            unwrapped(guard_beside(held, guard)),
+            spans,
+            called,
+        )
+        return export.begin()
     finally:
         called.set_result(spans.total())
 
@@ -186,19 +198,28 @@ class _Export(CopyErrand):
         weights: Weights,
         beside: Mapping[str, bytes],
         max_shard_bytes: int,
+        held: Held | None,
         optimizers: Optimizers,
         spans: Spans,
         called: Future[float],
     ) -> None:
         names, tensors = list(weights.tensors), list(weights.tensors.values())
         super().__init__(
-            storage.locate(""), tensors, names, optimizers=optimizers, spans=spans, called=called
+            storage.locate(""),
+            [] if held is not None else tensors,
+            [] if held is not None else names,
+            held=[] if held is None else [held],
+            num_tensors=len(tensors),
+            optimizers=optimizers,
+            spans=spans,
+            called=called,
         )
         self._storage, self._max_shard_bytes = storage, max_shard_bytes
         self._small = {**weights.files, **beside}
         self._total_bytes = sum(map(len, self._small.values())) + sum(tensor.nbytes for tensor in tensors)
         self._shard_names: set[str] = set()  # written
-        self._weights = weights._replace(tensors=dict(zip(names, self.copy.tensors, strict=True)))
+        copies = tensors if held is not None else self.copy.tensors
+        self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
 
     @property
     def progress(self) -> Progress:

@@ -20,6 +20,7 @@ from ..backends.cuda import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES
 from ..state.capture import why_not
+from ..state.held import Held
 from ..state.tree import dtype_name
 
 CONFIG: Final = "config.json"
@@ -67,8 +68,15 @@ def weights_of(given: Any, beside: Mapping[str, bytes]) -> Weights:
 
     Raises UnsupportedStateError for what is no plain tensor, or of a dtype that safetensors does not know.
     """
-    model = None if isinstance(given, Mapping) else _unwrapped(given)
-    tensors = _tensors_of(given)
+    if isinstance(given, Held):
+        model, named = _unwrapped(given.module), given.tree()
+        if not isinstance(named, Mapping):
+            raise UnsupportedStateError(
+                f"{given!r} cannot be exported; give the part that is a model", path=""
+            )
+    else:
+        model, named = (None if isinstance(given, Mapping) else _unwrapped(given)), given
+    tensors = _tensors_of(named)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
     if getattr(model, "peft_config", None) or ADAPTER_CONFIG in beside:

@@ -100,6 +100,9 @@ def wrap(
     once. An existing folder keeps what was not written again. When it raises, the handle carries that, and nothing
     is visible. At a URL, files appear one by one, and those that end in ".json" last.
 
+    A snapshot (`async_ckpt.snapshot`) among the arguments is not copied again: the function gets the plain state that it
+    holds, whose tensors it must not write to.
+
     A module or an optimizer takes longer to copy than what its state_dict() gives. What the function does under
     Python's lock, as pickling does in part, slows training: the figure "wrapped" of the benchmarks says how much.
 
@@ -218,14 +221,24 @@ class _Call(CopyErrand):
     ) -> None:
         _refuse_closed_over(fn, options.name)
         given = {bound.names[key]: value for key, value in bound.others.items()}
-        names, tensors = tensors_in({options.name: fn, **given})
-        super().__init__(where.path, tensors, names, optimizers=optimizers, spans=spans, called=called)
+        names, tensors, held = tensors_in({options.name: fn, **given})
+        in_held = [tensor for part in held for tensor in tensors_in({"": part.tree()})[1]]
+        super().__init__(
+            where.path,
+            tensors,
+            names,
+            held=held,
+            num_tensors=len(tensors) + len(in_held),
+            optimizers=optimizers,
+            spans=spans,
+            called=called,
+        )
         self.out_path, self._options = where, options
-        self._host_bytes = self.copy.num_bytes
+        self._host_bytes = self.copy.num_bytes + sum(tensor.nbytes for tensor in in_held)
         # Only of copies: a handle may be kept for long, and must not keep what the caller has let go of.
         self._arguments: tuple[Callable[..., Any], dict[str | int, Any]] | None
         try:
-            self._arguments = copied((fn, bound.others), tensors, self.copy.tensors, what=options.name)
+            self._arguments = copied((fn, bound.others), tensors, self.copy.tensors, held, what=options.name)
         except BaseException:
             self.copy.release()
             raise
@@ -395,7 +408,7 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def _refuse_closed_over(fn: Callable[..., Any], name: str) -> None:
-    names, _ = tensors_in(closed_over(fn))
+    names = tensors_in(closed_over(fn))[0]
     if names:
         raise UnsupportedStateError(
             f"{name} uses {names[0]} of the function that it was defined in, which may change while it runs; "

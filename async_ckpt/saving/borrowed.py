@@ -18,6 +18,7 @@ from ..runs.manifest import Archive, Elsewhere
 from ..runs.run import Run
 from ..spec import MIB, Json, TensorSpec
 from ..state.capture import Capture, Mark, capture
+from ..state.held import Held
 from .planner import small_archive
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
@@ -95,11 +96,11 @@ class Driver(NamedTuple):
 def driver_of(driver: Mapping[str, Any], state: Any, *, step: int) -> Driver:
     """Raises ValueError for entries without a name, or with one that the state has too, and for too many bytes."""
     for name in driver:
-        if not isinstance(name, str) or (isinstance(state, Mapping) and name in state):
+        if not isinstance(name, str) or (isinstance(state, Mapping | Held) and name in state):
             raise ValueError(
                 f"driver={name!r}: its entries need names of their own, which the state does not have"
             )
-    if not isinstance(state, Mapping):
+    if not isinstance(state, Mapping | Held):
         raise ValueError("driver= adds entries to a state, which must be a dict then")
     image, digest = small_archive(driver, step=step, max_bytes=_MAX_DRIVER_BYTES)
     return Driver(image, digest, tuple(driver))
@@ -151,7 +152,7 @@ class UnchangedGroups:
         if not names:
             return state, ()
         for name in names:
-            if not isinstance(state, Mapping) or name not in state or _is_plain(state[name]):
+            if not isinstance(state, Mapping | Held) or name not in state or _is_plain(_entry(state, name)):
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
         borrowed: list[Elsewhere] = []
         for name in sorted(names):
@@ -159,7 +160,7 @@ class UnchangedGroups:
             known = self._written.get(name)
             if known is None or known.step >= step or not known.runs.issuperset(runs):
                 continue  # it has to be written
-            now = Look(capture({name: state[name]})).of(name)
+            now = Look(capture({name: _entry(state, name)})).of(name)
             differences = known.look.of(name).differences(now)
             if differences:
                 shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")
@@ -171,7 +172,7 @@ class UnchangedGroups:
         absent = {b.group for b in borrowed}
         if len(absent) == len(state):
             raise ValueError("every group is said to be unchanged; there would be nothing to save")
-        return {key: value for key, value in state.items() if key not in absent}, tuple(borrowed)
+        return {key: _entry(state, key) for key in state if key not in absent}, tuple(borrowed)
 
     def lenders(self) -> set[int]:
         """The steps that the next save may borrow from."""
@@ -206,7 +207,13 @@ class UnchangedGroups:
             }
 
 
+def _entry(state: Any, name: Any) -> Any:
+    return state.inner(name) if isinstance(state, Held) else state[name]
+
+
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, Held):
+        return value.is_leaf
     return not isinstance(value, Mapping | list | tuple) and not hasattr(value, "state_dict")
 
 

@@ -19,6 +19,7 @@ _FILES_BYTES: Final = 256 * MIB
 _one_off_saver: Saver | None = None
 _files_saver = Saver(host_bytes=_FILES_BYTES)
 _host_memory = HostMemory()
+_held_memory = HostMemory(held=True)
 _making = threading.Lock()
 
 
@@ -41,16 +42,22 @@ def host_memory() -> HostMemory:
     return _host_memory
 
 
+def held_memory() -> HostMemory:
+    """Memory for snapshots that are held: one for the process."""
+    return _held_memory
+
+
 def release() -> None:
-    """Give back what is kept for the next save of a state, or call of a wrapped function."""
+    """Give back what is kept for the next save of a state, call of a wrapped function, or snapshot."""
     if _one_off_saver is not None:
         _one_off_saver.pool.release()
     _host_memory.release()
+    _held_memory.release()
 
 
 @in_forked_child
 def _forget() -> None:
     """All of its own; and who held the lock is not here to release it."""
-    global _one_off_saver, _files_saver, _host_memory, _making
+    global _one_off_saver, _files_saver, _host_memory, _held_memory, _making
     _one_off_saver, _files_saver = None, Saver(host_bytes=_FILES_BYTES)
-    _host_memory, _making = HostMemory(), threading.Lock()
+    _host_memory, _held_memory, _making = HostMemory(), HostMemory(held=True), threading.Lock()

@@ -14,10 +14,12 @@ from typing import Final
 
 import torch
 
+from ..host.threads import all_of
 from ..report import Destination, Progress, SaveReport
 from ..spans import Spans, monotonic
 from ..staging.guard import Optimizers
 from ..staging.whole import HostCopy
+from ..state.held import Held
 from ..storage.append import Appender
 from ..storage.scratch import Scratch
 from .default import files_saver, host_memory
@@ -35,6 +37,8 @@ class CopyErrand(ABC):
         tensors: Sequence[torch.Tensor],
         names: Sequence[str],
         *,
+        held: Sequence[Held] = (),
+        num_tensors: int,
         optimizers: Optimizers,
         spans: Spans,
         called: Future[float],
@@ -46,8 +50,9 @@ class CopyErrand(ABC):
         self.copy: Final = HostCopy(
             tensors, names, optimizers=optimizers, memory=host_memory(), crew=crew, clock=monotonic
         )
-        self.staged = self.copy.completion
-        self._num_tensors = len(tensors)
+        # Of `held` snapshots nothing is copied again; they have their bytes when they are complete.
+        self.staged = all_of([self.copy.completion, *(snapshot.completion for snapshot in held)])
+        self._num_tensors = num_tensors
         self._num_bytes = self._num_retries = 0  # of what is written
         self._out: Appender | None = None  # what is being written to
         self._scratch: Scratch | None = None

@@ -17,7 +17,6 @@ from typing import Any
 from ..errors import ClosedError
 from ..host.threads import Task, is_library_thread
 from ..report import Progress, SaveReport
-from ..staging.whole import HostCopy
 
 _log = logging.getLogger("async_ckpt")
 
@@ -48,7 +47,6 @@ class SaveHandle(Future[SaveReport]):
         self._pid = os.getpid()
         self._callbacks_lock = threading.Lock()
         self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
-        self.host_copy: HostCopy | None = None  # the whole tensors that it is made from: what `also=` takes
         self.looked_at = False  # somebody has seen how it ended; a race here costs one superfluous warning
         self.set_running_or_notify_cancel()
         super().add_done_callback(lambda _: self._run_callbacks_soon())
@@ -144,10 +142,3 @@ class SaveHandle(Future[SaveReport]):
             error = super().exception()
             return f"<SaveHandle {what} {'failed: ' + type(error).__name__ if error else 'done'}>"
         return f"<SaveHandle {what} {self.progress.fraction:.0%} written>"
-
-
-def host_copy_of(handle: SaveHandle | None) -> HostCopy | None:
-    """Raises TypeError for a handle of another kind of save."""
-    if handle is not None and (not isinstance(handle, SaveHandle) or handle.host_copy is None):
-        raise TypeError("also= takes the handle that export_hf has just returned")
-    return None if handle is None else handle.host_copy

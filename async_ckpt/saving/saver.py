@@ -26,7 +26,6 @@ from ..staging.device import first_device
 from ..staging.files import FileFill, FilesImage
 from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
 from ..staging.stager import Snapshot, interrupted
-from ..staging.whole import HostCopy
 from ..state.capture import Capture, capture
 from ..state.names import Select
 from ..trace import TraceFile
@@ -114,12 +113,10 @@ class Saver:
         captured_as: Callable[[Capture], None] = lambda _: None,
         rule: CommitRule = "all",
         skipped_path: str = "",
-        also: HostCopy | None = None,
     ) -> SaveHandle:
         """Begin a save. `make_targets` and then `state` are called once it is this save's turn, and may refuse it.
 
-        `captured_as` is told what is saved, `needs` tells the steps that must stay on storage until it is decided. What
-        `also` has copied to the host of this moment's state is taken from there.
+        `captured_as` is told what is saved, `needs` tells the steps that must stay on storage until it is decided.
 
         Raises UnsupportedStateError, ClosedError, what `make_targets` raises, and under `strict` the last unseen error.
         """
@@ -140,7 +137,7 @@ class Saver:
                 targets = make_targets()
                 captured = capture(state(), select)
                 captured_as(captured)
-                begun = self._set_up(captured, targets, rule, step, optimizers, spans, place, also)
+                begun = self._set_up(captured, targets, rule, step, optimizers, spans, place)
             get_worker().soon(begun.start)
             with self._trace.span("snapshot", step=step):
                 begun.snapshot.begin()
@@ -162,10 +159,8 @@ class Saver:
         optimizers: Optimizers,
         spans: Spans,
         place: Place,
-        also: HostCopy | None,
     ) -> _Begun:
         """Plan the archive, and what copies, writes and commits it; nothing of that has begun."""
-        frozen = also.take_over(captured.tensors) if also is not None else frozenset()
         device = first_device(captured.tensors)
         layout = self._planner.lay_out(captured, step)
         drain = Drain(
@@ -176,10 +171,10 @@ class Saver:
             may_drop=rule == "any" and len(targets) > 1,
             trace=self._trace,
         )
-        after = also.completion if also is not None and frozen else None
+        frozen = captured.held_tensors
         if not self._planner.may_defer(drain.num_segments, layout, targets):
             optimizers, frozen = (), frozenset()
-        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, after, device)
+        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device)
         order = Order(
             step,
             layout,
@@ -203,12 +198,11 @@ class Saver:
         drain: Drain,
         optimizers: Optimizers,
         frozen: frozenset[int],
-        after: Future[None] | None,
         device: torch.device | None,
     ) -> Snapshot:
         """What copies the tensors into the segments that the drain takes; from here on it alone keeps them alive.
 
-        `frozen` change no more; all that another copy is to bring is there when `after` has resolved.
+        `frozen` change no more; they have their bytes once the snapshots that they are held by are complete.
         """
         worker = get_worker()
         deferred = deferrable(optimizers, captured.specs, captured.tensors)
@@ -230,7 +224,7 @@ class Saver:
             check=drain.check,
             trace=self._trace,
             frozen=frozen,
-            after=after,
+            after=[held.completion for held in captured.held],
         )
 
     def take_on(self, errand: Errand) -> SaveHandle:

@@ -76,7 +76,7 @@ class Snapshot(Holds):
         check: Callable[[], None],
         trace: Trace = NO_TRACE,
         frozen: frozenset[int] = frozenset(),
-        after: Future[None] | None = None,
+        after: Sequence[Future[None]] = (),
     ) -> None:
         self._specs, self._tensors = specs, tensors
         self._order, self._deferred, self._gates = order, deferred, gates
@@ -87,7 +87,7 @@ class Snapshot(Holds):
         self._begun = clock()
         # `num_tail` segments are kept by the drain until all others are written; at least one must stay free.
         may_hold = min(pool.max_segments // 2, pool.max_segments - num_tail - 1)
-        # `frozen` tensors change no more, and have their bytes `after` another copy has ended.
+        # `frozen` tensors change no more, and have their bytes `after` other copies have ended.
         self._frozen, self._after = frozen, after
         self._now, self._later = _split(segments, frozen.union(deferred), may_hold)
         # Set up by `_look_at_tensors`, then only read, by all copying threads.
@@ -95,6 +95,7 @@ class Snapshot(Holds):
         self._dense = [False] * len(tensors)
         self._aliases: dict[int, Alias] = {}  # what is deferred is read through these
         self._alive: list[Any] = []
+        self.keeps: object = None  # what must not go before the last copy has ended
         self._devices: dict[torch.device, Device] = {}
         self._tripwires: Tripwires | None = None
         self._enqueued: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -119,8 +120,8 @@ class Snapshot(Holds):
         """
         try:
             self._look_at_tensors()
-            if self._after is not None and self._needs_frozen_now():
-                self._after.result()
+            if self._after and self._needs_frozen_now():
+                self._wait_for_frozen()
             for device in self._devices.values():
                 device.follow_training()
             if self._devices:
@@ -208,6 +209,10 @@ class Snapshot(Holds):
         if self._devices or self._deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
             self._alive = [tensor.untyped_storage() for tensor in self._tensors]
+
+    def _wait_for_frozen(self) -> None:
+        for copied in self._after:
+            copied.result()
 
     def _needs_frozen_now(self) -> bool:
         return not self._frozen or any(
@@ -334,8 +339,7 @@ class Snapshot(Holds):
 
     def _fill_later(self) -> None:
         try:
-            if self._after is not None:
-                self._after.result()
+            self._wait_for_frozen()
             # One processor stays with the training.
             self._fill(self._later, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1, late=True)
             self._all_enqueued()
@@ -375,7 +379,7 @@ class Snapshot(Holds):
         names = tuple(self._specs[i].dotted for i in sorted(gone.union(numbers)))
         return TornSnapshotError(
             f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} changed or was freed outside of the "
-            "guarded optimizer's step() while being copied; save without guard=, or call handle.wait_staged() first",
+            "guarded optimizer's step() while being copied; save without guard=, or wait until all is copied (handle.wait_staged())",
             names=names,
         )
 
@@ -414,7 +418,7 @@ class Snapshot(Holds):
             gate.open(self)
         self._now, self._later, self._tensors, self._alive, self._tripwires = [], [], [], [], None
         self._specs, self._pointers, self._dense = [], [], []  # a handle may be kept for long
-        self._aliases, self._deferred = {}, {}
+        self._aliases, self._deferred, self.keeps = {}, {}, None
         self.stage_seconds = self._clock() - self._begun
         if error is None:
             self.completion.set_result(None)

@@ -20,7 +20,6 @@ from contextlib import suppress
 from typing import Any, Final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..format.layout import cut, slices
 from ..host.limits import free_memory_bytes, local_world_size
@@ -31,7 +30,6 @@ from ..spec import SEGMENT_BYTES, TensorSpec, align_up
 from .device import first_device
 from .guard import Optimizers, deferrable, gate_of
 from .stager import Snapshot
-from .tripwires import version_of
 
 # Vector loads, and what CUDA aligns its own allocations to.
 _ALIGNMENT: Final = 512
@@ -45,27 +43,34 @@ class HostMemory:
     """Buffers for host copies, used again and again. From any thread.
 
     Copies that are under way hold no more than `max_bytes` together, by default half of what is free: the next one
-    waits. What code keeps of a copy after its end is that code's memory. Kept for the next copies is no more than
+    waits; or is refused where they are `held` for as long as somebody likes. What code keeps of a copy after its end is that code's memory. Kept for the next copies is no more than
     twice what was ever needed at one time, which is enough for several that differ in size.
     """
 
-    def __init__(self, max_bytes: int | None = None) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int | None = None, *, held: bool = False) -> None:
+        self._max_bytes, self._held = max_bytes, held
         self._pid = os.getpid()
         # Finalizers add to it, and they may run in the middle of anything, so it is used without the lock.
         self._idle: deque[Segment] = deque()
+        self._unsettled: deque[int] = deque()  # bytes of copies that were dropped rather than released
         self._changed = threading.Condition()
         self._num_lent = 0  # under _changed, like all below
         self._lent_bytes = 0
         self._most_bytes = 0
 
-    def take(self, num_bytes: int, *, device: torch.device | None) -> Segment:
-        """Wait for a buffer of at least this size, page-locked for `device`. One copy alone is never refused."""
+    def take(self, num_bytes: int, *, device: torch.device | None, max_bytes: int | None = None) -> Segment:
+        """Wait for a buffer of at least this size, page-locked for `device`. One copy alone is never refused.
+
+        With `max_bytes` for all that is lent, or where copies are `held`, nothing is waited for: MemoryError.
+        """
         # In a callback, or in a function that runs on a copy, it would wait for itself.
-        may_wait = not is_library_thread()
+        may_wait = not is_library_thread() and not self._held
         with self._changed:
+            self._settle()
             while may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
                 self._changed.wait(LIVENESS_SECONDS)
+            if self._held:
+                self._refuse_too_much(num_bytes, max_bytes)
             self._num_lent += 1
             self._lent_bytes += num_bytes
             self._most_bytes = max(self._most_bytes, self._lent_bytes)
@@ -84,6 +89,27 @@ class HostMemory:
             self._num_lent -= 1
             self._lent_bytes -= num_bytes
             self._changed.notify_all()
+
+    def returned_by_finalizer(self, num_bytes: int) -> None:
+        """The same for a finalizer, which may run in the middle of anything: counted when the next one is taken."""
+        self._unsettled.append(num_bytes)
+
+    def _settle(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._lent_bytes -= self._unsettled.popleft()
+                self._num_lent -= 1
+
+    def _refuse_too_much(self, num_bytes: int, max_bytes: int | None) -> None:
+        limit = self._limit() if max_bytes is None else max_bytes
+        if self._lent_bytes + num_bytes <= limit:
+            return
+        others = f", beside {self._lent_bytes:,} that open snapshots hold" if self._lent_bytes else ""
+        told = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
+        raise MemoryError(
+            f"the snapshot needs {num_bytes:,} bytes{others}, and {told} {limit:,}; close other snapshots, leave out "
+            "what nobody reads, or raise host_bytes"
+        )
 
     def give_back(self, segment: Segment) -> None:
         """Nobody looks at it any more."""
@@ -179,20 +205,6 @@ class _Source:
             self.tensor, self.name, self.whole = tensor.detach(), name, True
 
 
-class _Copied:
-    """A storage that was copied, which is not kept alive: its memory may be another's when its copy is asked for."""
-
-    def __init__(self, tensor: torch.Tensor, copy: torch.UntypedStorage) -> None:
-        self._source, self._version = StorageWeakRef(tensor.untyped_storage()), version_of(tensor)
-        self._copy = copy
-
-    def instead_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The copy of a tensor in that storage; None where it is gone, or was written to."""
-        if self._source.expired() or self._version != version_of(tensor):
-            return None
-        return _like(tensor, self._copy)
-
-
 class HostCopy:
     """Ordinary tensors (dense memory of their own, on the CPU or CUDA), copied to the host.
 
@@ -209,6 +221,7 @@ class HostCopy:
         memory: HostMemory,
         crew: Crew,
         clock: Clock,
+        max_bytes: int | None = None,
     ) -> None:
         sources: dict[_Key, _Source] = {}
         of_each: list[_Source] = []
@@ -223,7 +236,7 @@ class HostCopy:
         parts = list(sources.values())
         self.num_bytes = _place(parts)
         device = first_device(source.tensor for source in parts)
-        self._buffer: Segment | None = memory.take(max(1, self.num_bytes), device=device)
+        self._buffer: Segment | None = memory.take(max(1, self.num_bytes), device=device, max_bytes=max_bytes)
         try:
             self.snapshot = self._stage(parts, optimizers, crew, clock)
             # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
@@ -232,9 +245,8 @@ class HostCopy:
             )
             weakref.finalize(owner, memory.give_back, self._buffer).atexit = False
             self.tensors = _rebuilt(tensors, of_each, owner)
-            pairs = zip(tensors, self.tensors, strict=True)
-            self._copied = {_key(tensor): _Copied(tensor, copy.untyped_storage()) for tensor, copy in pairs}
-            self._pid = os.getpid()
+            # Whoever asked for them may lose interest while they are being filled.
+            self.snapshot.keeps = self.tensors
         except BaseException:
             self.release()
             raise
@@ -270,28 +282,19 @@ class HostCopy:
         """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
         self.snapshot.begin()
 
-    def take_over(self, tensors: list[torch.Tensor]) -> frozenset[int]:
-        """Put the copies made here in the place of what they are copies of; their numbers.
-
-        Their bytes are there when `completion` has resolved. What has changed since is left, as far as its version
-        tells, and so is all once it was let go of, and in a forked child, which has not this memory.
-        """
-        copied = self._copied if os.getpid() == self._pid else {}
-        found = set()
-        for i, tensor in enumerate(tensors):
-            there = copied.get(_key(tensor))
-            copy = there.instead_of(tensor) if there is not None else None
-            if copy is not None:
-                tensors[i] = copy
-                found.add(i)
-        return frozenset(found)
-
     def release(self) -> None:
         """The copies have served; the next one may have the memory. Idempotent."""
-        if self._buffer is not None:
-            self._buffer = None
-            self.tensors, self._copied = [], {}
+        if self._let_go():
             self._memory.returned(max(1, self.num_bytes))
+
+    def release_by_finalizer(self) -> None:
+        """The same, in the middle of anything."""
+        if self._let_go():
+            self._memory.returned_by_finalizer(max(1, self.num_bytes))
+
+    def _let_go(self) -> bool:
+        held, self._buffer, self.tensors = self._buffer is not None, None, []
+        return held
 
     def __repr__(self) -> str:
         return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"

@@ -12,9 +12,9 @@ import json
 import logging
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from ..backends.cuda import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES, Json, TensorSpec
+from .held import Held
 from .names import Path, Select, selector, shown
 from .tree import Encoder, dtype_name, is_describable, is_omitted
 
@@ -37,6 +38,8 @@ class Capture:
     """One state: `tensors[i]` holds the bytes of `specs[i]`. Aliases are listed, and stored once.
 
     `marks[i]` are the address and the version counter of what the user gave; None for a copy that was made here.
+    `held` are the snapshots that are parts of it, and `held_tensors` the numbers of their tensors, which change no more
+    and have their bytes once the snapshots are complete.
     """
 
     specs: list[TensorSpec]
@@ -44,6 +47,10 @@ class Capture:
     skeleton: str
     objects: bytes | None
     marks: list[Mark | None]
+    held: tuple[Held, ...] = ()
+    held_tensors: frozenset[int] = frozenset()
+    modules: Mapping[Path, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
+    types: Collection[type] = ()
 
 
 def capture(state: Any, select: Select = None) -> Capture:
@@ -56,7 +63,8 @@ def capture(state: Any, select: Select = None) -> Capture:
     try:
         with no_collection():
             chosen = selector(select)
-            node = Encoder(walk.leaf, chosen).encode(state)
+            encoder = Encoder(walk.leaf, chosen, walk.contents)
+            node = encoder.encode(state)
             if is_omitted(node):
                 raise KeyError(f"select={select!r} matches nothing in the state")
             if chosen is not None and chosen.unused:
@@ -64,7 +72,17 @@ def capture(state: Any, select: Select = None) -> Capture:
             skeleton = json.dumps(node, separators=(",", ":"))
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply to be stored", path="") from error
-    return Capture(walk.specs, walk.tensors, skeleton, walk.pickled(), walk.marks)
+    return Capture(
+        walk.specs,
+        walk.tensors,
+        skeleton,
+        walk.pickled(),
+        walk.marks,
+        tuple(walk.held),
+        frozenset(walk.held_tensors),
+        walk.modules,
+        encoder.types,
+    )
 
 
 @contextmanager
@@ -91,6 +109,20 @@ class _Walk:
         self._objects: list[Any] = []
         self._object_paths: list[str] = []
         self._at: dict[int, int] = {}  # the first tensor at an address
+        self.modules: dict[Path, weakref.ref[torch.nn.Module]] = {}
+        self.held: list[Held] = []
+        self.held_tensors: set[int] = set()
+        self._held_marks: dict[int, Mark | None] = {}  # by the id of a tensor
+
+    def contents(self, value: Any, path: Path) -> Any:
+        """What is in an object that has a state dict."""
+        if isinstance(value, Held):
+            self.held.append(value)
+            self._held_marks.update(value.marks)
+            return value.tree()
+        if isinstance(value, torch.nn.Module):
+            self.modules[path] = weakref.ref(value)
+        return value.state_dict()
 
     def leaf(self, value: Any, path: Path) -> Json:
         if isinstance(value, torch.Tensor):
@@ -110,7 +142,11 @@ class _Walk:
         if pointer is None and (why := why_not(tensor)):
             where = shown(path)
             raise UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
-        self.marks.append((pointer, tensor._version) if pointer and not tensor.is_inference() else None)
+        if id(tensor) in self._held_marks:
+            self.held_tensors.add(len(self.specs))
+            self.marks.append(self._held_marks[id(tensor)])
+        else:
+            self.marks.append((pointer, tensor._version) if pointer and not tensor.is_inference() else None)
         if not has_plain_bytes(tensor):
             tensor = tensor.detach().cpu()  # mps, xpu, …: no side stream here, one plain copy
         number = len(self.specs)

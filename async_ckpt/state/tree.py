@@ -42,13 +42,20 @@ def is_omitted(node: Json) -> bool:
 
 
 class Encoder:
-    """One walk over a state. `leaf` gets what is neither container nor plain value, and returns its node.
+    """One walk over a state. `leaf` gets what is neither container nor plain value, and returns its node; `contents` tells
+    what is in an object with a `state_dict`.
 
     Leaves whose path `keep` turns down are left out, and so are containers that end up without any.
     """
 
-    def __init__(self, leaf: Callable[[Any, Path], Json], keep: Callable[[Path], bool] | None = None) -> None:
-        self._leaf, self._keep = leaf, keep
+    def __init__(
+        self,
+        leaf: Callable[[Any, Path], Json],
+        keep: Callable[[Path], bool] | None = None,
+        contents: Callable[[Any, Path], Any] = lambda value, _: value.state_dict(),
+    ) -> None:
+        self._leaf, self._keep, self._contents = leaf, keep, contents
+        self.types: set[type] = set()  # that `decode` needs to make the same again
         self._open: set[int] = set()  # containers between the root and here: meeting one again is a cycle
 
     def encode(self, value: Any, path: Path = ()) -> Json:
@@ -59,7 +66,7 @@ class Encoder:
         if isinstance(value, torch.Tensor):
             return self._leaf(value, path) if self._is_kept(path) else _OMITTED
         if kind is not dict and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
-            return self._inside(value, path, lambda: self.encode(value.state_dict(), path))
+            return self._inside(value, path, lambda: self.encode(self._contents(value, path), path))
         if isinstance(value, dict):
             return self._inside(value, path, lambda: self._dict(value, path))
         if isinstance(value, list | tuple):
@@ -113,6 +120,7 @@ class Encoder:
         fields = getattr(value, "_fields", None)
         if fields is None:
             return {"tuple": nodes}
+        self.types.add(type(value))
         return {"namedtuple": [class_name(type(value)), list(fields), nodes]}
 
     def _stays_empty(self, container: Any, path: Path) -> bool:

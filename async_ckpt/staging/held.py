@@ -1,0 +1,86 @@
+"""A snapshot that is held: the host copy of one instant, for as many readers as like.
+
+In: a state. Out: its parts by name, until it is closed. Knows nothing of: what they are read for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any, Self
+
+from ..host.threads import Crew
+from ..spans import Clock
+from ..state.capture import capture
+from ..state.held import Held, Source
+from .guard import Optimizers
+from .whole import HostCopy, HostMemory
+
+
+class HeldSnapshot(Held):
+    """A state as it was at one instant, whole, in host memory: see `async_ckpt.snapshot`.
+
+    A context manager, and indexable by name. Whoever is given it keeps what it reads until it has done so, also after
+    `close`; a snapshot that nobody holds any more closes itself. In a forked child it is not there.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        *,
+        optimizers: Optimizers,
+        max_bytes: int | None,
+        memory: HostMemory,
+        crew: Crew,
+        clock: Clock,
+    ) -> None:
+        captured = capture(state)
+        if captured.held:
+            raise TypeError("this is a snapshot already, or has one in it; use that")
+        names = [spec.dotted for spec in captured.specs]
+        copy = HostCopy(
+            captured.tensors,
+            names,
+            optimizers=optimizers,
+            memory=memory,
+            crew=crew,
+            clock=clock,
+            max_bytes=max_bytes,
+        )
+        self.num_bytes = copy.num_bytes
+        # Of what it shares with its parts, so that none of them is left without its memory.
+        source = Source(captured, copy.tensors, copy.completion)
+        self._release = weakref.finalize(source, copy.release_by_finalizer)
+        self._release.atexit = False
+        self._copy = copy
+        super().__init__(source, source.structure)
+
+    def begin(self) -> None:
+        """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
+        self._copy.begin()
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the guard has held the thread, and the copies the streams, so far."""
+        return self._copy.snapshot.stall_seconds
+
+    def close(self) -> None:
+        """Let go of the memory, but for what is being read. Idempotent."""
+        self._source.close()
+        if self._release.detach() is not None:
+            self._copy.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def guard_beside(state: Any, guard: Any) -> Any:
+    """The guard of a save. Raises ValueError for one beside a snapshot, whose copy was guarded, or was not."""
+    if isinstance(state, Held) and guard is not None:
+        raise ValueError("guard= was for the snapshot, which is taken already; leave it out here")
+    return guard

@@ -1,0 +1,168 @@
+"""A state as it was at one instant, with other tensors in the place of its own.
+
+In: a capture, and copies of its tensors. Out: parts of it by name, and plain containers. Knows nothing of: who copies.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import weakref
+from collections.abc import Iterator, KeysView, Mapping
+from concurrent.futures import Future
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ClosedError
+from .names import Path, shown
+from .tree import Stored, decode, dtype_named, replaced
+
+if TYPE_CHECKING:  # a capture may be of a state that was held before
+    from .capture import Capture, Mark
+
+
+class Source:
+    """What all parts of one snapshot share: the copies, until it is closed."""
+
+    def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
+        self.completion = completion
+        self.modules: Mapping[Path, weakref.ref[torch.nn.Module]] = captured.modules
+        self._skeleton, self._types, self._pickled = captured.skeleton, captured.types, captured.objects
+        self._copies: list[torch.Tensor] | None = copies
+        self._specs, self._marks = captured.specs, captured.marks
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        self._copies = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._copies is None
+
+    def copies(self) -> list[torch.Tensor]:
+        """Raises ClosedError when there are none any more, or not in this process."""
+        if self._copies is None:
+            raise ClosedError(
+                "this snapshot is closed; use it inside of its `with` block, or take another one"
+            )
+        if os.getpid() != self._pid:
+            raise ClosedError("this snapshot belongs to the process that was forked from; use it there")
+        return self._copies
+
+    def marks(self) -> dict[int, Mark | None]:
+        """What the copied tensors were at that instant, by the id of each copy."""
+        return {id(copy): mark for copy, mark in zip(self.copies(), self._marks, strict=True)}
+
+    @cached_property
+    def structure(self) -> Any:
+        """The state, with a `Stored` for what is not in the skeleton itself."""
+        return decode(json.loads(self._skeleton), types=self._types)[0]
+
+    @cached_property
+    def _objects(self) -> list[Any]:
+        # They were pickled here, of objects of this very process.
+        return torch.load(io.BytesIO(self._pickled or b""), weights_only=False)  # type: ignore[no-any-return]
+
+    def filled(self, structure: Any) -> Any:
+        """A part of the structure, in containers of its own."""
+        copies = self.copies()
+
+        def give(stored: Stored) -> Any:
+            if stored.kind == "object":
+                return self._objects[stored.number]
+            copy = copies[stored.number]
+            if stored.kind == "tensor":
+                return copy
+            if stored.kind == "bytes":
+                return bytes(copy.numpy())
+            spec = self._specs[stored.number]
+            return stored.as_array(copy.view(dtype_named(spec.dtype)).view(spec.shape))
+
+        return replaced(structure, give)
+
+
+class Held:
+    """A snapshot, or a part of one: a state as it was at one instant, with its tensors on the host.
+
+    `part["weight"]` is a tensor, and `part["layers"]` another part; their names are those of the state dicts. It is
+    taken by `save`, by `export_hf`, and by wrapped functions as an argument, which all read it in the background. Its
+    tensors are shared by all who read it, so nobody may write to them.
+    """
+
+    def __init__(self, source: Source, structure: Any, path: Path = ()) -> None:
+        self._source, self._structure, self._path = source, structure, path
+
+    @property
+    def completion(self) -> Future[None]:
+        """Resolved when every byte has been copied; it raises TornSnapshotError when a tensor was changed too early."""
+        return self._source.completion
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The live module whose state this is, as long as there is one."""
+        known = self._source.modules.get(self._path)
+        return None if known is None else known()
+
+    @property
+    def marks(self) -> Mapping[int, Mark | None]:
+        """What each tensor was when it was copied, by the id of the copy."""
+        return self._source.marks()
+
+    def tree(self) -> Any:
+        """The state in plain containers, at once: its tensors have their bytes when `completion` has resolved."""
+        return self._source.filled(self._structure)
+
+    def state_dict(self) -> Any:
+        """The state in plain containers. Waits for `completion`, and raises ClosedError, TornSnapshotError."""
+        tree = self.tree()
+        self.completion.result()
+        return tree
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is one tensor, or one value."""
+        structure = self._structure
+        return not isinstance(structure, dict | list | tuple) or isinstance(structure, torch.Size)
+
+    def inner(self, key: Any) -> Held:
+        """What is called so in it. Raises KeyError."""
+        structure = self._structure
+        try:
+            inner = structure[key]
+        except (KeyError, IndexError, TypeError):
+            there = ", ".join(map(repr, structure)) if isinstance(structure, dict) else f"{len(self)} entries"
+            raise KeyError(f"{key!r} is not in {shown(self._path)}; there are {there:.300}") from None
+        return Held(self._source, inner, (*self._path, key))
+
+    def __getitem__(self, key: Any) -> Any:
+        """A part, or a tensor or value, for which `completion` is waited for. Raises KeyError, ClosedError."""
+        inner = self.inner(key)
+        return inner.state_dict() if inner.is_leaf else inner
+
+    def keys(self) -> KeysView[Any]:
+        """The names in it. Raises TypeError when it is no dict."""
+        if not isinstance(self._structure, dict):
+            raise TypeError(f"{shown(self._path)} is no dict; it has no keys")
+        return self._structure.keys()
+
+    def __iter__(self) -> Iterator[Any]:
+        """The names of a dict, and what is in a list."""
+        if isinstance(self._structure, dict):
+            return iter(self._structure)
+        return (self[i] for i in range(len(self)))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._structure
+
+    def __len__(self) -> int:
+        return len(self._structure)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a snapshot cannot be pickled or copied; use its state_dict()")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._source.is_closed else "complete" if self.completion.done() else "copying"
+        return f"<{type(self).__name__} of {shown(self._path)}, {state}>"
