@@ -34,7 +34,7 @@ from .runs.retention import best_of, keep_of, lacking
 from .runs.roots import Roots
 from .runs.run import Run
 from .saving.admission import OnOverlap
-from .saving.borrowed import Contents, driver_of
+from .saving.borrowed import Contents, check_entries, driver_of
 from .saving.handle import SaveHandle
 from .saving.line import Line
 from .saving.policy import Due, SavePolicy
@@ -164,6 +164,7 @@ class AsyncCheckpointer:
         ttl_seconds: float | None = None,
         select: Select = None,
         unchanged: Collection[str] = (),
+        per_rank: Collection[str] = (),
         driver: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
         """Begin to save `state` as `step`; returns as soon as the caller may go on training.
@@ -181,6 +182,8 @@ class AsyncCheckpointer:
         again: the manifest points to the archive that has them, which stays as long as that is so. One that was not saved
         yet is written. The statement is checked: NotUnchangedError when one of its tensors is not the same memory, or
         was written to, as far as its version counter tells: it stands still under `.data` and numpy.
+        `per_rank` names entries at the top level that each rank has for itself, such as the position of its data loader.
+        There is one rank as yet: its entries come back as all others do, and a name that the state lacks is refused.
         `driver` is what one process holds for all ranks (dataloader, actors): more entries of the state, up to 64 MiB, that
         are written to an archive of their own beside the ranks', and come back with every load.
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle. (A
@@ -192,6 +195,7 @@ class AsyncCheckpointer:
                 "select= and unchanged= exclude each other; leave the groups out of the state instead"
             )
         plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
+        check_entries(state, per_rank, "per_rank")
         token, contents = os.urandom(4).hex(), Contents()
         if driver is not None:
             contents.driver = driver_of(driver, state, step=step)
@@ -209,6 +213,7 @@ class AsyncCheckpointer:
             guard=self._guard_of(state, guard),
             rule=line.rule,
             skipped_path=runs[0].storage.locate(runs[0].folder(step)),
+            unchanged_in=lambda digests: line.unchanged_in(digests, contents.borrowed_groups),
         )
         self._policy.follow(step, handle)
         return handle

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import nan
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+_NO_NUMBERS: Final = ("status", "step", "path", "destinations", "unchanged_groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ class Destination:
 class SaveReport:
     """One save, measured. Seconds overlap: staging and writing run at the same time.
 
+    `unchanged_groups` are the entries at the top level of the state whose tensors have the very bytes of the commit
+    before, as far as this checkpointer has made that: of a training that stands still, or a snapshot that is stale, it
+    is all of them. Tensors at the top level are one group, "model" or "state".
+
     `stall_seconds` is all the time the caller's thread or stream was held: the call, waiting for an earlier
     save, and the guard. `bandwidth` is bytes per second from the call to durable and committed.
     """
@@ -66,6 +72,7 @@ class SaveReport:
     total_seconds: float = 0.0
     retries: int = 0
     destinations: tuple[Destination, ...] = ()
+    unchanged_groups: tuple[str, ...] = ()
 
     @property
     def bandwidth(self) -> float:
@@ -77,7 +84,7 @@ class SaveReport:
         What there is no number for is NaN: the step of a one-off save, and what a skipped save did not measure.
         """
         skipped = self.status == "skipped"
-        names = [f.name for f in fields(self) if f.name not in ("status", "step", "path", "destinations")]
+        names = [f.name for f in fields(self) if f.name not in _NO_NUMBERS]
         row = {"committed": float(not skipped), "step": nan if self.step is None else float(self.step)}
         for name in (*names, "bandwidth"):
             row[name] = nan if skipped and name != "stall_seconds" else float(getattr(self, name))

@@ -392,13 +392,13 @@ def test_digests_that_are_no_digests_are_refused(data: bytes) -> None:
 @given(specs(), st.one_of(st.none(), st.integers(0, 2**70)))
 def test_an_index_is_padded_to_a_page_and_reads_back(tensors: list[TensorSpec], step: int | None) -> None:
     plan = TensorPlan(tensors)
-    sizes = [(m.name, m.num_bytes) for m in plan.members]
-    text = index.dump(step=step, members=sizes, rows=plan.rows, skeleton='{"list":[1]}')
-    assert (tar.BLOCK + len(text)) % PAGE_BYTES == 0
+    layout = lay_out(plan, skeleton='{"list":[1]}', objects=None, step=step, mtime=0)
+    assert layout.base % PAGE_BYTES == 0
+    text = layout.literals[0][1][tar.BLOCK :]
     told = index.parse(text, path="x")
     assert told.step == step
     assert told.skeleton == {"list": [1]}
-    assert [(m.name, m.data.length) for m in told.members] == sizes
+    assert [(m.name, m.data.length) for m in told.members] == [(m.name, m.num_bytes) for m in plan.members]
     raw = json.loads(text)
     assert raw["format"] == "async_ckpt"
     assert raw["version"] == 1

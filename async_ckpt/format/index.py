@@ -77,16 +77,15 @@ def row(path: tuple[Any, ...], **facts: Json) -> str:
 
 
 def dump(*, step: int | None, members: list[tuple[str, int]], rows: str, skeleton: str) -> bytes:
-    """The index, padded with spaces so that the next member's header begins on a page.
+    """The text of the index. It may be padded with spaces.
 
     `members` are the names and sizes of everything between the index and the digests; `rows` and `skeleton` are
     JSON already, since the first stays the same from save to save.
     """
-    text = (
+    return (
         f'{{"format":"{FORMAT}","version":{VERSION},"step":{json.dumps(step)},'
         f'"members":{json.dumps(members, separators=(",", ":"))},"tensors":[\n{rows}\n],"skeleton":{skeleton}}}\n'
     ).encode()
-    return text + b" " * (align_up(tar.BLOCK + len(text), PAGE_BYTES) - tar.BLOCK - len(text))
 
 
 def digests_member(end_of_members: int) -> tuple[Member, int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..spec import DTYPES, MIB, PAGE_BYTES, TensorSpec, align_up
+from ..spec import DTYPES, MIB, PAGE_BYTES, Extent, TensorSpec, align_up
 from . import digests, index, safetensors, tar
 
 # One member never has more tensors than this: readers refuse headers over 100 MB.
@@ -104,6 +104,7 @@ def slices(
 @dataclass(frozen=True, slots=True)
 class _MemberPlan:
     name: str
+    group: str  # the entry at the top of the state that is in it
     offset: int  # of its tar header, from the end of the index
     num_bytes: int
     head: bytes  # safetensors length prefix and header
@@ -119,14 +120,25 @@ class TensorPlan:
         self.slices: list[tuple[int, ...]] = [()] * len(self.specs)
         self._rows: list[str] = [""] * len(self.specs)
         position = 0
-        for name, chosen in _grouped(self.specs):
-            position = self._add_member(name, chosen, position)
+        for name, group, chosen in _grouped(self.specs):
+            position = self._add_member(name, group, chosen, position)
         self.num_bytes = position
         self.rows = ",\n".join(self._rows)
         del self._rows
         self._last_cut: tuple[int, int, dict[int, list[Piece]]] | None = None
+        self._index_bytes = 0  # of the last one
 
-    def _add_member(self, name: str, chosen: list[int], position: int) -> int:
+    def room_for_index(self, num_bytes: int) -> int:
+        """How long the index is to be, whose text takes so many bytes: as long as the last one, if that is enough.
+
+        So equal tensors lie at equal places in every archive of a run. One that grows is given room for more of that.
+        """
+        if num_bytes > self._index_bytes:
+            spare = num_bytes // 8 if self._index_bytes else 0
+            self._index_bytes = align_up(tar.BLOCK + num_bytes + spare, PAGE_BYTES) - tar.BLOCK
+        return self._index_bytes
+
+    def _add_member(self, name: str, group: str, chosen: list[int], position: int) -> int:
         names = _unique_names(
             (_name_inside(self.specs[i]) for i in chosen), taken={safetensors.RESERVED_NAME}
         )
@@ -160,7 +172,7 @@ class TensorPlan:
                 self._rows[i] = index.row(self.specs[i].path, alias=self.specs[i].alias_of)
         if not stored:
             return position
-        self.members.append(_MemberPlan(name, position, len(head) + begin, head))
+        self.members.append(_MemberPlan(name, group, position, len(head) + begin, head))
         return align_up(data_offset + len(head) + begin, tar.BLOCK)
 
     @cached_property
@@ -195,6 +207,16 @@ class Layout:
     digests: index.Member
     file_bytes: int
 
+    @cached_property
+    def groups(self) -> dict[str, list[Extent]]:
+        """Where in the file the tensors of each entry of the state lie; those that hang at the top are one group."""
+        found: dict[str, list[Extent]] = {}
+        for member in self.plan.members:
+            data = self.base + member.offset + tar.BLOCK + len(member.head)
+            length = member.num_bytes - len(member.head)
+            found.setdefault(member.group, []).append(Extent(data, length))
+        return found
+
     def segments(self, segment_bytes: int) -> list[SegmentPlan]:
         pieces = self.plan.cut(self.base, segment_bytes)
         return slices(self.file_bytes, segment_bytes, pieces, self.literals)
@@ -208,6 +230,7 @@ def lay_out(
     if objects is not None:
         sizes.append((index.OBJECTS, len(objects)))
     text = index.dump(step=step, members=sizes, rows=plan.rows, skeleton=skeleton)
+    text = text.ljust(plan.room_for_index(len(text)))
     base = tar.BLOCK + len(text)
     literals = [(0, tar.header(index.MEMBER, len(text), mtime=mtime) + text)]
     for member in plan.members:
@@ -230,8 +253,8 @@ def lay_out(
     return Layout(plan, base, tuple(literals), digest, file_bytes)
 
 
-def _grouped(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, list[int]]]:
-    """Member name and tensors: one member per top-level container, one for all tensors that hang at the top."""
+def _grouped(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, str, list[int]]]:
+    """Member name, group and tensors: one member per top-level container, one for all tensors that hang at the top."""
     groups: dict[Any, list[int]] = {}
     top: list[int] = []
     for i, spec in enumerate(specs):
@@ -241,18 +264,19 @@ def _grouped(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, list[int]]]:
             # The type is part of the key, or True, 1 and 1.0 would share a member.
             groups.setdefault((type(spec.path[0]), spec.path[0]), []).append(i)
     stems = [_safe(str(key)) for _, key in groups]
-    parts: list[tuple[str, list[int]]] = list(zip(stems, groups.values(), strict=True))
+    parts = [(stem, str(key), chosen) for stem, ((_, key), chosen) in zip(stems, groups.items(), strict=True)]
     if top:
-        parts.insert(0, ("state" if "model" in stems else "model", top))
+        stem = "state" if "model" in stems else "model"
+        parts.insert(0, (stem, stem, top))
     taken: set[str] = set()
-    for stem, chosen in parts:
+    for stem, group, chosen in parts:
         for number, part in enumerate(_split(chosen, specs), start=1):
             name = stem if number == 1 else f"{stem}-{number:05d}"
             suffix = 2
             while name.lower() in taken:  # not every file system tells cases apart
                 name, suffix = f"{stem}~{suffix}", suffix + 1
             taken.add(name.lower())
-            yield f"{name}.safetensors", part
+            yield f"{name}.safetensors", group, part
 
 
 def _split(chosen: list[int], specs: Sequence[TensorSpec]) -> Iterator[list[int]]:

@@ -106,6 +106,13 @@ def driver_of(driver: Mapping[str, Any], state: Any, *, step: int) -> Driver:
     return Driver(image, digest, tuple(driver))
 
 
+def check_entries(state: Any, names: Collection[str], option: str) -> None:
+    """Raises ValueError, naming the option, for a name that is no entry at the top level of the state."""
+    for name in [names] if isinstance(names, str) else names:
+        if not isinstance(state, Mapping | Held) or name not in state:
+            raise ValueError(f"{option}={name!r}: the state has no entry of that name at its top level")
+
+
 class Contents:
     """One save: what it borrows, and how what it writes looks. Made on the caller's thread, then only read."""
 
@@ -130,6 +137,10 @@ class Contents:
     def lenders(self) -> list[int]:
         """The steps that it borrows from."""
         return [borrowed.step for borrowed in self.borrowed]
+
+    @property
+    def borrowed_groups(self) -> set[str]:
+        return {borrowed.group for borrowed in self.borrowed}
 
     def captured(self, captured: Capture) -> None:
         self.look = Look(captured)

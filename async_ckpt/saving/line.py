@@ -6,7 +6,7 @@ In: restores, commits, writes that hang. Out: what a new save has to know of the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -40,6 +40,18 @@ class Line:
         # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
         self.rolled_back: object | None = None
         self._hanging: dict[Run, list[Future[None]]] = {}  # writes that saves went on without; under _lock
+        self._digests: dict[str, bytes] = {}  # of the groups of the last commit; under _lock
+
+    def unchanged_in(self, digests: Mapping[str, bytes], borrowed: Collection[str]) -> tuple[str, ...]:
+        """The groups of a commit that have the bytes of the commit before: those that it has borrowed, and others.
+
+        Asked once for each commit, in their order.
+        """
+        with self._lock:
+            before, self._digests = self._digests, dict(digests)
+            self._digests.update({name: before[name] for name in borrowed if name in before})
+        same = {name for name, digest in digests.items() if before.get(name) == digest}
+        return tuple(sorted(same.union(borrowed)))
 
     @property
     def has_one_root(self) -> bool:
@@ -49,6 +61,7 @@ class Line:
         """Training goes on from a step; `behind` the newest commit."""
         with self._lock:
             self.rolled_back = object() if behind else None
+            self._digests = {}
 
     def committed(self, *, since: object | None) -> None:
         """A save is true that was begun after the restore `since`: the run goes on from there."""

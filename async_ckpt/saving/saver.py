@@ -35,7 +35,7 @@ from .drain import Drain
 from .handle import SaveHandle
 from .ledger import Ledger
 from .planner import Planner, pool_for
-from .story import Attempt, CommitRule, Order, story
+from .story import Attempt, CommitRule, Order, UnchangedIn, story
 from .worker import Carriers, Pending, abandon, get_worker, wait_for
 
 
@@ -113,10 +113,12 @@ class Saver:
         captured_as: Callable[[Capture], None] = lambda _: None,
         rule: CommitRule = "all",
         skipped_path: str = "",
+        unchanged_in: UnchangedIn = lambda _: (),
     ) -> SaveHandle:
         """Begin a save. `make_targets` and then `state` are called once it is this save's turn, and may refuse it.
 
-        `captured_as` is told what is saved, `needs` tells the steps that must stay on storage until it is decided.
+        `captured_as` is told what is saved, `needs` tells the steps that must stay on storage until it is decided, and
+        `unchanged_in` which groups, by their digests, are those of the commit before.
 
         Raises UnsupportedStateError, ClosedError, what `make_targets` raises, and under `strict` the last unseen error.
         """
@@ -137,7 +139,7 @@ class Saver:
                 targets = make_targets()
                 captured = capture(state(), select)
                 captured_as(captured)
-                begun = self._set_up(captured, targets, rule, step, optimizers, spans, place)
+                begun = self._set_up(captured, targets, rule, step, optimizers, spans, place, unchanged_in)
             get_worker().soon(begun.start)
             with self._trace.span("snapshot", step=step):
                 begun.snapshot.begin()
@@ -159,6 +161,7 @@ class Saver:
         optimizers: Optimizers,
         spans: Spans,
         place: Place,
+        unchanged_in: UnchangedIn,
     ) -> _Begun:
         """Plan the archive, and what copies, writes and commits it; nothing of that has begun."""
         device = first_device(captured.tensors)
@@ -168,6 +171,7 @@ class Saver:
             self.pool.segment_bytes,
             self._planner.admit(layout, targets),
             get_worker().background.submit,
+            groups=layout.groups,
             may_drop=rule == "any" and len(targets) > 1,
             trace=self._trace,
         )
@@ -188,6 +192,7 @@ class Saver:
             snapshot,
             lambda target: self._carriers.writers(target.storage, alone=len(targets) == 1),
             lambda target: self._carriers.pace(target.storage),
+            unchanged_in,
         )
         return _Begun(self, order, snapshot, place, device)
 

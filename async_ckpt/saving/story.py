@@ -10,7 +10,7 @@ ones. The story waits for the last, and decides what becomes of the archives.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,6 +26,7 @@ from .delivery import Delivery, OffLoop, Target
 from .drain import Drain, Submit
 
 CommitRule = Literal["all", "any"]
+UnchangedIn = Callable[[Mapping[str, bytes]], tuple[str, ...]]
 
 # How long a place that does not even open is waited for once the save could go on without it, or has failed.
 _OPEN_SECONDS: Final = 10.0
@@ -57,6 +58,7 @@ class Order:
     staging: Staging
     writers: Callable[[Target], Submit]
     pace: Callable[[Target], Pace | None] = lambda _: None
+    unchanged_in: UnchangedIn = lambda _: ()  # of groups, by their digests; asked once it is committed
 
 
 async def story(attempt: Attempt) -> SaveReport:
@@ -229,6 +231,7 @@ class Attempt:
             total_seconds=order.spans.total(),
             retries=sum(destination.retries for destination in destinations),
             destinations=destinations,
+            unchanged_groups=order.unchanged_in(order.drain.group_digests()),
         )
 
     @property
