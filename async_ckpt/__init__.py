@@ -8,36 +8,27 @@ with async_ckpt.AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
     ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=100)
 """
 
+from typing import Any
+
+from . import errors
 from .around import files
 from .around.export import export_hf
-from .around.pack import pack, pack_folder
-from .around.unpack import extract, unpack
+from .around.pack import pack
+from .around.unpack import unpack
 from .around.wrap import wrap
 from .checkpointer import AsyncCheckpointer
 from .errors import (
     CheckpointError,
-    ClosedError,
     CorruptCheckpointError,
-    DestinationBusyError,
-    FormatVersionError,
     NotCommittedError,
-    NothingWrittenError,
-    NotUnchangedError,
-    PeerFailedError,
-    SaveAbandonedError,
-    StateMismatchError,
-    StepBehindError,
     StepExistsError,
     StorageFullError,
     StorageUnavailableError,
     TornSnapshotError,
-    UnsafeArchiveError,
-    UnsupportedStateError,
-    UntrustedObjectError,
 )
 from .oneoff import load, release, save, snapshot
-from .report import Destination, Progress, SaveReport
-from .runs.naming import Naming, Tracker
+from .report import SaveReport
+from .runs.naming import Naming
 from .saving.handle import SaveHandle
 from .saving.policy import Due
 from .spec import Keep
@@ -50,44 +41,35 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncCheckpointer",
     "CheckpointError",
-    "ClosedError",
     "CorruptCheckpointError",
-    "Destination",
-    "DestinationBusyError",
     "Due",
-    "FormatVersionError",
     "Keep",
     "Naming",
     "NotCommittedError",
-    "NotUnchangedError",
-    "NothingWrittenError",
-    "PeerFailedError",
     "Place",
-    "Progress",
     "RngState",
-    "SaveAbandonedError",
     "SaveHandle",
     "SaveReport",
-    "StateMismatchError",
-    "StepBehindError",
     "StepExistsError",
     "StorageFullError",
     "StorageUnavailableError",
     "TornSnapshotError",
-    "Tracker",
-    "UnsafeArchiveError",
-    "UnsupportedStateError",
-    "UntrustedObjectError",
     "Zstd",
+    "errors",
     "export_hf",
-    "extract",
     "files",
     "load",
     "pack",
-    "pack_folder",
     "release",
     "save",
     "snapshot",
     "unpack",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The errors that are not listed above: `async_ckpt.ClosedError` is `async_ckpt.errors.ClosedError`."""
+    if name.endswith("Error") and hasattr(errors, name):
+        return getattr(errors, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

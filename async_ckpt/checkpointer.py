@@ -51,7 +51,15 @@ from .storage.base import Storage
 from .storage.local import LocalStorage
 from .storage.place import Anywhere, Place, place_of
 
-_UNSET: Any = object()
+
+class _Inherited:
+    """Stands for what the checkpointer was given."""
+
+    def __repr__(self) -> str:
+        return "that of the checkpointer"
+
+
+_INHERITED: Any = _Inherited()
 
 
 class AsyncCheckpointer:
@@ -158,7 +166,7 @@ class AsyncCheckpointer:
         step: int,
         *,
         overwrite: bool = False,
-        guard: Any = _UNSET,
+        guard: Any = _INHERITED,
         record: Mapping[str, Any] | None = None,
         rolling: bool = False,
         ttl_seconds: float | None = None,
@@ -375,7 +383,7 @@ class AsyncCheckpointer:
 
     def _guard_of(self, state: Any, guard: Any) -> Any:
         """A snapshot was guarded when it was taken, or was not."""
-        if guard is not _UNSET:
+        if guard is not _INHERITED:
             return guard_beside(state, guard)
         return None if isinstance(state, Held) else self._guard
 

@@ -29,12 +29,11 @@ from async_ckpt import (
     CorruptCheckpointError,
     StorageFullError,
     Zstd,
-    extract,
     load,
-    pack_folder,
     save,
     unpack,
 )
+from async_ckpt.around.files import extract, pack_folder
 from async_ckpt.format.zstd import FOOTER_BYTES, Frame, dump, parse, table_bytes
 from async_ckpt.storage.compressed import ZstdReader
 from async_ckpt.storage.local import LocalStorage

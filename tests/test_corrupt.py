@@ -210,7 +210,7 @@ def test_a_folder_of_torch_distributed_checkpoint_is_named(tmp_path: Path) -> No
 
 def test_the_folder_of_an_extracted_archive_is_named(archive: Path, tmp_path: Path) -> None:
     async_ckpt.save({"w": torch.ones(2)}, archive).result()
-    async_ckpt.extract(archive, tmp_path / "folder")
+    async_ckpt.files.extract(archive, tmp_path / "folder")
     with pytest.raises(
         NotCommittedError, match="members of an archive that was extracted; load the archive itself"
     ):

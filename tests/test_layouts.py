@@ -23,8 +23,8 @@ from async_ckpt import (
     Naming,
     Place,
     StorageUnavailableError,
-    Tracker,
 )
+from async_ckpt.runs.naming import Tracker
 from async_ckpt.runs.record import RECORD_BYTES
 from async_ckpt.testing.servers import Server
 
@@ -50,8 +50,8 @@ def save(root: Path, *steps: int, **options: Any) -> None:
         (SKYRL, "global_step_500", "latest_ckpt_global_step.txt", "500"),
         (VERL, "global_step_500", "latest_checkpointed_iteration.txt", "500"),
         (DEEPSPEED, "global_step500", "latest", "global_step500"),
-        ({"naming": Naming("step_{}", Tracker("newest.txt", "{:06d}"))}, "step_500", "newest.txt", "000500"),
-        ({"naming": Naming(tracker=Tracker("latest", "runs/a/step_{:08d}\n"))}, "step_00000500", "latest", "runs/a/step_00000500\n"),
+        ({"naming": Naming("step_{}", ("newest.txt", "{:06d}"))}, "step_500", "newest.txt", "000500"),
+        ({"naming": Naming(tracker=("latest", "runs/a/step_{:08d}\n"))}, "step_00000500", "latest", "runs/a/step_00000500\n"),
     ],
     ids=["default", "SkyRL", "verl", "DeepSpeed", "a number with zeros", "a path"],
 )  # fmt: skip

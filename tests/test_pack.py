@@ -25,11 +25,10 @@ from async_ckpt import (
     CheckpointError,
     NothingWrittenError,
     StorageUnavailableError,
-    extract,
     pack,
-    pack_folder,
     unpack,
 )
+from async_ckpt.around.files import extract, pack_folder
 from async_ckpt.around.pack import files_saver
 from async_ckpt.storage.local import LocalSink
 
@@ -375,7 +374,8 @@ def test_an_upload_that_breaks_off_is_made_again(bucket, proxy, tmp_path):  # no
 HEAD = """
 import os, signal, sys, threading
 from pathlib import Path
-from async_ckpt import pack, pack_folder, unpack, ClosedError
+from async_ckpt import files, pack, unpack, ClosedError
+pack_folder = files.pack_folder
 out = Path(sys.argv[1])
 """
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")

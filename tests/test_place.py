@@ -70,10 +70,10 @@ def use_pack_and_unpack(base: Place, tmp_path: Path) -> None:
     folder.handle.result()
     (tmp_path / "given").mkdir()
     (tmp_path / "given/b").write_text("b")
-    async_ckpt.pack_folder(tmp_path / "given", below(base, "y.tar")).result()
+    async_ckpt.files.pack_folder(tmp_path / "given", below(base, "y.tar")).result()
     with async_ckpt.unpack(below(base, "x.tar"), scratch=tmp_path) as unpacked:
         assert (unpacked / "a").read_text() == "a"
-    assert (async_ckpt.extract(below(base, "y.tar"), tmp_path / "out") / "b").read_text() == "b"
+    assert (async_ckpt.files.extract(below(base, "y.tar"), tmp_path / "out") / "b").read_text() == "b"
 
 
 def use_wrap(base: Place, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_what_is_no_place_is_refused_with_what_to_give(make, error, message, tmp
     [
         lambda place, folder: async_ckpt.save({}, place),
         lambda place, folder: async_ckpt.pack(place),
-        lambda place, folder: async_ckpt.pack_folder(folder, place),
+        lambda place, folder: async_ckpt.files.pack_folder(folder, place),
         lambda place, folder: async_ckpt.wrap(torch.save)({}, place),
         lambda place, folder: async_ckpt.export_hf({"w": torch.ones(1)}, place),
         lambda place, folder: async_ckpt.files.local_work_dir(place).__enter__(),

@@ -3,65 +3,53 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 
 import pytest
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CheckpointError, Progress, RngState, SaveHandle, SaveReport
+from async_ckpt import AsyncCheckpointer, CheckpointError, RngState, SaveHandle, SaveReport
+from async_ckpt.report import Progress
 
 NAMES = [
     "AsyncCheckpointer",
     "CheckpointError",
-    "ClosedError",
     "CorruptCheckpointError",
-    "Destination",
-    "DestinationBusyError",
     "Due",
-    "FormatVersionError",
     "Keep",
     "Naming",
     "NotCommittedError",
-    "NotUnchangedError",
-    "NothingWrittenError",
-    "PeerFailedError",
     "Place",
-    "Progress",
     "RngState",
-    "SaveAbandonedError",
     "SaveHandle",
     "SaveReport",
-    "StateMismatchError",
-    "StepBehindError",
     "StepExistsError",
     "StorageFullError",
     "StorageUnavailableError",
     "TornSnapshotError",
-    "Tracker",
-    "UnsafeArchiveError",
-    "UnsupportedStateError",
-    "UntrustedObjectError",
     "Zstd",
+    "errors",
     "export_hf",
-    "extract",
     "files",
     "load",
     "pack",
-    "pack_folder",
     "release",
     "save",
+    "snapshot",
     "unpack",
     "wrap",
 ]
 
 # name -> its parameters: `*` divides off what must be given by name, `=` shows a default.
 SIGNATURES = {
-    async_ckpt.save: "(obj, path, *, guard=None, select=None, also=None, compression=None)",
+    async_ckpt.save: "(obj, path, *, guard=None, select=None, compression=None)",
     async_ckpt.pack: "(destination, *, compression=None, scratch=None)",
-    async_ckpt.pack_folder: "(folder, destination, *, compression=None)",
+    async_ckpt.files.pack_folder: "(folder, destination, *, compression=None)",
     async_ckpt.unpack: "(source, *, scratch=None, max_bytes=None, max_file_bytes=None, max_members=1000000)",
-    async_ckpt.extract: "(source, folder, *, max_bytes=None, max_file_bytes=None, max_members=1000000)",
+    async_ckpt.files.extract: "(source, folder, *, max_bytes=None, max_file_bytes=None, max_members=1000000)",
     async_ckpt.load: "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())",
     async_ckpt.release: "()",
+    async_ckpt.snapshot: "(state, *, guard=None, host_bytes=None)",
     async_ckpt.files.local_read_dir: "(path)",
     async_ckpt.files.local_read_files: "(path, names, *, missing='skip')",
     async_ckpt.files.local_work_dir: "(output)",
@@ -78,8 +66,8 @@ SIGNATURES = {
         "exit_timeout=None, commit='all', max_bandwidth=None, trace=None)"
     ),
     AsyncCheckpointer.save: (
-        "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None, "
-        "select=None, also=None, unchanged=(), driver=None)"
+        "(self, state, step, *, overwrite=False, guard=that of the checkpointer, record=None, rolling=False, ttl_seconds=None, "
+        "select=None, unchanged=(), per_rank=(), driver=None)"
     ),
     AsyncCheckpointer.should_save: "(self, step)",
     AsyncCheckpointer.load: (
@@ -106,9 +94,6 @@ SIGNATURES = {
     async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
     async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None, whole_folder=False)",
     async_ckpt.Place: "(url, *, options=None, engine=None, fs=None, keep=None)",
-    async_ckpt.Tracker: "(name, text)",
-    async_ckpt.Tracker.dump: "(self, step)",
-    async_ckpt.Tracker.parse: "(self, data)",
     RngState: "(keys=None)",
     RngState.state_dict: "(self)",
     RngState.load_state_dict: "(self, state_dict)",
@@ -116,7 +101,7 @@ SIGNATURES = {
 
 
 def shown(function: object) -> str:
-    """A signature without its annotations; a default that is not plain data by the name it has in its module."""
+    """A signature without its annotations."""
     parts = []
     star = False
     for parameter in inspect.signature(function).parameters.values():
@@ -125,8 +110,6 @@ def shown(function: object) -> str:
             star = True
         if parameter.default is parameter.empty:
             parts.append(parameter.name)
-        elif type(parameter.default) is object:
-            parts.append(f"{parameter.name}=_UNSET")
         else:
             parts.append(f"{parameter.name}={parameter.default!r}")
     return f"({', '.join(parts)})"
@@ -191,9 +174,22 @@ def test_the_errors_are_what_callers_already_catch():
     assert issubclass(async_ckpt.UnsupportedStateError, TypeError)
     assert issubclass(async_ckpt.ClosedError, RuntimeError)
     assert issubclass(async_ckpt.StorageFullError, async_ckpt.StorageUnavailableError)
-    errors = [v for n, v in vars(async_ckpt).items() if n.endswith("Error")]
-    assert len(errors) == 19
-    assert all(issubclass(error, CheckpointError) for error in errors)
+    errors = [name for name in vars(async_ckpt.errors) if name.endswith("Error")]
+    assert len(errors) >= 19
+    assert all(issubclass(getattr(async_ckpt.errors, name), CheckpointError) for name in errors)
+
+
+def test_every_error_is_found_at_the_top_too_and_nothing_else_is_made_up():
+    for name in [name for name in vars(async_ckpt.errors) if name.endswith("Error")]:
+        assert getattr(async_ckpt, name) is getattr(async_ckpt.errors, name)
+    for name in ("NoSuchError", "ValueError", "Progress", "extract"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(async_ckpt, name)
+
+
+def test_help_shows_no_address_of_an_object():
+    for value in [getattr(async_ckpt, name) for name in NAMES]:
+        assert " object at 0x" not in pydoc.render_doc(value, renderer=pydoc.plaintext)
 
 
 def test_errors_survive_being_sent_to_another_process():

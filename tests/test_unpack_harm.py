@@ -30,9 +30,9 @@ from async_ckpt import (
     NotCommittedError,
     StorageFullError,
     UnsafeArchiveError,
-    extract,
     unpack,
 )
+from async_ckpt.around.files import extract
 from async_ckpt.format.zstd import Follower
 
 zstandard = pytest.importorskip("zstandard")

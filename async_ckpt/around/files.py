@@ -26,7 +26,24 @@ from ..storage.local import LocalStorage
 from ..storage.locks import TEMP_SUFFIX, temp_stem
 from ..storage.place import Anywhere, Place, place_of, written_at
 from ..storage.url import local_path, scheme_of, shown, unusable_name
+from .pack import pack_folder
 from .streams import BUFFER_BYTES, Ranges, Upload, open_local
+from .unpack import extract
+
+__all__ = [
+    "download_directory",
+    "exists",
+    "extract",
+    "isdir",
+    "list_dir",
+    "local_read_dir",
+    "local_read_files",
+    "local_work_dir",
+    "open_file",
+    "pack_folder",
+    "remove",
+    "upload_directory",
+]
 
 # Hub ids, as huggingface_hub takes them, but always with the organisation: what is just a word is more likely to be
 # the name of a folder that is missing.

@@ -56,11 +56,17 @@ class Tracker:
 _KNOWN: Final = {"latest_ckpt_global_step.txt": "{}", "latest_checkpointed_iteration.txt": "{}"}
 
 
-def tracker_of(tracker: Tracker | str | None, step_format: str) -> Tracker | None:
+def tracker_of(tracker: tuple[str, str] | str | None, step_format: str) -> Tracker | None:
     """What the user means: by a name alone, the text that is known for it, else a line with the step's folder."""
+    if tracker is None:
+        return None
     if isinstance(tracker, str):
         return Tracker(tracker, _KNOWN.get(tracker, f"{step_format}\n"))
-    return tracker
+    if not (isinstance(tracker, tuple) and len(tracker) == 2 and all(isinstance(t, str) for t in tracker)):
+        raise TypeError(
+            f'tracker must be a name, or a name and its text such as ("latest", "global_step{{}}"); got {tracker!r:.100}'
+        )
+    return Tracker(*tracker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +78,15 @@ class Naming:
 
     Args:
         step_format: the folder of a step, with the step in it once: "step_{:08d}", "global_step_{}".
-        tracker: the file that names the newest step: its name, or a `Tracker` to say its text too; None writes none. By a
-            name alone it holds the step's folder, and under the names that SkyRL and verl read the bare number.
+        tracker: the file that names the newest step: its name, or its name and its text with the step as `{}`, such as
+            ("latest", "global_step{}"); None writes none. By a name alone it holds the step's folder, and under the names
+            that SkyRL and verl read the bare number.
 
     Raises ValueError for a format that makes no folder of every step, and for a name that is none.
     """
 
     step_format: str = STEP_FORMAT
-    tracker: Tracker | str | None = TRACKER
+    tracker: tuple[str, str] | str | None = TRACKER
 
     def __post_init__(self) -> None:
         folder_pattern(self.step_format)
@@ -106,7 +113,7 @@ def pattern_of(text: str) -> re.Pattern[str] | None:
 
 
 # What others call them; `naming=` takes these words.
-_DEEPSPEED: Final = Naming("global_step{}", Tracker("latest", "global_step{}"))
+_DEEPSPEED: Final = Naming("global_step{}", ("latest", "global_step{}"))
 NAMINGS: Final = {
     "skyrl": Naming("global_step_{}", "latest_ckpt_global_step.txt"),
     "verl": Naming("global_step_{}", "latest_checkpointed_iteration.txt"),

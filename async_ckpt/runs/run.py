@@ -35,7 +35,7 @@ from ..storage.base import Storage
 from . import journal
 from .announce import Announcer
 from .manifest import Archive, Elsewhere, Manifest, Retired, intent_name
-from .naming import STEP_FORMAT, TRACKER, Tracker, tracker_of
+from .naming import STEP_FORMAT, TRACKER, tracker_of
 from .retention import Commits, doomed_by, lacking, unheard_metric
 from .root import Listing, Root
 from .sweep import Sweeper, is_ours
@@ -53,7 +53,7 @@ class Run:
         *,
         clock: Clock,
         step_format: str = STEP_FORMAT,
-        tracker: Tracker | str | None = TRACKER,
+        tracker: tuple[str, str] | str | None = TRACKER,
         keep: Keep | None = None,
     ) -> None:
         self._root = Root(storage, step_format)
