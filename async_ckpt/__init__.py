@@ -35,8 +35,8 @@ from .errors import (
     UnsupportedStateError,
     UntrustedObjectError,
 )
-from .oneoff import load, release, save
-from .report import Destination, Progress, SaveReport
+from .oneoff import load, release, save, verify
+from .report import Destination, Progress, SaveReport, VerifyReport
 from .runs.naming import Naming, Tracker
 from .runs.retention import Keep
 from .saving.handle import SaveHandle
@@ -76,6 +76,7 @@ __all__ = [
     "UnsafeArchiveError",
     "UnsupportedStateError",
     "UntrustedObjectError",
+    "VerifyReport",
     "Zstd",
     "export_hf",
     "extract",
@@ -86,5 +87,6 @@ __all__ = [
     "release",
     "save",
     "unpack",
+    "verify",
     "wrap",
 ]

@@ -13,6 +13,8 @@ import torch
 from .loading.find import from_path
 from .loading.load import check_verify, state_of
 from .loading.open import Part
+from .loading.verify import verify_path
+from .report import VerifyReport
 from .saving import default
 from .saving.handle import SaveHandle, host_copy_of
 from .saving.targets import Compression, FileTarget
@@ -102,3 +104,33 @@ def load(
         return state_of(parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
 
     return from_path(path, build, verify=verify, place=place)
+
+
+def verify(
+    path: Where,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    fs: Any = None,
+) -> VerifyReport:
+    """Read every byte of an archive, a committed step or a whole run, and compare it with its digest.
+
+        print(async_ckpt.verify("runs/a"))
+        # runs/a: 3 steps, 100 to 300, are sound, 41.200 GB read in 9.81 s at 4.200 GB/s
+
+    Nothing is unpickled and no tensor is made, so this is safe for any file; it takes about 128 MiB of memory, however
+    large the archive is. A plain archive, one of `.tar.zst`, and a step with the archives that it borrows groups from
+    are read whole. Of a run every committed step is read; an archive that several steps share is read once.
+
+    Args:
+        path: an archive, the folder of a committed step, or the root of a run; a path or a URL.
+        storage_options: what the client of a URL needs; see AsyncCheckpointer, for the next two as well.
+        engine: which client that is.
+        fs: an fsspec filesystem to use instead.
+
+    Raises CorruptCheckpointError for damage: it names the file, and the tensors in the damaged blocks (`tensors`). A
+    run is read to its end first, and one error names every damaged step (`damaged_steps`, `sound_steps`). Raises
+    NotCommittedError where no checkpoint is, FormatVersionError for one of a newer version, ValueError for a file that
+    has no digests, and StorageUnavailableError, also when the archive is replaced while it is read.
+    """
+    return verify_path(path, place={"storage_options": storage_options, "engine": engine, "fs": fs})

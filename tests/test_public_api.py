@@ -39,6 +39,7 @@ NAMES = [
     "UnsafeArchiveError",
     "UnsupportedStateError",
     "UntrustedObjectError",
+    "VerifyReport",
     "Zstd",
     "export_hf",
     "extract",
@@ -49,6 +50,7 @@ NAMES = [
     "release",
     "save",
     "unpack",
+    "verify",
     "wrap",
 ]
 
@@ -74,6 +76,7 @@ SIGNATURES = {
         "*, storage_options=None, engine=None, fs=None)"
     ),
     async_ckpt.release: "()",
+    async_ckpt.verify: "(path, *, storage_options=None, engine=None, fs=None)",
     async_ckpt.files.local_read_dir: "(path, *, storage_options=None, engine=None, fs=None)",
     async_ckpt.files.local_read_files: "(path, names, *, missing='skip', storage_options=None, engine=None, fs=None)",
     async_ckpt.files.local_work_dir: "(output, *, storage_options=None, engine=None, fs=None)",

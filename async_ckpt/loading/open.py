@@ -9,9 +9,11 @@ import io
 import mmap as mmap_module
 import pickle
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -45,16 +47,17 @@ class OpenArchive:
         self.path = path
         self._reader = reader
         self._digests: bytes | None = None
-        self._begin = memoryview(b"")  # the first block: the index is in it, often the first headers too
+        self._begin = memoryview(b"")  # the first blocks, with the index in them; often the first headers too
         # What was read last: headers lie together, and a store is far.
         self._kept = Extent(0, 0), memoryview(b"")
         self._verified = self._kept  # likewise, of blocks: small pieces lie together too
         self._begin = self._read_plain(Extent(0, min(reader.num_bytes, BLOCK_BYTES)))
         head = self._read_head()
+        self._head_bytes = tar.BLOCK + len(head)
         try:
             self.index: Index = index.parse(head, path=path)
         except FormatVersionError:  # or is it a damaged byte that says so?
-            self._compare(Extent(0, tar.BLOCK + len(head)))
+            self._compare(Extent(0, self._head_bytes))
             raise
         if self.index.file_bytes != reader.num_bytes:
             raise self.corrupt(
@@ -62,7 +65,7 @@ class OpenArchive:
             )
         if verify:
             self._digests = self._read_digests()
-            self.read(Extent(0, tar.BLOCK + len(head)))
+            self.read(Extent(0, self._head_bytes))
         self._headers: dict[int, Extent] = {}  # of the members that were checked, from the tar header on
 
     def corrupt(self, why: str) -> CorruptCheckpointError:
@@ -71,7 +74,12 @@ class OpenArchive:
     @property
     def digest(self) -> str:
         """The archive's own digest, as its manifest records it."""
-        return digests.self_digest(bytes(self._read_plain(self.index.digests.data)))
+        return digests.self_digest(bytes(self._tail[: self.index.digests.data.length]))
+
+    @property
+    def num_begun(self) -> int:
+        """How many bytes were read when it was opened: whole blocks, or all of it. With `verify` they are compared too."""
+        return len(self._begin)
 
     # --- small reads ------------------------------------------------------------------------------------------
 
@@ -98,17 +106,35 @@ class OpenArchive:
 
     def verify(self, offset: int, data: memoryview) -> None:
         """Compare whole blocks that begin at `offset` with their digests. Bytes behind the covered part are ignored."""
-        if self._digests is not None:
-            self._compare_blocks(offset, data[: self.index.digests.data.offset - offset], self._digests)
+        blocks = self.damaged(offset, data)
+        if blocks:
+            raise self.damage(blocks)
 
-    def _compare_blocks(self, offset: int, data: memoryview, told: bytes) -> None:
-        for begin in range(0, len(data), BLOCK_BYTES):
-            number = (offset + begin) // BLOCK_BYTES
-            digest = told[number * digests.DIGEST_BYTES :][: digests.DIGEST_BYTES]
-            if digests.block_digest(data[begin : begin + BLOCK_BYTES]) != digest:
-                raise self.corrupt(
-                    f"block {number} (from byte {number * BLOCK_BYTES:,}) does not match its digest"
-                )
+    def damaged(self, offset: int, data: memoryview) -> list[int]:
+        """The numbers of those blocks that do not match their digests; the arguments are as for `verify`."""
+        if self._digests is None:
+            return []
+        return _differing(offset, data[: self.index.digests.data.offset - offset], self._digests)
+
+    def damage(self, blocks: Sequence[int]) -> CorruptCheckpointError:
+        """The error for blocks, ascending, that do not match their digests: it names the tensors that lie in them."""
+        begins = [number * BLOCK_BYTES for number in blocks]
+        if len(blocks) == 1:
+            what = f"block {blocks[0]} (from byte {begins[0]:,}) does not match its digest"
+        else:
+            what = f"{len(blocks):,} blocks (the first from byte {begins[0]:,}) do not match their digests"
+        if begins[0] < self._head_bytes:  # what the index says of names is not to be believed then
+            return self.corrupt(f"{what}; the index is in it")
+        inside = [member.name for member in self.index.members if _touches(member.data, blocks)]
+        tensors = tuple(
+            shown(told.path)
+            for told in self.index.tensors
+            if any(_touches(piece.extent, blocks) for piece in told.slices)
+        )
+        among = ", ".join(tensors[:5]) + (f" and {len(tensors) - 5:,} more" if len(tensors) > 5 else "")
+        error = self.corrupt(f"{what}; damaged: {', '.join(inside)}{among and f' with {among}'}")
+        error.tensors = tensors
+        return error
 
     def _compare(self, extent: Extent) -> None:
         """Compare the blocks of an extent with their digests, in an archive that is not verified as well.
@@ -118,7 +144,8 @@ class OpenArchive:
         """
         covered, told = self._find_digests()
         wide = _widened(extent, BLOCK_BYTES, covered)
-        self._compare_blocks(wide.offset, self._read_plain(wide), told)
+        if blocks := _differing(wide.offset, self._read_plain(wide), told):
+            raise self.corrupt(f"block {blocks[0]} does not match its digest")
 
     def _find_digests(self) -> tuple[int, bytes]:
         """How many bytes the digests cover, and the digests."""
@@ -136,11 +163,15 @@ class OpenArchive:
         if extent.end <= len(self._begin):
             return self._begin[extent.offset : extent.end]
         data = memoryview(bytearray(extent.length))
+        self.read_into(extent.offset, data)
+        return data
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target`, not verified; from any thread. Raises CorruptCheckpointError where the file ends too early."""
         try:
-            self._reader.read_into(extent.offset, data)
+            self._reader.read_into(offset, target)
         except EOFError as error:
             raise self.corrupt(f"truncated: {error}") from error
-        return data
 
     def _read_head(self) -> bytes:
         """The text of the index, not yet believed."""
@@ -154,9 +185,12 @@ class OpenArchive:
         end = tar.BLOCK + length
         if end > self._reader.num_bytes:
             raise self.corrupt("truncated inside of its index")
-        begun = self._begin[tar.BLOCK : end]
-        rest = Extent(len(self._begin), max(0, end - len(self._begin)))
-        return b"".join((begun, self._read_plain(rest)))
+        if end > len(self._begin):
+            begun = len(self._begin)
+            limit = min(align_up(end, BLOCK_BYTES), self._reader.num_bytes)
+            rest = self._read_plain(Extent(begun, limit - begun))
+            self._begin = memoryview(b"".join((self._begin, rest)))
+        return bytes(self._begin[tar.BLOCK : end])
 
     def _not_ours(self, head: bytes) -> CorruptCheckpointError:
         for magic, what in (
@@ -181,13 +215,18 @@ class OpenArchive:
         what = "not an async_ckpt archive" if head else "the file is empty"
         return CorruptCheckpointError(f"{self.path}: {what}, or its first bytes are damaged", path=self.path)
 
+    @cached_property
+    def _tail(self) -> memoryview:
+        """The text of the digests, and the padding behind it."""
+        begin = self.index.digests.data.offset
+        return self._read_plain(Extent(begin, self.index.file_bytes - begin))
+
     def _read_digests(self) -> bytes:
         member = self.index.digests
-        tail = self._read_plain(Extent(member.data.offset, self.index.file_bytes - member.data.offset))
-        if any(tail[member.data.length :]):
+        if any(self._tail[member.data.length :]):
             raise self.corrupt("the end of the archive is damaged")
         try:
-            return digests.parse(bytes(tail[: member.data.length]), covered_bytes=member.data.offset)
+            return digests.parse(bytes(self._tail[: member.data.length]), covered_bytes=member.data.offset)
         except ValueError as error:
             raise self.corrupt(str(error)) from error
 
@@ -379,6 +418,23 @@ def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
 def _widened(extent: Extent, granule: int, limit: int) -> Extent:
     begin = extent.offset // granule * granule
     return Extent(begin, max(extent.end, min(align_up(extent.end, granule), limit)) - begin)
+
+
+def _differing(offset: int, data: memoryview, told: bytes) -> list[int]:
+    """The numbers of the blocks, of those that begin at `offset`, whose digests are not the told ones. Releases the GIL."""
+    found = []
+    for begin in range(0, len(data), BLOCK_BYTES):
+        number = (offset + begin) // BLOCK_BYTES
+        digest = told[number * digests.DIGEST_BYTES :][: digests.DIGEST_BYTES]
+        if digests.block_digest(data[begin : begin + BLOCK_BYTES]) != digest:
+            found.append(number)
+    return found
+
+
+def _touches(extent: Extent, blocks: Sequence[int]) -> bool:
+    """Whether some byte of an extent lies in one of these blocks, given in ascending order."""
+    at = bisect_left(blocks, extent.offset // BLOCK_BYTES)
+    return extent.length > 0 and at < len(blocks) and blocks[at] * BLOCK_BYTES < extent.end
 
 
 def _within(groups: Groups, chosen: Selector | None) -> Callable[[Path], bool] | None:
