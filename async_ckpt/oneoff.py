@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 
+from .loading.contents import Part
 from .loading.find import from_path
 from .loading.load import check_verify, state_of
-from .loading.open import Part
 from .loading.verify import verify_path
 from .report import VerifyReport
 from .saving import default
@@ -82,13 +82,21 @@ def load(
 ) -> Any:
     """The state saved at `path`: an archive, the folder of a committed step, or the root of a run (its newest step).
 
+        state = async_ckpt.load("runs/a", select="model", map_location="cuda")
+
+    Tensors of other programs load too: a safetensors file as a flat dict of its tensors, and a folder of Hugging Face
+    with one such file, or with shards and their index, as one dict of all. Names that its metadata ties to a tensor come
+    back tied. The folder of an archive that was extracted (`tar -xf x.tar -C folder`) loads as the archive did.
+
     Args:
         path: where it is.
         map_location: device of the tensors; None is the CPU, wherever they were saved from.
         select: read only this part: a name ("model"), a glob over dotted paths ("model.*.bias"), or several.
         trust: unpickle leaves that are not plain data. Only for files whose writer you trust: a pickle can run code.
-        verify: compare the digest of every block that is touched.
+        verify: compare the digest of every block that is touched. Safetensors files have no digests: only their headers
+            are checked. In the folder of an extracted archive the blocks are compared that hold no tar header.
         mmap: tensors are views of the mapped file, private to this process; with `verify=False` only what is used is read.
+            A tensor that another program has not aligned to its item size is copied. Of an extracted archive it is refused.
         types: namedtuple classes to rebuild; others come back as plain tuples.
         storage_options: what the client of a URL needs; see AsyncCheckpointer, for the next two as well.
         engine: which client that is.

@@ -18,7 +18,7 @@ from ..host.pool import Segment, SegmentPool
 from ..host.threads import Crew
 from ..spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
-from .open import CPU, OpenArchive
+from .contents import CPU, Contents
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
 READ_BYTES: Final = 8 * MIB
@@ -47,12 +47,12 @@ class _Stretch(NamedTuple):
 class Read:
     """One read of an archive: whole digest blocks, or pages, up to a buffer's size; and where their bytes go."""
 
-    archive: OpenArchive
+    archive: Contents
     extent: Extent
     parts: list[_Stretch]
 
 
-def fill(wanted: Sequence[tuple[OpenArchive, Sequence[Wanted]]], *, copy: bool = True) -> None:
+def fill(wanted: Sequence[tuple[Contents, Sequence[Wanted]]], *, copy: bool = True) -> None:
     """Read every wanted tensor of these archives into its memory, in parallel. With `copy=False` only verify the bytes.
 
     What is on a device is filled in order with its current stream. Raises CorruptCheckpointError; tensors that were
@@ -162,9 +162,7 @@ class _Target:
                 items.copy_(self.flat.view(items.dtype).reshape(items.shape))
 
 
-def plan_reads(
-    archive: OpenArchive, numbers: Sequence[int], *, keep_parts: bool, first: int = 0
-) -> list[Read]:
+def plan_reads(archive: Contents, numbers: Sequence[int], *, keep_parts: bool, first: int = 0) -> list[Read]:
     """Cut what these tensors need into reads: whole digest blocks (or pages), neighbours together, up to a buffer's size.
 
     What is wanted is numbered from `first` on.
@@ -174,7 +172,7 @@ def plan_reads(
         for piece in archive.index.tensors[number].slices:
             wanted.setdefault(piece.extent, []).append(i)
     extents = sorted({*wanted, *archive.headers(numbers)}, key=lambda extent: extent.offset)
-    granule = BLOCK_BYTES if archive._digests is not None else PAGE_BYTES
+    granule = BLOCK_BYTES if archive.is_verified else PAGE_BYTES
     file_bytes = archive.index.file_bytes
     reads: list[Read] = []
     for extent in extents:

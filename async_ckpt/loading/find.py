@@ -30,7 +30,9 @@ from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
 from ..storage.place import storage_at
 from ..storage.url import Where, parent_and_name
-from .open import Groups, OpenArchive, Part
+from .contents import Groups, Part
+from .foreign import opened, parts_of_folder
+from .open import OpenArchive
 
 T = TypeVar("T")
 
@@ -89,12 +91,15 @@ def from_step(roots: Roots, step: int, use: Callable[[Sequence[Part]], T], *, ve
 
 
 def from_path(path: Where, use: Callable[[Sequence[Part]], T], *, verify: bool, place: dict[str, Any]) -> T:
-    """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run."""
+    """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run.
+
+    Or a safetensors file, and a folder that `parts_of_folder` knows.
+    """
     file = opened_as_file(path, place)
     if file is not None:
         reader, shown = file
         with reader:
-            return use([Part(OpenArchive(decompressing(reader, shown), path=shown, verify=verify))])
+            return use([Part(opened(decompressing(reader, shown), path=shown, verify=verify))])
     storage = storage_at(path, **place)
     step = step_at(storage, path, place)
     if step is not None:
@@ -107,6 +112,10 @@ def from_path(path: Where, use: Callable[[Sequence[Part]], T], *, verify: bool, 
             num_gone += 1
             if num_gone == TRIES:
                 raise overtaken(storage.locate("")) from error
+    with contextlib.ExitStack() as stack:
+        parts = parts_of_folder(storage, verify=verify, stack=stack)
+        if parts is not None:
+            return use(parts)
     raise nothing_committed(storage)
 
 
@@ -243,8 +252,13 @@ def _what_is_there(storage: Storage) -> str:
         return "no committed checkpoint there, but a checkpoint of torch.distributed.checkpoint; load it by that, and save once"
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return (
-            "no committed checkpoint there, but the members of an archive that was extracted; load the archive itself, or its "
-            ".safetensors files by safetensors"
+            "no committed checkpoint there, but the members of an archive that was extracted: they load, and only the "
+            "archive itself can be verified"
+        )
+    files = [name for name in names if name.endswith(".safetensors")]
+    if files:
+        return (
+            f"no committed checkpoint there, but safetensors files; load one of them: {', '.join(files[:5])}"
         )
     if names:
         shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

@@ -29,6 +29,7 @@ from ..storage.base import Storage
 from ..storage.compressed import decompressing
 from ..storage.place import storage_at
 from ..storage.url import Where
+from .contents import Part
 from .fill import READ_BYTES, Read, run_reads
 from .find import (
     Committed,
@@ -39,8 +40,9 @@ from .find import (
     opened_as_file,
     step_at,
 )
+from .foreign import opened
 from .load import check_lent
-from .open import OpenArchive, Part
+from .open import OpenArchive
 
 
 def verify_path(path: Where, *, place: dict[str, Any], clock: Clock = monotonic) -> VerifyReport:
@@ -56,7 +58,7 @@ def verify_path(path: Where, *, place: dict[str, Any], clock: Clock = monotonic)
     if file is not None:
         reader, shown = file
         with reader:
-            reading.compare([Part(OpenArchive(decompressing(reader, shown), path=shown, verify=True))])
+            reading.compare([Part(opened(decompressing(reader, shown), path=shown, verify=True))])
     else:
         storage = storage_at(path, **place)
         shown = storage.locate("")
@@ -79,22 +81,32 @@ class _Reading:
     def compare(self, parts: Sequence[Part]) -> None:
         """Read the archives of a step that were not read yet. Raises CorruptCheckpointError when any of them is damaged."""
         check_lent(parts, None)
-        archives = {(part.archive.path, part.archive.digest): part.archive for part in parts}
+        archives = {(archive.path, archive.digest): archive for archive in map(_with_digests, parts)}
         fresh = [key for key in archives if key not in self.found]
-        blocks: dict[str, list[int]] = {path: [] for path, _ in fresh}
+        at_path = {path: archives[path, digest] for path, digest in fresh}
+        blocks: dict[str, list[int]] = {path: [] for path in at_path}
 
         def compare(read: Read, segment: Segment) -> None:
-            data = segment.view[: read.extent.length]
-            blocks[read.archive.path].extend(read.archive.damaged(read.extent.offset, data))
+            path, data = read.archive.path, segment.view[: read.extent.length]
+            blocks[path].extend(at_path[path].damaged(read.extent.offset, data))
 
-        run_reads([read for key in fresh for read in _reads(archives[key])], compare)
-        for key in fresh:
-            damaged = sorted(blocks[key[0]])
-            self.found[key] = archives[key].damage(damaged) if damaged else None
-            self.num_bytes += archives[key].index.file_bytes
+        run_reads([read for archive in at_path.values() for read in _reads(archive)], compare)
+        for path, digest in fresh:
+            archive, damaged = at_path[path], sorted(blocks[path])
+            self.found[path, digest] = archive.damage(damaged) if damaged else None
+            self.num_bytes += archive.index.file_bytes
         errors = [error for key in archives if (error := self.found[key]) is not None]
         if errors:
             raise _with_notes(errors[0], errors[1:])
+
+
+def _with_digests(part: Part) -> OpenArchive:
+    if not isinstance(part.archive, OpenArchive):
+        raise ValueError(
+            f"{part.archive.path} is a safetensors file, which has no digests to compare its bytes with; only what "
+            "async_ckpt has saved can be verified"
+        )
+    return part.archive
 
 
 def _reads(archive: OpenArchive) -> list[Read]:
