@@ -470,10 +470,20 @@ def test_a_header_whose_length_lies_is_refused_without_taking_memory(length: int
         refused(path)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 8, 9, 50, -1])
-def test_a_safetensors_file_that_is_cut_short_is_refused(weights: Path, num_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "match"),
+    [
+        (0, "the file is empty"),
+        (1, "not an async_ckpt archive"),
+        (8, "not an async_ckpt archive"),
+        (9, "truncated inside of its header"),
+        (50, "truncated inside of its header"),
+        (-1, "tells of .*: truncated"),
+    ],
+)
+def test_a_safetensors_file_that_is_cut_short_is_refused(weights: Path, num_bytes: int, match: str) -> None:
     os.truncate(weights, num_bytes if num_bytes >= 0 else weights.stat().st_size + num_bytes)
-    refused(weights)
+    refused(weights, match)
 
 
 def test_names_that_no_terminal_takes_load_and_are_shown(tmp_path: Path) -> None:

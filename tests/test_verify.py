@@ -28,7 +28,7 @@ from async_ckpt import (
     StorageUnavailableError,
     VerifyReport,
 )
-from async_ckpt.format import index
+from async_ckpt.format import index, tar
 from async_ckpt.loading import verify as verify_module
 from async_ckpt.loading.fill import READ_BYTES
 from async_ckpt.spec import BLOCK_BYTES, MIB
@@ -189,8 +189,9 @@ def test_every_damaged_block_is_named_by_one_error(large: Path) -> None:
 
 
 def test_damage_where_the_index_lies_names_no_tensors(large: Path) -> None:
-    flip(large, 700)
-    assert refused(large).tensors == ()
+    behind_its_text = parsed_index(large).members[0].data.offset - tar.BLOCK - 1
+    flip(large, behind_its_text, ord(" ") ^ ord("\n"))
+    assert refused(large, "the index is in it").tensors == ()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 511, 4096, 4 * MIB, 20 * MIB + 1, -4096, -1])

@@ -162,9 +162,8 @@ def of_safetensors(
     try:
         table, metadata = safetensors.parse_foreign_header(head)
         end = base + max((told.end for told in table.values()), default=0)
-        if end != file_bytes:
-            cut = ": truncated" if end > file_bytes else ""
-            raise _Lie(f"the file has {file_bytes:,} bytes, and its header tells of {end:,}{cut}")
+        if end > file_bytes:
+            raise _Lie(f"the file has {file_bytes:,} bytes, and its header tells of {end:,}: truncated")
         rows: list[dict[str, Json]] = []
         for key, told in table.items():
             dtype, shape = safetensors.loaded_as(told.code, told.shape)
@@ -177,7 +176,7 @@ def of_safetensors(
         tensors = tuple(_tensors(rows, [member]))
         num_told = sum(piece.extent.length for t in tensors if t.alias_of is None for piece in t.slices)
         if base + num_told != file_bytes:
-            raise _Lie("its header leaves bytes out")
+            raise _Lie("some bytes belong to no tensor")
     except (_Lie, ValueError, TypeError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"{path}: the header cannot be trusted: {error!s:.300}", path=path
