@@ -26,7 +26,7 @@ from .errors import (
     StorageUnavailableError,
     TornSnapshotError,
 )
-from .oneoff import load, release, save, snapshot
+from .oneoff import load, release, save, snapshot, verify
 from .report import SaveReport
 from .runs.naming import Naming
 from .saving.handle import SaveHandle
@@ -64,6 +64,7 @@ __all__ = [
     "save",
     "snapshot",
     "unpack",
+    "verify",
     "wrap",
 ]
 

@@ -22,10 +22,10 @@ from .errors import (
     UnsupportedStateError,
 )
 from .loading.catch_up import catch_up
+from .loading.contents import Part
 from .loading.find import from_newest, from_step
 from .loading.load import Verify, check_verify, state_of
 from .loading.match import is_looked_into
-from .loading.open import Part
 from .loading.restore import restore_state
 from .runs.manifest import Elsewhere
 from .runs.naming import Naming, naming_of

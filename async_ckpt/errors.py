@@ -49,10 +49,17 @@ class StorageFullError(StorageUnavailableError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The bytes are not what was saved. `partly_overwritten` says whether live state was already touched."""
+    """The bytes are not what was saved. `partly_overwritten` says whether live state was already touched.
+
+    `tensors` names those that lie in damaged blocks, as far as that is known. When a whole run was verified,
+    `damaged_steps` and `sound_steps` list its steps.
+    """
 
     path: str
     partly_overwritten: bool = False
+    tensors: tuple[str, ...] = ()
+    damaged_steps: tuple[int, ...] = ()
+    sound_steps: tuple[int, ...] = ()
 
 
 class FormatVersionError(CheckpointError):

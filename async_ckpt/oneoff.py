@@ -10,9 +10,11 @@ from typing import Any, Final
 
 import torch
 
+from .loading.contents import Part
 from .loading.find import from_path
 from .loading.load import check_verify, state_of
-from .loading.open import Part
+from .loading.verify import verify_path
+from .report import VerifyReport
 from .saving import default
 from .saving.handle import SaveHandle
 from .saving.targets import Compression, FileTarget
@@ -111,13 +113,21 @@ def load(
 ) -> Any:
     """The state saved at `path`: an archive, the folder of a committed step, or the root of a run (its newest step).
 
+        state = async_ckpt.load("runs/a", select="model", map_location="cuda")
+
+    Tensors of other programs load too: a safetensors file as a flat dict of its tensors, and a folder of Hugging Face
+    with one such file, or with shards and their index, as one dict of all. Names that its metadata ties to a tensor come
+    back tied. The folder of an archive that was extracted (`tar -xf x.tar -C folder`) loads as the archive did.
+
     Args:
         path: where it is.
         map_location: device of the tensors; None is the CPU, wherever they were saved from.
         select: read only this part: a name ("model"), a glob over dotted paths ("model.*.bias"), or several.
         trust: unpickle leaves that are not plain data. Only for files whose writer you trust: a pickle can run code.
-        verify: compare the digest of every block that is touched.
+        verify: compare the digest of every block that is touched. Safetensors files have no digests: only their headers
+            are checked. In the folder of an extracted archive the blocks are compared that hold no tar header.
         mmap: tensors are views of the mapped file, private to this process; with `verify=False` only what is used is read.
+            A tensor that another program has not aligned to its item size is copied. Of an extracted archive it is refused.
         types: namedtuple classes to rebuild; others come back as plain tuples.
 
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
@@ -129,3 +139,24 @@ def load(
         return state_of(parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
 
     return from_path(path, build, verify=verify)
+
+
+def verify(path: Anywhere) -> VerifyReport:
+    """Read every byte of an archive, a committed step or a whole run, and compare it with its digest.
+
+        print(async_ckpt.verify("runs/a"))
+        # runs/a: 3 steps, 100 to 300, are sound, 41.200 GB read in 9.81 s at 4.200 GB/s
+
+    Nothing is unpickled and no tensor is made, so this is safe for any file; it takes about 128 MiB of memory, however
+    large the archive is. A plain archive, one of `.tar.zst`, and a step with the archives that it borrows groups from
+    are read whole. Of a run every committed step is read; an archive that several steps share is read once.
+
+    Args:
+        path: an archive, the folder of a committed step, or the root of a run; a path, a URL or a Place.
+
+    Raises CorruptCheckpointError for damage: it names the file, and the tensors in the damaged blocks (`tensors`). A
+    run is read to its end first, and one error names every damaged step (`damaged_steps`, `sound_steps`). Raises
+    NotCommittedError where no checkpoint is, FormatVersionError for one of a newer version, ValueError for a file that
+    has no digests, and StorageUnavailableError, also when the archive is replaced while it is read.
+    """
+    return verify_path(path)

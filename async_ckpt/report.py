@@ -1,4 +1,4 @@
-"""What a save cost and what it made: the value a handle resolves to.
+"""What a save cost and what it made, and what a verification has read.
 
 In: measured numbers. Out: frozen reports. Knows nothing of: how they were measured.
 """
@@ -101,4 +101,50 @@ class SaveReport:
         return (
             f"{what}: {self.num_bytes / 1e9:.3f} GB, stall {self.stall_seconds * 1e3:.1f} ms, "
             f"durable after {self.total_seconds:.2f} s at {self.bandwidth / 1e9:.3f} GB/s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` has read and found sound.
+
+    `steps` are the committed steps, ascending; none for a single archive. `num_archives` and `num_bytes` count each
+    archive once, with those that a step borrows from; a compressed one counts with the bytes that it was made of.
+    `bandwidth` is bytes per second. `notes` tells of what is no damage but may surprise, such as a tracker that names no
+    committed step.
+    """
+
+    path: str
+    num_archives: int
+    num_bytes: int
+    seconds: float
+    steps: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bandwidth(self) -> float:
+        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
+
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """Flat, for a logger: numbers only, and the same keys on every call."""
+        row = {"num_steps": float(len(self.steps)), "num_notes": float(len(self.notes))}
+        for name in ("num_archives", "num_bytes", "seconds", "bandwidth"):
+            row[name] = float(getattr(self, name))
+        return {prefix + key: value for key, value in row.items()}
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
+        """What a notebook and IPython show."""
+        printer.text(str(self))
+
+    def __str__(self) -> str:
+        if not self.steps:
+            what = "the archive is"
+        elif len(self.steps) == 1:
+            what = f"step {self.steps[0]} is"
+        else:
+            what = f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}, are"
+        notes = "".join(f"; {note}" for note in self.notes)
+        return (
+            f"{self.path}: {what} sound, {self.num_bytes / 1e9:.3f} GB read in {self.seconds:.2f} s "
+            f"at {self.bandwidth / 1e9:.3f} GB/s{notes}"
         )

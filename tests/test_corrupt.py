@@ -17,7 +17,6 @@ import torch
 import torch.distributed.checkpoint
 from archives import assemble, flip, forge_manifest, parsed_index, read_index
 from damage import STATE, assert_refused
-from safetensors.torch import save_file
 from states import difference, states_equal
 from torch import nn
 
@@ -193,11 +192,6 @@ def test_a_file_of_torch_save_is_named_and_torch_load_recommended(archive: Path)
     assert "torch.load" in str(assert_refused(archive, CorruptCheckpointError))
 
 
-def test_a_safetensors_file_is_named_and_its_library_recommended(archive: Path) -> None:
-    save_file({"w": torch.ones(200)}, archive)
-    assert "use safetensors.torch.load_file" in str(assert_refused(archive, CorruptCheckpointError))
-
-
 def test_a_folder_of_torch_distributed_checkpoint_is_named(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing is distributed
@@ -206,15 +200,6 @@ def test_a_folder_of_torch_distributed_checkpoint_is_named(tmp_path: Path) -> No
         NotCommittedError, match=r"dcp: .* a checkpoint of torch\.distributed\.checkpoint; load it by that"
     ):
         async_ckpt.load(tmp_path / "dcp")
-
-
-def test_the_folder_of_an_extracted_archive_is_named(archive: Path, tmp_path: Path) -> None:
-    async_ckpt.save({"w": torch.ones(2)}, archive).result()
-    async_ckpt.files.extract(archive, tmp_path / "folder")
-    with pytest.raises(
-        NotCommittedError, match="members of an archive that was extracted; load the archive itself"
-    ):
-        async_ckpt.load(tmp_path / "folder")
 
 
 def test_a_file_of_the_old_torch_save_is_refused(archive: Path) -> None:

@@ -37,6 +37,7 @@ NAMES = [
     "save",
     "snapshot",
     "unpack",
+    "verify",
     "wrap",
 ]
 
@@ -49,6 +50,7 @@ SIGNATURES = {
     async_ckpt.files.extract: "(source, folder, *, max_bytes=None, max_file_bytes=None, max_members=1000000)",
     async_ckpt.load: "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())",
     async_ckpt.release: "()",
+    async_ckpt.verify: "(path)",
     async_ckpt.snapshot: "(state, *, guard=None, host_bytes=None)",
     async_ckpt.files.local_read_dir: "(path)",
     async_ckpt.files.local_read_files: "(path, names, *, missing='skip')",

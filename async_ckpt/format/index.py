@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -63,7 +64,7 @@ class Index:
     tensors: tuple[IndexedTensor, ...]
     stored: tuple[tuple[IndexedTensor, ...], ...]  # by member; without aliases
     skeleton: Json
-    digests: Member
+    digests: Member  # empty, at the end, in a file that has none
     file_bytes: int
 
     def member(self, name: str) -> Member | None:
@@ -146,6 +147,43 @@ def parse(text: bytes, *, path: str) -> Index:
     except (_Lie, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         reason = error if isinstance(error, _Lie) else f"it is malformed ({error!r:.200})"
         raise CorruptCheckpointError(f"{path}: the index cannot be trusted: {reason}", path=path) from error
+
+
+def of_safetensors(
+    head: bytes, *, name: str, file_bytes: int, skeleton: Callable[[list[str]], Json], path: str
+) -> Index:
+    """The index of a bare safetensors file, made from its header, which may lie.
+
+    Tensors hang by their names at the top, in the order of the header; behind them, as aliases, the names that its
+    metadata ties to one of these. `skeleton` is asked for that of a dict with these names. Raises CorruptCheckpointError.
+    """
+    base = 8 + int.from_bytes(head[:8], "little")
+    try:
+        table, metadata = safetensors.parse_foreign_header(head)
+        end = base + max((told.end for told in table.values()), default=0)
+        if end > file_bytes:
+            raise _Lie(f"the file has {file_bytes:,} bytes, and its header tells of {end:,}: truncated")
+        rows: list[dict[str, Json]] = []
+        for key, told in table.items():
+            dtype, shape = safetensors.loaded_as(told.code, told.shape)
+            piece = {"member": 0, "name": key, "extent": [base + told.begin, told.end - told.begin]}
+            rows.append({"path": [key], "dtype": dtype, "shape": shape, "slices": [piece]})
+        numbers = {key: number for number, key in enumerate(table)}
+        ties = {other: of for other, of in dict(metadata).items() if of in numbers and other not in numbers}
+        rows += [{"path": [other], "alias": numbers[of]} for other, of in ties.items()]
+        member = Member(name, Extent(0, file_bytes))
+        tensors = tuple(_tensors(rows, [member]))
+        num_told = sum(piece.extent.length for t in tensors if t.alias_of is None for piece in t.slices)
+        if base + num_told != file_bytes:
+            raise _Lie("some bytes belong to no tensor")
+    except (_Lie, ValueError, TypeError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: the header cannot be trusted: {error!s:.300}", path=path
+        ) from error
+    stored = tuple(t for t in tensors if t.alias_of is None)
+    nowhere = Member(digests.MEMBER, Extent(file_bytes, 0))
+    names = [*numbers, *ties]
+    return Index(None, (member,), tensors, (stored,), skeleton(names), nowhere, file_bytes)
 
 
 class _Lie(Exception):

@@ -6,14 +6,23 @@ In: names, dtypes, shapes, extents. Out: header bytes, and back. Knows nothing o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 from ..spec import DTYPES
 
 # Readers refuse a header above this (MAX_HEADER_SIZE of the reference implementation).
 MAX_HEADER_BYTES: Final = 100_000_000
 RESERVED_NAME: Final = "__metadata__"
+# Codes of newer writers, which the readers in the wild that our own members are for do not know yet.
+_PACKED: Final = "F4"  # two items to a byte
+_NEW_CODES: Final = {
+    "C64": "complex64",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+_DTYPE_OF: Final = {code: name for name, (_, code) in DTYPES.items() if code} | _NEW_CODES
 
 
 class Entry(NamedTuple):
@@ -22,6 +31,15 @@ class Entry(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Row(NamedTuple):
+    """What a header says of one tensor, as it stands there."""
+
+    code: str
+    shape: list[int]
     begin: int
     end: int
 
@@ -48,21 +66,61 @@ def header(
     return len(text).to_bytes(8, "little") + text
 
 
-def parse_header(data: bytes) -> dict[str, tuple[str, list[int], int, int]]:
-    """Name -> (code, shape, begin, end), from the length prefix on. Raises ValueError when it does not hold together."""
+def loaded_as(code: str, shape: list[int]) -> tuple[str, list[int]]:
+    """The dtype and shape of what another program has stored under a code. Raises ValueError for one that is not known."""
+    if code == _PACKED and shape and shape[-1] % 2 == 0:
+        return "float4_e2m1fn_x2", [*shape[:-1], shape[-1] // 2]  # torch counts pairs
+    if code not in _DTYPE_OF:
+        raise ValueError(f"the dtype {code!r:.50} is not known")
+    return _DTYPE_OF[code], shape
+
+
+def begins(data: bytes | memoryview) -> bool:
+    """Whether what begins with these bytes looks like a safetensors file."""
+    return int.from_bytes(data[:8], "little") <= MAX_HEADER_BYTES and data[8:9] == b"{"
+
+
+def parse_header(data: bytes) -> dict[str, Row]:
+    """The header of a member of ours, from the length prefix on. Raises ValueError when it does not hold together."""
+    table, _ = _parsed(data, json.loads)
+    return table
+
+
+def parse_foreign_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
+    """The header of anybody's file, from the length prefix on, and its metadata. Raises ValueError as above, and for a
+    name that is there twice.
+    """
+
+    def load(text: bytes) -> Any:
+        table = json.loads(text, object_pairs_hook=_without_duplicates)
+        if isinstance(table, dict):
+            table.setdefault(RESERVED_NAME, {})
+        return table
+
+    return _parsed(data, load)
+
+
+def _parsed(data: bytes, load: Callable[[bytes], Any]) -> tuple[dict[str, Row], dict[str, str]]:
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES or 8 + length > len(data):
         raise ValueError(f"safetensors header of {length} bytes does not fit")
     try:
-        table = json.loads(data[8 : 8 + length])
-        del table[RESERVED_NAME]
+        table = load(data[8 : 8 + length])
+        metadata = table.pop(RESERVED_NAME)
         parsed = {}
         for name, row in table.items():
             begin, end = row["data_offsets"]
             shape = list(row["shape"])
             if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
                 raise ValueError(f"safetensors header: {name!r:.200} has a number that is no count")
-            parsed[name] = (str(row["dtype"]), shape, begin, end)
-        return parsed
+            parsed[name] = Row(str(row["dtype"]), shape, begin, end)
+        return parsed, metadata
     except (KeyError, TypeError, RecursionError, AttributeError) as error:
-        raise ValueError(f"safetensors header is malformed: {error!r}") from error
+        raise ValueError(f"safetensors header is malformed: {error!r:.200}") from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("safetensors header: a name is there twice")
+    return made

@@ -6,7 +6,7 @@ In: tensors of archives, and live tensors. Out: filled tensors. Knows nothing of
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -18,10 +18,10 @@ from ..host.pool import Segment, SegmentPool
 from ..host.threads import Crew
 from ..spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
-from .open import CPU, OpenArchive
+from .contents import CPU, Contents
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
-_READ_BYTES: Final = 8 * MIB
+READ_BYTES: Final = 8 * MIB
 # Some read while others verify and copy.
 _MIN_READERS: Final = 12
 _MAX_READERS: Final = 16
@@ -44,37 +44,59 @@ class _Stretch(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Read:
-    archive: OpenArchive
+class Read:
+    """One read of an archive: whole digest blocks, or pages, up to a buffer's size; and where their bytes go."""
+
+    archive: Contents
     extent: Extent
     parts: list[_Stretch]
 
 
-def fill(wanted: Sequence[tuple[OpenArchive, Sequence[Wanted]]], *, copy: bool = True) -> None:
+def fill(wanted: Sequence[tuple[Contents, Sequence[Wanted]]], *, copy: bool = True) -> None:
     """Read every wanted tensor of these archives into its memory, in parallel. With `copy=False` only verify the bytes.
 
     What is on a device is filled in order with its current stream. Raises CorruptCheckpointError; tensors that were
     filled before stay so.
     """
     targets: list[_Target] = []
-    reads: list[_Read] = []
+    reads: list[Read] = []
     for archive, items in wanted:
         numbers = [item.number for item in items]
         reads += plan_reads(archive, numbers, keep_parts=copy, first=len(targets))
         targets += [_Target(item.into) for item in items] if copy else []
-    if not reads:
-        return
-    crew = Crew("read", min(max(_MIN_READERS, num_cpus()), _MAX_READERS, len(reads)))
-    ring = SegmentPool(_READ_BYTES, max_bytes=crew.max_threads * _READ_BYTES)
     devices = {device for target in targets if (device := cuda.device_of(target.flat)) is not None}
     streams = {device: cuda.new_stream(device) for device in devices}
     for device, stream in streams.items():
         stream.wait_stream(cuda.current_stream(device))
 
-    def run(read: _Read) -> None:
-        lease = ring.lease((0, read.extent.offset), pin=next(iter(devices), None), check=lambda: None)
+    def use(read: Read, segment: Segment) -> None:
+        read.archive.verify(read.extent.offset, segment.view[: read.extent.length])
+        _copy_out(read, segment, targets, streams)
+
+    run_reads(reads, use, pin=next(iter(devices), None))
+    for device, stream in streams.items():
+        cuda.current_stream(device).wait_stream(stream)
+    for target in targets:
+        target.finish()
+
+
+def run_reads(
+    reads: Sequence[Read], use: Callable[[Read, Segment], None], *, pin: torch.device | None = None
+) -> None:
+    """Read, in parallel, into a ring of buffers; `use` is called with each, on the thread that has read it.
+
+    Raises CorruptCheckpointError for an archive that ends too early, and what `use` raises.
+    """
+    if not reads:
+        return
+    crew = Crew("read", min(max(_MIN_READERS, num_cpus()), _MAX_READERS, len(reads)))
+    ring = SegmentPool(READ_BYTES, max_bytes=crew.max_threads * READ_BYTES)
+
+    def run(read: Read) -> None:
+        lease = ring.lease((0, read.extent.offset), pin=pin, check=lambda: None)
         try:
-            _run_read(read, lease.segment, targets, streams)
+            read.archive.read_into(read.extent.offset, lease.segment.view[: read.extent.length])
+            use(read, lease.segment)
         finally:
             lease.release()
 
@@ -83,20 +105,9 @@ def fill(wanted: Sequence[tuple[OpenArchive, Sequence[Wanted]]], *, copy: bool =
     finally:
         crew.stop()
         ring.close()
-    for device, stream in streams.items():
-        cuda.current_stream(device).wait_stream(stream)
-    for target in targets:
-        target.finish()
 
 
-def _run_read(read: _Read, segment: Segment, targets: list[_Target], streams: dict[Any, Any]) -> None:
-    archive = read.archive
-    data = segment.view[: read.extent.length]
-    try:
-        archive._reader.read_into(read.extent.offset, data)
-    except EOFError as error:
-        raise archive.corrupt(f"truncated: {error}") from error
-    archive.verify(read.extent.offset, data)
+def _copy_out(read: Read, segment: Segment, targets: list[_Target], streams: dict[Any, Any]) -> None:
     for device, stream in streams.items():
         parts = [part for part in read.parts if targets[part.wanted].device == device]
         if parts:
@@ -151,9 +162,7 @@ class _Target:
                 items.copy_(self.flat.view(items.dtype).reshape(items.shape))
 
 
-def plan_reads(
-    archive: OpenArchive, numbers: Sequence[int], *, keep_parts: bool, first: int = 0
-) -> list[_Read]:
+def plan_reads(archive: Contents, numbers: Sequence[int], *, keep_parts: bool, first: int = 0) -> list[Read]:
     """Cut what these tensors need into reads: whole digest blocks (or pages), neighbours together, up to a buffer's size.
 
     What is wanted is numbered from `first` on.
@@ -163,9 +172,9 @@ def plan_reads(
         for piece in archive.index.tensors[number].slices:
             wanted.setdefault(piece.extent, []).append(i)
     extents = sorted({*wanted, *archive.headers(numbers)}, key=lambda extent: extent.offset)
-    granule = BLOCK_BYTES if archive._digests is not None else PAGE_BYTES
+    granule = BLOCK_BYTES if archive.is_verified else PAGE_BYTES
     file_bytes = archive.index.file_bytes
-    reads: list[_Read] = []
+    reads: list[Read] = []
     for extent in extents:
         at, end = extent.offset, extent.end
         while at < end:
@@ -175,12 +184,12 @@ def plan_reads(
             if at >= last.end:
                 begin = at // granule * granule
                 # A block that the read before has fetched already is not read again: `at` lies behind it.
-                room = min(file_bytes - begin, align_up(min(end - begin, _READ_BYTES), granule))
-                if begin == last.end and last.length + room <= _READ_BYTES and reads:
+                room = min(file_bytes - begin, align_up(min(end - begin, READ_BYTES), granule))
+                if begin == last.end and last.length + room <= READ_BYTES and reads:
                     reads[-1].extent = last = Extent(last.offset, last.length + room)
                 else:
                     last = Extent(begin, room)
-                    reads.append(_Read(archive, last, []))
+                    reads.append(Read(archive, last, []))
             stop = min(end, last.end)
             if keep_parts:
                 reads[-1].parts += [

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self, TypeVar
 
 from ..errors import (
@@ -28,7 +29,9 @@ from ..runs.run import Run
 from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
 from ..storage.place import Anywhere, place_of, storage_at
-from .open import Groups, OpenArchive, Part
+from .contents import Groups, Part
+from .foreign import opened, parts_of_folder
+from .open import OpenArchive
 
 T = TypeVar("T")
 
@@ -80,37 +83,57 @@ def from_step(roots: Roots, step: int, use: Callable[[Sequence[Part]], T], *, ve
     holders = roots.holding(step)
     for run in holders[:-1]:
         try:
-            return _from_committed(_Committed.of(run, step), use, verify=verify)
+            return from_committed(Committed.of(run, step), use, verify=verify)
         except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
             warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
-    return _from_committed(_Committed.of(holders[-1], step), use, verify=verify)
+    return from_committed(Committed.of(holders[-1], step), use, verify=verify)
 
 
 def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
-    """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run."""
+    """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run.
+
+    Or a safetensors file, and a folder that `parts_of_folder` knows.
+    """
     file = opened_as_file(path)
     if file is not None:
         reader, shown = file
         with reader:
-            return use([Part(OpenArchive(decompressing(reader, shown), path=shown, verify=verify))])
+            return use([Part(opened(decompressing(reader, shown), path=shown, verify=verify))])
     storage = storage_at(path)
-    if storage.exists(MANIFEST):
-        # Looked for only when something lies there: a bucket has nothing above it.
-        root = functools.cache(lambda: place_of(path).object()[0])
-        return _from_committed(_Committed.at(storage, "", root), use, verify=verify)
+    step = step_at(storage, path)
+    if step is not None:
+        return from_committed(step, use, verify=verify)
     num_gone = 0
-    while (folder := _newest_folder(storage)) is not None:
+    while newest := next(committed_folders(storage), None):
         try:
-            return _from_committed(_Committed.at(storage, folder, lambda: storage), use, verify=verify)
+            return from_committed(Committed.at(storage, newest[1], lambda: storage), use, verify=verify)
         except NotCommittedError as error:
             num_gone += 1
             if num_gone == TRIES:
                 raise overtaken(storage.locate("")) from error
+    with contextlib.ExitStack() as stack:
+        parts = parts_of_folder(storage, verify=verify, stack=stack)
+        if parts is not None:
+            return use(parts)
+    raise nothing_committed(storage)
+
+
+def step_at(storage: Storage, path: Anywhere) -> Committed | None:
+    """The committed step whose folder this storage is, if it is one."""
+    if not storage.exists(MANIFEST):
+        return None
+    # Looked for only when something lies there: a bucket has nothing above it.
+    root = functools.cache(lambda: place_of(path).object()[0])
+    return Committed.at(storage, "", root)
+
+
+def nothing_committed(storage: Storage) -> NotCommittedError:
+    """What to raise where no checkpoint is."""
     where = storage.locate("")
-    raise NotCommittedError(f"{where}: {_what_is_there(storage)}", path=where, step=None)
+    return NotCommittedError(f"{where}: {_what_is_there(storage)}", path=where, step=None)
 
 
-class _Committed(NamedTuple):
+class Committed(NamedTuple):
     """Where a committed step is: its folder in a storage, what reads its manifest, and the root of its run."""
 
     storage: Storage
@@ -186,7 +209,7 @@ class _Named(NamedTuple):
         return Part(archive, self.groups)
 
 
-def _from_committed(step: _Committed, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
+def from_committed(step: Committed, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
     """What `use` makes of the archives of a committed step, compared with its manifest. Raises NotCommittedError.
 
     A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
@@ -206,7 +229,7 @@ def _from_committed(step: _Committed, use: Callable[[Sequence[Part]], T], *, ver
     )
 
 
-def _read_again(step: _Committed, made: Manifest, error: CheckpointError) -> Manifest:
+def _read_again(step: Committed, made: Manifest, error: CheckpointError) -> Manifest:
     """The manifest as it is after an error. Raises NotCommittedError when it is gone: that explains the error."""
     try:
         return step.read()
@@ -228,8 +251,13 @@ def _what_is_there(storage: Storage) -> str:
         return "no committed checkpoint there, but a checkpoint of torch.distributed.checkpoint; load it by that, and save once"
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return (
-            "no committed checkpoint there, but the members of an archive that was extracted; load the archive itself, or its "
-            ".safetensors files by safetensors"
+            "no committed checkpoint there, but the members of an archive that was extracted: they load, and only the "
+            "archive itself can be verified"
+        )
+    files = [name for name in names if name.endswith(".safetensors")]
+    if files:
+        return (
+            f"no committed checkpoint there, but safetensors files; load one of them: {', '.join(files[:5])}"
         )
     if names:
         shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
@@ -238,27 +266,32 @@ def _what_is_there(storage: Storage) -> str:
     return "the folder is empty" if is_folder else "there is nothing at this path"
 
 
-def _newest_folder(storage: Storage) -> str | None:
-    """The folder of a run's newest step, whatever its steps are called: the last number in its name says which.
+def committed_folders(storage: Storage) -> Iterator[tuple[int, str]]:
+    """The folders of a run's committed steps, the newest first, with the last number in their names, which is the step.
 
     A folder that is not committed may belong to a save under way, or to a step that was deleted for a newer one since
-    it was listed: listed again, an older step is taken only if nothing has changed.
+    it was listed: listed again, an older step comes first only if nothing has changed.
     """
     before: list[str] | None = None
     for _ in range(TRIES):
         names = storage.names("")
-        numbered = [(int(found[-1]), name) for name in names if (found := re.findall(r"[0-9]{1,255}", name))]
+        numbered = [(int(found[-1]), name) for name in names if (found := numbers_in(name))]
         retired = _retired(storage, names, numbered)
         ranked = (
-            name
+            (step, name)
             for step, name in sorted(numbered, reverse=True)
             if _is_committed(storage, step, name, retired)
         )
         newest = next(ranked, None)
-        if names == before or (numbered and newest == max(numbered)[1]):
-            return newest
+        if names == before or (numbered and newest == max(numbered)):
+            return itertools.chain(() if newest is None else (newest,), ranked)
         before = names
     raise overtaken(storage.locate(""))
+
+
+def numbers_in(text: str) -> list[str]:
+    """The runs of digits in a name."""
+    return re.findall(r"[0-9]{1,255}", text)
 
 
 def _is_committed(storage: Storage, step: int, folder: str, retired: Mapping[int, str]) -> bool:
@@ -282,7 +315,7 @@ def _made(storage: Storage, folder: str) -> Manifest | None:
     if not storage.exists(f"{folder}/{MANIFEST}"):  # it may be a file
         return None
     try:
-        return _Committed.at(storage, folder, lambda: storage).read()
+        return Committed.at(storage, folder, lambda: storage).read()
     except (NotCommittedError, CorruptCheckpointError, FormatVersionError):
         return None
 

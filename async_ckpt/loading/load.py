@@ -20,14 +20,14 @@ import torch
 
 from ..state.names import Select, selector
 from ..state.tree import Stored, replaced
+from .contents import CPU, Contents, Groups, Part
 from .fill import Wanted, fill, plan_reads
-from .open import CPU, Groups, OpenArchive, Part
 
 Verify = bool | Literal["first"]
 
 
 def load_state(
-    archive: OpenArchive,
+    archive: Contents,
     *,
     map_location: str | torch.device | None = None,
     select: Select = None,
@@ -154,16 +154,18 @@ def state_of(
     return load_parts(parts, load)
 
 
-def _mapped(archive: OpenArchive, number: int, mapped: mmap_module.mmap) -> torch.Tensor:
+def _mapped(archive: Contents, number: int, mapped: mmap_module.mmap) -> torch.Tensor:
     told, dtype = archive.index.tensors[number], archive.dtype(number)
     (piece,) = told.slices
     if not piece.extent.length:
         return torch.empty(told.shape, dtype=dtype, device=CPU)
     flat = torch.frombuffer(mapped, dtype=torch.uint8, count=piece.extent.length, offset=piece.extent.offset)
+    if piece.extent.offset % dtype.itemsize:
+        flat = flat.clone()  # other programs align nothing
     return (flat if dtype == torch.uint8 else flat.view(dtype)).view(told.shape)
 
 
-def _verify_mapped(archive: OpenArchive, numbers: Sequence[int], mapped: mmap_module.mmap) -> None:
+def _verify_mapped(archive: Contents, numbers: Sequence[int], mapped: mmap_module.mmap) -> None:
     reads = plan_reads(archive, numbers, keep_parts=False)
     with memoryview(mapped) as view:
         for read in reads:

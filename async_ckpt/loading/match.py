@@ -20,8 +20,8 @@ from ..errors import StateMismatchError
 from ..state.capture import why_not
 from ..state.names import Path, shown
 from ..state.tree import Stored, dtype_name, replaced
+from .contents import Contents
 from .fill import Wanted
-from .open import OpenArchive
 
 
 class Match:
@@ -30,7 +30,7 @@ class Match:
     `wanted` fills live tensors, and new ones for what will be handed over; `actions` then do the handing.
     """
 
-    def __init__(self, archive: OpenArchive, objects: list[Any], partial: bool) -> None:
+    def __init__(self, archive: Contents, objects: list[Any], partial: bool) -> None:
         self.wanted: dict[tuple[int, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
         self.missing: list[str] = []

@@ -6,55 +6,61 @@ In: a reader. Out: bytes of tensors and objects, compared with their digests. Kn
 from __future__ import annotations
 
 import io
-import mmap as mmap_module
 import pickle
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from functools import cached_property
+from typing import Any, Final
 
 import torch
 
-from ..backends import cuda
 from ..errors import CorruptCheckpointError, FormatVersionError, UntrustedObjectError
 from ..format import digests, index, safetensors, tar
-from ..format.index import Index, Member
-from ..host.pool import advise_huge_pages
+from ..format.index import Member
 from ..spec import BLOCK_BYTES, KIB, Extent, align_up
 from ..state import pickled
-from ..state.names import Path, Select, Selector, selector, shown
-from ..state.tree import Stored, decode, dtype_named, top_keys
+from ..state.names import shown
+from ..state.tree import Stored
 from ..storage.base import Reader
-from ..storage.local import LocalReader
+from .contents import Contents
 
-Groups = Collection[str] | None
 # Around the headers of a member: several small members at once, and little of a large one.
 _NEAR_BYTES: Final = 64 * KIB
-CPU: Final = torch.device("cpu")  # said everywhere, because a caller may have set another default
 
 
-class OpenArchive:
+class OpenArchive(Contents):
     """One archive, its index read and, with `verify`, checked; tensors by number on request. Not thread-safe.
 
     Raises CorruptCheckpointError for anything that is not, or no longer, an archive of this library, and
-    FormatVersionError for one from a newer version.
+    FormatVersionError for one from a newer version. `begin` is its first block, where it is known already; of the blocks
+    `made_up`, some bytes are not those that were saved, so they are not compared.
     """
 
-    def __init__(self, reader: Reader, *, path: str, verify: bool) -> None:
-        self.path = path
-        self._reader = reader
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        path: str,
+        verify: bool,
+        begin: memoryview | None = None,
+        made_up: Collection[int] = (),
+    ) -> None:
+        super().__init__(reader, path=path)
         self._digests: bytes | None = None
-        self._begin = memoryview(b"")  # the first block: the index is in it, often the first headers too
+        self._made_up = made_up
+        # The first blocks, with the index in them; often the first headers too.
+        self._begin = first_block(reader, path=path) if begin is None else begin
         # What was read last: headers lie together, and a store is far.
         self._kept = Extent(0, 0), memoryview(b"")
         self._verified = self._kept  # likewise, of blocks: small pieces lie together too
-        self._begin = self._read_plain(Extent(0, min(reader.num_bytes, BLOCK_BYTES)))
         head = self._read_head()
+        self._head_bytes = tar.BLOCK + len(head)
         try:
-            self.index: Index = index.parse(head, path=path)
+            self.index = index.parse(head, path=path)
         except FormatVersionError:  # or is it a damaged byte that says so?
-            self._compare(Extent(0, tar.BLOCK + len(head)))
+            self._compare(Extent(0, self._head_bytes))
             raise
         if self.index.file_bytes != reader.num_bytes:
             raise self.corrupt(
@@ -62,16 +68,18 @@ class OpenArchive:
             )
         if verify:
             self._digests = self._read_digests()
-            self.read(Extent(0, tar.BLOCK + len(head)))
+            self.read(Extent(0, self._head_bytes))
         self._headers: dict[int, Extent] = {}  # of the members that were checked, from the tar header on
-
-    def corrupt(self, why: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"{self.path}: {why}; load an earlier checkpoint", path=self.path)
 
     @property
     def digest(self) -> str:
         """The archive's own digest, as its manifest records it."""
-        return digests.self_digest(bytes(self._read_plain(self.index.digests.data)))
+        return digests.self_digest(bytes(self._tail[: self.index.digests.data.length]))
+
+    @property
+    def num_begun(self) -> int:
+        """How many bytes were read when it was opened: whole blocks, or all of it. With `verify` they are compared too."""
+        return len(self._begin)
 
     # --- small reads ------------------------------------------------------------------------------------------
 
@@ -96,19 +104,42 @@ class OpenArchive:
             self._kept = wide, data
         return bytes(data[extent.offset - wide.offset :][: extent.length])
 
+    @property
+    def is_verified(self) -> bool:
+        return self._digests is not None
+
     def verify(self, offset: int, data: memoryview) -> None:
         """Compare whole blocks that begin at `offset` with their digests. Bytes behind the covered part are ignored."""
-        if self._digests is not None:
-            self._compare_blocks(offset, data[: self.index.digests.data.offset - offset], self._digests)
+        blocks = self.damaged(offset, data)
+        if blocks:
+            raise self.damage(blocks)
 
-    def _compare_blocks(self, offset: int, data: memoryview, told: bytes) -> None:
-        for begin in range(0, len(data), BLOCK_BYTES):
-            number = (offset + begin) // BLOCK_BYTES
-            digest = told[number * digests.DIGEST_BYTES :][: digests.DIGEST_BYTES]
-            if digests.block_digest(data[begin : begin + BLOCK_BYTES]) != digest:
-                raise self.corrupt(
-                    f"block {number} (from byte {number * BLOCK_BYTES:,}) does not match its digest"
-                )
+    def damaged(self, offset: int, data: memoryview) -> list[int]:
+        """The numbers of those blocks that do not match their digests; the arguments are as for `verify`."""
+        if self._digests is None:
+            return []
+        blocks = _differing(offset, data[: self.index.digests.data.offset - offset], self._digests)
+        return [number for number in blocks if number not in self._made_up]
+
+    def damage(self, blocks: Sequence[int]) -> CorruptCheckpointError:
+        """The error for blocks, ascending, that do not match their digests: it names the tensors that lie in them."""
+        begins = [number * BLOCK_BYTES for number in blocks]
+        if len(blocks) == 1:
+            what = f"block {blocks[0]} (from byte {begins[0]:,}) does not match its digest"
+        else:
+            what = f"{len(blocks):,} blocks (the first from byte {begins[0]:,}) do not match their digests"
+        if begins[0] < self._head_bytes:  # what the index says of names is not to be believed then
+            return self.corrupt(f"{what}; the index is in it")
+        inside = [member.name for member in self.index.members if _touches(member.data, blocks)]
+        tensors = tuple(
+            shown(told.path)
+            for told in self.index.tensors
+            if any(_touches(piece.extent, blocks) for piece in told.slices)
+        )
+        among = ", ".join(tensors[:5]) + (f" and {len(tensors) - 5:,} more" if len(tensors) > 5 else "")
+        error = self.corrupt(f"{what}; damaged: {', '.join(inside)}{among and f' with {among}'}")
+        error.tensors = tensors
+        return error
 
     def _compare(self, extent: Extent) -> None:
         """Compare the blocks of an extent with their digests, in an archive that is not verified as well.
@@ -118,7 +149,8 @@ class OpenArchive:
         """
         covered, told = self._find_digests()
         wide = _widened(extent, BLOCK_BYTES, covered)
-        self._compare_blocks(wide.offset, self._read_plain(wide), told)
+        if blocks := _differing(wide.offset, self._read_plain(wide), told):
+            raise self.corrupt(f"block {blocks[0]} does not match its digest")
 
     def _find_digests(self) -> tuple[int, bytes]:
         """How many bytes the digests cover, and the digests."""
@@ -136,10 +168,7 @@ class OpenArchive:
         if extent.end <= len(self._begin):
             return self._begin[extent.offset : extent.end]
         data = memoryview(bytearray(extent.length))
-        try:
-            self._reader.read_into(extent.offset, data)
-        except EOFError as error:
-            raise self.corrupt(f"truncated: {error}") from error
+        self.read_into(extent.offset, data)
         return data
 
     def _read_head(self) -> bytes:
@@ -154,9 +183,12 @@ class OpenArchive:
         end = tar.BLOCK + length
         if end > self._reader.num_bytes:
             raise self.corrupt("truncated inside of its index")
-        begun = self._begin[tar.BLOCK : end]
-        rest = Extent(len(self._begin), max(0, end - len(self._begin)))
-        return b"".join((begun, self._read_plain(rest)))
+        if end > len(self._begin):
+            begun = len(self._begin)
+            limit = min(align_up(end, BLOCK_BYTES), self._reader.num_bytes)
+            rest = self._read_plain(Extent(begun, limit - begun))
+            self._begin = memoryview(b"".join((self._begin, rest)))
+        return bytes(self._begin[tar.BLOCK : end])
 
     def _not_ours(self, head: bytes) -> CorruptCheckpointError:
         for magic, what in (
@@ -168,11 +200,6 @@ class OpenArchive:
                 return CorruptCheckpointError(
                     f"{self.path}: not an async_ckpt archive: this is {what}", path=self.path
                 )
-        if int.from_bytes(head[:8], "little") <= safetensors.MAX_HEADER_BYTES and head[8:9] == b"{":
-            return CorruptCheckpointError(
-                f"{self.path}: not an async_ckpt archive: this is a safetensors file; use safetensors.torch.load_file",
-                path=self.path,
-            )
         if head[257:262] == b"ustar" and not head.startswith(b"index.json"):
             return CorruptCheckpointError(
                 f"{self.path}: not an async_ckpt archive, but another tar; use unpack() or extract()",
@@ -181,88 +208,20 @@ class OpenArchive:
         what = "not an async_ckpt archive" if head else "the file is empty"
         return CorruptCheckpointError(f"{self.path}: {what}, or its first bytes are damaged", path=self.path)
 
+    @cached_property
+    def _tail(self) -> memoryview:
+        """The text of the digests, and the padding behind it."""
+        begin = self.index.digests.data.offset
+        return self._read_plain(Extent(begin, self.index.file_bytes - begin))
+
     def _read_digests(self) -> bytes:
         member = self.index.digests
-        tail = self._read_plain(Extent(member.data.offset, self.index.file_bytes - member.data.offset))
-        if any(tail[member.data.length :]):
+        if any(self._tail[member.data.length :]):
             raise self.corrupt("the end of the archive is damaged")
         try:
-            return digests.parse(bytes(tail[: member.data.length]), covered_bytes=member.data.offset)
+            return digests.parse(bytes(self._tail[: member.data.length]), covered_bytes=member.data.offset)
         except ValueError as error:
             raise self.corrupt(str(error)) from error
-
-    def map(self) -> mmap_module.mmap:
-        """The file that was opened, whatever is at its path by now; writes to it are seen by this process alone."""
-        if not isinstance(self._reader, LocalReader):
-            raise ValueError(
-                f"mmap=True maps a local file as it is, and {self.path} is elsewhere or compressed; leave it out"
-            )
-        mapped = mmap_module.mmap(self._reader._fd, 0, access=mmap_module.ACCESS_COPY)
-        if len(mapped) != self._reader.num_bytes:
-            raise self.corrupt("its size has changed since it was opened")
-        return mapped
-
-    # --- the tree ---------------------------------------------------------------------------------------------
-
-    def tree(
-        self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
-    ) -> tuple[Any, list[Stored]]:
-        """The saved structure with a `Stored` for each leaf that is not in the index itself, and a list of these.
-
-        With `groups`, only of these top-level entries.
-        """
-        try:
-            value, stored = decode(self.index.skeleton, types=types, keep=_within(groups, selector(select)))
-            self._check_stored(stored)
-        except ValueError as error:
-            raise self._unreadable(error) from error
-        if (select is not None or groups is not None) and value is None:
-            raise KeyError(f"select={select!r} matches nothing in {self.path}; it holds {self.names()}")
-        self._check_members(stored)
-        return value, stored
-
-    def entries(self) -> list[Any] | None:
-        """The keys at the top level; None where the state is not a dict."""
-        try:
-            return top_keys(self.index.skeleton)
-        except ValueError as error:
-            raise self._unreadable(error) from error
-
-    def names(self) -> str:
-        """What it holds at the top level, for people."""
-        keys = self.entries()
-        names = {t.path[0] for t in self.index.tensors if t.path} if keys is None else keys
-        return ", ".join(sorted(shown((name,)) for name in names)) or "no named tensors"
-
-    def nested_too_deeply(self) -> CorruptCheckpointError:
-        return self.corrupt("its structure is nested too deeply")
-
-    def _unreadable(self, error: ValueError) -> CorruptCheckpointError:
-        return self.corrupt(f"its skeleton cannot be read ({error})")
-
-    def match(self, chosen: Selector, groups: Groups) -> None:
-        """Show the selector every path of these top-level entries."""
-        try:
-            decode(self.index.skeleton, keep=_within(groups, chosen))
-        except ValueError as error:
-            raise self._unreadable(error) from error
-
-    def _check_stored(self, stored: Iterable[Stored]) -> None:
-        """Every leaf has its entry, and one of raw bytes is nothing else. Raises ValueError."""
-        leaves = [leaf for leaf in stored if leaf.kind != "object"]
-        if any(leaf.number >= len(self.index.tensors) for leaf in leaves):
-            raise ValueError("it numbers a tensor that is not there")
-        num_users = Counter(self.primary(leaf.number) for leaf in leaves)
-        for leaf in leaves:
-            told = self.index.tensors[leaf.number]
-            # Tied tensors share their memory. Raw bytes are copied for each leaf, so a small file could ask for any amount.
-            if leaf.kind != "tensor" and num_users[self.primary(leaf.number)] > 1:
-                raise ValueError(f"{told.dotted!r:.200} is several things at once")
-            if (leaf.kind == "bytes" or leaf.descr is not None) and (told.dtype, len(told.shape)) != (
-                "uint8",
-                1,
-            ):
-                raise ValueError(f"{told.dotted!r:.200} is a tensor, not the bytes of something else")
 
     def _check_members(self, stored: Iterable[Stored]) -> None:
         """Each member's own headers must tell the same story as the index, before anything is read by either.
@@ -298,11 +257,6 @@ class OpenArchive:
             raise self.corrupt(f"index and tar disagree about {member.name}")
         return member.data
 
-    def primary(self, number: int) -> int:
-        """The tensor whose bytes these are: itself, or the one that it is tied to."""
-        alias = self.index.tensors[number].alias_of
-        return number if alias is None else alias
-
     def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:
         """The pickled leaves; none are opened unless one of them is asked for."""
         wanted = [s for s in stored if s.kind == "object"]
@@ -333,47 +287,15 @@ class OpenArchive:
             raise self.corrupt(f"{index.OBJECTS} lacks an object")
         return loaded
 
-    def leaf(self, leaf: Stored, tensor: torch.Tensor, device: torch.device) -> Any:
-        """What a stored leaf is, given the tensor with its bytes, which may be filled later; for "bytes", not."""
-        if leaf.kind == "tensor":
-            return tensor if cuda.is_at(tensor, device) else tensor.to(device)
-        if leaf.kind == "bytes":
-            return bytes(tensor.numpy())
-        try:
-            return leaf.as_array(tensor)
-        except Exception as error:  # the dtype's description may be anybody's
-            raise self.corrupt(f"a numpy array in it cannot be made ({error})") from error
 
-    def dtype(self, number: int) -> torch.dtype:
-        """Raises FormatVersionError when this torch is too old to have it."""
-        try:
-            return dtype_named(self.index.tensors[number].dtype)
-        except ValueError as error:
-            raise FormatVersionError(
-                f"{self.path}: {error}", path=self.path, version=index.VERSION
-            ) from error
-
-    def empty(self, number: int, device: torch.device) -> torch.Tensor:
-        """New memory for a tensor of the archive."""
-        told = self.index.tensors[number]
-        tensor = torch.empty(told.shape, dtype=self.dtype(number), device=device)
-        if cuda.is_host(device):
-            _ask_for_huge_pages(tensor)
-        return tensor
-
-
-class Part(NamedTuple):
-    """One archive of those that a state is in, and which of its top-level entries count; None: all that it has."""
-
-    archive: OpenArchive
-    groups: Groups = None
-
-
-def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Fresh memory is filled once: with small pages the kernel would spend longer giving it than we filling it."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes >= BLOCK_BYTES:
-        advise_huge_pages(tensor.data_ptr(), num_bytes)
+def first_block(reader: Reader, *, path: str) -> memoryview:
+    """The first block of a file, or all of it. Raises CorruptCheckpointError where it ends too early."""
+    data = memoryview(bytearray(min(reader.num_bytes, BLOCK_BYTES)))
+    try:
+        reader.read_into(0, data)
+    except EOFError as error:
+        raise CorruptCheckpointError(f"{path}: truncated: {error}", path=path) from error
+    return data
 
 
 def _widened(extent: Extent, granule: int, limit: int) -> Extent:
@@ -381,8 +303,18 @@ def _widened(extent: Extent, granule: int, limit: int) -> Extent:
     return Extent(begin, max(extent.end, min(align_up(extent.end, granule), limit)) - begin)
 
 
-def _within(groups: Groups, chosen: Selector | None) -> Callable[[Path], bool] | None:
-    """Whether a path is selected, and in one of these top-level entries."""
-    if groups is None:
-        return chosen
-    return lambda path: bool(path) and path[0] in groups and (chosen is None or chosen(path))
+def _differing(offset: int, data: memoryview, told: bytes) -> list[int]:
+    """The numbers of the blocks, of those that begin at `offset`, whose digests are not the told ones. Releases the GIL."""
+    found = []
+    for begin in range(0, len(data), BLOCK_BYTES):
+        number = (offset + begin) // BLOCK_BYTES
+        digest = told[number * digests.DIGEST_BYTES :][: digests.DIGEST_BYTES]
+        if digests.block_digest(data[begin : begin + BLOCK_BYTES]) != digest:
+            found.append(number)
+    return found
+
+
+def _touches(extent: Extent, blocks: Sequence[int]) -> bool:
+    """Whether some byte of an extent lies in one of these blocks, given in ascending order."""
+    at = bisect_left(blocks, extent.offset // BLOCK_BYTES)
+    return extent.length > 0 and at < len(blocks) and blocks[at] * BLOCK_BYTES < extent.end

@@ -16,10 +16,10 @@ import torch
 
 from ..errors import CorruptCheckpointError
 from ..state.names import Select
+from .contents import Contents, Part
 from .fill import fill
 from .load import Verify, check_lent, check_select, raise_unless_any
 from .match import Match
-from .open import OpenArchive, Part
 
 
 def restore_state(
@@ -102,7 +102,7 @@ def _check_root(live: Any) -> None:
 
 
 @contextmanager
-def _partly_overwritten(archive: OpenArchive) -> Iterator[None]:
+def _partly_overwritten(archive: Contents) -> Iterator[None]:
     try:
         yield
     except CorruptCheckpointError as error:

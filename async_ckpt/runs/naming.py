@@ -54,6 +54,8 @@ class Tracker:
 
 # What those who read these files parse with `int`.
 _KNOWN: Final = {"latest_ckpt_global_step.txt": "{}", "latest_checkpointed_iteration.txt": "{}"}
+# The names that trackers usually have.
+TRACKERS: Final = (TRACKER, *_KNOWN)
 
 
 def tracker_of(tracker: tuple[str, str] | str | None, step_format: str) -> Tracker | None:

@@ -160,6 +160,11 @@ class Stored:
         return array.view(dtype).reshape(self.shape) if array.size else type(array)(tuple(self.shape), dtype)
 
 
+def flat(names: Iterable[str]) -> Json:
+    """The skeleton of a dict of tensors that are numbered in the order of their names."""
+    return {"dict": [[name, {"tensor": number}] for number, name in enumerate(names)]}
+
+
 def decode(
     node: Json, *, types: Iterable[type] = (), keep: Callable[[Path], bool] | None = None
 ) -> tuple[Any, list[Stored]]:

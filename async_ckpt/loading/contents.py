@@ -1,0 +1,203 @@
+"""What a file holds by name, once its index is known.
+
+In: an index that holds together, and a reader. Out: the tree of names, tensors and leaves for it, bytes as they are.
+Knows nothing of: how the index was found, digests, runs, live objects.
+"""
+
+from __future__ import annotations
+
+import mmap as mmap_module
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, ClassVar, Final, NamedTuple
+
+import torch
+
+from ..backends import cuda
+from ..errors import CorruptCheckpointError, FormatVersionError
+from ..format.index import VERSION, Index
+from ..host.pool import advise_huge_pages
+from ..spec import BLOCK_BYTES, Extent
+from ..state.names import Path, Select, Selector, selector, shown
+from ..state.tree import Stored, decode, dtype_named, top_keys
+from ..storage.base import Reader
+from ..storage.local import LocalReader
+
+Groups = Collection[str] | None
+CPU: Final = torch.device("cpu")  # said everywhere, because a caller may have set another default
+
+
+class Contents:
+    """A file with an index; tensors by number on request. What its bytes are compared with is its kind's to say."""
+
+    index: Index
+    # What to do about damage.
+    _advice: ClassVar[str] = "load an earlier checkpoint"
+
+    def __init__(self, reader: Reader, *, path: str) -> None:
+        self.path = path
+        self._reader = reader
+
+    def corrupt(self, why: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.path}: {why}; {self._advice}", path=self.path)
+
+    # --- what a kind of file may have -------------------------------------------------------------------------
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether what is read is compared with digests; then it is read in whole blocks."""
+        return False
+
+    def verify(self, offset: int, data: memoryview) -> None:
+        """Compare whole blocks that begin at `offset` with their digests. Raises CorruptCheckpointError."""
+
+    def headers(self, numbers: Iterable[int]) -> list[Extent]:  # noqa: ARG002
+        """Where the headers of the members with these tensors lie, to be verified with them."""
+        return []
+
+    def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:  # noqa: ARG002
+        """The pickled leaves; none are opened unless one of them is asked for."""
+        return []
+
+    def _check_members(self, stored: Iterable[Stored]) -> None:
+        """What else in the file must tell the same story as the index. Raises CorruptCheckpointError."""
+
+    # --- bytes ------------------------------------------------------------------------------------------------
+
+    def read(self, extent: Extent) -> bytes:
+        """A small extent; verified where the file is."""
+        data = bytearray(extent.length)
+        self.read_into(extent.offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target`, not verified; from any thread. Raises CorruptCheckpointError where the file ends too early."""
+        try:
+            self._reader.read_into(offset, target)
+        except EOFError as error:
+            raise self.corrupt(f"truncated: {error}") from error
+
+    def map(self) -> mmap_module.mmap:
+        """The file that was opened, whatever is at its path by now; writes to it are seen by this process alone."""
+        if not isinstance(self._reader, LocalReader):
+            raise ValueError(
+                f"mmap=True maps a local file as it is, and {self.path} is elsewhere, compressed or extracted; leave it out"
+            )
+        mapped = mmap_module.mmap(self._reader._fd, 0, access=mmap_module.ACCESS_COPY)
+        if len(mapped) != self._reader.num_bytes:
+            raise self.corrupt("its size has changed since it was opened")
+        return mapped
+
+    # --- the tree ---------------------------------------------------------------------------------------------
+
+    def tree(
+        self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
+    ) -> tuple[Any, list[Stored]]:
+        """The saved structure with a `Stored` for each leaf that is not in the index itself, and a list of these.
+
+        With `groups`, only of these top-level entries.
+        """
+        try:
+            value, stored = decode(self.index.skeleton, types=types, keep=_within(groups, selector(select)))
+            self._check_stored(stored)
+        except ValueError as error:
+            raise self._unreadable(error) from error
+        if (select is not None or groups is not None) and value is None:
+            raise KeyError(f"select={select!r} matches nothing in {self.path}; it holds {self.names()}")
+        self._check_members(stored)
+        return value, stored
+
+    def entries(self) -> list[Any] | None:
+        """The keys at the top level; None where the state is not a dict."""
+        try:
+            return top_keys(self.index.skeleton)
+        except ValueError as error:
+            raise self._unreadable(error) from error
+
+    def names(self) -> str:
+        """What it holds at the top level, for people."""
+        keys = self.entries()
+        names = {t.path[0] for t in self.index.tensors if t.path} if keys is None else keys
+        return ", ".join(sorted(shown((name,)) for name in names)) or "no named tensors"
+
+    def nested_too_deeply(self) -> CorruptCheckpointError:
+        return self.corrupt("its structure is nested too deeply")
+
+    def _unreadable(self, error: ValueError) -> CorruptCheckpointError:
+        return self.corrupt(f"its skeleton cannot be read ({error})")
+
+    def match(self, chosen: Selector, groups: Groups) -> None:
+        """Show the selector every path of these top-level entries."""
+        try:
+            decode(self.index.skeleton, keep=_within(groups, chosen))
+        except ValueError as error:
+            raise self._unreadable(error) from error
+
+    def _check_stored(self, stored: Iterable[Stored]) -> None:
+        """Every leaf has its entry, and one of raw bytes is nothing else. Raises ValueError."""
+        leaves = [leaf for leaf in stored if leaf.kind != "object"]
+        if any(leaf.number >= len(self.index.tensors) for leaf in leaves):
+            raise ValueError("it numbers a tensor that is not there")
+        num_users = Counter(self.primary(leaf.number) for leaf in leaves)
+        for leaf in leaves:
+            told = self.index.tensors[leaf.number]
+            # Tied tensors share their memory. Raw bytes are copied for each leaf, so a small file could ask for any amount.
+            if leaf.kind != "tensor" and num_users[self.primary(leaf.number)] > 1:
+                raise ValueError(f"{told.dotted!r:.200} is several things at once")
+            if (leaf.kind == "bytes" or leaf.descr is not None) and (told.dtype, len(told.shape)) != (
+                "uint8",
+                1,
+            ):
+                raise ValueError(f"{told.dotted!r:.200} is a tensor, not the bytes of something else")
+
+    def primary(self, number: int) -> int:
+        """The tensor whose bytes these are: itself, or the one that it is tied to."""
+        alias = self.index.tensors[number].alias_of
+        return number if alias is None else alias
+
+    def leaf(self, leaf: Stored, tensor: torch.Tensor, device: torch.device) -> Any:
+        """What a stored leaf is, given the tensor with its bytes, which may be filled later; for "bytes", not."""
+        if leaf.kind == "tensor":
+            return tensor if cuda.is_at(tensor, device) else tensor.to(device)
+        if leaf.kind == "bytes":
+            return bytes(tensor.numpy())
+        try:
+            return leaf.as_array(tensor)
+        except Exception as error:  # the dtype's description may be anybody's
+            raise self.corrupt(f"a numpy array in it cannot be made ({error})") from error
+
+    def dtype(self, number: int) -> torch.dtype:
+        """Raises FormatVersionError when this torch is too old to have it."""
+        try:
+            return dtype_named(self.index.tensors[number].dtype)
+        except ValueError as error:
+            raise FormatVersionError(f"{self.path}: {error}", path=self.path, version=VERSION) from error
+
+    def empty(self, number: int, device: torch.device) -> torch.Tensor:
+        """New memory for a tensor of the archive."""
+        told = self.index.tensors[number]
+        tensor = torch.empty(told.shape, dtype=self.dtype(number), device=device)
+        if cuda.is_host(device):
+            _ask_for_huge_pages(tensor)
+        return tensor
+
+
+class Part(NamedTuple):
+    """One file of those that a state is in, and which of its top-level entries count; None: all that it has."""
+
+    archive: Contents
+    groups: Groups = None
+
+
+def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
+    """Fresh memory is filled once: with small pages the kernel would spend longer giving it than we filling it."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes >= BLOCK_BYTES:
+        advise_huge_pages(tensor.data_ptr(), num_bytes)
+
+
+def _within(groups: Groups, chosen: Selector | None) -> Callable[[Path], bool] | None:
+    """Whether a path is selected, and in one of these top-level entries."""
+    if groups is None:
+        return chosen
+    return lambda path: bool(path) and path[0] in groups and (chosen is None or chosen(path))

@@ -1,0 +1,182 @@
+"""Files of tensors that are no archives: safetensors, shards of them with an index, and the members of an archive.
+
+In: a reader, or a storage with a folder. Out: contents as those of an archive. Knows nothing of: runs, steps.
+
+A bare safetensors file has an index as an archive has one: it is made from the header. The folder of an extracted
+archive is read as the tar that it was: its members lie where the index says, and between them are made-up tar headers.
+Only what these held of times is lost, so the few blocks of digests that one lies in cannot be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from types import TracebackType
+from typing import ClassVar, Final, Self
+
+from ..errors import CorruptCheckpointError
+from ..format import digests, index, safetensors, tar
+from ..spec import BLOCK_BYTES, Json
+from ..state.tree import flat
+from ..storage.base import Reader, Storage
+from .contents import Contents, Part
+from .open import OpenArchive, first_block
+
+_SUFFIX: Final = ".safetensors"
+_INDEX_SUFFIX: Final = ".safetensors.index.json"
+_OF_DCP: Final = ".metadata"
+# What a file may name is what lies beside it.
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._~ -]{0,254}")
+
+
+def opened(reader: Reader, *, path: str, verify: bool) -> Contents:
+    """The archive, or the bare safetensors file, that this reader reads. Raises CorruptCheckpointError for anything else."""
+    begin = first_block(reader, path=path)
+    if safetensors.begins(begin):
+        return OpenSafetensors(reader, path=path, begin=begin)
+    return OpenArchive(reader, path=path, verify=verify, begin=begin)
+
+
+def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitStack) -> list[Part] | None:
+    """What is in a folder that is no committed step: an extracted archive, or the weights of a model; None for neither.
+
+    What is opened is closed with `stack`. Raises CorruptCheckpointError.
+    """
+    names = storage.names("")
+    if _OF_DCP in names:
+        return None  # its safetensors files hold pieces of tensors
+    if {index.MEMBER, digests.MEMBER} <= {*names}:
+        return [Part(_extracted(storage, verify, stack))]
+    found = [name for name in names if name.endswith(_INDEX_SUFFIX)]
+    if len(found) == 1:
+        return list(_shards(storage, found[0], stack))
+    files = [name for name in names if name.endswith(_SUFFIX)]
+    if len(files) == 1 and not found:
+        return [Part(_file_of(storage, files[0], stack))]
+    return None
+
+
+class OpenSafetensors(Contents):
+    """A bare safetensors file, its header checked. It has no digests: damage to what is no header cannot be noticed."""
+
+    _advice: ClassVar[str] = "fetch it again"
+
+    def __init__(self, reader: Reader, *, path: str, begin: memoryview) -> None:
+        super().__init__(reader, path=path)
+        num_bytes = 8 + int.from_bytes(begin[:8], "little")
+        if num_bytes > reader.num_bytes:
+            raise self.corrupt("truncated inside of its header")
+        head = bytearray(num_bytes)
+        head[: len(begin)] = begin[:num_bytes]
+        if num_bytes > len(begin):
+            self.read_into(len(begin), memoryview(head)[len(begin) :])
+        self.index = index.of_safetensors(
+            bytes(head), name=path, file_bytes=reader.num_bytes, skeleton=flat, path=path
+        )
+
+
+class Joined:
+    """Texts and files, one after the other, as one file."""
+
+    def __init__(self, pieces: Sequence[bytes | Reader]) -> None:
+        self._pieces = pieces
+        sizes = (len(piece) if isinstance(piece, bytes) else piece.num_bytes for piece in pieces)
+        self._begins = [0, *accumulate(sizes)]
+        self.num_bytes = self._begins[-1]
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        if offset + len(target) > self.num_bytes:
+            raise EOFError(f"it ends at byte {self.num_bytes:,}")
+        while target:
+            number = bisect_right(self._begins, offset) - 1
+            piece, at = self._pieces[number], offset - self._begins[number]
+            part = target[: self._begins[number + 1] - offset]
+            if isinstance(piece, bytes):
+                part[:] = piece[at : at + len(part)]
+            else:
+                piece.read_into(at, part)
+            offset, target = offset + len(part), target[len(part) :]
+
+    def close(self) -> None:
+        """The files are closed by whoever has opened them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _extracted(storage: Storage, verify: bool, stack: contextlib.ExitStack) -> OpenArchive:
+    """The folder as the tar that it was extracted from."""
+    text, _ = storage.read(index.MEMBER)
+    folder = storage.locate("")
+    told = index.parse(text, path=storage.locate(index.MEMBER))
+    pieces: list[bytes | Reader] = [tar.header(index.MEMBER, len(text), mtime=0), text]
+    made_up, end = {0}, tar.BLOCK + len(text)
+    for member in (*told.members, told.digests):
+        header_at, num_bytes = member.data.offset - tar.BLOCK, member.data.length
+        if len(member.name) > tar.MAX_NAME_BYTES:
+            raise _corrupt(
+                storage, index.MEMBER, f"{member.name!r:.300} is too long for the name of a member"
+            )
+        file = _open(storage, member.name, stack, index.MEMBER)
+        if file.num_bytes != num_bytes:
+            why = f"it has {file.num_bytes:,} bytes, and {index.MEMBER} says {num_bytes:,}"
+            raise _corrupt(storage, member.name, why)
+        pieces += [bytes(header_at - end), tar.header(member.name, num_bytes, mtime=0), file]
+        made_up.add(header_at // BLOCK_BYTES)
+        end = member.data.end
+    pieces.append(bytes(told.file_bytes - end))
+    return OpenArchive(Joined(pieces), path=folder, verify=verify, made_up=frozenset(made_up))
+
+
+def _shards(storage: Storage, name: str, stack: contextlib.ExitStack) -> Iterator[Part]:
+    """The files that an index of Hugging Face names, each with those tensors that it is named for."""
+    try:
+        files: dict[str, Json] = dict(json.loads(storage.read(name)[0])["weight_map"])
+        shards = sorted(set(files.values()))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _corrupt(storage, name, f"it is no index of safetensors files ({error!r:.200})") from error
+    if not shards:
+        raise _corrupt(storage, name, "it names no file")
+    for shard in shards:
+        contents = _file_of(storage, shard, stack, name)
+        held = {key for key in contents.entries() or () if files.get(key, shard) == shard}
+        lacking = sorted(key for key, told in files.items() if told == shard and key not in held)
+        if lacking:
+            raise contents.corrupt(f"{name} says that it has {', '.join(lacking[:5])!a:.500}, and it has not")
+        yield Part(contents, frozenset(held))
+
+
+def _file_of(
+    storage: Storage, name: str, stack: contextlib.ExitStack, told_by: str | None = None
+) -> OpenSafetensors:
+    reader = _open(storage, name, stack, told_by or name)
+    begin = first_block(reader, path=storage.locate(name))
+    if not safetensors.begins(begin):
+        raise _corrupt(storage, name, "it is no safetensors file")
+    return OpenSafetensors(reader, path=storage.locate(name), begin=begin)
+
+
+def _open(storage: Storage, name: str, stack: contextlib.ExitStack, told_by: str) -> Reader:
+    """A file of the folder, closed with `stack`."""
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise _corrupt(storage, told_by, f"{name!r:.300} is not the name of a file beside it")
+    try:
+        return stack.enter_context(storage.open(name))
+    except FileNotFoundError as error:
+        raise _corrupt(storage, name, f"it is missing, though {told_by} names it") from error
+    except (IsADirectoryError, ValueError) as error:
+        raise _corrupt(storage, name, f"it is not a file, though {told_by} names it") from error
+
+
+def _corrupt(storage: Storage, name: str, why: str) -> CorruptCheckpointError:
+    where = storage.locate(name)
+    return CorruptCheckpointError(f"{where}: {why}; fetch it again", path=where)
