@@ -87,7 +87,7 @@ def load(
         trust: unpickle leaves that are not plain data. Only for files whose writer you trust: a pickle can run code.
         verify: compare the digest of every block that is touched.
         mmap: tensors are views of the mapped file, private to this process; with `verify=False` only what is used is read.
-        types: namedtuple classes to rebuild; others come back as plain tuples.
+        types: classes of namedtuples, dataclasses and enums to rebuild; others come back as tuples, dicts and values.
         storage_options: what the client of a URL needs; see AsyncCheckpointer, for the next two as well.
         engine: which client that is.
         fs: an fsspec filesystem to use instead.

@@ -26,7 +26,7 @@ from ..saving.handle import SaveHandle
 from ..spans import Spans
 from ..staging.device import dense_blocks
 from ..staging.guard import Optimizers, unwrapped
-from ..state.tree import dtype_name
+from ..state.dtypes import dtype_name
 from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated

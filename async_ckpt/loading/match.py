@@ -11,17 +11,23 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 import torch
 
 from ..errors import StateMismatchError
 from ..state.capture import why_not
+from ..state.dtypes import dtype_name
 from ..state.names import Path, shown
-from ..state.tree import Stored, dtype_name, replaced
+from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
+from ..state.tree import SavedRecord, Stored, replaced
 from .fill import Wanted
 from .open import OpenArchive
+
+_SEQUENCES: Final = list | tuple | deque
 
 
 class Match:
@@ -79,15 +85,25 @@ class Match:
             return live
         if _is_array(live) and isinstance(saved, Stored):
             return self._array(live, saved, path)
-        if isinstance(live, MutableMapping) and isinstance(saved, dict):
-            return self._mapping(live, saved, path)
+        if isinstance(live, Enum):  # as a namedtuple, its class is the live one
+            return member_of(type(live), self._materialized(saved))
+        return self._container(live, saved, path)
+
+    def _container(self, live: Any, saved: Any, path: Path) -> Any:
+        fields = saved.fields if isinstance(saved, SavedRecord) else saved
+        if isinstance(live, MutableMapping) and isinstance(fields, dict):
+            return self._mapping(live, fields, path)
+        if is_record(live) and isinstance(fields, dict):
+            return self._record(live, fields, path)
         if (
-            isinstance(live, list | tuple)
+            isinstance(live, _SEQUENCES)
             and not isinstance(live, torch.Size)
-            and isinstance(saved, list | tuple)
+            and isinstance(saved, _SEQUENCES)
         ):
             return self._sequence(live, saved, path)
-        if isinstance(live, MutableMapping | list) and len(live):
+        if (isinstance(live, MutableMapping | list | deque) and len(live)) or (
+            is_record(live) and any(map(_is_filled_in_place, fields_of(live).values()))
+        ):
             self._differs(path, f"is a {type(live).__qualname__} here", saved)
             return live
         return self._materialized(saved)
@@ -198,12 +214,32 @@ class Match:
         if value is not now:
             self.actions.append(lambda: live.__setitem__(key, value))
 
+    def _record(self, live: Any, saved: dict[str, Any], path: Path) -> Any:
+        """The fields of a dataclass's instance: set in place, or in another of its class where that is frozen."""
+        fields = fields_of(live)
+        names = [*fields, *(name for name in field_names(live) if name in saved and name not in fields)]
+        self._compare_names(names, saved, path)
+        changed = {}
+        for name in names:
+            if name in saved:
+                value = self.visit(fields.get(name), saved[name], (*path, name))
+                if name not in fields or value is not fields[name]:
+                    changed[name] = value
+        if is_frozen(live):
+            return make_record(type(live), {**fields, **changed}) if changed else live
+        for name, value in changed.items():
+            self.actions.append(functools.partial(setattr, live, name, value))
+        return live
+
     def _sequence(self, live: Any, saved: Any, path: Path) -> Any:
-        if not live:
+        if not live and type(live) is not deque:
             return self._materialized(saved)
-        if len(live) != len(saved) and isinstance(live, list) and not any(map(_is_filled_in_place, live)):
-            values = self._materialized(list(saved))  # a history that has grown, say
-            self.actions.append(lambda: live.__setitem__(slice(None), values))
+        if (
+            len(live) != len(saved)
+            and isinstance(live, list | deque)
+            and not any(map(_is_filled_in_place, live))
+        ):
+            self._set_items(live, self._materialized(list(saved)))  # a history that has grown, say
             return live
         if len(live) != len(saved):
             self.mismatched.append(
@@ -213,10 +249,19 @@ class Match:
         values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, saved, strict=True))]
         if all(value is now for value, now in zip(values, live, strict=True)):
             return live
-        if isinstance(live, list):
-            self.actions.append(lambda: live.__setitem__(slice(None), values))
+        if isinstance(live, list | deque):
+            self._set_items(live, values)
             return live
         return live._make(values) if hasattr(live, "_make") else tuple(values)
+
+    def _set_items(self, live: Any, values: list[Any]) -> None:
+        """Give a list or a deque other items. A deque keeps its own maxlen, and the newest items that it has room for."""
+
+        def set_items() -> None:
+            live.clear()
+            live.extend(values)
+
+        self.actions.append(set_items)
 
     def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
         if not path:
@@ -260,7 +305,7 @@ class Match:
         self.wanted[number, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor)
 
     def _differs(self, path: Path, here: str, saved: Any) -> None:
-        kind = saved.kind if isinstance(saved, Stored) else type(saved).__qualname__
+        kind = saved.kind if isinstance(saved, Stored) else _class_of(saved).__qualname__
         self.mismatched.append(f"{shown(path)} {here} and a {kind} in the checkpoint")
 
 
@@ -340,11 +385,19 @@ def _on_device(group: dict[str, Any]) -> bool:
 
 def is_looked_into(live: Any) -> bool:
     """Whether taking a state dict of it is nothing but looking: a plain module, a container, a tensor."""
-    return isinstance(live, torch.Tensor | MutableMapping | list | tuple) or _is_plain_module(live)
+    return _is_structure(live) or _is_plain_module(live)
 
 
 def _is_filled_in_place(live: Any) -> bool:
-    return isinstance(live, torch.Tensor | MutableMapping | list | tuple) or hasattr(live, "load_state_dict")
+    return _is_structure(live) or hasattr(live, "load_state_dict")
+
+
+def _is_structure(live: Any) -> bool:
+    return isinstance(live, torch.Tensor | MutableMapping | _SEQUENCES) or is_record(live)
+
+
+def _class_of(saved: Any) -> type:
+    return saved.cls if isinstance(saved, SavedRecord) else type(saved)
 
 
 def _is_array(value: Any) -> bool:

@@ -23,8 +23,9 @@ from ..format.index import Index, Member
 from ..host.pool import advise_huge_pages
 from ..spec import BLOCK_BYTES, KIB, Extent, align_up
 from ..state import pickled
+from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, Selector, selector, shown
-from ..state.tree import Stored, decode, dtype_named, top_keys
+from ..state.tree import Stored, decode, top_keys
 from ..storage.base import Reader
 from ..storage.local import LocalReader
 

@@ -10,6 +10,7 @@ import gc
 import io
 import json
 import logging
+import pickle
 import sys
 import weakref
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ import torch
 from ..backends.cuda import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES, Json, TensorSpec
+from .dtypes import dtype_name, is_describable
 from .names import Path, Select, selector, shown
-from .tree import Encoder, dtype_name, is_describable, is_omitted
+from .tree import Encoder, is_omitted
 
 Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -243,4 +245,7 @@ def _pickle(value: Any) -> bytes:
 
 def _needs_trust(data: bytes) -> bool:
     """Whether torch's weights-only unpickler refuses it. Nothing of it is loaded: that may be large, or on a device."""
-    return bool(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    try:
+        return bool(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except pickle.UnpicklingError:  # it holds an integer of hundreds of digits
+        return True
