@@ -569,9 +569,9 @@ def test_an_index_changed_at_random_loads_or_is_refused(saved: Path) -> None:
 def test_a_model_and_its_optimizer_restored_from_an_index_changed_at_random(archive: Path) -> None:
     """Restored, or refused; the structure that an optimizer relies on may be a lie as well."""
 
-    def make() -> dict[str, Any]:
-        model = nn.Linear(2, 2, bias=False)
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    def make(wrap: Any = nn.DataParallel) -> dict[str, Any]:
+        model = wrap(nn.Linear(2, 2, bias=False))
+        return {"model": model, "optimizer": torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)}
 
     trained = make()
     trained["model"](torch.ones(1, 2)).sum().backward()
@@ -582,12 +582,12 @@ def test_a_model_and_its_optimizer_restored_from_an_index_changed_at_random(arch
     between = whole[honest.members[0].data.offset - tar.BLOCK : honest.digests.data.offset - tar.BLOCK]
     random = Random(1)
     with little_memory():
-        for _ in range(NUM_LIES // 4):
+        for number in range(NUM_LIES // 4):
             raw = json.loads(told)
             mutate(raw["skeleton"], random)
             archive.write_bytes(assemble(json.dumps(raw).encode(), between))
             try:
-                restored(archive, make(), strict=False)
+                restored(archive, make(nn.DataParallel if number % 2 else nn.Sequential), strict=False)
             except CheckpointError:
                 pass
             except Exception as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, MutableMapping
 from enum import Enum
 from typing import Any, Final
@@ -24,6 +24,7 @@ from ..state.dtypes import dtype_name
 from ..state.names import Path, shown
 from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
 from ..state.tree import SavedRecord, Stored, replaced
+from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, paired
 from .fill import Wanted
 from .open import OpenArchive
 
@@ -80,7 +81,7 @@ class Match:
         if _is_plain_optimizer(live):
             return self._optimizer(live, saved, path)
         if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
-            value = self._materialized(saved)
+            value = self._materialized(self._as_live_expects(live, saved, path))
             self.actions.append(lambda: live.load_state_dict(value))
             return live
         if _is_array(live) and isinstance(saved, Stored):
@@ -134,18 +135,50 @@ class Match:
             self._differs(path, "is a module here", saved)
             return module
         live = module.state_dict()
-        self._compare_names(live, saved, path)
+        names = PlainNames(module).of(live)
+        saved = self._by_plain_name(names, saved, path)
+        self._compare_names(names.values(), saved, path)
         extra: dict[str, Any] = {}
-        for name, value in live.items():
+        for here, value in live.items():
+            name = names[here]
             if name not in saved:
                 continue
             if isinstance(value, torch.Tensor):
                 self._tensor(value, saved[name], (*path, name))
             else:
-                extra[name] = self._materialized(saved[name])
+                extra[here] = self._materialized(saved[name])
         if extra:  # what set_extra_state takes
             self.actions.append(lambda: module.load_state_dict(extra, strict=False))
         return module
+
+    def _by_plain_name(self, names: dict[str, str], saved: dict[Any, Any], path: Path) -> dict[Any, Any]:
+        """What was saved of a module, by the plain names of the live one's; what is no part of it keeps its name."""
+        told, ambiguous = paired(names, saved)
+        self.mismatched += [f"{shown(path)}: {line}; load() it and rename one of them" for line in ambiguous]
+        plain = {told[here]: name for here, name in names.items() if here in told}
+        return {plain.get(name, name): value for name, value in saved.items()}
+
+    def _as_live_expects(self, live: Any, saved: Any, path: Path) -> Any:
+        """What was saved of an object, as its own `load_state_dict` wants it."""
+        if isinstance(live, torch.optim.Optimizer) and _is_optimizer_state(saved):
+            groups = [
+                {k: v for k, v in group.items() if k != "param_names"} for group in saved["param_groups"]
+            ]
+            return {**saved, "param_groups": groups}
+        if not (isinstance(live, torch.nn.Module) and isinstance(saved, dict)):
+            return saved
+        plain = PlainNames(live)
+        made = saved
+        # Taking the state dict may gather what is sharded.
+        if (plain.are_shown or may_be_wrapped(saved)) and isinstance(state := live.state_dict(), dict):
+            names = plain.of(state)
+            here = {name: raw for raw, name in names.items()}
+            values = self._by_plain_name(names, saved, path)
+            made = type(saved)((here.get(name, name), value) for name, value in values.items())
+        if isinstance(metadata := getattr(saved, "_metadata", None), dict):
+            made = OrderedDict(made)
+            made._metadata = live_metadata(live, plain, metadata)  # type: ignore[attr-defined]
+        return made
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
         """What Optimizer.load_state_dict does, but in place and in the saved dtype: it would cast to the parameter's."""
@@ -165,7 +198,7 @@ class Match:
             return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in group.items():
-                if key != "params":
+                if key not in ("params", "param_names"):  # the live names are of the live model
                     self._entry(live_group, key, value, (*path, "param_groups", i, key))
             for param, number in zip(live_group["params"], group["params"], strict=True):
                 self._optimizer_state(optimizer, param, saved["state"].get(number, {}), _on_device(group))

@@ -26,6 +26,7 @@ from ..spec import DTYPES, Json, TensorSpec
 from .dtypes import dtype_name, is_describable
 from .names import Path, Select, selector, shown
 from .tree import Encoder, is_omitted
+from .wrappers import StateDicts
 
 Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -58,7 +59,7 @@ def capture(state: Any, select: Select = None) -> Capture:
     try:
         with no_collection():
             chosen = selector(select)
-            node = Encoder(walk.leaf, chosen).encode(state)
+            node = Encoder(walk.leaf, chosen, StateDicts(state).of).encode(state)
             if is_omitted(node):
                 raise KeyError(f"select={select!r} matches nothing in the state")
             if chosen is not None and chosen.unused:

@@ -11,6 +11,7 @@ knows. Nothing in a skeleton can name code: decoding imports nothing.
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,13 +52,19 @@ def is_omitted(node: Json) -> bool:
 
 
 class Encoder:
-    """One walk over a state. `leaf` gets what is neither container nor plain value, and returns its node.
+    """One walk over a state. `leaf` gets what is neither container nor plain value, and returns its node; `state_dict_of`
+    gets what has a `state_dict`.
 
     Leaves whose path `keep` turns down are left out, and so are containers that end up without any.
     """
 
-    def __init__(self, leaf: Callable[[Any, Path], Json], keep: Callable[[Path], bool] | None = None) -> None:
-        self._leaf, self._keep = leaf, keep
+    def __init__(
+        self,
+        leaf: Callable[[Any, Path], Json],
+        keep: Callable[[Path], bool] | None = None,
+        state_dict_of: Callable[[Any], Any] = operator.methodcaller("state_dict"),
+    ) -> None:
+        self._leaf, self._keep, self._state_dict_of = leaf, keep, state_dict_of
         self._open: set[int] = set()  # containers between the root and here: meeting one again is a cycle
 
     def encode(self, value: Any, path: Path = ()) -> Json:
@@ -70,7 +77,7 @@ class Encoder:
         if isinstance(value, Enum):  # before anything else that it may be as well, such as an int or a tuple
             return self._plain(value, enum_node, path)
         if kind is not dict and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
-            return self._inside(value, path, lambda: self.encode(value.state_dict(), path))
+            return self._inside(value, path, lambda: self.encode(self._state_dict_of(value), path))
         if isinstance(value, dict):
             return self._inside(value, path, lambda: self._dict(value, path))
         if isinstance(value, list | tuple):
