@@ -350,7 +350,8 @@ class AsyncCheckpointer:
 
         With `step=None`, a step that turns out to be corrupt is passed over with a warning, for the next older one; one that
         its writer deletes while it is read is followed by what is the newest then. A folder in which only another
-        program has saved is warned of.
+        program has saved is warned of. A module is matched by the names of the plain model: whether it is wrapped for
+        parallel training or compiled, here or when it was saved, makes no difference.
         `verify="first"` checks every byte before any is written, at the price of reading twice.
         Raises StateMismatchError before anything is written, CorruptCheckpointError, NotCommittedError.
         """

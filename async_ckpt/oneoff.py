@@ -128,7 +128,7 @@ def load(
             are checked. In the folder of an extracted archive the blocks are compared that hold no tar header.
         mmap: tensors are views of the mapped file, private to this process; with `verify=False` only what is used is read.
             A tensor that another program has not aligned to its item size is copied. Of an extracted archive it is refused.
-        types: namedtuple classes to rebuild; others come back as plain tuples.
+        types: classes of namedtuples, dataclasses and enums to rebuild; others come back as tuples, dicts and values.
 
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
     and KeyError when `select`, or one of several in it, matches nothing.

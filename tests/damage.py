@@ -23,7 +23,7 @@ STATE: dict[str, Any] = {
         "w": torch.arange(10.0), "tied": None, "b": torch.ones(3, dtype=torch.bfloat16), "z": torch.tensor([1j]),
         "a": np.arange(3, dtype=">i2"),
     },
-    "seen": {1, 2},
+    "seen": bytearray(b"12"),
     "n": -1.5,
 }  # fmt: skip
 STATE["m"]["tied"] = STATE["m"]["w"]

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import math
 import struct
-from pathlib import Path
+from collections import deque
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import torch
@@ -27,6 +33,17 @@ VALUES = [
     1j, complex(-0.0, math.nan), complex(math.inf, -0.0),
     torch.Size([]), torch.Size([2, 0, 3]), torch.float32, torch.bfloat16, torch.float8_e4m3fn,
     torch.device("cpu"), torch.device("cuda", 3), torch.device("meta"),
+    Path("a/b"), Path("/"), Path(), Path("a\udcff"), PurePath("x"), PurePosixPath("//a/../ü"), PureWindowsPath("C:\\a/b"),
+    date(1, 1, 1), date(9999, 12, 31), datetime(2024, 2, 29, 1, 2, 3, 456789), datetime(2024, 10, 27, 2, 30, fold=1),
+    datetime(2024, 2, 29, tzinfo=UTC), datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=ZoneInfo("Europe/Berlin")),
+    datetime(2024, 1, 1, tzinfo=timezone(timedelta(hours=5, minutes=45))), datetime.min, datetime.max,
+    time(), time(23, 59, 59, 999999, fold=1), time(1, tzinfo=timezone(-timedelta(seconds=1), "odd \ud800")),
+    UTC, timezone(timedelta(0), "Z"), ZoneInfo("America/Argentina/Buenos_Aires"), ZoneInfo("Etc/GMT+5"),
+    timedelta.min, timedelta.max, timedelta(microseconds=-1), Decimal("-0.10"), Decimal("1e999999"), Decimal("-Infinity"), Decimal("sNaN123"),
+    Fraction(-1, 3), Fraction(0), Fraction(2**4000, 3), UUID(int=0), UUID(int=2**128 - 1),
+    range(3), range(0), range(10, -2**80, -3), slice(None), slice(1, None, -2), slice(-(2**70), 5),
+    deque(), deque([1, (2, [3])]), deque(["a"], maxlen=1), deque(maxlen=0), deque([deque([1.5], 2)], 10**18),
+    set(), {1, 2.5, "text", None, 1j, b"bytes", (1, (2, "x")), 2**70, Path("x")}, frozenset({frozenset({date(2024, 2, 29)}), frozenset()}),
 ]  # fmt: skip
 
 grid = np.arange(24.0).reshape(4, 6)

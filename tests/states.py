@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import random
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from datetime import datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +112,11 @@ def difference(a: Any, b: Any, path: str = "state") -> str | None:
         return f"{path}: {type(a).__name__} and {type(b).__name__}"
     if isinstance(a, dict):
         return _dict_difference(a, b, path)
-    if isinstance(a, list | tuple):
+    if dataclasses.is_dataclass(a):
+        return _dict_difference(vars(a), vars(b), path)
+    if isinstance(a, deque) and a.maxlen != b.maxlen:
+        return f"{path}: a maxlen of {a.maxlen} and {b.maxlen}"
+    if isinstance(a, list | tuple | deque):
         if len(a) != len(b):
             return f"{path}: {len(a)} and {len(b)} entries"
         found = (difference(x, y, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True)))
@@ -119,6 +126,10 @@ def difference(a: Any, b: Any, path: str = "state") -> str | None:
         return None if same else f"{path}: {a!r} and {b!r}"
     if isinstance(a, float | complex):
         return None if _bits(a) == _bits(b) else f"{path}: {a!r} and {b!r}"
+    if isinstance(a, Decimal):
+        return None if str(a) == str(b) else f"{path}: {a} and {b}"
+    if isinstance(a, datetime | time) and (a.tzinfo, a.fold) != (b.tzinfo, b.fold):
+        return f"{path}: {a!r} and {b!r}"
     return None if a == b else f"{path}: {a!r:.200} and {b!r:.200}"
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from enum import Enum
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -47,6 +50,20 @@ class Triple(NamedTuple):
     c: Any
 
 
+@dataclass
+class Options:
+    """Likewise."""
+
+    a: Any
+    b: Any
+
+
+class Shade(Enum):
+    """Likewise."""
+
+    DARK = "dark"
+
+
 @pytest.fixture
 def saved(archive: Path) -> Path:
     async_ckpt.save(STATE, archive).result()
@@ -55,7 +72,7 @@ def saved(archive: Path) -> Path:
 
 def restored(path: Path, live: Any, **how: Any) -> None:
     """Restore live objects from one archive."""
-    from_path(path, lambda parts: restore_state(parts, live, **how), verify=True, place={})
+    from_path(path, lambda parts: restore_state(parts, live, **how), verify=True)
 
 
 # --- archives that lie -------------------------------------------------------------------------------------------
@@ -435,6 +452,11 @@ ODD_NODES: list[Any] = [
     {"ndarray": [4, "\ud800", [1]]}, {"ndarray": [5, ">i2", [10**4000] * 50]}, {"ndarray": [5, [["\ud800", ">i2"]], [3]]}, {"ndarray": [5, ">i2", [-3]]},
     {"npscalar": ["|V0", ""]}, {"npscalar": ["<M8[\ud800]", ""]}, {"npscalar": [[["a", "<f4"], ["b", "<f4"]], "AAAAAAAAAAA="]}, {"npstr": LONE},
     {"dict": [[{"npscalar": [[["a", "<f4"], ["b", "<f4"]], "AAAAAAAAAAA="]}, {"tensor": 0}]]}, {"dict": [[{"size": [1]}, {"tensor": 0}]]},
+    {"path": ["PosixPath", LONE]}, {"date": "2024-02-29"}, {"datetime": ["2024-02-29T00:00:00", 0, {"zone": "UTC"}]}, {"timedelta": [1, 2, 3]},
+    {"zone": "../x"}, {"decimal": "1e999999999"}, {"fraction": [LONG, 3]}, {"range": [0, LONG, 1]}, {"slice": [None, LONG, None]}, {"uuid": "0" * 32},
+    {"set": [1, LONG, LONE]}, {"frozenset": [{"range": [0, LONG, 1]}]}, {"deque": [[1], 2**62]}, {"deque": [[{"tensor": 0}], None]},
+    {"dict": [[{"frozenset": [LONG]}, {"tensor": 0}]]}, {"dict": [[{"range": [0, LONG, 1]}, {"tensor": 0}]]}, {"dict": [[{"fraction": [1, LONG]}, 1]]},
+    {"enum": ["x", LONG]}, {"dataclass": ["test_corrupt_lies.Options", [["a", {"tensor": 0}], ["b", LONE]]]}, {"dataclass": ["x", [[LONG, 1]]]},
     {"namedtuple": ["\ud800", ["\ud800"], [1]]}, {"namedtuple": ["test_corrupt_lies.Triple", ["a", "b", "c"], [1, 2]]}, {"complex": "0" * 32},
     *(nested(depth, kind) for depth in (20, 60, 100, 140) for kind in ("dict", "ordered", "list", "tuple")),
 ]  # fmt: skip
@@ -480,12 +502,15 @@ RICH: dict[Any, Any] = {
     "m": {**STATE["m"], "s": np.zeros(2, [("a", "<i4"), ("b", ">f8", (2,))]), "blob": bytes(5000)},
     "o": OrderedDict(nn.BatchNorm1d(2).state_dict()),
     "seen": {1, 2},
+    "buffer": bytearray(b"12"),
     "t": (1, Triple(1, 2, 3), np.float32(2)),
     (1, "a"): 2**70,
     3: [torch.Size([1, 2]), 1.5, b"x", torch.int8, torch.device("cpu"), float("inf"), 1j, np.str_("x\x00"), "\ud800"],
+    "options": Options(deque([1, Shade.DARK], 3), {Path("x"): date(2024, 2, 29), "s": {2.5, "x"}}),
     "n": -1.5,
 }  # fmt: skip
 RICH["o"]._metadata = {"": {"version": 2}}
+TYPES = [Triple, Options, Shade]
 SELECTIONS = [None, None, None, "m", "nothing", ["m", "n"], ["nothing", "m.*"], "*.w", "3", "m.s", ("o",), []]
 
 
@@ -503,6 +528,7 @@ def rich_live() -> dict[Any, Any]:
         "o": nn.BatchNorm1d(2),
         "t": (0, 0, 0),
         3: [0] * 9,
+        "options": Options([0, Shade.DARK], {}),
         "n": 0,
     }
 
@@ -510,9 +536,9 @@ def rich_live() -> dict[Any, Any]:
 def read_somehow(path: Path, number: int, select: Any) -> None:
     """Load or restore in one of the ways that there are."""
     if number % 4 == 2:
-        restored(path, rich_live(), strict=number % 3 == 0, types=[Triple], select=select)
+        restored(path, rich_live(), strict=number % 3 == 0, types=TYPES, select=select)
     else:
-        async_ckpt.load(path, mmap=number % 4 == 1, verify=number % 4 != 3, types=[Triple], select=select)
+        async_ckpt.load(path, mmap=number % 4 == 1, verify=number % 4 != 3, types=TYPES, select=select)
 
 
 def test_an_index_changed_at_random_loads_or_is_refused(saved: Path) -> None:
@@ -543,9 +569,9 @@ def test_an_index_changed_at_random_loads_or_is_refused(saved: Path) -> None:
 def test_a_model_and_its_optimizer_restored_from_an_index_changed_at_random(archive: Path) -> None:
     """Restored, or refused; the structure that an optimizer relies on may be a lie as well."""
 
-    def make() -> dict[str, Any]:
-        model = nn.Linear(2, 2, bias=False)
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    def make(wrap: Any = nn.DataParallel) -> dict[str, Any]:
+        model = wrap(nn.Linear(2, 2, bias=False))
+        return {"model": model, "optimizer": torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)}
 
     trained = make()
     trained["model"](torch.ones(1, 2)).sum().backward()
@@ -556,12 +582,12 @@ def test_a_model_and_its_optimizer_restored_from_an_index_changed_at_random(arch
     between = whole[honest.members[0].data.offset - tar.BLOCK : honest.digests.data.offset - tar.BLOCK]
     random = Random(1)
     with little_memory():
-        for _ in range(NUM_LIES // 4):
+        for number in range(NUM_LIES // 4):
             raw = json.loads(told)
             mutate(raw["skeleton"], random)
             archive.write_bytes(assemble(json.dumps(raw).encode(), between))
             try:
-                restored(archive, make(), strict=False)
+                restored(archive, make(nn.DataParallel if number % 2 else nn.Sequential), strict=False)
             except CheckpointError:
                 pass
             except Exception as error:

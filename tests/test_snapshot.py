@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import enum
 import gc
 import json
 import os
@@ -548,3 +551,32 @@ def test_a_wrapped_function_waits_for_the_copy_and_sees_plain_containers(tmp_pat
     handle.result()
 
     assert seen == [(dict, type(model.state_dict()), wanted, ["w.weight", "v.weight", "v.bias"])]
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Progress:
+    epoch: int
+    best: torch.Tensor
+
+
+def test_dataclasses_enums_and_wrapped_models_are_held_as_what_they_are(tmp_path):
+    model = torch.nn.Linear(2, 3)
+    state = {
+        "at": Progress(3, torch.ones(2)),
+        "colour": Colour.RED,
+        "queue": collections.deque([torch.zeros(1), 2], maxlen=3),
+        "model": torch.nn.DataParallel(model),
+    }
+    with async_ckpt.snapshot(state) as snap:
+        assert (snap["at"]["epoch"], snap["colour"], snap["queue"][1]) == (3, Colour.RED, 2)
+        assert list(snap["model"]) == ["weight", "bias"]
+        assert isinstance(snap["at"].state_dict(), Progress)
+        async_ckpt.save(snap, tmp_path / "x.tar").result()
+    loaded = async_ckpt.load(tmp_path / "x.tar", types=[Colour, Progress])
+
+    assert (loaded["at"].epoch, loaded["colour"], loaded["queue"].maxlen) == (3, Colour.RED, 3)
+    assert_same(loaded["model"], dict(model.state_dict()))

@@ -115,7 +115,8 @@ def test_a_class_with_a_state_dict_method_is_not_called(archive: Path) -> None:
 # --- plain values ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda v: repr(v)[:20].encode("ascii", "replace").decode())
+# By number, for the text of a set is another in every process.
+@pytest.mark.parametrize("value", VALUES, ids=[f"{n} {type(v).__name__}" for n, v in enumerate(VALUES)])
 def test_a_plain_value_comes_back_bit_for_bit(value: Any, archive: Path) -> None:
     state = {"value": value, "in": [value, (value,)]}
     assert difference(round_trip(state, archive), state) is None
@@ -471,7 +472,7 @@ def test_dtypes_that_torch_knows_are_stored_or_refused_by_name(archive: Path) ->
 any_text = st.text(st.characters(codec=None), max_size=8)
 plain_leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), any_text, st.binary(max_size=20),
-    st.sampled_from([torch.Size([1, 2]), torch.int8, torch.device("cpu"), np.float32(2), {1, 2}]),
+    st.sampled_from([torch.Size([1, 2]), torch.int8, torch.device("cpu"), np.float32(2), bytearray(b"12")]),
 )  # fmt: skip
 small_tensors = st.builds(
     lambda shape, dtype: torch.ones(shape, dtype=dtype),

@@ -152,7 +152,7 @@ def test_a_group_that_has_changed_all_the_same_is_refused_by_name(tmp_path, trai
         assert torch.equal(ckpt.load()["ref"]["w"], reference["w"])
 
 
-@pytest.mark.parametrize("leaf", [np.ones(3), {1, 2}, b"x" * 5000])
+@pytest.mark.parametrize("leaf", [np.ones(3), bytearray(b"12"), b"x" * 5000])
 def test_what_has_no_version_counter_cannot_be_said_to_be_unchanged(tmp_path, training, leaf):
     training.reference = {"w": torch.randn(3), "leaf": leaf}
     with AsyncCheckpointer(tmp_path) as ckpt:

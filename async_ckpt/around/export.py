@@ -27,8 +27,8 @@ from ..spans import Spans
 from ..staging.device import dense_blocks
 from ..staging.guard import Optimizers, unwrapped
 from ..staging.held import guard_beside
+from ..state.dtypes import dtype_name
 from ..state.held import Held
-from ..state.tree import dtype_name
 from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated

@@ -20,8 +20,8 @@ from ..backends.cuda import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES
 from ..state.capture import why_not
+from ..state.dtypes import dtype_name
 from ..state.held import Held
-from ..state.tree import dtype_name
 
 CONFIG: Final = "config.json"
 ADAPTER_CONFIG: Final = "adapter_config.json"

@@ -18,8 +18,9 @@ from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format.index import VERSION, Index
 from ..host.pool import advise_huge_pages
 from ..spec import BLOCK_BYTES, Extent
+from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, Selector, selector, shown
-from ..state.tree import Stored, decode, dtype_named, top_keys
+from ..state.tree import Stored, decode, top_keys
 from ..storage.base import Reader
 from ..storage.local import LocalReader
 

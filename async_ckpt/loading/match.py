@@ -11,17 +11,24 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 import torch
 
 from ..errors import StateMismatchError
 from ..state.capture import why_not
+from ..state.dtypes import dtype_name
 from ..state.names import Path, shown
-from ..state.tree import Stored, dtype_name, replaced
+from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
+from ..state.tree import SavedRecord, Stored, replaced
+from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, paired
 from .contents import Contents
 from .fill import Wanted
+
+_SEQUENCES: Final = list | tuple | deque
 
 
 class Match:
@@ -74,20 +81,30 @@ class Match:
         if _is_plain_optimizer(live):
             return self._optimizer(live, saved, path)
         if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
-            value = self._materialized(saved)
+            value = self._materialized(self._as_live_expects(live, saved, path))
             self.actions.append(lambda: live.load_state_dict(value))
             return live
         if _is_array(live) and isinstance(saved, Stored):
             return self._array(live, saved, path)
-        if isinstance(live, MutableMapping) and isinstance(saved, dict):
-            return self._mapping(live, saved, path)
+        if isinstance(live, Enum):  # as a namedtuple, its class is the live one
+            return member_of(type(live), self._materialized(saved))
+        return self._container(live, saved, path)
+
+    def _container(self, live: Any, saved: Any, path: Path) -> Any:
+        fields = saved.fields if isinstance(saved, SavedRecord) else saved
+        if isinstance(live, MutableMapping) and isinstance(fields, dict):
+            return self._mapping(live, fields, path)
+        if is_record(live) and isinstance(fields, dict):
+            return self._record(live, fields, path)
         if (
-            isinstance(live, list | tuple)
+            isinstance(live, _SEQUENCES)
             and not isinstance(live, torch.Size)
-            and isinstance(saved, list | tuple)
+            and isinstance(saved, _SEQUENCES)
         ):
             return self._sequence(live, saved, path)
-        if isinstance(live, MutableMapping | list) and len(live):
+        if (isinstance(live, MutableMapping | list | deque) and len(live)) or (
+            is_record(live) and any(map(_is_filled_in_place, fields_of(live).values()))
+        ):
             self._differs(path, f"is a {type(live).__qualname__} here", saved)
             return live
         return self._materialized(saved)
@@ -118,18 +135,50 @@ class Match:
             self._differs(path, "is a module here", saved)
             return module
         live = module.state_dict()
-        self._compare_names(live, saved, path)
+        names = PlainNames(module).of(live)
+        saved = self._by_plain_name(names, saved, path)
+        self._compare_names(names.values(), saved, path)
         extra: dict[str, Any] = {}
-        for name, value in live.items():
+        for here, value in live.items():
+            name = names[here]
             if name not in saved:
                 continue
             if isinstance(value, torch.Tensor):
                 self._tensor(value, saved[name], (*path, name))
             else:
-                extra[name] = self._materialized(saved[name])
+                extra[here] = self._materialized(saved[name])
         if extra:  # what set_extra_state takes
             self.actions.append(lambda: module.load_state_dict(extra, strict=False))
         return module
+
+    def _by_plain_name(self, names: dict[str, str], saved: dict[Any, Any], path: Path) -> dict[Any, Any]:
+        """What was saved of a module, by the plain names of the live one's; what is no part of it keeps its name."""
+        told, ambiguous = paired(names, saved)
+        self.mismatched += [f"{shown(path)}: {line}; load() it and rename one of them" for line in ambiguous]
+        plain = {told[here]: name for here, name in names.items() if here in told}
+        return {plain.get(name, name): value for name, value in saved.items()}
+
+    def _as_live_expects(self, live: Any, saved: Any, path: Path) -> Any:
+        """What was saved of an object, as its own `load_state_dict` wants it."""
+        if isinstance(live, torch.optim.Optimizer) and _is_optimizer_state(saved):
+            groups = [
+                {k: v for k, v in group.items() if k != "param_names"} for group in saved["param_groups"]
+            ]
+            return {**saved, "param_groups": groups}
+        if not (isinstance(live, torch.nn.Module) and isinstance(saved, dict)):
+            return saved
+        plain = PlainNames(live)
+        made = saved
+        # Taking the state dict may gather what is sharded.
+        if (plain.are_shown or may_be_wrapped(saved)) and isinstance(state := live.state_dict(), dict):
+            names = plain.of(state)
+            here = {name: raw for raw, name in names.items()}
+            values = self._by_plain_name(names, saved, path)
+            made = type(saved)((here.get(name, name), value) for name, value in values.items())
+        if isinstance(metadata := getattr(saved, "_metadata", None), dict):
+            made = OrderedDict(made)
+            made._metadata = live_metadata(live, plain, metadata)  # type: ignore[attr-defined]
+        return made
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
         """What Optimizer.load_state_dict does, but in place and in the saved dtype: it would cast to the parameter's."""
@@ -149,7 +198,7 @@ class Match:
             return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in group.items():
-                if key != "params":
+                if key not in ("params", "param_names"):  # the live names are of the live model
                     self._entry(live_group, key, value, (*path, "param_groups", i, key))
             for param, number in zip(live_group["params"], group["params"], strict=True):
                 self._optimizer_state(optimizer, param, saved["state"].get(number, {}), _on_device(group))
@@ -198,12 +247,32 @@ class Match:
         if value is not now:
             self.actions.append(lambda: live.__setitem__(key, value))
 
+    def _record(self, live: Any, saved: dict[str, Any], path: Path) -> Any:
+        """The fields of a dataclass's instance: set in place, or in another of its class where that is frozen."""
+        fields = fields_of(live)
+        names = [*fields, *(name for name in field_names(live) if name in saved and name not in fields)]
+        self._compare_names(names, saved, path)
+        changed = {}
+        for name in names:
+            if name in saved:
+                value = self.visit(fields.get(name), saved[name], (*path, name))
+                if name not in fields or value is not fields[name]:
+                    changed[name] = value
+        if is_frozen(live):
+            return make_record(type(live), {**fields, **changed}) if changed else live
+        for name, value in changed.items():
+            self.actions.append(functools.partial(setattr, live, name, value))
+        return live
+
     def _sequence(self, live: Any, saved: Any, path: Path) -> Any:
-        if not live:
+        if not live and type(live) is not deque:
             return self._materialized(saved)
-        if len(live) != len(saved) and isinstance(live, list) and not any(map(_is_filled_in_place, live)):
-            values = self._materialized(list(saved))  # a history that has grown, say
-            self.actions.append(lambda: live.__setitem__(slice(None), values))
+        if (
+            len(live) != len(saved)
+            and isinstance(live, list | deque)
+            and not any(map(_is_filled_in_place, live))
+        ):
+            self._set_items(live, self._materialized(list(saved)))  # a history that has grown, say
             return live
         if len(live) != len(saved):
             self.mismatched.append(
@@ -213,10 +282,19 @@ class Match:
         values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, saved, strict=True))]
         if all(value is now for value, now in zip(values, live, strict=True)):
             return live
-        if isinstance(live, list):
-            self.actions.append(lambda: live.__setitem__(slice(None), values))
+        if isinstance(live, list | deque):
+            self._set_items(live, values)
             return live
         return live._make(values) if hasattr(live, "_make") else tuple(values)
+
+    def _set_items(self, live: Any, values: list[Any]) -> None:
+        """Give a list or a deque other items. A deque keeps its own maxlen, and the newest items that it has room for."""
+
+        def set_items() -> None:
+            live.clear()
+            live.extend(values)
+
+        self.actions.append(set_items)
 
     def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
         if not path:
@@ -260,7 +338,7 @@ class Match:
         self.wanted[number, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor)
 
     def _differs(self, path: Path, here: str, saved: Any) -> None:
-        kind = saved.kind if isinstance(saved, Stored) else type(saved).__qualname__
+        kind = saved.kind if isinstance(saved, Stored) else _class_of(saved).__qualname__
         self.mismatched.append(f"{shown(path)} {here} and a {kind} in the checkpoint")
 
 
@@ -340,11 +418,19 @@ def _on_device(group: dict[str, Any]) -> bool:
 
 def is_looked_into(live: Any) -> bool:
     """Whether taking a state dict of it is nothing but looking: a plain module, a container, a tensor."""
-    return isinstance(live, torch.Tensor | MutableMapping | list | tuple) or _is_plain_module(live)
+    return _is_structure(live) or _is_plain_module(live)
 
 
 def _is_filled_in_place(live: Any) -> bool:
-    return isinstance(live, torch.Tensor | MutableMapping | list | tuple) or hasattr(live, "load_state_dict")
+    return _is_structure(live) or hasattr(live, "load_state_dict")
+
+
+def _is_structure(live: Any) -> bool:
+    return isinstance(live, torch.Tensor | MutableMapping | _SEQUENCES) or is_record(live)
+
+
+def _class_of(saved: Any) -> type:
+    return saved.cls if isinstance(saved, SavedRecord) else type(saved)
 
 
 def _is_array(value: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import CorruptCheckpointError
 from ..state.names import Select
+from ..state.plain import is_frozen, is_record
 from .contents import Contents, Part
 from .fill import fill
 from .load import Verify, check_lent, check_select, raise_unless_any
@@ -91,8 +92,10 @@ def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:
 
 
 def _check_root(live: Any) -> None:
-    fillable = isinstance(live, torch.Tensor | MutableMapping | MutableSequence) or hasattr(
-        live, "load_state_dict"
+    fillable = (
+        isinstance(live, torch.Tensor | MutableMapping | MutableSequence)
+        or hasattr(live, "load_state_dict")
+        or (is_record(live) and not is_frozen(live))
     )
     if not fillable:
         raise TypeError(

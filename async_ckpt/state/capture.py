@@ -10,6 +10,7 @@ import gc
 import io
 import json
 import logging
+import pickle
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
@@ -22,9 +23,11 @@ import torch
 from ..backends.cuda import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES, Json, TensorSpec
+from .dtypes import dtype_name, is_describable
 from .held import Held
 from .names import Path, Select, selector, shown
-from .tree import Encoder, dtype_name, is_describable, is_omitted
+from .tree import Encoder, is_omitted
+from .wrappers import StateDicts
 
 Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -59,7 +62,7 @@ def capture(state: Any, select: Select = None) -> Capture:
     Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
     quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that no pickle takes.
     """
-    walk = _Walk()
+    walk = _Walk(state)
     try:
         with no_collection():
             chosen = selector(select)
@@ -102,7 +105,8 @@ def no_collection() -> Iterator[None]:
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, state: Any) -> None:
+        self._state_dicts = StateDicts(state)
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
         self.marks: list[Mark | None] = []
@@ -122,7 +126,7 @@ class _Walk:
             return value.tree()
         if isinstance(value, torch.nn.Module):
             self.modules[path] = weakref.ref(value)
-        return value.state_dict()
+        return self._state_dicts.of(value)
 
     def leaf(self, value: Any, path: Path) -> Json:
         if isinstance(value, torch.Tensor):
@@ -279,4 +283,7 @@ def _pickle(value: Any) -> bytes:
 
 def _needs_trust(data: bytes) -> bool:
     """Whether torch's weights-only unpickler refuses it. Nothing of it is loaded: that may be large, or on a device."""
-    return bool(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    try:
+        return bool(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except pickle.UnpicklingError:  # it holds an integer of hundreds of digits
+        return True

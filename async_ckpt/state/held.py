@@ -9,6 +9,7 @@ import io
 import json
 import os
 import weakref
+from collections import deque
 from collections.abc import Iterator, KeysView, Mapping
 from concurrent.futures import Future
 from functools import cached_property
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ClosedError
+from .dtypes import dtype_named
 from .names import Path, shown
-from .tree import Stored, decode, dtype_named, replaced
+from .tree import SavedRecord, Stored, decode, replaced
 
 if TYPE_CHECKING:  # a capture may be of a state that was held before
     from .capture import Capture, Mark
@@ -124,16 +126,22 @@ class Held:
     @property
     def is_leaf(self) -> bool:
         """Whether it is one tensor, or one value."""
+        return not isinstance(self._entries, dict | list | tuple | deque) or isinstance(
+            self._entries, torch.Size
+        )
+
+    @property
+    def _entries(self) -> Any:
         structure = self._structure
-        return not isinstance(structure, dict | list | tuple) or isinstance(structure, torch.Size)
+        return structure.fields if isinstance(structure, SavedRecord) else structure
 
     def inner(self, key: Any) -> Held:
         """What is called so in it. Raises KeyError."""
-        structure = self._structure
+        entries = self._entries
         try:
-            inner = structure[key]
+            inner = entries[key]
         except (KeyError, IndexError, TypeError):
-            there = ", ".join(map(repr, structure)) if isinstance(structure, dict) else f"{len(self)} entries"
+            there = ", ".join(map(repr, entries)) if isinstance(entries, dict) else f"{len(self)} entries"
             raise KeyError(f"{key!r} is not in {shown(self._path)}; there are {there:.300}") from None
         return Held(self._source, inner, (*self._path, key))
 
@@ -144,21 +152,21 @@ class Held:
 
     def keys(self) -> KeysView[Any]:
         """The names in it. Raises TypeError when it is no dict."""
-        if not isinstance(self._structure, dict):
+        if not isinstance(self._entries, dict):
             raise TypeError(f"{shown(self._path)} is no dict; it has no keys")
-        return self._structure.keys()
+        return self._entries.keys()
 
     def __iter__(self) -> Iterator[Any]:
         """The names of a dict, and what is in a list."""
-        if isinstance(self._structure, dict):
-            return iter(self._structure)
+        if isinstance(self._entries, dict):
+            return iter(self._entries)
         return (self[i] for i in range(len(self)))
 
     def __contains__(self, key: object) -> bool:
-        return key in self._structure
+        return key in self._entries
 
     def __len__(self) -> int:
-        return len(self._structure)
+        return len(self._entries)
 
     def __reduce__(self) -> Any:
         raise TypeError("a snapshot cannot be pickled or copied; use its state_dict()")

@@ -3,34 +3,43 @@
 In: any nesting of containers and plain values. Out: JSON, and the structure back from it.
 Knows nothing of: files, devices, how a tensor is stored.
 
-A plain value stands for itself where JSON has it; everything else is an object with one key, its kind:
-`{"dict": [[key, node], ...]}`, `{"tensor": 7}`, `{"float": "7ff8000000000000"}`. Nothing in it can name code:
-decoding imports nothing.
+A plain value is a node of `plain`; everything else is an object with one key, its kind: `{"dict": [[key, node], ...]}`,
+`{"tensor": 7}`. The classes of namedtuples, dataclasses and enums are named, and looked up among those that the caller
+knows. Nothing in a skeleton can name code: decoding imports nothing.
 """
 
 from __future__ import annotations
 
-import base64
-import itertools
 import math
-import struct
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
 import torch
 
 from ..errors import UnsupportedStateError
 from ..spec import Json
+from .dtypes import numpy_dtype
 from .names import Path, printable, shown
+from .plain import (
+    SCALARS,
+    NotPlainError,
+    class_name,
+    enum_node,
+    fields_of,
+    has_fields,
+    hashable_node,
+    hashable_value,
+    is_record,
+    make_record,
+    member_of,
+    plain_node,
+    plain_value,
+    scalar_node,
+)
 
-_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
-# Bytes from here on are stored like a tensor: base64 in the index would cost a third more, and every reader's time.
-INLINE_BYTES: Final = 4096
-# More than any dtype has; from a few megabytes of fields within fields, numpy takes minutes to make one.
-_MAX_FIELDS: Final = 10_000
 _MAX_DIMS: Final = 64
 _STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
 _OMITTED: Final = object()
@@ -61,19 +70,29 @@ class Encoder:
     def encode(self, value: Any, path: Path = ()) -> Json:
         """The node for `value`. Raises UnsupportedStateError for a cycle, or a key that cannot be stored."""
         kind = type(value)
-        if kind in _SCALARS:
-            return _scalar_node(value) if self._is_kept(path) else _OMITTED
+        if kind in SCALARS:
+            return scalar_node(value) if self._is_kept(path) else _OMITTED
         if isinstance(value, torch.Tensor):
             return self._leaf(value, path) if self._is_kept(path) else _OMITTED
+        if isinstance(value, Enum):  # before anything else that it may be as well, such as an int or a tuple
+            self.types.add(kind)
+            return self._plain(value, enum_node, path)
         if kind is not dict and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
             return self._inside(value, path, lambda: self.encode(self._contents(value, path), path))
         if isinstance(value, dict):
             return self._inside(value, path, lambda: self._dict(value, path))
         if isinstance(value, list | tuple):
             return self._inside(value, path, lambda: self._sequence(value, path))
+        if kind is deque:
+            return self._inside(value, path, lambda: self._deque(value, path))
+        if is_record(value):
+            return self._inside(value, path, lambda: self._record(value, path))
+        return self._plain(value, plain_node, path)
+
+    def _plain(self, value: Any, to_node: Callable[[Any], Json | None], path: Path) -> Json:
         if not self._is_kept(path):
             return _OMITTED
-        node = _plain_node(value)
+        node = to_node(value)
         return self._leaf(value, path) if node is None else node
 
     def _is_kept(self, path: Path) -> bool:
@@ -90,13 +109,8 @@ class Encoder:
             self._open.discard(id(container))
 
     def _dict(self, value: dict[Any, Any], path: Path) -> Json:
-        items = []
-        for key, item in value.items():
-            inner = (*path, key)
-            node = self.encode(item, inner)
-            if node is not _OMITTED:
-                items.append([_key_node(key, inner), node])
-        if not (items or self._stays_empty(value, path)):
+        items = self._entries(value, path)
+        if items is _OMITTED:
             return _OMITTED
         if not isinstance(value, OrderedDict):
             return {"dict": items}
@@ -106,12 +120,34 @@ class Encoder:
             return {"ordered": items}
         return {"ordered": items, "metadata": Encoder(_no_leaf).encode(dict(metadata), (*path, "_metadata"))}
 
+    def _record(self, value: Any, path: Path) -> Json:
+        self.types.add(type(value))
+        items = self._entries(fields_of(value), path)
+        return items if items is _OMITTED else {"dataclass": [class_name(type(value)), items]}
+
+    def _entries(self, value: Mapping[Any, Any], path: Path) -> Any:
+        items = []
+        for key, item in value.items():
+            inner = (*path, key)
+            node = self.encode(item, inner)
+            if node is not _OMITTED:
+                items.append([_key_node(key, inner), node])
+        return items if items or self._stays_empty(value, path) else _OMITTED
+
+    def _deque(self, value: deque[Any], path: Path) -> Json:
+        nodes = self._items(value, path)
+        return nodes if nodes is _OMITTED else {"deque": [nodes, value.maxlen]}
+
+    def _items(self, value: Sequence[Any], path: Path) -> Any:
+        encoded = [self.encode(item, (*path, i)) for i, item in enumerate(value)]
+        nodes = [node for node in encoded if node is not _OMITTED]
+        return nodes if nodes or self._stays_empty(value, path) else _OMITTED
+
     def _sequence(self, value: Sequence[Any], path: Path) -> Json:
         if isinstance(value, torch.Size):
             return {"size": list(value)} if self._is_kept(path) else _OMITTED
-        encoded = [self.encode(item, (*path, i)) for i, item in enumerate(value)]
-        nodes = [node for node in encoded if node is not _OMITTED]
-        if not (nodes or self._stays_empty(value, path)):
+        nodes = self._items(value, path)
+        if nodes is _OMITTED:
             return _OMITTED
         if isinstance(value, tuple) and len(nodes) < len(value):
             return {"tuple": nodes}
@@ -147,7 +183,7 @@ class Stored:
         array = tensor.numpy()
         if self.descr is None:
             return array
-        dtype = _numpy_dtype(self.descr)
+        dtype = numpy_dtype(self.descr)
         if (
             len(self.shape) > _MAX_DIMS
             or not all(type(n) is int and 0 <= n < 2**63 for n in self.shape)
@@ -165,22 +201,40 @@ def flat(names: Iterable[str]) -> Json:
     return {"dict": [[name, {"tensor": number}] for number, name in enumerate(names)]}
 
 
+@dataclass(frozen=True, slots=True)
+class SavedRecord:
+    """What was saved of a dataclass's instance that is to become one again, when its values are there."""
+
+    cls: type
+    fields: dict[str, Any]
+
+
 def decode(
     node: Json, *, types: Iterable[type] = (), keep: Callable[[Path], bool] | None = None
 ) -> tuple[Any, list[Stored]]:
     """The structure back from its skeleton, with a `Stored` where the archive has more to say; and all of these.
 
-    A namedtuple becomes its class if that is among `types`, else a plain tuple. Leaves whose path `keep` turns down
-    are left out, and so are containers that end up without any; the whole is None when nothing is left.
+    A namedtuple becomes its class if that is among `types`, else a plain tuple; likewise an enum's member, else its
+    value, and a dataclass's instance, which is a `SavedRecord` at first, else a dict. Leaves whose path `keep` turns
+    down are left out, and so are containers that end up without any; the whole is None when nothing is left.
     Raises ValueError for a node that `encode` would not have made: nothing in a skeleton can make it raise another
-    error, or allocate more than the skeleton's own size.
+    error, or allocate more than the skeleton's own size. Raises TypeError for a class that it could not rebuild.
     """
-    decoder = _Decoder({class_name(t): t for t in types}, keep)
+    decoder = _Decoder({class_name(cls): cls for cls in map(_rebuilt, types)}, keep)
     try:
         value = decoder.decode(node)
     except Exception as error:
         raise _malformed(error) from error
     return (None if value is _OMITTED else value), decoder.stored
+
+
+def _rebuilt(cls: Any) -> Any:
+    """A class that the caller wants back. Raises TypeError for one that is never stored by its name."""
+    is_class = isinstance(cls, type)
+    if is_class and ("__dataclass_fields__" in vars(cls) or issubclass(cls, Enum) or hasattr(cls, "_make")):
+        return cls
+    what = cls.__qualname__ if is_class else f"{cls!r:.100}"
+    raise TypeError(f"types must be classes of namedtuples, dataclasses or enums; got {what}")
 
 
 def top_keys(node: Json) -> list[Any] | None:
@@ -206,6 +260,8 @@ def replaced(value: Any, give: Callable[[Stored], Any]) -> Any:
     """A copy of a decoded structure with every `Stored` replaced by what `give` has for it."""
     if isinstance(value, Stored):
         return give(value)
+    if isinstance(value, SavedRecord):
+        return make_record(value.cls, replaced(value.fields, give))
     if isinstance(value, dict):
         made = type(value)((key, replaced(item, give)) for key, item in value.items())
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
@@ -213,6 +269,8 @@ def replaced(value: Any, give: Callable[[Stored], Any]) -> Any:
         return made
     if type(value) is list:
         return [replaced(item, give) for item in value]
+    if type(value) is deque:
+        return deque((replaced(item, give) for item in value), value.maxlen)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         items = [replaced(item, give) for item in value]
         return value._make(items) if hasattr(value, "_make") else tuple(items)
@@ -243,19 +301,49 @@ class _Decoder:
         if kind == "tuple":
             items = self._items(value, path)
             return items if items is _OMITTED else tuple(items)
-        if kind == "namedtuple":
-            name, fields, nodes = value
-            items = self._items(nodes, path)
-            if items is _OMITTED:
-                return items
-            cls: Any = self._types.get(name)
-            same = getattr(cls, "_fields", None) == tuple(fields) and len(items) == len(fields)
-            return cls._make(items) if same else tuple(items)
+        if kind in ("namedtuple", "deque", "dataclass"):
+            return getattr(self, f"_{kind}")(value, path)
+        if kind == "enum":
+            return self._leaf(lambda: self._enum(value), path)
         if kind in _STORED:
             number, *how = value if kind == "ndarray" else [value]
             where = path if kind == "object" else ()
             return self._leaf(lambda: self._store(kind, number, *how, path=where), path)
-        return self._leaf(lambda: _plain_value(kind, value), path)
+        return self._leaf(lambda: plain_value(kind, value), path)
+
+    def _namedtuple(self, value: Json, path: Path) -> Any:
+        name, fields, nodes = value
+        items = self._items(nodes, path)
+        if items is _OMITTED:
+            return items
+        cls: Any = self._types.get(name)
+        same = getattr(cls, "_fields", None) == tuple(fields) and len(items) == len(fields)
+        return cls._make(items) if same else tuple(items)
+
+    def _deque(self, value: Json, path: Path) -> Any:
+        nodes, maxlen = value
+        items = self._items(nodes, path)
+        if items is _OMITTED:
+            return items
+        if maxlen is not None and (type(maxlen) is not int or maxlen < len(nodes)):
+            raise ValueError(f"a deque of {len(nodes)} items has a maxlen of {maxlen!r:.50}")
+        return deque(items, maxlen)
+
+    def _dataclass(self, value: Json, path: Path) -> Any:
+        name, items = value
+        fields = self._dict(items, path, {})
+        if fields is _OMITTED:
+            return fields
+        cls: Any = self._types.get(name)
+        is_whole = (
+            len(fields) == len(items) and hasattr(cls, "__dataclass_fields__") and has_fields(cls, fields)
+        )
+        return SavedRecord(cls, fields) if is_whole else fields
+
+    def _enum(self, value: Json) -> Any:
+        name, node = value
+        cls, plain = self._types.get(name), hashable_value(node)
+        return member_of(cls, plain) if cls is not None and issubclass(cls, Enum) else plain
 
     def _store(
         self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()
@@ -286,203 +374,44 @@ class _Decoder:
         return self._keep is None or (not nodes and self._keep(path))
 
 
-def class_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype of that name; raises ValueError when this torch has none."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this version of torch has no dtype {name!r:.50}; install a newer one to load it")
-    return dtype
-
-
-def _scalar_node(value: Any) -> Json:
-    """What JSON has too stands for itself, unless JSON would change it."""
-    if isinstance(value, str):
-        return (
-            value
-            if value.isascii() or _is_unicode(value)
-            else {"str": value.encode("utf-8", "surrogatepass").hex()}
-        )
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        return {"int": hex(value)}
-    return value
-
-
-def _is_unicode(text: str) -> bool:
-    """False for text with lone surrogates, two of which JSON would join into one character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _plain_node(value: Any) -> Json | None:
-    """The node of a value that needs no pickle, or None."""
-    kind = type(value)
-    if kind is bytes and len(value) < INLINE_BYTES:
-        return {"inline": _base64(value)}
-    if kind is complex:
-        return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
-    if kind is torch.dtype:
-        return {"dtype": dtype_name(value)}
-    if kind is torch.device:
-        return {"device": str(value)}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and is_describable(value.dtype):
-        if isinstance(value, numpy.str_):
-            return {"npstr": _scalar_node(value[:])}  # str(value) would drop trailing zeros
-        if isinstance(value, numpy.bytes_):
-            return {"npbytes": _base64(bytes(value))}
-        return {"npscalar": [numpy.lib.format.dtype_to_descr(value.dtype), _base64(value.tobytes())]}
-    return None
-
-
-def _plain_value(kind: str | None, value: Json) -> Any:
-    if kind == "float":
-        return struct.unpack(">d", bytes.fromhex(value))[0]
-    if kind == "int":
-        return int(value, 16)
-    if kind == "str":
-        return bytes.fromhex(value).decode("utf-8", "surrogatepass")
-    if kind == "inline":
-        return base64.b64decode(value, validate=True)
-    if kind == "complex":
-        return complex(*struct.unpack(">dd", bytes.fromhex(value)))
-    if kind == "size":
-        return torch.Size(value)
-    if kind == "dtype":
-        return dtype_named(value)
-    if kind == "device":
-        return torch.device(value)
-    if kind in ("npstr", "npbytes", "npscalar"):
-        return _numpy_scalar(kind, value)
-    raise ValueError(f"the skeleton has a node of the unknown kind {kind!r:.50}")
-
-
-def _numpy_scalar(kind: str, value: Json) -> Any:
-    import numpy
-
-    if kind == "npstr":
-        return numpy.str_(_key(value))
-    if kind == "npbytes":
-        return numpy.bytes_(base64.b64decode(value, validate=True))
-    dtype = _numpy_dtype(value[0])
-    data = base64.b64decode(value[1], validate=True)
-    if len(data) != dtype.itemsize:
-        raise ValueError("a numpy scalar with another number of bytes than its dtype has")
-    return numpy.frombuffer(data, dtype)[0] if data else numpy.zeros((), dtype)[()]
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
 def _key_node(key: Any, path: Path) -> Json:
     """A dict key as a node; only what hashes and needs no pickle."""
-    if type(key) is int and not _has_text(key):
+    if type(key) is str:
+        return scalar_node(key)
+    try:
+        node = hashable_node(key)
+    except NotPlainError as error:
         raise UnsupportedStateError(
-            f"{shown(path)}: a key of {key.bit_length():,} bits cannot be stored; use a string, or a smaller number",
+            f"{shown(path)}: a key of type {error.kind} cannot be stored; use a string or a number",
             path=shown(path),
-        )
-    if type(key) in _SCALARS:
-        return _scalar_node(key)
-    if type(key) is tuple:
-        return {"tuple": [_key_node(part, path) for part in key]}
-    node = None if _is_void(key) else _plain_node(key)
-    if node is None:
+        ) from error
+    if not _has_text(key):
         raise UnsupportedStateError(
-            f"{shown(path)}: a key of type {type(key).__qualname__} cannot be stored; use a string or a number",
+            f"{shown(path)}: a key with a number of so many digits cannot be stored; use a string, or a smaller number",
             path=shown(path),
         )
     return node
 
 
-def _has_text(number: int) -> bool:
-    """Whether Python writes an integer in decimal, as names of tensors do: some thousands of digits are its limit."""
+def _has_text(key: Any) -> bool:
+    """Whether Python writes a key in decimal, as names of tensors do: some thousands of digits are its limit."""
     try:
-        str(number)
+        str(key)
     except ValueError:
         return False
     return True
 
 
 def _key(node: Json) -> Any:
-    if isinstance(node, str):
-        return node
-    key = _plain(node)
-    if _is_void(key):
-        raise ValueError("a key of the skeleton is a record of numpy")
-    return key
-
-
-def _is_void(key: Any) -> bool:
-    """Whether a key is a record, or raw bytes, of numpy: they raise when they are compared with anything else."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(key, numpy.void)
-
-
-def _plain(node: Json) -> Any:
-    """What a node stands for that has no leaf stored elsewhere."""
-    value, stored = decode(node)
-    if stored:
-        raise ValueError("a key, or metadata, of the skeleton is not a plain value")
-    return value
+    return node if isinstance(node, str) else hashable_value(node)
 
 
 def _metadata(node: Json) -> dict[Any, Any]:
-    value = _plain(node)
-    if not isinstance(value, dict):
-        raise ValueError("the metadata of a state dict is not a dict")
+    value, stored = decode(node)
+    if stored or not isinstance(value, dict):
+        raise ValueError("the metadata of a state dict is not a dict of plain values")
     return value
 
 
 def _no_leaf(_value: Any, _path: Path) -> Json:
     return None  # a state dict's metadata is plain: version numbers
-
-
-def is_describable(dtype: Any) -> bool:
-    """Whether an array of this dtype is stored as its bytes: it holds no Python objects, and not too many fields."""
-    return not dtype.hasobject and _num_fields(dtype) <= _MAX_FIELDS
-
-
-def _num_fields(dtype: Any) -> int:
-    """The fields of a structured dtype, those within fields and the gaps between them included."""
-    if dtype.subdtype is not None:
-        return _num_fields(dtype.subdtype[0])
-    return sum(2 + _num_fields(dtype.fields[name][0]) for name in dtype.names or ())
-
-
-def _numpy_dtype(descr: Json) -> Any:
-    """A dtype from its .npy description; never one with Python objects."""
-    import numpy
-
-    dtype = numpy.lib.format.descr_to_dtype(_tuples(descr, itertools.count()))
-    if dtype.hasobject:
-        raise ValueError("a numpy array of Python objects outside of objects.pt")
-    return dtype
-
-
-def _tuples(descr: Json, fields: Iterator[int]) -> Any:
-    """JSON has turned the tuples of a structured dtype's description into lists. `fields` counts its fields."""
-    if isinstance(descr, str):
-        if len(descr) > 1000:
-            raise ValueError(f"the dtype {descr:.50}… is too long")
-        return descr
-    made = []
-    for name, inner, *shape in descr:
-        if next(fields) > _MAX_FIELDS:
-            raise ValueError(f"a dtype of more than {_MAX_FIELDS:,} fields")
-        made.append(
-            (tuple(name) if isinstance(name, list) else name, _tuples(inner, fields), *map(tuple, shape))
-        )
-    return made

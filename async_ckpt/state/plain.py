@@ -1,0 +1,426 @@
+"""Plain values as JSON, and back: whatever a state holds that takes neither a pickle nor memory of its own.
+
+In: a value, or the node of one, which may be anybody's. Out: the other. Knows nothing of: containers, tensors, files.
+
+Numbers, text, booleans and None stand for themselves where JSON has them; every other value is an object with one key,
+its kind: `{"date": "2024-02-29"}`. A node is read by a constructor that takes no more memory than the node's own text,
+and imports nothing. Only values of exactly these types are plain: a subclass may have more to say.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+import re
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, time, timedelta, timezone, tzinfo
+from decimal import Context, Decimal, InvalidOperation
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
+from typing import Any, Final
+from uuid import UUID
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+import torch
+
+from ..spec import Json
+from .dtypes import dtype_name, dtype_named, is_describable, numpy_dtype
+
+SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+# Bytes from here on are stored like a tensor: base64 in the index would cost a third more, and every reader's time.
+INLINE_BYTES: Final = 4096
+# Reducing a fraction takes time that grows with the square of its length.
+_MAX_FRACTION_BITS: Final = 4096
+# The name of a time zone is the path of a file below the system's folder of zones, and must not leave it.
+_ZONE: Final = re.compile(r"[A-Za-z0-9_+-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,3}")
+# Whatever the caller's own context does about digits that are none.
+_DECIMALS: Final = Context(traps=[InvalidOperation])
+# What each class of paths is read as; this system's own stays what it is.
+_PATHS: Final[Mapping[str, type[PurePath]]] = {
+    "PurePosixPath": PurePosixPath,
+    "PosixPath": PurePosixPath,
+    "PureWindowsPath": PureWindowsPath,
+    "WindowsPath": PureWindowsPath,
+}
+
+
+class NotPlainError(Exception):
+    """A value, or something in it, has no node. `kind` is the name of its type."""
+
+    def __init__(self, value: Any) -> None:
+        self.kind = type(value).__qualname__
+        super().__init__(self.kind)
+
+
+# --- values as nodes ----------------------------------------------------------------------------------------------
+
+
+def scalar_node(value: Any) -> Json:
+    """What JSON has too stands for itself, unless JSON would change it."""
+    if isinstance(value, str):
+        return (
+            value
+            if value.isascii() or _is_unicode(value)
+            else {"str": value.encode("utf-8", "surrogatepass").hex()}
+        )
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return {"int": hex(value)}
+    return value
+
+
+def plain_node(value: Any) -> Json | None:
+    """The node of a value that is no scalar, or None: it is not plain."""
+    try:
+        if (write := _WRITERS.get(type(value))) is not None:
+            return write(value)
+        return _numpy_node(value)
+    except NotPlainError:
+        return None
+
+
+def hashable_node(value: Any) -> Json:
+    """The node of what may be the key of a dict, or in a set: a scalar, a plain value, or a tuple of such.
+
+    Raises NotPlainError for anything else.
+    """
+    if type(value) in SCALARS:
+        return scalar_node(value)
+    if type(value) is tuple:
+        return {"tuple": [hashable_node(part) for part in value]}
+    node = None if _is_void(value) else plain_node(value)
+    if node is None:
+        raise NotPlainError(value)
+    return node
+
+
+def enum_node(member: Enum) -> Json | None:
+    """The node of an enum's member, or None: its value is not plain."""
+    try:
+        return {"enum": [class_name(type(member)), hashable_node(member.value)]}
+    except NotPlainError:
+        return None
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _path_node(path: PurePath) -> Json:
+    return {"path": [type(path).__name__, scalar_node(str(path))]}
+
+
+def _datetime_node(value: datetime) -> Json:
+    naive = value.replace(tzinfo=None, fold=0)
+    return {"datetime": [naive.isoformat(), value.fold, _zone_node(value.tzinfo)]}
+
+
+def _time_node(value: time) -> Json:
+    naive = value.replace(tzinfo=None, fold=0)
+    return {"time": [naive.isoformat(), value.fold, _zone_node(value.tzinfo)]}
+
+
+def _timedelta_node(value: timedelta) -> Json:
+    return {"timedelta": [value.days, value.seconds, value.microseconds]}
+
+
+def _zone_node(zone: tzinfo | None) -> Json:
+    if zone is None:
+        return None
+    if isinstance(zone, timezone):
+        offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
+        return {"timezone": [offset.days, offset.seconds, offset.microseconds, *map(scalar_node, name)]}
+    if type(zone) is ZoneInfo and zone.key is not None and _ZONE.fullmatch(zone.key):
+        return {"zone": zone.key}
+    raise NotPlainError(zone)
+
+
+def _fraction_node(value: Fraction) -> Json:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_FRACTION_BITS:
+        raise NotPlainError(value)
+    return {"fraction": [scalar_node(value.numerator), scalar_node(value.denominator)]}
+
+
+def _slice_node(value: slice) -> Json:
+    parts = (value.start, value.stop, value.step)
+    if any(type(part) not in (int, type(None)) for part in parts):
+        raise NotPlainError(value)
+    return {"slice": [scalar_node(part) for part in parts]}
+
+
+def _set_node(value: set[Any] | frozenset[Any]) -> Json:
+    """In an order of its own: that of a set differs from one process to the next."""
+    return {type(value).__name__: sorted(map(hashable_node, value), key=repr)}
+
+
+def _bytes_node(value: bytes) -> Json:
+    if len(value) >= INLINE_BYTES:
+        raise NotPlainError(value)
+    return {"inline": _base64(value)}
+
+
+def _numpy_node(value: Any) -> Json | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic) or not is_describable(value.dtype):
+        return None
+    if isinstance(value, numpy.str_):
+        return {"npstr": scalar_node(value[:])}  # str(value) would drop trailing zeros
+    if isinstance(value, numpy.bytes_):
+        return {"npbytes": _base64(bytes(value))}
+    return {"npscalar": [numpy.lib.format.dtype_to_descr(value.dtype), _base64(value.tobytes())]}
+
+
+_WRITERS: Final[Mapping[type, Callable[[Any], Json]]] = {
+    bytes: _bytes_node,
+    complex: lambda value: {"complex": struct.pack(">dd", value.real, value.imag).hex()},
+    torch.dtype: lambda value: {"dtype": dtype_name(value)},
+    torch.device: lambda value: {"device": str(value)},
+    **dict.fromkeys((PurePosixPath, PureWindowsPath, PosixPath, WindowsPath), _path_node),
+    date: lambda value: {"date": value.isoformat()},
+    datetime: _datetime_node,
+    time: _time_node,
+    timedelta: _timedelta_node,
+    timezone: _zone_node,
+    ZoneInfo: _zone_node,
+    Decimal: lambda value: {"decimal": str(value)},
+    Fraction: _fraction_node,
+    UUID: lambda value: {"uuid": value.hex},
+    range: lambda value: {"range": [scalar_node(part) for part in (value.start, value.stop, value.step)]},
+    slice: _slice_node,
+    set: _set_node,
+    frozenset: _set_node,
+}
+
+
+def _is_unicode(text: str) -> bool:
+    """False for text with lone surrogates, two of which JSON would join into one character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+# --- nodes as values ----------------------------------------------------------------------------------------------
+# The text may be anybody's: a reader raises whatever the constructor does, and none that could allocate is asked.
+
+
+def plain_value(kind: str | None, value: Json) -> Any:
+    """What a node of this kind stands for. Raises some error for one that `plain_node` would not have made."""
+    read = _READERS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        raise ValueError(f"the skeleton has a node of the unknown kind {kind!r:.50}")
+    return read(value)
+
+
+def hashable_value(node: Json) -> Any:
+    """What a node of `hashable_node` stands for."""
+    if isinstance(node, list):
+        raise ValueError("a bare list in the skeleton")
+    if not isinstance(node, dict):
+        return node
+    kind = next(iter(node), None)
+    if kind == "tuple":
+        return tuple(map(hashable_value, node[kind]))
+    value = plain_value(kind, node.get(kind))
+    if _is_void(value):
+        raise ValueError("a key of the skeleton is a record of numpy")
+    return value
+
+
+def member_of(cls: type[Enum], value: Any) -> Any:
+    """The member of an enum that has this value, or the value itself where none has."""
+    try:
+        return cls(value)
+    except (
+        Exception
+    ):  # the class is the user's own, and may raise anything when it is asked for what it lacks
+        return value
+
+
+def _int(node: Json) -> int:
+    value = hashable_value(node)
+    if type(value) is not int:
+        raise ValueError(f"{value!r:.50} is not an integer")
+    return value
+
+
+def _text(node: Json) -> str:
+    value = hashable_value(node)
+    if type(value) is not str:
+        raise ValueError(f"{value!r:.50} is not text")
+    return value
+
+
+def _path(value: Json) -> PurePath:
+    """A path for this system's files where it was one for the same kind of system, else only the words of one."""
+    name, text = value[0], _text(value[1])
+    if name == type(Path()).__name__:
+        return Path(text)
+    return _PATHS[name](text)
+
+
+def _datetime(value: Json) -> datetime:
+    text, fold, zone = value
+    return datetime.fromisoformat(text).replace(fold=_int(fold), tzinfo=_zone(zone))
+
+
+def _time(value: Json) -> time:
+    text, fold, zone = value
+    return time.fromisoformat(text).replace(fold=_int(fold), tzinfo=_zone(zone))
+
+
+def _zone(node: Json) -> tzinfo | None:
+    value = hashable_value(node)
+    if value is not None and not isinstance(value, tzinfo):
+        raise ValueError(f"{value!r:.50} is not a time zone")
+    return value
+
+
+def _timedelta(value: Json) -> timedelta:
+    days, seconds, microseconds = map(_int, value)
+    return timedelta(days, seconds, microseconds)
+
+
+def _timezone(value: Json) -> timezone:
+    *offset, name = value if len(value) == 4 else (*value, None)
+    return timezone(_timedelta(offset)) if name is None else timezone(_timedelta(offset), _text(name))
+
+
+def _named_zone(value: Json) -> ZoneInfo:
+    if not isinstance(value, str) or not _ZONE.fullmatch(value):
+        raise ValueError(f"{value!r:.50} is not the name of a time zone")
+    try:
+        return ZoneInfo(value)
+    except (ZoneInfoNotFoundError, OSError) as error:
+        raise ValueError(f"this system has no time zone {value!r:.50}; install the tzdata package") from error
+
+
+def _fraction(value: Json) -> Fraction:
+    numerator, denominator = map(_int, value)
+    if max(numerator.bit_length(), denominator.bit_length()) > _MAX_FRACTION_BITS:
+        raise ValueError("a fraction of too many digits")
+    return Fraction(numerator, denominator)
+
+
+def _range(value: Json) -> range:
+    start, stop, step = map(_int, value)
+    return range(start, stop, step)
+
+
+def _slice(value: Json) -> slice:
+    start, stop, step = (None if part is None else _int(part) for part in value)
+    return slice(start, stop, step)
+
+
+def _numpy_string(value: Json) -> Any:
+    import numpy
+
+    return numpy.str_(_text(value))
+
+
+def _numpy_bytes(value: Json) -> Any:
+    import numpy
+
+    return numpy.bytes_(base64.b64decode(value, validate=True))
+
+
+def _numpy_scalar(value: Json) -> Any:
+    import numpy
+
+    dtype = numpy_dtype(value[0])
+    data = base64.b64decode(value[1], validate=True)
+    if len(data) != dtype.itemsize:
+        raise ValueError("a numpy scalar with another number of bytes than its dtype has")
+    return numpy.frombuffer(data, dtype)[0] if data else numpy.zeros((), dtype)[()]
+
+
+_READERS: Final[Mapping[str, Callable[[Json], Any]]] = {
+    "float": lambda value: struct.unpack(">d", bytes.fromhex(value))[0],
+    "int": lambda value: int(value, 16),
+    "str": lambda value: bytes.fromhex(value).decode("utf-8", "surrogatepass"),
+    "inline": lambda value: base64.b64decode(value, validate=True),
+    "complex": lambda value: complex(*struct.unpack(">dd", bytes.fromhex(value))),
+    "size": torch.Size,
+    "dtype": dtype_named,
+    "device": torch.device,
+    "path": _path,
+    "date": date.fromisoformat,
+    "datetime": _datetime,
+    "time": _time,
+    "timedelta": _timedelta,
+    "timezone": _timezone,
+    "zone": _named_zone,
+    "decimal": lambda value: Decimal(_text(value), _DECIMALS),
+    "fraction": _fraction,
+    "uuid": lambda value: UUID(hex=value),
+    "range": _range,
+    "slice": _slice,
+    "set": lambda value: set(map(hashable_value, value)),
+    "frozenset": lambda value: frozenset(map(hashable_value, value)),
+    "npstr": _numpy_string,
+    "npbytes": _numpy_bytes,
+    "npscalar": _numpy_scalar,
+}
+
+
+def _is_void(value: Any) -> bool:
+    """Whether a value is a record, or raw bytes, of numpy: they raise when they are compared with anything else."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.void)
+
+
+# --- dataclasses --------------------------------------------------------------------------------------------------
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is an instance of a dataclass.
+
+    A class that merely inherits from one may have more than its fields.
+    """
+    return "__dataclass_fields__" in vars(type(value))
+
+
+def field_names(record: Any) -> list[str]:
+    """The fields of a dataclass, or of its instance."""
+    return [field.name for field in dataclasses.fields(record)]
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass's instance that have a value; one with `init=False` may have none yet."""
+    return {name: getattr(record, name) for name in field_names(record) if hasattr(record, name)}
+
+
+def has_fields(cls: Any, names: Mapping[str, Any]) -> bool:
+    """Whether instances of this dataclass have these fields, and could be made with no others."""
+    needed = {field.name for field in dataclasses.fields(cls) if field.init}
+    return needed <= names.keys() <= set(field_names(cls))
+
+
+def is_frozen(record: Any) -> bool:
+    """Whether a dataclass's instances are not to be changed."""
+    frozen: bool = type(record).__dataclass_params__.frozen
+    return frozen
+
+
+def make_record(cls: Any, fields: Mapping[str, Any]) -> Any:
+    """An instance of a dataclass with these fields, or a dict of them where the class makes none like that.
+
+    As copying and unpickling do, without `__init__` and `__post_init__`: the fields are what these have made of others.
+    """
+    try:
+        made = cls.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(made, name, value)
+    except Exception:  # whatever the user's own class raises
+        return dict(fields)
+    return made

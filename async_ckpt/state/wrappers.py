@@ -1,0 +1,271 @@
+"""Names of live modules are those of the plain model, whatever is wrapped around it, or around a part of it.
+
+In: modules and optimizers. Out: their state dicts without the prefixes of wrappers; which saved name a live one is.
+Knows nothing of: skeletons, archives.
+
+A wrapper holds one module in a known attribute, which its state dict has in every name: `module.0.weight` of a
+DistributedDataParallel. It is found by its class, since a submodule may well be called `module`. Only where a saved name
+fits no live one are such words left out of both, and then no more than one of each may be left with the same rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from .plain import fields_of, is_record
+
+# By module and name, and the attribute that holds what is wrapped. A class whose module nobody has imported has no
+# instances.
+_WRAPPERS: Final = (
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+_ATTRIBUTES: Final = frozenset(attribute for _, _, attribute in _WRAPPERS)
+# Taken off by these wrappers themselves, though not in the metadata.
+_HIDDEN: Final = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+class PlainNames:
+    """The names that the parts of one module have without its wrappers; false where there are none."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._classes: dict[type, str | None] = {}
+        self._open: set[int] = set()  # modules between the root and here
+        self._inner: dict[str, list[str]] = {}  # by plain name: the attributes of the wrappers around it
+        self._modules: dict[str, str] = {}
+        self._walk(root, "")
+
+    def __bool__(self) -> bool:
+        return bool(self._inner)
+
+    def module(self, name: str) -> str:
+        """The plain name of a module, such as a state dict's metadata has."""
+        if name not in self._modules:
+            self._modules[name] = self._without_wrappers(name.split(".") if name else [])
+        return self._modules[name]
+
+    def entry(self, name: Any) -> Any:
+        """The plain name of a parameter, a buffer or an extra state."""
+        if not isinstance(name, str):
+            return name
+        module, _, last = name.rpartition(".")
+        return _joined(self.module(module), last)
+
+    @property
+    def are_shown(self) -> bool:
+        """Whether a state dict of the module has other names than the plain model's."""
+        return any(not _HIDDEN.issuperset(attributes) for attributes in self._inner.values())
+
+    def of(self, names: Iterable[Any]) -> dict[Any, Any]:
+        """The plain name of each; they all stay as they are if two would become one."""
+        plain = {name: self.entry(name) for name in names}
+        return plain if len({*plain.values()}) == len(plain) else {name: name for name in plain}
+
+    def _walk(self, module: torch.nn.Module, at: str) -> None:
+        if id(module) in self._open:
+            return
+        self._open.add(id(module))
+        attribute = self._attribute(type(module))
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            if name == attribute:
+                self._inner.setdefault(at, []).append(name)
+            self._walk(child, at if name == attribute else _joined(at, name))
+        self._open.discard(id(module))
+
+    def _attribute(self, cls: type) -> str | None:
+        """Where instances of a class hold what they wrap; None where it is no wrapper."""
+        if cls not in self._classes:
+            known = ((getattr(sys.modules.get(where), name, None), inner) for where, name, inner in _WRAPPERS)
+            self._classes[cls] = next(
+                (inner for kind, inner in known if kind and issubclass(cls, kind)), None
+            )
+        return self._classes[cls]
+
+    def _without_wrappers(self, parts: list[str]) -> str:
+        at, left = "", deque(parts)
+        while left:
+            for attribute in self._inner.get(at, ()):
+                if left and left[0] == attribute:
+                    left.popleft()
+            if left:
+                at = _joined(at, left.popleft())
+        return at
+
+
+class StateDicts:
+    """The state dicts of the objects in one state, by the names of plain models."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._names: dict[int, set[str]] | None = None
+
+    def of(self, value: Any) -> Any:
+        """What an object's `state_dict` gives, renamed if it is a module or an optimizer."""
+        given = value.state_dict()
+        if isinstance(value, torch.nn.Module):
+            return _plain_state(PlainNames(value), given)
+        if isinstance(value, torch.optim.Optimizer) and isinstance(given, dict):
+            groups = given.get("param_groups", [])
+            if any("param_names" in group for group in groups):
+                return {**given, "param_groups": list(map(self._group, groups, value.param_groups))}
+        return given
+
+    def _group(self, given: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer does not know the model; its parameters are looked up in the modules of the same state."""
+        names = given.get("param_names", ())
+        if not may_be_wrapped(names) or len(names) != len(live["params"]):
+            return given
+        if self._names is None:
+            self._names = {}
+            for module in _modules_in(self._state, set()):
+                plain = PlainNames(module)
+                for name, parameter in module.named_parameters(remove_duplicate=False):
+                    self._names.setdefault(id(parameter), set()).add(plain.entry(name))
+        return {**given, "param_names": list(map(self._plain_name, live["params"], names))}
+
+    def _plain_name(self, parameter: torch.Tensor, name: str) -> str:
+        assert self._names is not None
+        known = [plain for plain in self._names.get(id(parameter), ()) if _bare(plain) == _bare(name)]
+        return known[0] if len(known) == 1 else name
+
+
+class Pairs(NamedTuple):
+    """Which saved name belongs to each live one, and what could belong to several, for people."""
+
+    saved: dict[str, str]
+    ambiguous: list[str]
+
+
+def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> Pairs:
+    """Find the saved name of each live one, of which `live` has the plain names too.
+
+    A checkpoint of the same model, or of the plain one, has exactly these names or those. Of any other, a name that is
+    found among both is a live one's, if not another's as well; what is left fits where it differs in wrappers alone.
+    """
+    names = {name for name in saved if isinstance(name, str)}
+    own = {name: plain for name, plain in live.items() if isinstance(name, str)}
+    if names == own.keys():
+        return Pairs({name: name for name in own}, [])
+    if names == {*own.values()}:
+        return Pairs(own, [])
+    found = {(name, told) for name, plain in own.items() for told in {name, plain} & names}
+    lives, saves = Counter(name for name, _ in found), Counter(told for _, told in found)
+    ambiguous = [(name, told) for name, told in found if lives[name] > 1 or saves[told] > 1]
+    bare_live, bare_saved = _by_bare_name(own), _by_bare_name(names)
+    for bare, told in bare_saved.items():
+        here = bare_live.get(bare, [])
+        if all(map(saves.__contains__, told)) or all(map(lives.__contains__, here)):
+            continue
+        if len(here) == len(told) == 1:
+            found.add((here[0], told[0]))
+        else:
+            ambiguous += [(name, other) for name in here for other in told]
+    return Pairs(dict(found), _described(ambiguous))
+
+
+def live_metadata(module: torch.nn.Module, names: PlainNames, saved: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a saved state dict, under the names that the live module has for what it is made of."""
+    live = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    if saved.keys() == {*live}:
+        return saved
+    bare = {_bare_module(name): version for name, version in saved.items() if isinstance(name, str)}
+    told = {**bare, **saved}
+    likes = ((name, (names.module(name), name, _bare_module(name))) for name in live)
+    return OrderedDict(
+        (name, told[next(like for like in several if like in told)])
+        for name, several in likes
+        if not told.keys().isdisjoint(several)
+    )
+
+
+def may_be_wrapped(names: Iterable[Any]) -> bool:
+    """Whether one of these names has in it what a wrapper puts there."""
+    return any(isinstance(name, str) and _bare(name) != name for name in names)
+
+
+def _plain_state(names: PlainNames, given: Any) -> Any:
+    if not names or not isinstance(given, dict):
+        return given
+    plain = names.of(given)
+    if names.are_shown and all(name == new for name, new in plain.items()):
+        return given
+    made: Any = OrderedDict() if isinstance(given, OrderedDict) else {}
+    made.update((plain[name], value) for name, value in given.items())
+    metadata = getattr(given, "_metadata", None)
+    if isinstance(metadata, dict):  # of a wrapper and what it wraps, the latter comes later, and stays
+        made._metadata = OrderedDict((names.module(name), told) for name, told in metadata.items())
+    return made
+
+
+def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
+    if isinstance(value, torch.nn.Module):
+        yield value
+        return
+    if not isinstance(value, dict | list | tuple | deque) and not is_record(value):
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inner = fields_of(value) if is_record(value) else value
+    for item in inner.values() if isinstance(inner, dict) else inner:
+        yield from _modules_in(item, seen)
+
+
+def _bare(name: str) -> str:
+    """A name without any word that a wrapper may have put there."""
+    module, _, last = name.rpartition(".")
+    return _joined(_bare_module(module), last)
+
+
+def _bare_module(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _ATTRIBUTES)
+
+
+def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_bare(name), []).append(name)
+    return found
+
+
+def _described(ambiguous: Iterable[tuple[str, str]]) -> list[str]:
+    told: dict[str, list[str]] = {}
+    here: dict[str, list[str]] = {}
+    for name, other in sorted({*ambiguous}):
+        told.setdefault(name, []).append(other)
+        here.setdefault(other, []).append(name)
+    one_of_several = {name for name in told if len(told[name]) > 1}
+    return [
+        *(f"{name!r} may be {_either(told[name])} of the checkpoint" for name in sorted(one_of_several)),
+        *(
+            f"{name!r} of the checkpoint may be {_either(here[name])}"
+            for name in here
+            if len(here[name]) > 1 and one_of_several.isdisjoint(here[name])
+        ),
+    ]
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(map(repr, names))
+
+
+def _joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
