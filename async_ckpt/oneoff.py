@@ -36,17 +36,26 @@ def save(
     select: Select = None,
     compression: Compression = None,
 ) -> SaveHandle:
-    """Save `obj` as one tar at `path`, in the order of arguments of `torch.save`; returns a handle at once.
+    """Save `obj` as one tar at `path`, with the arguments of `torch.save`. Returns a handle at once.
 
-    The file appears whole, or replaces what was there, when it is durable; until then nothing is visible. One such
-    save is under way at a time: the next call waits for it, and the wait is in its report. Host memory is kept for
-    the next save; `release()` gives it back.
-    `select`: save only this part: a name, a glob over dotted paths ("*.lora_*"), or several.
-    `compression`: "zstd", or `Zstd(level=…, threads=…)`; a path that ends in ".zst" is compressed without it, too. The
-    report's `num_bytes` are those of the archive, its destination's those that were written.
-    `path` may be a URL ("s3://bucket/x.tar"), or a Place.
-    Raises UnsupportedStateError for a state that cannot be stored, and what `path` itself gives reason for (a folder,
-    an unknown scheme, a name that is too long, or promises gzip); all else ends in the handle.
+        handle = async_ckpt.save({"model": model, "epoch": 3}, "out/x.tar")
+        report = handle.result()  # waits until the file is durable
+
+    The file appears as a whole, or replaces what was there, when it is durable. Until then nothing is visible. One save
+    is under way at a time: the next call waits for it, and its report counts that as stall. Host memory is kept for the
+    next save; `release` gives it back.
+
+    Args:
+        obj: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a snapshot.
+        path: a path, a URL such as "s3://bucket/x.tar", or a Place.
+        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
+            overlaps the next forward and backward, and `step()` waits for the rest of it.
+        select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
+        compression: "zstd", or `Zstd(level=…, threads=…)`. A path that ends in ".zst" is compressed in any case. The
+            report's `num_bytes` is the size before compression, that of its destination the size after it.
+
+    Raises UnsupportedStateError for a state that cannot be stored, KeyError when `select` matches nothing, and ValueError
+    or IsADirectoryError for a path that cannot be written to. All other errors are raised by the handle.
     """
     target = FileTarget.at(written_at(path), compression)
     if target.path.endswith(_OTHER_COMPRESSIONS):
@@ -98,7 +107,10 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
 
 
 def release() -> None:
-    """Give back the host memory that one-off saves and wrapped functions keep for the next one."""
+    """Free the host memory that one-off saves, wrapped functions and snapshots keep for the next one.
+
+    async_ckpt.release()
+    """
     default.release()
 
 
@@ -111,24 +123,26 @@ def load(
     mmap: bool = False,
     types: Iterable[type] = (),
 ) -> Any:
-    """The state saved at `path`: an archive, the folder of a committed step, or the root of a run (its newest step).
+    """Read the state saved at `path`: an archive, the folder of a committed step, or a run (its newest step).
 
-        state = async_ckpt.load("runs/a", select="model", map_location="cuda")
+        state = async_ckpt.load("out/x.tar")
+        weights = async_ckpt.load("runs/a", select="model", map_location="cuda")["model"]
 
-    Tensors of other programs load too: a safetensors file as a flat dict of its tensors, and a folder of Hugging Face
-    with one such file, or with shards and their index, as one dict of all. Names that its metadata ties to a tensor come
-    back tied. The folder of an archive that was extracted (`tar -xf x.tar -C folder`) loads as the archive did.
+    Safetensors files, the folders that Hugging Face models are saved in, and the folder that one of our archives was
+    extracted to are read as well.
 
     Args:
-        path: where it is.
-        map_location: device of the tensors; None is the CPU, wherever they were saved from.
-        select: read only this part: a name ("model"), a glob over dotted paths ("model.*.bias"), or several.
-        trust: unpickle leaves that are not plain data. Only for files whose writer you trust: a pickle can run code.
-        verify: compare the digest of every block that is touched. Safetensors files have no digests: only their headers
-            are checked. In the folder of an extracted archive the blocks are compared that hold no tar header.
-        mmap: tensors are views of the mapped file, private to this process; with `verify=False` only what is used is read.
-            A tensor that another program has not aligned to its item size is copied. Of an extracted archive it is refused.
-        types: classes of namedtuples, dataclasses and enums to rebuild; others come back as tuples, dicts and values.
+        path: a path, a URL or a Place.
+        map_location: the device of the tensors; None is the CPU, wherever they were saved from.
+        select: read only this part: a name ("model"), a glob over dotted paths ("model.*.bias"), or several of them.
+        trust: unpickle values that are not plain data. Use it only for files whose writer you trust: a pickle can run
+            any code.
+        verify: compare the digest of every block that is read. Safetensors files have no digests: only their headers
+            are checked. In the folder of an extracted archive, blocks that hold a tar header are not compared.
+        mmap: return tensors that are views of the mapped file, private to this process. With `verify=False` only what
+            is used is read. A tensor that is not aligned to its item size is copied. An extracted archive cannot be
+            mapped.
+        types: classes of namedtuples, dataclasses and enums to rebuild. Others are returned as tuples, dicts and values.
 
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
     and KeyError when `select`, or one of several in it, matches nothing.

@@ -57,7 +57,10 @@ _HUB_ID: Final = re.compile(
 
 @contextlib.contextmanager
 def local_read_dir(path: Anywhere) -> Iterator[str]:
-    """What a loader of models can read `path` by, for as long as the block lasts.
+    """Give code that reads local folders one for `path`, until the end of the `with` block.
+
+        with async_ckpt.files.local_read_dir("s3://bucket/model") as folder:
+            model = AutoModel.from_pretrained(folder)
 
     A local folder is itself. The folder of a URL is fetched into a scratch folder, which is removed at the end of the
     block, however it ends. An id of the Hugging Face hub ("org/name") that is no local path is left as it is, for the
@@ -84,7 +87,10 @@ def local_read_dir(path: Anywhere) -> Iterator[str]:
 def local_read_files(
     path: Anywhere, names: Iterable[str], *, missing: Literal["error", "skip"] = "skip"
 ) -> Iterator[str]:
-    """A local folder that holds these files of the folder at `path`, for as long as the block lasts.
+    """Give a local folder with these files of the folder at `path`, until the end of the `with` block.
+
+        with async_ckpt.files.local_read_files("s3://bucket/model", ["config.json"]) as folder:
+            config = json.load(open(f"{folder}/config.json"))
 
     A local folder is itself; of a URL, these files and no others are fetched. `names` may lie deeper ("hf/config.json").
     Files that are not there are skipped, as in SkyRL: look whether they came, or pass missing="error" to get
@@ -116,7 +122,10 @@ def local_read_files(
 
 @contextlib.contextmanager
 def local_work_dir(output: Anywhere) -> Iterator[str]:
-    """A local folder to write to, whose content is at `output` after the block.
+    """Give a local folder to write to. Its content is at `output` after the `with` block.
+
+        with async_ckpt.files.local_work_dir("s3://bucket/model") as folder:
+            model.save_pretrained(folder)
 
     A local folder is itself, and made if need be. For a URL it is a scratch folder, which is uploaded when the block
     ends without an exception, and only then, and removed in any case. A block that writes no file uploads none.
@@ -135,6 +144,8 @@ def local_work_dir(output: Anywhere) -> Iterator[str]:
 def upload_directory(local: Anywhere, cloud: Anywhere) -> None:
     """Copy all files below a local folder into the folder at a URL: `local/x` becomes `cloud/x`, however often.
 
+        async_ckpt.files.upload_directory("out/model", "s3://bucket/model")
+
     Several files go at once, through 128 MiB of memory; each appears whole. Files of the same name are replaced, others
     stay. Links are followed; folders without files are not kept, since stores have none.
     """
@@ -151,6 +162,8 @@ def upload_directory(local: Anywhere, cloud: Anywhere) -> None:
 
 def download_directory(cloud: Anywhere, local: Anywhere) -> None:
     """Copy all objects below the folder at a URL into a local folder: `cloud/x` becomes `local/x`, however often.
+
+        async_ckpt.files.download_directory("s3://bucket/model", "out/model")
 
     Nothing is seen at `local` until all of it is there and durable. Files of the same name are replaced, others stay.
     Raises FileNotFoundError where there is nothing to copy, CorruptCheckpointError for objects that cannot be files of
@@ -180,7 +193,10 @@ def download_directory(cloud: Anywhere, local: Anywhere) -> None:
 
 
 def exists(path: Anywhere) -> bool:
-    """Whether there is such a file or folder. Raises StorageUnavailableError where that cannot be found out."""
+    """Whether there is such a file or folder. Raises StorageUnavailableError when that cannot be found out.
+
+    if async_ckpt.files.exists("s3://bucket/runs/a"): ...
+    """
     storage, name = place_of(path).inside()
     if storage.remote and not name:
         return bool(storage.names(""))
@@ -188,13 +204,18 @@ def exists(path: Anywhere) -> bool:
 
 
 def isdir(path: Anywhere) -> bool:
-    """Whether there is such a folder. Raises StorageUnavailableError where that cannot be found out."""
+    """Whether there is such a folder. Raises StorageUnavailableError when that cannot be found out.
+
+    if async_ckpt.files.isdir("s3://bucket/runs/a"): ...
+    """
     storage, name = place_of(path).inside()
     return bool(storage.names(name)) if storage.remote else os.path.isdir(storage.locate(name))
 
 
 def list_dir(path: Anywhere) -> list[str]:
-    """The full paths, or URLs, of all that lies directly in a folder, sorted.
+    """List the full paths, or URLs, of all that lies directly in a folder, sorted.
+
+        for path in async_ckpt.files.list_dir("s3://bucket/runs"): ...
 
     Raises FileNotFoundError for a folder that is not there, NotADirectoryError for a file.
     """
@@ -210,7 +231,9 @@ def list_dir(path: Anywhere) -> list[str]:
 
 
 def remove(path: Anywhere) -> None:
-    """Delete a file, or a folder with all that is in it. A local link goes, and not what it leads to.
+    """Delete a file, or a folder with all that is in it. A local link is deleted, and not what it points to.
+
+        async_ckpt.files.remove("s3://bucket/runs/a")
 
     Raises FileNotFoundError when there is neither, ValueError for a whole bucket or a whole disk.
     """
@@ -231,7 +254,10 @@ def remove(path: Anywhere) -> None:
 
 
 def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
-    """Open a file, with or without `with`; text is UTF-8.
+    """Open a file, with or without `with`. Text is UTF-8.
+
+        with async_ckpt.files.open_file("s3://bucket/config.json", "w") as file:
+            json.dump(config, file)
 
     A local file is what `open` opens; the folders above one that is created are created, too. An object of a store is
     read in ranges as they are asked for, and may be sought in. What is written for a store is kept in a scratch file,

@@ -89,14 +89,19 @@ def pack(
     compression: Compression = None,
     scratch: str | os.PathLike[str] | None = None,
 ) -> Pack:
-    """A folder for existing code to fill, in a `with` block; what it holds becomes the archive at `destination`.
+    """Give existing code a folder to fill, in a `with` block. Its content becomes the archive at `destination`.
 
-    Leaving the block returns at once, and `folder.handle` is there; the folder is then streamed as one plain tar
-    (members `./…`; modes, links and holes kept), and removed once that is committed. Leaving it by an exception
-    publishes nothing. When the save fails the folder stays, and the error says where. Packs are streamed one after
-    the other, in the order in which their blocks were left: of two with one destination, the later one stays there.
-    The folder lies beside a local destination, where every node sees it, and otherwise in the system's temp folder or
-    in `scratch`. `compression` is as for `save`.
+        with async_ckpt.pack("s3://bucket/x.tar") as folder:
+            model.save_pretrained(folder)
+        report = folder.handle.result()
+
+    Leaving the block returns at once. The folder is then streamed as one plain tar (members `./…`, with their modes,
+    links and holes), and removed once the archive is committed. If the block raises, nothing is published. If the save
+    fails, the folder is kept, and the error says where. Packs are streamed one after the other, in the order in which
+    their blocks were left: if two have the same destination, the later one stays there.
+
+    The folder lies beside a local destination, where every node sees it, otherwise in the system's temp folder or in
+    `scratch`. `compression` is as for `save`.
     """
     target = FileTarget.at(written_at(destination), compression)
     name = target.path.rstrip("/").rpartition("/")[2] if target.storage.remote else Path(target.path).name
@@ -110,7 +115,9 @@ def pack_folder(
     *,
     compression: Compression = None,
 ) -> SaveHandle:
-    """Stream a folder that is there already, and stays, as `pack` does. It must not change until the handle is done.
+    """Stream a folder that exists, and is kept, as `pack` does. It must not change until the handle is done.
+
+        async_ckpt.files.pack_folder("out/model", "s3://bucket/model.tar").result()
 
     Raises NotADirectoryError for anything but a folder, and ValueError for a destination inside of it.
     """

@@ -55,10 +55,12 @@ def extract(
     max_file_bytes: int | None = None,
     max_members: int = MAX_MEMBERS,
 ) -> Path:
-    """Extract a tar (plain, gzip or zstd, whatever its name says) into `folder`, new or empty; the folder.
+    """Extract a tar (plain, gzip or zstd, whatever its name) into `folder`, which is new or empty. Returns the folder.
 
-    It appears whole or not at all. `max_bytes` is of all files together, `max_file_bytes` of each; without them what
-    the disk has free is the limit. Raises UnsafeArchiveError for members that would do harm and for too many bytes or
+        async_ckpt.files.extract("s3://bucket/x.tar.gz", "out/x", max_bytes=10**10)
+
+    The folder appears as a whole or not at all. `max_bytes` limits all files together, `max_file_bytes` each of them.
+    Without these the limit is the free space on the disk. Raises UnsafeArchiveError for members that would do harm and for too many bytes or
     members, CorruptCheckpointError for what is cut off, damaged, or several archives in one, NotCommittedError for an
     archive that is a mere marker, StorageFullError, FileExistsError for a folder that holds something, and
     FileNotFoundError when there is nothing at `source`.
@@ -86,9 +88,12 @@ def unpack(
     max_file_bytes: int | None = None,
     max_members: int = MAX_MEMBERS,
 ) -> Iterator[Path]:
-    """What is in a tar, in a folder that is removed at the end of the `with` block, however it ends.
+    """Extract a tar into a folder that is removed at the end of the `with` block, however it ends.
 
-    It lies in the system's temp folder or in `scratch`. Everything else is as for `extract`.
+        with async_ckpt.unpack("s3://bucket/x.tar") as folder:
+            state = torch.load(folder / "model.pt")
+
+    The folder lies in the system's temp folder or in `scratch`. All else is as for `async_ckpt.files.extract`.
     """
     parent = Path(tempfile.gettempdir() if scratch is None else scratch).absolute()
     with Scratch(parent, "unpacked") as own:

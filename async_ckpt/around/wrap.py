@@ -91,29 +91,32 @@ def wrap(
     file_object: bool | None = None,
     scratch: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Any function that writes to a path, with the same arguments, and a SaveHandle as its result, at once.
+    """Make any function that writes to a path return at once: it takes the same arguments and returns a SaveHandle.
 
-    Also as a decorator, `@wrap` or `@wrap(...)`. The arguments, and the object of a method, are copied deeply: they may
-    change as soon as the call returns. What the function reaches otherwise, such as globals, is not copied. It runs
-    on a thread of its own, one such call after the other; its tensors are then on the CPU. It gets a path in an empty
-    folder beside the destination; what it writes there, a file or a folder, is made durable and takes its place at
-    once. An existing folder keeps what was not written again. When it raises, the handle carries that, and nothing
-    is visible. At a URL, files appear one by one, and those that end in ".json" last.
+        save = async_ckpt.wrap(torch.save)
+        handle = save(model.state_dict(), "out/x.pt")
 
-    A snapshot (`async_ckpt.snapshot`) among the arguments is not copied again: the function gets the plain state that it
-    holds, whose tensors it must not write to.
+    It is a decorator as well, `@wrap` or `@wrap(...)`. The arguments, and the object of a method, are copied deeply, so
+    they may change as soon as the call returns. Globals and whatever else the function uses are not copied. The
+    function runs on a thread of its own, one call after the other, with its tensors on the CPU. It is given a path in
+    an empty folder beside the destination. What it writes there, a file or a folder, is made durable and then takes its
+    place. A folder that exists keeps the files that were not written again. If the function raises, the handle raises
+    that error, and nothing is visible. At a URL, files appear one by one, and those that end in ".json" last.
 
-    A module or an optimizer takes longer to copy than what its state_dict() gives. What the function does under
-    Python's lock, as pickling does in part, slows training: the figure "wrapped" of the benchmarks says how much.
+    A snapshot (`async_ckpt.snapshot`) among the arguments is not copied again: the function is given the plain state
+    that it holds, and must not write to its tensors.
+
+    Modules and optimizers take longer to copy than their `state_dict()`. Work that holds Python's lock, such as
+    pickling, slows down training; the benchmark "wrapped" measures how much.
 
     Args:
         fn: any function that writes to a path.
-        destination: which argument says where: its name, or its position. By default the one that is called so
-            (`path`, `f`, `filename`, `save_directory`, …), or the only one that is a path. A link is followed.
+        destination: the name or position of the argument that says where to write. By default it is found by its name
+            (`path`, `f`, `filename`, `save_directory`, …), or is the only one that is a path. A link is followed.
         guard: as for `save`.
-        file_object: the function also takes an open file: it is streamed, without a temporary one. Known of
-            `torch.save` and numpy's functions.
-        scratch: where it writes what goes to a URL; by default in the system's temp folder.
+        file_object: whether the function takes an open file as well. What it writes is then streamed without a
+            temporary file. This is known of `torch.save` and numpy's functions.
+        scratch: the folder for what goes to a URL; by default the system's temp folder.
 
     The call raises TypeError when the destination cannot be told, DestinationBusyError while an earlier call writes to
     the same one, UnsupportedStateError for arguments that cannot be copied and for a function that closes over tensors,
