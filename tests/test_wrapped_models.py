@@ -354,6 +354,15 @@ def test_names_of_parameters_are_those_of_the_model_in_the_same_state(archive: P
     assert alone["optimizer"]["param_groups"][0]["param_names"] == [f"module.{name}" for name in PLAIN_NAMES]
 
 
+def test_a_parameter_of_several_names_keeps_the_one_that_its_optimizer_knows(archive: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    wrapped = DataParallel(model)
+    optimizer = torch.optim.SGD([("module.1.weight", model[1].weight)], lr=0.1)
+    loaded = round_trip({"model": wrapped, "optimizer": optimizer}, archive)
+    assert loaded["optimizer"]["param_groups"][0]["param_names"] == ["1.weight"]
+
+
 def test_looking_for_wrappers_imports_none(archive: Path) -> None:
     code = """
 import sys, torch, async_ckpt
