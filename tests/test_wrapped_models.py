@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,7 +192,9 @@ class Adding(DistributedDataParallel):
     extra = ("note", torch.ones(1))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return OrderedDict([*super().state_dict(*args, **kwargs).items(), self.extra])
+        state = super().state_dict(*args, **kwargs)
+        state[self.extra[0]] = self.extra[1]
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         state_dict = dict(state_dict)
@@ -302,6 +303,20 @@ def test_modules_are_told_the_version_that_was_saved_of_them(
     state = {"model": saved.state_dict() if raw else saved}
     restored(ckpt, state, {"model": WRAPPED[into](nn.Sequential(nn.Linear(2, 2), inner))})
     assert inner.loaded == 7
+
+
+def test_the_version_of_a_submodule_called_module_is_not_taken_for_that_of_the_model(
+    ckpt: AsyncCheckpointer,
+) -> None:
+    def make() -> nn.Module:
+        model = nn.Module()
+        model.module = Versioned(2, 2)
+        return model
+
+    live = DistributedDataParallel(make())
+    live.register_load_state_dict_post_hook(lambda *_: None)  # so that it is asked to load
+    restored(ckpt, {"model": DistributedDataParallel(make()).state_dict()}, {"model": live})
+    assert live.module.module.loaded == 7
 
 
 def trained(wrap: Any, *, named_by: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
