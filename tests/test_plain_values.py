@@ -19,7 +19,6 @@ from zoneinfo import ZoneInfo
 import pytest
 import torch
 from archives import forge, little_memory, read_index
-from children import Nursery
 from damage import assert_refused, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,16 +73,12 @@ def test_any_plain_value_comes_back_without_a_pickle(state: Any, one_path: Path)
     assert "objects.pt" not in [name for name, _ in read_index(one_path)["members"]]
 
 
-def test_a_set_has_one_skeleton_in_whatever_order_its_items_are_met(nursery: Nursery, tmp_path: Path) -> None:
-    """Text hashes to something else in every process."""
-    code = """
-        import sys
-        import async_ckpt
-        async_ckpt.save({"names": {f"layer {i}" for i in range(50)}}, sys.argv[1]).result()
-    """
-    for seed in "12":
-        ended = nursery.start(code, tmp_path / seed, env={"PYTHONHASHSEED": seed}).ended()
-        assert ended.status == 0, ended.err
+def test_a_set_has_one_skeleton_in_whatever_order_its_items_are_met(tmp_path: Path) -> None:
+    """Text hashes to something else in every process; these two numbers to the same place of a set."""
+    one, other = {0, 8}, {8, 0}
+    assert list(one) != list(other)
+    async_ckpt.save(one, tmp_path / "1").result()
+    async_ckpt.save(other, tmp_path / "2").result()
     assert read_index(tmp_path / "1")["skeleton"] == read_index(tmp_path / "2")["skeleton"]
 
 
@@ -112,10 +107,13 @@ def test_a_path_of_the_other_kind_of_system_comes_back_as_its_words(archive: Pat
 
 
 def test_decimals_are_read_whatever_the_context_of_the_reader(archive: Path) -> None:
-    state = {"d": Decimal("1." + "1" * 100)}
+    """One without traps would take what is no number for NaN."""
+    state = {"w": 1, "n": Decimal("1." + "1" * 100)}
     async_ckpt.save(state, archive).result()
     with localcontext(prec=3, traps=[]):
         assert async_ckpt.load(archive) == state
+        forge(archive, with_node({"decimal": "ten"}))
+        assert_refused(archive, CorruptCheckpointError)
 
 
 # --- enums --------------------------------------------------------------------------------------------------------

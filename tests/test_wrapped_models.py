@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,7 +192,9 @@ class Adding(DistributedDataParallel):
     extra = ("note", torch.ones(1))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return OrderedDict([*super().state_dict(*args, **kwargs).items(), self.extra])
+        state = super().state_dict(*args, **kwargs)
+        state[self.extra[0]] = self.extra[1]
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         state_dict = dict(state_dict)
@@ -304,6 +305,20 @@ def test_modules_are_told_the_version_that_was_saved_of_them(
     assert inner.loaded == 7
 
 
+def test_the_version_of_a_submodule_called_module_is_not_taken_for_that_of_the_model(
+    ckpt: AsyncCheckpointer,
+) -> None:
+    def make() -> nn.Module:
+        model = nn.Module()
+        model.module = Versioned(2, 2)
+        return model
+
+    live = DistributedDataParallel(make())
+    live.register_load_state_dict_post_hook(lambda *_: None)  # so that it is asked to load
+    restored(ckpt, {"model": DistributedDataParallel(make()).state_dict()}, {"model": live})
+    assert live.module.module.loaded == 7
+
+
 def trained(wrap: Any, *, named_by: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = wrap(network())
     optimizer = torch.optim.SGD((named_by or model).named_parameters(), lr=0.1, momentum=0.9)
@@ -352,6 +367,15 @@ def test_names_of_parameters_are_those_of_the_model_in_the_same_state(archive: P
     assert round_trip(state, archive)["optimizer"]["param_groups"][0]["param_names"] == PLAIN_NAMES
     alone = round_trip({"model": network(), "optimizer": optimizer}, archive)
     assert alone["optimizer"]["param_groups"][0]["param_names"] == [f"module.{name}" for name in PLAIN_NAMES]
+
+
+def test_a_parameter_of_several_names_keeps_the_one_that_its_optimizer_knows(archive: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    wrapped = DataParallel(model)
+    optimizer = torch.optim.SGD([("module.1.weight", model[1].weight)], lr=0.1)
+    loaded = round_trip({"model": wrapped, "optimizer": optimizer}, archive)
+    assert loaded["optimizer"]["param_groups"][0]["param_names"] == ["1.weight"]
 
 
 def test_looking_for_wrappers_imports_none(archive: Path) -> None:
