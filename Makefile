@@ -17,21 +17,24 @@ demo-s3: .venv/.test       ## the same, to a bundled S3 server on loopback: no a
 test: .venv/.test          ## everything that the tests need, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-check: .venv/.check        ## lint, formatting, types
+check: .venv/.check        ## lint, formatting, types, and what the package index is given
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
-bench: .venv/.test         ## the figures of the README, on this machine
+bench: .venv/.bench        ## the figures of docs/benchmarks.md, on this machine
 	$(BIN)/python -m benchmarks
 
-bench-check: .venv/.test   ## every benchmark at toy size: does it run to its end?
+bench-check: .venv/.bench  ## every benchmark at toy size: does it run to its end?
 	$(BIN)/python -m pytest -n auto benchmarks/test_toys.py
 
-bench-gpu: .venv/.test     ## the same where there is a CUDA device
+bench-gpu: .venv/.bench    ## the same where there is a CUDA device
 	$(BIN)/python -m benchmarks gpu
 
-bench-s3: .venv/.test      ## the same of object stores, beside other clients
+bench-s3: .venv/.bench     ## the same of object stores, beside other clients
 	$(BIN)/python -m benchmarks stores
 
 format: .venv/.check
@@ -39,26 +42,19 @@ format: .venv/.check
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build *.egg-info demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
-	$(INSTALL) setuptools wheel
 
 # torch first and by itself: with the pinned version there, nothing else pulls another one.
 .venv/.base: .venv/bin/python constraints.txt pyproject.toml
 	$(INSTALL) torch
+	$(INSTALL) hatchling hatch-fancy-pypi-readme
 	$(INSTALL) --no-build-isolation -e .
 	touch $@
 
-.venv/.demo: .venv/.base
-	$(INSTALL) --no-build-isolation -e ".[demo]"
-	touch $@
-
-.venv/.test: .venv/.base
-	$(INSTALL) --no-build-isolation -e ".[demo,test,bench]"
-	touch $@
-
-.venv/.check: .venv/.base
-	$(INSTALL) --no-build-isolation -e ".[demo,test,check]"
+# Each of these is the extra of its name.
+.venv/.demo .venv/.test .venv/.bench .venv/.check: .venv/.base
+	$(INSTALL) --no-build-isolation -e ".[$(patsubst .%,%,$(notdir $@))]"
 	touch $@

@@ -14,22 +14,23 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from . import figures
 from .compression import compression
 from .environment import describe
 from .setting import KEPT, Setting
-from .table import Row, kept_of, markdown, show_in, write
+from .table import Row, excerpt, kept_of, markdown, show_in, write
 from .tracing import trace
 
 RESULTS: Final = Path(__file__).parent / "results"
-README: Final = Path(__file__).parent.parent / "README.md"
+README: Final = RESULTS.parent.parent / "README.md"
+PAGE: Final = README.parent / "docs" / "benchmarks.md"
 Measure = Callable[[Setting], Mapping[str, Row]]
 
 
 class Table(NamedTuple):
-    """What is measured together, and kept in one file, under the README's mark of the same name."""
+    """What is measured together, kept in one file, and shown behind the mark of the same name."""
 
     measures: Mapping[str, Measure]
     packages: Sequence[str] = ()
@@ -64,6 +65,10 @@ FIGURES: Final[dict[str, Measure]] = {
 }
 # What a process holds is seen best while it is small.
 _USUAL: Final = ("growth", "trace", "figures", "comparison")
+_SHOWN: Final = (
+    "async_ckpt, guard=", "dcp.async_save, cached stager", "torch_checkpointing", "safetensors.save_file + fsync",
+    "torch.save + fsync", "torch.save, tar", "torch.save, tar.gz",
+)  # fmt: skip
 
 
 # What these import is not needed by the others.
@@ -150,7 +155,15 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
 
         draw(stem)
     if stem == RESULTS / name:
-        show_in(README, stem)
+        kept = kept_of(rows, environment)
+        show_in(PAGE, name, markdown(kept))
+        if name == "comparison":
+            show_in(README, "headline", headline(kept))
+
+
+def headline(kept: Mapping[str, Any]) -> str:
+    """What the README shows of the comparison: this library, and the fastest of each kind."""
+    return excerpt(kept, _SHOWN, ("save", "training lost, s", "durable, s"))
 
 
 def _keep(found: Path, folder: Path) -> None:

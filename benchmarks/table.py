@@ -21,6 +21,8 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 NOISE_SECONDS: Final = 0.005
 # Values, to have quartiles.
 _ENOUGH: Final = 4
+# What an excerpt says of where it was measured.
+_MACHINE: Final = ("date", "cpu", "cores", "gpu", "file_system", "torch", "async_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +178,29 @@ def write(stem: Path, kept: Mapping[str, Any]) -> None:
     stem.with_suffix(".md").write_text(markdown(kept))
 
 
-def show_in(readme: Path, stem: Path) -> None:
-    """Put the kept table where the README shows it, so that its figures are never others.
+def excerpt(kept: Mapping[str, Any], rows: Sequence[str], columns: Sequence[str]) -> str:
+    """A few rows and columns of the one table that has them. Raises ValueError when there is none."""
+    for table in kept["tables"]:
+        lines = {line[0]: dict(zip(table["head"], line, strict=True)) for line in table["lines"]}
+        if {*columns} <= {*table["head"]} and {*rows} <= {*lines}:
+            text = _table(columns, [[lines[row][column] for column in columns] for row in rows])
+            where = ", ".join(f"{name} {kept['environment'][name]}" for name in _MACHINE)
+            return f"{text}\nMedians of what was measured side by side. {where}.\n"
+    raise ValueError(f"no table has all of {', '.join([*rows, *columns])}")
 
-    It stands behind the mark of its name, up to the next heading or the end.
+
+def show_in(page: Path, mark: str, text: str) -> None:
+    """Put a table where a page shows it, so that its figures are never others.
+
+    It stands behind the mark, up to the next heading or the end.
     """
-    mark = f"<!-- {stem.name} -->\n\n"
-    before, found, after = readme.read_text().partition(mark)
+    mark = f"<!-- {mark} -->\n\n"
+    before, found, after = page.read_text(encoding="utf-8").partition(mark)
     if not found:
-        raise ValueError(f"{readme} has no mark {mark.strip()}")
+        raise ValueError(f"{page} has no mark {mark.strip()}")
     heading = re.search(r"^#+ ", after, re.MULTILINE)
     rest = "\n" + after[heading.start() :] if heading else ""
-    readme.write_text(before + mark + stem.with_suffix(".md").read_text() + rest)
+    page.write_text(before + mark + text + rest, encoding="utf-8")
 
 
 def shown(value: float) -> str:

@@ -1,4 +1,4 @@
-"""The README's Python blocks run as they stand."""
+"""README and docs: their Python blocks run as they stand, their figures are those that were measured, their links lead somewhere."""
 
 import json
 import re
@@ -9,20 +9,37 @@ from pathlib import Path
 import pytest
 
 from async_ckpt.testing import moto_server
-from benchmarks.table import markdown
+from benchmarks.__main__ import headline
+from benchmarks.table import excerpt, markdown, show_in
 
-README = Path(__file__).parent.parent / "README.md"
-RESULTS = README.parent / "benchmarks" / "results"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.S)
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks" / "results"
+MOST_LINES = 160
 
 
-def test_readme_has_examples():
-    assert len(BLOCKS) >= 2
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[block.splitlines()[-1][:40] for block in BLOCKS])
-def test_readme_block_runs_twice_from_an_empty_folder(block, tmp_path, monkeypatch):
+BLOCKS = {
+    f"{page.stem}-{number}": block
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", text_of(page), flags=re.S), start=1)
+}
+
+
+def test_readme_has_examples_and_is_short():
+    assert {"README-1", "README-2"} <= {*BLOCKS}
+    assert len(text_of(README).splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_runs_twice_from_an_empty_folder(name, tmp_path, monkeypatch):
     """The second time it finds what the first has saved. Its bucket is on a server of its own."""
+    block = BLOCKS[name]
     monkeypatch.chdir(tmp_path)
     with moto_server() if "s3://" in block else nullcontext() as server:
         if server is not None:
@@ -40,17 +57,76 @@ def run_twice(block, tmp_path):
         runpy.run_path(str(script))
 
 
+# --- figures -------------------------------------------------------------------------------------------------------
+
+
+def kept(name):
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def shows(page, mark, table):
+    shown = f"<!-- {mark} -->\n\n{table}"
+    return shown + "\n#" in text_of(page) or text_of(page).endswith(shown)
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.json")))
-def test_readme_shows_the_figures_that_the_benchmark_wrote(name):
-    table = markdown(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
-    assert (RESULTS / f"{name}.md").read_text(encoding="utf-8") == table
-    shown = f"<!-- {name} -->\n\n{table}"
-    text = README.read_text(encoding="utf-8")
-    assert shown + "\n#" in text or text.endswith(shown)
+def test_the_docs_show_the_figures_that_the_benchmark_wrote(name):
+    table = markdown(kept(name))
+    assert text_of(RESULTS / f"{name}.md") == table
+    assert shows(BENCHMARKS, name, table)
 
 
-def test_the_readme_has_the_pictures_that_there_are():
-    text = README.read_text(encoding="utf-8")
-    named = re.findall(r"!\[[^]]*\]\((benchmarks/results/[^)]+)\)", text)
-    assert sorted(named) == sorted(f"benchmarks/results/{path.name}" for path in RESULTS.glob("*.png"))
-    assert all((README.parent / path).is_file() for path in named)
+def test_the_readme_shows_an_excerpt_of_the_comparison():
+    assert shows(README, "headline", headline(kept("comparison")))
+
+
+def test_an_excerpt_of_what_was_not_measured_is_an_error():
+    with pytest.raises(ValueError, match="no table has all of a way to save"):
+        excerpt(kept("comparison"), ["a way to save"], ["save"])
+
+
+def test_a_table_replaces_the_one_behind_its_mark_and_nothing_else(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n\n<!-- a -->\n\nold\n\n## Next\n\n<!-- b -->\n\nlast\n", encoding="utf-8")
+    show_in(page, "a", "new\n")
+    show_in(page, "b", "newest\n")
+    assert text_of(page) == "before\n\n<!-- a -->\n\nnew\n\n## Next\n\n<!-- b -->\n\nnewest\n"
+    with pytest.raises(ValueError, match="no mark <!-- c -->"):
+        show_in(page, "c", "new\n")
+
+
+# --- links ---------------------------------------------------------------------------------------------------------
+
+
+def links_of(page):
+    """Targets of links and pictures, code left out."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text_of(page), flags=re.S)
+    return re.findall(r"\]\(([^)\s]+)\)", prose)
+
+
+def anchors_of(page):
+    """As GitHub makes them of headings."""
+    prose = re.sub(r"```.*?```", "", text_of(page), flags=re.S)
+    headings = re.findall(r"^#+ (.*)$", prose, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_leads_to_a_file_and_its_heading(page):
+    for link in links_of(page):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def test_every_page_of_the_docs_is_linked_from_the_readme():
+    linked = {link.partition("#")[0] for link in links_of(README)}
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").iterdir()} <= linked
+
+
+def test_the_docs_have_the_pictures_that_there_are():
+    named = re.findall(r"!\[[^]]*\]\(\.\./benchmarks/results/([^)]+)\)", text_of(BENCHMARKS))
+    assert sorted(named) == sorted(path.name for path in RESULTS.glob("*.png"))
