@@ -1,0 +1,58 @@
+"""What a user's script may look like: `make check` has mypy --strict look at it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+import async_ckpt
+
+
+def train(root: Path) -> list[int]:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}
+    place = async_ckpt.Place(root / "far", keep=async_ckpt.Keep(last=3))
+    with async_ckpt.AsyncCheckpointer(
+        [root / "a", place], keep=2, guard=optimizer, due=async_ckpt.Due(every=2)
+    ) as ckpt:
+        start: int | None = ckpt.restore(state)
+        for step in range(0 if start is None else start + 1, 6):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            if ckpt.should_save(step):
+                handle: async_ckpt.SaveHandle = ckpt.save(state, step, record={"loss": 0.5})
+                handle.add_done_callback(lambda done: print(done.result()))
+        best: int = ckpt.best("loss", mode="min")
+        numbers: dict[str, float] = ckpt.metrics("ckpt/")
+        print(best, len(numbers))
+        ckpt.wait()
+        return ckpt.steps()
+
+
+async def once(path: Path) -> async_ckpt.SaveReport:
+    return await async_ckpt.save({"w": torch.ones(3)}, path)
+
+
+save = async_ckpt.wrap(torch.save)
+
+if __name__ == "__main__":
+    print(train(Path("runs")))
+    report = asyncio.run(once(Path("x.tar")))
+    print(report.num_bytes, report.bandwidth > 0, report.as_dict("a/")["a/num_bytes"])
+    save({"w": torch.ones(3)}, "x.pt").result()
+    with async_ckpt.snapshot({"w": torch.ones(3)}) as snap:
+        async_ckpt.save(snap, "y.tar").result(timeout=60)
+        print(snap["w"].sum())
+    with async_ckpt.pack("z.tar") as folder:
+        (folder / "a").write_text("b")
+    print(folder.handle.result())
+    with async_ckpt.unpack("z.tar") as inner:
+        print(list(inner.iterdir()))
+    print(async_ckpt.verify("x.tar"))
+    try:
+        async_ckpt.load("nothing")
+    except async_ckpt.NotCommittedError as error:
+        print(error.path, error)
