@@ -39,6 +39,7 @@ from .saving.handle import SaveHandle, host_copy_of
 from .saving.line import Line
 from .saving.policy import Due, SavePolicy
 from .saving.saver import Saver
+from .saving.signals import Notice
 from .saving.story import CommitRule
 from .saving.targets import StepTarget
 from .spans import wall_time
@@ -59,7 +60,8 @@ class AsyncCheckpointer:
         root: the run's folder, made by the first save, or a URL such as "s3://bucket/run"; or a list of these: every
             save then goes to all of them in one pass, and a step is there when any of them has it.
         keep: how many of the newest steps are kept, or `Keep(last=…, every=…, best=…, seconds=…)`; None keeps all.
-        due: when `should_save` says so, as `Due(every=…, seconds=…, deadline=…)`.
+        due: when `should_save` says so, as `Due(every=…, seconds=…, deadline=…, signals=True)`; with signals the
+            checkpointer is to be constructed on the main thread.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: the copy of these
             then overlaps the next forward and backward, and `step()` waits for what is left of it.
         host_bytes: hard budget of host memory for snapshots, at least 16 MiB; by default what the state needs, up to
@@ -118,8 +120,10 @@ class AsyncCheckpointer:
         if commit not in ("all", "any"):
             raise ValueError(f'commit must be "all" or "any", got {commit!r}')
         if due is not None and not isinstance(due, Due):
-            raise TypeError(f"due must be Due(every=…, seconds=…, deadline=…), got {due!r:.100}")
-        self._policy = SavePolicy(due or Due())
+            raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
+        due = due or Due()
+        notice = self._notice = Notice(due.signals)
+        self._policy = SavePolicy(due, preempted=lambda: notice.is_given)
         retention, named = keep_of(keep), naming_of(naming)
         roots = [root] if isinstance(root, str | os.PathLike) else list(root)
         storages = _storages(roots, storage_options, engine, fs)
@@ -152,6 +156,7 @@ class AsyncCheckpointer:
         self._line = Line(
             self._roots, self._saver, rule=commit, retire=on_rollback == "retire", catch_up=catch_up
         )
+        self._notice.listen()  # last: what could not be constructed has no handlers
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -227,10 +232,24 @@ class AsyncCheckpointer:
         fit, each taken to last as long as the longest of the last 100 steps and 5 saves (a minute before the first).
         Once that save has ended, another is due only if it still fits. A notice too short for any is answered by one
         try. The step saved last, or restored, is not due; asked again about a step, the answer is the same.
-        By time the answer differs between processes: ask on rank 0 and broadcast it. `Due(every=…)` alone needs only the step.
+        By time, or by a signal, the answer differs between processes: ask on rank 0 and broadcast it. `Due(every=…)` alone needs only the step.
+        A signal makes one save due, at the next step; another only if that one has failed.
         Raises ValueError when there is no rule, and nothing else.
         """
         return self._policy.should_save(step)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether one of the signals of `Due(signals=…)` has come: save, and leave.
+
+            if ckpt.should_save(step):
+                ckpt.save(state, step)
+                if ckpt.preempted:  # asked here, so that nothing is left unsaved
+                    break
+
+        Always False without `signals`.
+        """
+        return self._notice.is_given
 
     def prewarm(self, state: Any) -> None:
         """Do ahead of the first save what only it would have to wait for: planning, taking and locking memory."""
@@ -256,8 +275,14 @@ class AsyncCheckpointer:
         return self._saver.metrics(prefix)
 
     def close(self) -> None:
-        """Wait for every save and raise the first error nobody has looked at. Idempotent."""
-        self._saver.close()
+        """Wait for every save and raise the first error nobody has looked at. Idempotent.
+
+        Signal handlers are put back. Ctrl-C gives up the saves that are waited for.
+        """
+        try:
+            self._saver.close()
+        finally:
+            self._notice.close()
 
     def __enter__(self) -> Self:
         return self

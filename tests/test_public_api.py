@@ -114,7 +114,7 @@ SIGNATURES = {
     SaveHandle.wait_staged: "(self, timeout=None)",
     SaveHandle.add_done_callback: "(self, fn)",
     SaveReport.as_dict: "(self, prefix='')",
-    async_ckpt.Due: "(every=None, seconds=None, deadline=None, margin_seconds=30.0)",
+    async_ckpt.Due: "(every=None, seconds=None, deadline=None, margin_seconds=30.0, signals=False)",
     async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
     async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None)",
     async_ckpt.Tracker: "(name, text)",
