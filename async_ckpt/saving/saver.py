@@ -37,7 +37,8 @@ from .handle import SaveHandle
 from .ledger import Ledger
 from .planner import Planner, pool_for
 from .story import Attempt, CommitRule, Order, story
-from .worker import Carriers, Pending, abandon, get_worker, wait_for
+from .waiting import ENDS_THE_WAIT, GIVES_UP, Wait, wait_for_saves
+from .worker import Carriers, Pending, abandon, get_worker
 
 
 class Errand(Protocol):
@@ -306,11 +307,7 @@ class Saver:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
-        deadline = None if timeout is None else self._clock() + timeout
-        for pending in self.ledger.pending():
-            left = None if deadline is None else max(0.0, deadline - self._clock())
-            if not wait_for(pending.finished, left):
-                raise TimeoutError(f"{pending.handle!r} is still under way after {timeout} s")
+        wait_for_saves(self.ledger.pending(), Wait("in wait()", ENDS_THE_WAIT), timeout)
         self.ledger.raise_unseen()
 
     def close(self) -> None:
@@ -319,8 +316,7 @@ class Saver:
             return
         self._closed = True
         try:
-            for pending in self.ledger.pending():
-                wait_for(pending.finished)
+            wait_for_saves(self.ledger.pending(), Wait("in close()", GIVES_UP))
         except KeyboardInterrupt:
             abandon(self.ledger.pending(), "interrupted while it was waited for")
             raise
@@ -357,7 +353,14 @@ class Saver:
         """Take one of the places for saves under way, waiting for it or not. False: skip."""
         self._refuse_if_forked()
         self._refuse_if_closed()
-        return self._admission.enter(place, self._refuse_if_closed)
+        what = "save()" if place.step is None else f"save() of step {place.step}"
+        wait = Wait(f"in {what}", "Ctrl-C ends the call, without saving")
+
+        def goes_on() -> None:
+            self._refuse_if_closed()
+            wait.goes_on(lambda: [p.handle for p in self.ledger.pending() if not p.settled.done()])
+
+        return self._admission.enter(place, goes_on)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -31,6 +31,7 @@ from ..spans import monotonic
 from ..storage.base import Storage
 from ..storage.pace import Pace
 from .handle import SaveHandle
+from .waiting import GIVES_UP, Wait, name_of, say_on_stderr, wait_for
 
 T = TypeVar("T")
 _log = logging.getLogger("async_ckpt")
@@ -265,6 +266,7 @@ class Worker:
     def _wait_for_all(self) -> int:
         """The exit status that the wait itself gives reason for; 0 for none."""
         begin = monotonic()
+        wait = Wait("at exit", GIVES_UP, say=say_on_stderr)
         given_up: list[Pending] = []
         try:
             self.sync()
@@ -274,9 +276,9 @@ class Worker:
                 if seconds > limit:
                     overdue = [pending for pending in waiting if pending.exit_timeout == limit]
                     abandon(overdue, f"the interpreter exits, and exit_timeout={limit} s have passed")
-                    given_up += overdue
-                else:
-                    wait_for(waiting[0].finished, min(LIVENESS_SECONDS, limit - seconds))
+                    given_up.extend(overdue)
+                elif not wait_for(waiting[0].finished, min(LIVENESS_SECONDS, limit - seconds)):
+                    wait.goes_on(lambda: [pending.handle for pending in self._pending_but(given_up)])
         except KeyboardInterrupt:
             abandon(self._pending_but(given_up), "interrupted while the interpreter waited for it")
             return EXIT_STATUS_INTERRUPTED
@@ -305,8 +307,7 @@ class Worker:
 
 
 def _tell_loss(handle: SaveHandle, why: str) -> None:
-    what = handle.path if handle.step is None else f"step {handle.step} ({handle.path})"
-    print(f"async_ckpt: {what} was not saved: {why}", file=sys.stderr, flush=True)
+    say_on_stderr(f"async_ckpt: {name_of(handle)} was not saved: {why}")
 
 
 def abandon(pending: list[Pending], why: str) -> None:
@@ -324,15 +325,6 @@ def _wait_for_each(futures: Sequence[Future[Any]], timeout: float) -> bool:
     """Wait for the end of all of them, `timeout` seconds in all. False when they have passed without."""
     deadline = monotonic() + timeout
     return all(wait_for(future, max(0.0, deadline - monotonic())) for future in futures)
-
-
-def wait_for(future: Future[None], timeout: float | None = None) -> bool:
-    """Wait for an end, not for its outcome. False when `timeout` seconds have passed without."""
-    try:
-        future.exception(timeout)
-    except TimeoutError:
-        return False
-    return True
 
 
 class Carriers:
