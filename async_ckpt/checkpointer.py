@@ -75,6 +75,7 @@ class AsyncCheckpointer:
             `Naming(step_format=…, tracker=…)`; by default "step_{:08d}", named by the file `latest`.
         strict: raise at `save`, before anything is started, what an earlier save failed with and nobody looked at.
         exit_timeout: seconds that the interpreter's exit waits for saves; None: as long as they take.
+        progress: draw a bar for each save on stderr, or in the notebook. It needs tqdm.
         commit: with several roots, "all" makes a save wait for all of them, and fail when one fails; with "any" it is
             committed where it is durable first, and a root that lags or fails is caught up later.
         max_bandwidth: bytes per second that a place is written with at most, over a few segments; the rest of its disk
@@ -108,6 +109,7 @@ class AsyncCheckpointer:
         naming: Naming | str | None = None,
         strict: bool = False,
         exit_timeout: float | None = None,
+        progress: bool = False,
         commit: CommitRule = "all",
         max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -149,6 +151,7 @@ class AsyncCheckpointer:
             max_in_flight=max_in_flight,
             strict=strict,
             exit_timeout=exit_timeout,
+            progress=progress,
             keep_warm=True,
             max_bandwidth=max_bandwidth,
             trace=trace,

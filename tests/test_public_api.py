@@ -87,7 +87,7 @@ SIGNATURES = {
     AsyncCheckpointer: (
         "(root, *, keep=None, due=None, guard=None, host_bytes=None, "
         "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, naming=None, strict=False, "
-        "exit_timeout=None, commit='all', max_bandwidth=None, trace=None, storage_options=None, engine=None, fs=None)"
+        "exit_timeout=None, progress=False, commit='all', max_bandwidth=None, trace=None, storage_options=None, engine=None, fs=None)"
     ),
     AsyncCheckpointer.save: (
         "(self, state, step, *, overwrite=False, guard=_UNSET, record=None, rolling=False, ttl_seconds=None, "

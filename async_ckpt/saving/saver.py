@@ -31,6 +31,7 @@ from ..state.capture import Capture, capture
 from ..state.names import Select
 from ..trace import TraceFile
 from .admission import Admission, OnOverlap, Place
+from .bar import Bars
 from .delivery import OffLoop, Target
 from .drain import Drain
 from .handle import SaveHandle
@@ -78,6 +79,7 @@ class Saver:
         keep_warm: bool = False,
         max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
+        progress: bool = False,
         clock: Clock = monotonic,
     ) -> None:
         if on_overlap not in ("wait", "skip"):
@@ -91,6 +93,7 @@ class Saver:
         self.ledger = Ledger()
         self._strict, self._exit_timeout, self._keep_warm = strict, exit_timeout, keep_warm
         self._clock = clock
+        self._bars = Bars() if progress else None
         self._trace_file = None if trace is None else TraceFile(trace, clock)
         self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
         self._orders = itertools.count(1)  # of saves
@@ -414,7 +417,7 @@ class _Begun:
             return
         self._fate = _Fate.STARTED
         saver, order, worker = self._saver, self.order, self._worker
-        pending = Pending(self.handle, self._give_up, saver._exit_timeout)
+        pending = Pending(self.handle, self._give_up, saver._exit_timeout, saver._bars)
         order.turn = saver.ledger.follow(pending, self._leave)
         relieve = order.drain.relieve
         saver.pool.add_reliever(relieve)

@@ -30,6 +30,7 @@ from ..report import SaveReport
 from ..spans import monotonic
 from ..storage.base import Storage
 from ..storage.pace import Pace
+from .bar import Bars
 from .handle import SaveHandle
 from .waiting import GIVES_UP, Wait, name_of, say_on_stderr, wait_for
 
@@ -46,17 +47,24 @@ _NUM_WRITERS: Final = 16
 # timeout more, but at least as long as a healthy disk may need.
 _ABANDON_SECONDS: Final = 10.0
 _LEAST_ABANDON_SECONDS: Final = 1.0
+# A terminal that somebody has stopped takes nothing; no save waits for that.
+_LAST_DRAWING_SECONDS: Final = 1.0
 
 
 class Pending:
-    """A save that is under way: its handle, and how to give it up. `finished` follows its retention too."""
+    """A save that is under way: its handle, and how to give it up. `finished` follows its retention and its bar, too."""
 
     def __init__(
-        self, handle: SaveHandle, give_up: Callable[[BaseException], None], exit_timeout: float | None
+        self,
+        handle: SaveHandle,
+        give_up: Callable[[BaseException], None],
+        exit_timeout: float | None,
+        bars: Bars | None = None,
     ) -> None:
         self.handle = handle
         self.give_up = give_up
         self.exit_timeout = exit_timeout
+        self.bars = bars
         self.settled = running_future()  # decided, so that the next save may commit
         self.finished = running_future()
 
@@ -218,7 +226,8 @@ class Worker:
         story: Coroutine[Any, Any, SaveReport],
         afterwards: Callable[[], Awaitable[None]],
     ) -> None:
-        handle = pending.handle
+        handle, bars = pending.handle, pending.bars
+        drawing = asyncio.create_task(bars.follow(handle, self.off_loop)) if bars is not None else None
         try:
             report = await story
         except BaseException as error:
@@ -235,6 +244,8 @@ class Worker:
                 _log.warning("%r is committed, but cleaning up after it failed: %s", handle, error)
                 pending.finished.set_exception(error)
         finally:
+            if drawing is not None:  # so that who waits for the save prints below it
+                await asyncio.wait([drawing], timeout=_LAST_DRAWING_SECONDS)
             with self._lock:
                 self._pending.remove(pending)
             if not pending.finished.done():
