@@ -9,7 +9,6 @@ import operator
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -19,7 +18,6 @@ from .errors import (
     CheckpointError,
     CorruptCheckpointError,
     NotCommittedError,
-    UnsupportedStateError,
 )
 from .loading.catch_up import catch_up
 from .loading.contents import Part
@@ -27,18 +25,17 @@ from .loading.find import from_newest, from_step
 from .loading.load import Verify, check_verify, state_of
 from .loading.match import is_looked_into
 from .loading.restore import restore_state
-from .runs.manifest import Elsewhere
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
 from .runs.retention import best_of, keep_of, lacking
-from .runs.roots import Roots
-from .runs.run import Run
+from .runs.roots import opened
 from .saving.admission import OnOverlap
 from .saving.borrowed import Contents, check_entries, driver_of
 from .saving.handle import SaveHandle
 from .saving.line import Line
 from .saving.policy import Due, SavePolicy
 from .saving.saver import Saver
+from .saving.signals import Notice
 from .saving.story import CommitRule
 from .saving.targets import StepTarget
 from .spans import wall_time
@@ -47,9 +44,7 @@ from .staging.guard import unwrapped
 from .staging.held import guard_beside
 from .state.held import Held
 from .state.names import Select
-from .storage.base import Storage
-from .storage.local import LocalStorage
-from .storage.place import Anywhere, Place, place_of
+from .storage.place import Anywhere
 
 
 class _Inherited:
@@ -71,7 +66,8 @@ class AsyncCheckpointer:
             them has it.
         keep: how many of the newest steps are kept, or `Keep(last=…, every=…, best=…, seconds=…)`; None keeps all.
             `Place(…, keep=…)` gives one of several roots another retention.
-        due: when `should_save` says so, as `Due(every=…, seconds=…, deadline=…)`.
+        due: when `should_save` says so, as `Due(every=…, seconds=…, deadline=…, signals=True)`; with signals the
+            checkpointer is to be constructed on the main thread.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: the copy of these
             then overlaps the next forward and backward, and `step()` waits for what is left of it.
         host_bytes: hard budget of host memory for snapshots, at least 16 MiB; by default what the state needs, up to
@@ -85,6 +81,7 @@ class AsyncCheckpointer:
             `Naming(step_format=…, tracker=…)`; by default "step_{:08d}", named by the file `latest`.
         strict: raise at `save`, before anything is started, what an earlier save failed with and nobody looked at.
         exit_timeout: seconds that the interpreter's exit waits for saves; None: as long as they take.
+        progress: draw a bar for each save on stderr, or in the notebook. It needs tqdm.
         commit: with several roots, "all" makes a save wait for all of them, and fail when one fails; with "any" it is
             committed where it is durable first, and a root that lags or fails is caught up later.
         max_bandwidth: bytes per second that a place is written with at most, over a few segments; the rest of its disk
@@ -114,6 +111,7 @@ class AsyncCheckpointer:
         naming: Naming | str | None = None,
         strict: bool = False,
         exit_timeout: float | None = None,
+        progress: bool = False,
         commit: CommitRule = "all",
         max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -123,25 +121,13 @@ class AsyncCheckpointer:
         if commit not in ("all", "any"):
             raise ValueError(f'commit must be "all" or "any", got {commit!r}')
         if due is not None and not isinstance(due, Due):
-            raise TypeError(f"due must be Due(every=…, seconds=…, deadline=…), got {due!r:.100}")
-        self._policy = SavePolicy(due or Due())
-        kept, named = keep_of(keep), naming_of(naming)
-        places = _places(root)
-        storages = _storages(places)
-        self.roots = tuple(storage.locate("").rstrip("/") or "/" for storage in storages)
+            raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
+        due = due or Due()
+        notice = self._notice = Notice(due.signals)
+        self._policy = SavePolicy(due, preempted=lambda: notice.is_given)
+        self._roots = opened(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
+        self.roots = self._roots.names
         self.root = self.roots[0]
-        self._roots = Roots(
-            [
-                Run(
-                    storage,
-                    clock=wall_time,
-                    step_format=named.step_format,
-                    tracker=named.tracker,
-                    keep=kept if place.keep is None else keep_of(place.keep),
-                )
-                for storage, place in zip(storages, places, strict=True)
-            ]
-        )
         self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
         self._saver = Saver(
             host_bytes=host_bytes,
@@ -150,6 +136,7 @@ class AsyncCheckpointer:
             max_in_flight=max_in_flight,
             strict=strict,
             exit_timeout=exit_timeout,
+            progress=progress,
             keep_warm=True,
             max_bandwidth=max_bandwidth,
             trace=trace,
@@ -157,6 +144,7 @@ class AsyncCheckpointer:
         self._line = Line(
             self._roots, self._saver, rule=commit, retire=on_rollback == "retire", catch_up=catch_up
         )
+        self._notice.listen()  # last: what could not be constructed has no handlers
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -233,10 +221,24 @@ class AsyncCheckpointer:
         fit, each taken to last as long as the longest of the last 100 steps and 5 saves (a minute before the first).
         Once that save has ended, another is due only if it still fits. A notice too short for any is answered by one
         try. The step saved last, or restored, is not due; asked again about a step, the answer is the same.
-        By time the answer differs between processes: ask on rank 0 and broadcast it. `Due(every=…)` alone needs only the step.
+        By time, or by a signal, the answer differs between processes: ask on rank 0 and broadcast it. `Due(every=…)` alone needs only the step.
+        A signal makes one save due, at the next step; another only if that one has failed.
         Raises ValueError when there is no rule, and nothing else.
         """
         return self._policy.should_save(step)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether one of the signals of `Due(signals=…)` has come: save, and leave.
+
+            if ckpt.should_save(step):
+                ckpt.save(state, step)
+                if ckpt.preempted:  # asked here, so that nothing is left unsaved
+                    break
+
+        Always False without `signals`.
+        """
+        return self._notice.is_given
 
     def prewarm(self, state: Any) -> None:
         """Do ahead of the first save what only it would have to wait for: planning, taking and locking memory."""
@@ -262,8 +264,14 @@ class AsyncCheckpointer:
         return self._saver.metrics(prefix)
 
     def close(self) -> None:
-        """Wait for every save and raise the first error nobody has looked at. Idempotent."""
-        self._saver.close()
+        """Wait for every save and raise the first error nobody has looked at. Idempotent.
+
+        Signal handlers are put back. Ctrl-C gives up the saves that are waited for.
+        """
+        try:
+            self._saver.close()
+        finally:
+            self._notice.close()
 
     def __enter__(self) -> Self:
         return self
@@ -370,13 +378,16 @@ class AsyncCheckpointer:
         else:
             found = from_newest(self._roots, put_back, verify=bool(verify), passed_over=tell)
             if found is None:
-                self._warn_of_what_others_wrote()
+                for told in self._roots.told_of_others():
+                    warnings.warn(told, RuntimeWarning, stacklevel=2)
                 return None
             step = found[0]
         newest = self.latest()
         self._line.restored(behind=newest is not None and step < newest)
-        if strict and select is None:
-            self._note_restored(state, step)
+        if strict and select is None and isinstance(state, Mapping):
+            # These hold what the step has: they need not be written again, if they are said to be unchanged.
+            groups = {name: value for name, value in state.items() if is_looked_into(value)}
+            self._line.groups.restored(groups, step, self._roots.holding(step))
         self._policy.restored(step)
         return step
 
@@ -387,37 +398,6 @@ class AsyncCheckpointer:
         if guard is not _INHERITED:
             return guard_beside(state, guard)
         return None if isinstance(state, Held) else self._guard
-
-    def _warn_of_what_others_wrote(self) -> None:
-        """A run that a trainer has saved without us must not look like one that has saved nothing."""
-        for root, run in zip(self.roots, self._roots.runs, strict=True):
-            with suppress(CheckpointError):
-                there = run.written_by_others()
-                if there is not None:
-                    warnings.warn(
-                        f"{root}: nothing was restored, for no step there was committed by async_ckpt (a step has a "
-                        f"manifest.json); another program has written {there}; load that by the program's own means, "
-                        "and save once to go on from here",
-                        RuntimeWarning,
-                        stacklevel=3,
-                    )
-
-    def _note_restored(self, state: Any, step: int) -> None:
-        """Groups that now hold what a step has need not be written again, if they are said to be unchanged."""
-        if not isinstance(state, Mapping):
-            return
-        runs = self._roots.holding(step)
-        made = runs[0].committed(step)
-        groups = {
-            name: value for name, value in state.items() if isinstance(name, str) and is_looked_into(value)
-        }
-        if made is None or not groups:
-            return
-        folder = runs[0].folder(step)
-        own = {name: tuple(Elsewhere(name, step, folder, a) for a in made.archives) for name in groups}
-        lent = {name: there for name in groups if (there := made.lent(name))}
-        with suppress(UnsupportedStateError):
-            self._line.groups.restored(groups, {**own, **lent}, runs)
 
     def __repr__(self) -> str:
         steps = sorted({step for run in self._roots.runs for step in run.known_steps()})
@@ -439,24 +419,3 @@ def _whole(step: Any) -> int:
             f"step must be a whole number from 0 on, got {shown}; the order is save(state, step)"
         )
     return number
-
-
-def _places(root: Anywhere | Sequence[Anywhere]) -> list[Place]:
-    """The roots that the user means: one, or several."""
-    is_one = isinstance(root, str | os.PathLike | Place) or not isinstance(root, Sequence)
-    places = [place_of(root)] if is_one else [place_of(each) for each in root]  # type: ignore[arg-type, union-attr]
-    if not places:
-        raise ValueError("a run needs at least one root")
-    return places
-
-
-def _storages(places: Sequence[Place]) -> list[Storage]:
-    """The storage of each root. Raises ValueError for two that are the same, NotADirectoryError for a file."""
-    storages = [place.storage() for place in places]
-    for storage in storages:
-        if isinstance(storage, LocalStorage) and storage.root.exists() and not storage.root.is_dir():
-            raise NotADirectoryError(f"{storage.root} is a file; a run needs a folder")
-    names = [storage.locate("") for storage in storages]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two roots are the same: {', '.join(names)}")
-    return storages

@@ -25,6 +25,15 @@ class Progress:
         """Written share of the archive, 0 to 1."""
         return self.written_bytes / self.total_bytes if self.total_bytes else 0.0
 
+    def __str__(self) -> str:
+        if not self.total_bytes:  # of some saves it is not known ahead
+            return f"{_sized(self.written_bytes)} written"
+        return f"{self.fraction:.0%} written, {_sized(self.written_bytes)} of {_sized(self.total_bytes)}"
+
+
+def _sized(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
 
 @dataclass(frozen=True, slots=True)
 class Destination:

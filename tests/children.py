@@ -27,6 +27,8 @@ _NURSERY = """
 import gc, json, os, select, signal, sys
 import torch, async_ckpt, children, states
 import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
+from async_ckpt.saving import waiting
+waiting._FIRST_SECONDS = 60.0  # on a slow machine anything may take long enough to be told of, which is no failure
 gc.freeze()  # what is here already need not be looked through by every child
 while True:
     line = sys.stdin.readline()
@@ -86,9 +88,9 @@ class Child:
     def send(self, signum: int) -> None:
         os.kill(self.pid, signum)
 
-    def wait_for_line(self, text: str) -> None:
-        """Return when the child has printed this."""
-        until(lambda: text in (self._folder / "out").read_text())
+    def wait_for_line(self, text: str, stream: str = "out") -> None:
+        """Return when the child has printed this there, or on the stream `err`."""
+        until(lambda: text in (self._folder / stream).read_text())
 
     def ended(self) -> Ended:
         told = self._nursery.ask({"wait": self.pid, "patience": PATIENCE})

@@ -22,7 +22,7 @@ HEAD = """
 import atexit, errno, os, signal, sys, threading
 import torch
 import async_ckpt
-import async_ckpt.saving.saver, async_ckpt.saving.worker
+import async_ckpt.saving.saver, async_ckpt.saving.waiting, async_ckpt.saving.worker
 from async_ckpt import AsyncCheckpointer
 from async_ckpt.storage.local import LocalSink
 from children import hold_writes
@@ -47,19 +47,19 @@ def slow_disk():
     go = hold_writes()
     real_wait, real_abandon = async_ckpt.saving.worker.wait_for, async_ckpt.saving.worker.abandon
 
-    def wait_for(future, timeout=None):
+    def wait_for(*arguments):
         if told:
             go.set()
         else:
             print("waiting", flush=True)
-        return real_wait(future, timeout)
+        return real_wait(*arguments)
 
     def abandon(pending, why):
         told.append(why)
         return real_abandon(pending, why)
 
     told = []
-    async_ckpt.saving.worker.wait_for = async_ckpt.saving.saver.wait_for = wait_for
+    async_ckpt.saving.worker.wait_for = async_ckpt.saving.waiting.wait_for = wait_for
     async_ckpt.saving.worker.abandon = async_ckpt.saving.saver.abandon = abandon
     return go
 """

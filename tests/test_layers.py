@@ -271,7 +271,7 @@ import sys
 import torch
 before = set(sys.modules)
 import async_ckpt
-heavy = {"obstore", "s3fs", "fsspec", "zstandard", "tenacity", "rich", "matplotlib", "numpy.testing", "tarfile"}
+heavy = {"obstore", "s3fs", "fsspec", "zstandard", "tenacity", "rich", "tqdm", "matplotlib", "numpy.testing", "tarfile"}
 print(*sorted((set(sys.modules) - before) & heavy))
 print(*[t.name for t in __import__("threading").enumerate()])
 """

@@ -65,7 +65,7 @@ SIGNATURES = {
     AsyncCheckpointer: (
         "(root, *, keep=None, due=None, guard=None, host_bytes=None, "
         "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, naming=None, strict=False, "
-        "exit_timeout=None, commit='all', max_bandwidth=None, trace=None)"
+        "exit_timeout=None, progress=False, commit='all', max_bandwidth=None, trace=None)"
     ),
     AsyncCheckpointer.save: (
         "(self, state, step, *, overwrite=False, guard=that of the checkpointer, record=None, rolling=False, ttl_seconds=None, "
@@ -92,7 +92,7 @@ SIGNATURES = {
     SaveHandle.wait_staged: "(self, timeout=None)",
     SaveHandle.add_done_callback: "(self, fn)",
     SaveReport.as_dict: "(self, prefix='')",
-    async_ckpt.Due: "(every=None, seconds=None, deadline=None, margin_seconds=30.0)",
+    async_ckpt.Due: "(every=None, seconds=None, deadline=None, margin_seconds=30.0, signals=False)",
     async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
     async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None, whole_folder=False)",
     async_ckpt.Place: "(url, *, options=None, engine=None, fs=None, keep=None)",

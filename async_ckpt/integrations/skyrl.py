@@ -28,8 +28,8 @@ from ..around.wrap import wrap
 from ..errors import CheckpointError, ClosedError
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
-from ..saving.worker import Pending, wait_for
-from ..spans import monotonic
+from ..saving.waiting import ENDS_THE_WAIT, Wait, wait_for_saves
+from ..saving.worker import Pending
 from ..storage.place import Place
 from ..storage.url import Where
 
@@ -175,11 +175,7 @@ class CheckpointBackend:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, the removal of its files included, and raise the first error not yet seen."""
-        deadline = None if timeout is None else monotonic() + timeout
-        for pending in self._pending():
-            left = None if deadline is None else max(0.0, deadline - monotonic())
-            if not wait_for(pending.finished, left):
-                raise TimeoutError(f"{pending.handle!r} is still under way after {timeout} s")
+        wait_for_saves(self._pending(), Wait("in wait()", ENDS_THE_WAIT), timeout)
         self._raise_unseen()
 
     def close(self) -> None:

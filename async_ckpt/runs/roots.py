@@ -7,13 +7,20 @@ In: one run for each root. Out: the steps that there are, and where. Knows nothi
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
-from ..errors import NotCommittedError, StorageUnavailableError
+from ..errors import CheckpointError, NotCommittedError, StorageUnavailableError
+from ..spans import Clock
+from ..spec import Keep
+from ..storage.local import LocalStorage
+from ..storage.place import Anywhere, Place, place_of
 from .manifest import Manifest
-from .retention import Commits
+from .naming import Naming
+from .retention import Commits, keep_of
 from .run import Run
 
 T = TypeVar("T")
@@ -24,6 +31,25 @@ class Roots:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The roots as people know them."""
+        return tuple(run.storage.locate("").rstrip("/") or "/" for run in self.runs)
+
+    def told_of_others(self) -> list[str]:
+        """What other programs have written there: a run that a trainer has saved without us must not look like none."""
+        told = []
+        for name, run in zip(self.names, self.runs, strict=True):
+            with suppress(CheckpointError):
+                there = run.written_by_others()
+                if there is not None:
+                    told.append(
+                        f"{name}: nothing was restored, for no step there was committed by async_ckpt (a step has a "
+                        f"manifest.json); another program has written {there}; load that by the program's own means, "
+                        "and save once to go on from here"
+                    )
+        return told
 
     def steps(self) -> list[int]:
         """The steps committed at any root that answers, ascending."""
@@ -130,3 +156,33 @@ class Roots:
 def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
     """What the first that can say it says of a step."""
     return next((made for made in manifests if made is not None), None)
+
+
+def opened(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, clock: Clock) -> Roots:
+    """The runs at one root, or several; nothing is asked of them.
+
+    Raises ValueError for no root, and for two that are the same, NotADirectoryError for a file, and what a place raises.
+    """
+    is_one = isinstance(root, str | os.PathLike | Place) or not isinstance(root, Sequence)
+    places = [place_of(root)] if is_one else [place_of(each) for each in root]  # type: ignore[arg-type, union-attr]
+    if not places:
+        raise ValueError("a run needs at least one root")
+    storages = [place.storage() for place in places]
+    for storage in storages:
+        if isinstance(storage, LocalStorage) and storage.root.exists() and not storage.root.is_dir():
+            raise NotADirectoryError(f"{storage.root} is a file; a run needs a folder")
+    names = [storage.locate("") for storage in storages]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two roots are the same: {', '.join(names)}")
+    return Roots(
+        [
+            Run(
+                storage,
+                clock=clock,
+                step_format=naming.step_format,
+                tracker=naming.tracker,
+                keep=keep if place.keep is None else keep_of(place.keep),
+            )
+            for storage, place in zip(storages, places, strict=True)
+        ]
+    )

@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import ClosedError
 from ..host.threads import Task, is_library_thread
 from ..report import Progress, SaveReport
+from .waiting import ENDS_THE_WAIT, Wait, wait_for
 
 _log = logging.getLogger("async_ckpt")
 
@@ -63,17 +64,17 @@ class SaveHandle(Future[SaveReport]):
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the checkpoint is durable and committed. `timeout` in seconds; TimeoutError when it has passed."""
-        self._refuse_to_wait_for_itself()
+        self._wait("in result()", timeout)
         try:
-            return super().result(timeout)
+            return super().result(0.0)
         finally:
             self.looked_at = self.looked_at or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Like `result`, but the error is returned, or None."""
-        self._refuse_to_wait_for_itself()
+        self._wait("in exception()", timeout)
         try:
-            return super().exception(timeout)
+            return super().exception(0.0)
         finally:
             self.looked_at = self.looked_at or self.done()
 
@@ -127,6 +128,11 @@ class SaveHandle(Future[SaveReport]):
                 callback(self)
             except Exception:
                 _log.exception("a callback of %r raised; the save is not affected", self)
+
+    def _wait(self, where: str, timeout: float | None) -> None:
+        self._refuse_to_wait_for_itself()
+        wait = Wait(where, ENDS_THE_WAIT)
+        wait_for(self, timeout, lambda: wait.goes_on(lambda: [self]))
 
     def _refuse_to_wait_for_itself(self, future: Future[Any] | None = None) -> None:
         if (future or self).done():

@@ -1,6 +1,7 @@
 """When a save is due: after so many steps, after so much time, before the machine goes away.
 
-In: steps, clocks, and the saves that were begun. Out: yes or no. Knows nothing of: how a save is made, other ranks.
+In: steps, clocks, whether the process was asked to leave, and the saves that were begun. Out: yes or no.
+Knows nothing of: how a save is made, signals, other ranks.
 
 The rule of a deadline: save at the last step after which one more step, a save and the margin would no longer fit. A
 step is expected to take as long as the longest of those lately, a save likewise. When that was too cautious there is
@@ -20,6 +21,7 @@ from typing import Final
 
 from ..report import SaveReport
 from ..spans import Clock, When, epoch_seconds, monotonic, wall_time
+from .signals import Signals, signals_of
 
 Deadline = When | Callable[[], float | None]
 
@@ -45,14 +47,19 @@ class Due:
         deadline: when the machine goes away, so that a last save is due just in time: a datetime with a time zone, seconds
             since the epoch, or a function that is asked at every step for the seconds left (None: not known).
         margin_seconds: time that is to be left at the deadline when that save has been committed.
+        signals: once, at the next step after a signal by which schedulers announce the end: True for SIGTERM and SIGUSR1, or
+            several by name or number, such as ("SIGTERM", "SIGUSR2"). Where a signal would end the process, the first one
+            no longer does, and the second does. Handlers that were installed from Python are called as well; an ignored
+            signal stays ignored. SIGINT counts only if it is named, and still raises KeyboardInterrupt.
 
-    Raises ValueError for a rule that means nothing, TypeError for a deadline that is no time.
+    Raises ValueError for a rule that means nothing, TypeError for a deadline that is no time or a signal that is none.
     """
 
     every: int | None = None
     seconds: float | None = None
     deadline: Deadline | None = None
     margin_seconds: float = MARGIN_SECONDS
+    signals: Signals = False
 
     def __post_init__(self) -> None:
         if self.every is not None and (type(self.every) is not int or self.every < 1):
@@ -64,21 +71,44 @@ class Due:
                 f"a margin of {self.margin_seconds!r} seconds before the deadline: give 0 or more"
             )
         _countdown(self.deadline, wall_time)
+        if not isinstance(
+            self.signals, bool
+        ):  # an iterator would be empty when it is asked for the second time
+            object.__setattr__(self, "signals", signals_of(self.signals))
 
     @property
     def is_never(self) -> bool:
         """Whether there is no rule at all."""
-        return (self.every, self.seconds, self.deadline) == (None, None, None)
+        return (self.every, self.seconds, self.deadline) == (None, None, None) and not self.signals
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A save that was begun."""
+
+    step: int
+    at: float
+    save: Future[SaveReport]
+    was_preempted: bool  # the process had been asked to leave by then
 
 
 class SavePolicy:
     """Says at each step whether a save is due. Safe to call from any thread.
 
-    `clock` is for durations, `wall_clock` for a deadline that is a time.
+    `preempted` tells whether the process was asked to leave. `clock` is for durations, `wall_clock` for a deadline that is
+    a time.
     """
 
-    def __init__(self, due: Due, *, clock: Clock = monotonic, wall_clock: Clock = wall_time) -> None:
+    def __init__(
+        self,
+        due: Due,
+        *,
+        preempted: Callable[[], bool] = lambda: False,
+        clock: Clock = monotonic,
+        wall_clock: Clock = wall_time,
+    ) -> None:
         self._due = due
+        self._preempted = preempted
         self._ask_seconds_left = _countdown(due.deadline, wall_clock)
         self._clock = clock
         self._lock = threading.Lock()
@@ -90,7 +120,8 @@ class SavePolicy:
         self._asked_at = 0.0
         self._answer = False
         self._under_way: list[Future[SaveReport]] = []
-        self._begun: deque[tuple[int, float, Future[SaveReport]]] = deque()  # and not looked at yet
+        self._begun: deque[_Begun] = deque()  # and not looked at yet
+        self._last_saves: list[Future[SaveReport]] = []  # begun since the process was asked to leave
         self._save_seconds: deque[float] = deque(maxlen=_NUM_SAVES)
         self._step_seconds: deque[float] = deque(maxlen=_NUM_STEPS)
         self._is_near = False  # the deadline: one more step, and a save no longer fits
@@ -105,7 +136,7 @@ class SavePolicy:
         """
         if self._due.is_never:
             raise ValueError(
-                "should_save has no rule to go by: give due=Due(every=…, seconds=… or deadline=…)"
+                "should_save has no rule to go by: give due=Due(every=…, seconds=…, deadline=… or signals=True)"
             )
         seconds_left = self._seconds_left()  # the user's function: not under the lock
         with self._lock:
@@ -119,7 +150,7 @@ class SavePolicy:
     def follow(self, step: int, save: Future[SaveReport]) -> None:
         """Note that a save has begun, and for later how long it takes. A skipped one leaves due what was due."""
         # Looked at by `should_save`: a caller of `save` that is interrupted must not be while it holds a lock.
-        self._begun.append((step, self._clock(), save))
+        self._begun.append(_Begun(step, self._clock(), save, self._preempted()))
 
     def restored(self, step: int) -> None:
         """Begin to count anew, from the step that training goes on from."""
@@ -133,12 +164,14 @@ class SavePolicy:
     def _take_note(self) -> None:
         """Take note of the saves that were begun since the last time."""
         while self._begun:
-            step, begun_at, save = self._begun.popleft()
+            begun = self._begun.popleft()
             self._measure_saves()
-            if not _was_skipped(save):
-                self._saved_step, self._saved_at = step, begun_at
-                self._under_way.append(save)
+            if not _was_skipped(begun.save):
+                self._saved_step, self._saved_at = begun.step, begun.at
+                self._under_way.append(begun.save)
                 self._has_tried = self._is_near
+                if begun.was_preempted:
+                    self._last_saves.append(begun.save)
 
     def _decide(self, step: int, seconds_left: float | None) -> bool:
         now = self._clock()
@@ -149,7 +182,8 @@ class SavePolicy:
         by_steps = every is not None and step > 0 and step % every == 0
         by_time = seconds is not None and now - self._saved_at >= seconds
         by_deadline = self._is_last_chance(seconds_left)
-        return by_steps or by_time or by_deadline
+        by_signal = self._preempted() and all(map(_has_failed, self._last_saves))
+        return by_steps or by_time or by_deadline or by_signal
 
     def _is_last_chance(self, seconds_left: float | None) -> bool:
         self._measure_saves()
@@ -190,3 +224,7 @@ def _countdown(deadline: Deadline | None, wall_clock: Clock) -> Callable[[], flo
 
 def _was_skipped(save: Future[SaveReport]) -> bool:
     return save.done() and Future.exception(save) is None and Future.result(save).status == "skipped"
+
+
+def _has_failed(save: Future[SaveReport]) -> bool:
+    return save.done() and Future.exception(save) is not None

@@ -30,13 +30,15 @@ from ..state.capture import Capture, capture
 from ..state.names import Select
 from ..trace import TraceFile
 from .admission import Admission, OnOverlap, Place
+from .bar import Bars
 from .delivery import OffLoop, Target
 from .drain import Drain
 from .handle import SaveHandle
 from .ledger import Ledger
 from .planner import Planner, pool_for
 from .story import Attempt, CommitRule, Order, UnchangedIn, story
-from .worker import Carriers, Pending, abandon, get_worker, wait_for
+from .waiting import ENDS_THE_WAIT, GIVES_UP, Wait, wait_for_saves
+from .worker import Carriers, Pending, abandon, get_worker
 
 
 class Errand(Protocol):
@@ -76,6 +78,7 @@ class Saver:
         keep_warm: bool = False,
         max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
+        progress: bool = False,
         clock: Clock = monotonic,
     ) -> None:
         if on_overlap not in ("wait", "skip"):
@@ -89,6 +92,7 @@ class Saver:
         self.ledger = Ledger()
         self._strict, self._exit_timeout, self._keep_warm = strict, exit_timeout, keep_warm
         self._clock = clock
+        self._bars = Bars() if progress else None
         self._trace_file = None if trace is None else TraceFile(trace, clock)
         self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
         self._orders = itertools.count(1)  # of saves
@@ -305,11 +309,7 @@ class Saver:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
-        deadline = None if timeout is None else self._clock() + timeout
-        for pending in self.ledger.pending():
-            left = None if deadline is None else max(0.0, deadline - self._clock())
-            if not wait_for(pending.finished, left):
-                raise TimeoutError(f"{pending.handle!r} is still under way after {timeout} s")
+        wait_for_saves(self.ledger.pending(), Wait("in wait()", ENDS_THE_WAIT), timeout)
         self.ledger.raise_unseen()
 
     def close(self) -> None:
@@ -318,8 +318,7 @@ class Saver:
             return
         self._closed = True
         try:
-            for pending in self.ledger.pending():
-                wait_for(pending.finished)
+            wait_for_saves(self.ledger.pending(), Wait("in close()", GIVES_UP))
         except KeyboardInterrupt:
             abandon(self.ledger.pending(), "interrupted while it was waited for")
             raise
@@ -356,7 +355,14 @@ class Saver:
         """Take one of the places for saves under way, waiting for it or not. False: skip."""
         self._refuse_if_forked()
         self._refuse_if_closed()
-        return self._admission.enter(place, self._refuse_if_closed)
+        what = "save()" if place.step is None else f"save() of step {place.step}"
+        wait = Wait(f"in {what}", "Ctrl-C ends the call, without saving")
+
+        def goes_on() -> None:
+            self._refuse_if_closed()
+            wait.goes_on(lambda: [p.handle for p in self.ledger.pending() if not p.settled.done()])
+
+        return self._admission.enter(place, goes_on)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -410,7 +416,7 @@ class _Begun:
             return
         self._fate = _Fate.STARTED
         saver, order, worker = self._saver, self.order, self._worker
-        pending = Pending(self.handle, self._give_up, saver._exit_timeout)
+        pending = Pending(self.handle, self._give_up, saver._exit_timeout, saver._bars)
         order.turn = saver.ledger.follow(pending, self._leave)
         relieve = order.drain.relieve
         saver.pool.add_reliever(relieve)

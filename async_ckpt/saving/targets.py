@@ -6,14 +6,15 @@ In: places, runs. Out: targets. Knows nothing of: tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from ..errors import CheckpointError, StorageUnavailableError
+from ..errors import CheckpointError, StepExistsError, StorageUnavailableError
+from ..host.ranks import ranks
 from ..runs.manifest import Archive, Elsewhere, Manifest
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
@@ -157,26 +158,45 @@ class StepTarget:
             self._replaces = self._run.found(self._step)
 
     def _check(self) -> None:
-        self._run.check(
-            self._step,
-            overwrite=self._overwrite,
-            rolled_back=self._rolled_back is not None,
-            retire=self._line.retire,
-        )
+        with self._telling_ranks():
+            self._run.check(
+                self._step,
+                overwrite=self._overwrite,
+                rolled_back=self._rolled_back is not None,
+                retire=self._line.retire,
+            )
         self._reached = Reached.CHECKED
+
+    @contextmanager
+    def _telling_ranks(self) -> Iterator[None]:
+        """In a distributed training, whoever committed the step first may have been another rank of it."""
+        try:
+            yield
+        except StepExistsError as error:
+            rank, world_size = ranks()
+            if world_size < 2:
+                raise
+            raise StepExistsError(
+                f"{error}. This is rank {rank} of {world_size}: if every rank saves to {self._run.storage.locate('')}, "
+                "each writes all it holds, and only one can commit the step. Save on rank 0 alone "
+                "(`if dist.get_rank() == 0: …`), or give each rank a root of its own",
+                step=self._step,
+            ) from error.__cause__
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         # Newer steps may have followed since: a late commit takes none of them out of the run.
         retire = self._line.retire and not late
-        self._run.commit(
-            self._step,
-            self._token,
-            archives,
-            replaces=self._replaces,
-            retire=retire,
-            record=self._record,
-            elsewhere=(*self._contents.borrowed, *self._write_driver()),
-        )
+        elsewhere = (*self._contents.borrowed, *self._write_driver())
+        with self._telling_ranks():
+            self._run.commit(
+                self._step,
+                self._token,
+                archives,
+                replaces=self._replaces,
+                retire=retire,
+                record=self._record,
+                elsewhere=elsewhere,
+            )
         self._reached = Reached.COMMITTED
         self._close_driver()
         self._line.groups.committed(self._run, self._step, archives, self._contents)

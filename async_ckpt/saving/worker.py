@@ -30,7 +30,9 @@ from ..report import SaveReport
 from ..spans import monotonic
 from ..storage.base import Storage
 from ..storage.pace import Pace
+from .bar import Bars
 from .handle import SaveHandle
+from .waiting import GIVES_UP, Wait, name_of, say_on_stderr, wait_for
 
 T = TypeVar("T")
 _log = logging.getLogger("async_ckpt")
@@ -45,17 +47,24 @@ _NUM_WRITERS: Final = 16
 # timeout more, but at least as long as a healthy disk may need.
 _ABANDON_SECONDS: Final = 10.0
 _LEAST_ABANDON_SECONDS: Final = 1.0
+# A terminal that somebody has stopped takes nothing; no save waits for that.
+_LAST_DRAWING_SECONDS: Final = 1.0
 
 
 class Pending:
-    """A save that is under way: its handle, and how to give it up. `finished` follows its retention too."""
+    """A save that is under way: its handle, and how to give it up. `finished` follows its retention and its bar, too."""
 
     def __init__(
-        self, handle: SaveHandle, give_up: Callable[[BaseException], None], exit_timeout: float | None
+        self,
+        handle: SaveHandle,
+        give_up: Callable[[BaseException], None],
+        exit_timeout: float | None,
+        bars: Bars | None = None,
     ) -> None:
         self.handle = handle
         self.give_up = give_up
         self.exit_timeout = exit_timeout
+        self.bars = bars
         self.settled = running_future()  # decided, so that the next save may commit
         self.finished = running_future()
 
@@ -217,7 +226,8 @@ class Worker:
         story: Coroutine[Any, Any, SaveReport],
         afterwards: Callable[[], Awaitable[None]],
     ) -> None:
-        handle = pending.handle
+        handle, bars = pending.handle, pending.bars
+        drawing = asyncio.create_task(bars.follow(handle, self.off_loop)) if bars is not None else None
         try:
             report = await story
         except BaseException as error:
@@ -234,6 +244,8 @@ class Worker:
                 _log.warning("%r is committed, but cleaning up after it failed: %s", handle, error)
                 pending.finished.set_exception(error)
         finally:
+            if drawing is not None:  # so that who waits for the save prints below it
+                await asyncio.wait([drawing], timeout=_LAST_DRAWING_SECONDS)
             with self._lock:
                 self._pending.remove(pending)
             if not pending.finished.done():
@@ -265,6 +277,7 @@ class Worker:
     def _wait_for_all(self) -> int:
         """The exit status that the wait itself gives reason for; 0 for none."""
         begin = monotonic()
+        wait = Wait("at exit", GIVES_UP, say=say_on_stderr)
         given_up: list[Pending] = []
         try:
             self.sync()
@@ -274,9 +287,9 @@ class Worker:
                 if seconds > limit:
                     overdue = [pending for pending in waiting if pending.exit_timeout == limit]
                     abandon(overdue, f"the interpreter exits, and exit_timeout={limit} s have passed")
-                    given_up += overdue
-                else:
-                    wait_for(waiting[0].finished, min(LIVENESS_SECONDS, limit - seconds))
+                    given_up.extend(overdue)
+                elif not wait_for(waiting[0].finished, min(LIVENESS_SECONDS, limit - seconds)):
+                    wait.goes_on(lambda: [pending.handle for pending in self._pending_but(given_up)])
         except KeyboardInterrupt:
             abandon(self._pending_but(given_up), "interrupted while the interpreter waited for it")
             return EXIT_STATUS_INTERRUPTED
@@ -305,8 +318,7 @@ class Worker:
 
 
 def _tell_loss(handle: SaveHandle, why: str) -> None:
-    what = handle.path if handle.step is None else f"step {handle.step} ({handle.path})"
-    print(f"async_ckpt: {what} was not saved: {why}", file=sys.stderr, flush=True)
+    say_on_stderr(f"async_ckpt: {name_of(handle)} was not saved: {why}")
 
 
 def abandon(pending: list[Pending], why: str) -> None:
@@ -324,15 +336,6 @@ def _wait_for_each(futures: Sequence[Future[Any]], timeout: float) -> bool:
     """Wait for the end of all of them, `timeout` seconds in all. False when they have passed without."""
     deadline = monotonic() + timeout
     return all(wait_for(future, max(0.0, deadline - monotonic())) for future in futures)
-
-
-def wait_for(future: Future[None], timeout: float | None = None) -> bool:
-    """Wait for an end, not for its outcome. False when `timeout` seconds have passed without."""
-    try:
-        future.exception(timeout)
-    except TimeoutError:
-        return False
-    return True
 
 
 class Carriers:
