@@ -58,42 +58,47 @@ _INHERITED: Any = _Inherited()
 
 
 class AsyncCheckpointer:
-    """Saves of one training run below one folder or URL, or several of them, and what to do with the old ones.
+    """The checkpoints of one training run, below a folder, a URL, or several of them.
+
+        with AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
+            start = ckpt.restore({"model": model, "optimizer": optimizer})  # the step, or None
+            for step in range(0 if start is None else start + 1, 1000):
+                train(step)
+                if step % 100 == 99:
+                    ckpt.save({"model": model, "optimizer": optimizer}, step)
 
     Args:
-        root: the run's folder, made by the first save, a URL such as "s3://bucket/run", or a `Place` with what its client
-            needs; or a list of these: every save then goes to all of them in one pass, and a step is there when any of
-            them has it.
-        keep: how many of the newest steps are kept, or `Keep(last=…, every=…, best=…, seconds=…)`; None keeps all.
-            `Place(…, keep=…)` gives one of several roots another retention.
-        due: when `should_save` says so, as `Due(every=…, seconds=…, deadline=…, signals=True)`; with signals the
-            checkpointer is to be constructed on the main thread.
-        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: the copy of these
-            then overlaps the next forward and backward, and `step()` waits for what is left of it.
-        host_bytes: hard budget of host memory for snapshots, at least 16 MiB; by default what the state needs, up to
-            half of the memory that is free. With less than the state, `save` waits for the disk.
-        segment_bytes: the unit of copying and writing, a multiple of 4 MiB; 32 MiB unless the budget is small.
-        on_overlap: what `save` does while `max_in_flight` saves are under way: "wait" (reported as stall), or "skip".
-        max_in_flight: saves that may be under way at once; each takes host memory of its own.
-        on_rollback: "retire" lets a save below the newest commit take the newer ones out of the run; by default
-            such a save raises StepBehindError.
-        naming: what steps and tracker are called for other programs: "skyrl", "verl", "open-instruct", "deepspeed", or
-            `Naming(step_format=…, tracker=…)`; by default "step_{:08d}", named by the file `latest`.
-        strict: raise at `save`, before anything is started, what an earlier save failed with and nobody looked at.
-        exit_timeout: seconds that the interpreter's exit waits for saves; None: as long as they take.
-        progress: draw a bar for each save on stderr, or in the notebook. It needs tqdm.
-        commit: with several roots, "all" makes a save wait for all of them, and fail when one fails; with "any" it is
+        root: the run's folder, which the first save makes; a URL such as "s3://bucket/run"; a `Place`; or a list of
+            these. With a list, every save goes to all of them in one pass, and a step exists if one of them has it.
+        keep: how many of the newest steps are kept, or `Keep(last=…, every=…, best=…, seconds=…)`. None keeps all.
+            `Place(…, keep=…)` gives one of several roots a retention of its own.
+        due: the rules of `should_save`: `Due(every=…, seconds=…, deadline=…, signals=True)`. With signals, the
+            checkpointer must be constructed on the main thread.
+        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
+            overlaps the next forward and backward, and `step()` waits for the rest of it.
+        host_bytes: hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs, up
+            to half of the free memory. With less than the state needs, `save` waits for the disk.
+        segment_bytes: the unit of copying and writing, a multiple of 4 MiB. 32 MiB unless `host_bytes` is small.
+        on_overlap: what `save` does while `max_in_flight` saves are under way: "wait", which is reported as stall, or
+            "skip".
+        max_in_flight: how many saves may be under way at once. Each needs host memory of its own.
+        on_rollback: "retire" lets a save below the newest commit take the newer ones out of the run. By default such a
+            save raises StepBehindError.
+        naming: the layout that other programs read: "skyrl", "verl", "open-instruct", "deepspeed", or
+            `Naming(step_format=…, tracker=…)`. By default steps are called "step_{:08d}", and the file `latest` names
+            the newest.
+        strict: raise the error of an earlier save that nobody has looked at, at the next `save` and before that starts.
+        exit_timeout: how many seconds the interpreter's exit waits for saves. None waits as long as they take.
+        progress: draw a bar for each save on stderr, or in the notebook. Needs tqdm.
+        commit: with several roots, "all" makes a save wait for all of them, and fail when one fails. With "any" it is
             committed where it is durable first, and a root that lags or fails is caught up later.
-        max_bandwidth: bytes per second that a place is written with at most, over a few segments; the rest of its disk
-            or network is for others. A save takes longer then, and without enough host memory its staging does, too.
-            Each process has as much for itself; what is copied to catch a root up is not held to it.
-        trace: a file for what each thread of this process did, and when, of every save: open it in
-            https://ui.perfetto.dev. It is made anew, and whole after each save; give each process its own.
+        max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments. Each process
+            has this limit for itself. What is copied to catch a root up is not limited.
+        trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced
+            when the checkpointer is constructed, and complete after each save. Give each process its own.
 
-    The tracker never moves back, not even from a newer step that somebody else has written there; only from one that a
-    rollback has taken out of the run.
-
-    Safe to call from any thread. Opening, listing and reading change nothing on storage.
+    The tracker never moves back, unless a rollback has taken the step that it names out of the run. All methods may be
+    called from any thread. Opening, listing and reading change nothing on storage.
     """
 
     def __init__(
@@ -163,27 +168,35 @@ class AsyncCheckpointer:
         per_rank: Collection[str] = (),
         driver: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
-        """Begin to save `state` as `step`; returns as soon as the caller may go on training.
+        """Begin to save `state` as `step`. Returns a handle as soon as training may go on.
 
-        `guard` overrides the checkpointer's for this save. With `overwrite`, a committed step stays loadable until
-        the new one is committed.
-        `record` is a small mapping of plain JSON data, such as {"loss": 0.5, "epoch": 3}, that is committed with the step
-        and stands in its line of `checkpoints.jsonl`; a float that is not finite becomes None there. A `rolling` save is
-        deleted once a newer step is committed, one with `ttl_seconds` by the first save after these have passed, whatever
-        `keep=` says; both are marks in the record, and such steps count for none of its rules.
-        `select` saves only a part: a name, a glob over dotted paths such as "*.lora_*", or several; `restore(strict=False)`
-        then leaves the rest alone.
-        `unchanged` names groups, entries at the top level of the state, that have not changed since they were last saved,
-        or restored, by this checkpointer: a frozen reference policy, the base model under LoRA. They are not written
-        again: the manifest points to the archive that has them, which stays as long as that is so. One that was not saved
-        yet is written. The statement is checked: NotUnchangedError when one of its tensors is not the same memory, or
-        was written to, as far as its version counter tells: it stands still under `.data` and numpy.
-        `per_rank` names entries at the top level that each rank has for itself, such as the position of its data loader.
-        There is one rank as yet: its entries come back as all others do, and a name that the state lacks is refused.
-        `driver` is what one process holds for all ranks (dataloader, actors): more entries of the state, up to 64 MiB, that
-        are written to an archive of their own beside the ranks', and come back with every load.
-        Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError; all else ends in the handle. (A
-        store is not asked on this thread: there a step that exists, or lies behind, ends in the handle as well.)
+            handle = ckpt.save({"model": model, "optimizer": optimizer}, step=100, record={"loss": 0.5})
+
+        Args:
+            state: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a
+                snapshot.
+            step: the number of the step, from 0 on.
+            overwrite: replace a step that is committed already. It stays loadable until the new one is committed.
+            guard: overrides the checkpointer's `guard` for this save.
+            record: a small mapping of plain JSON data that is committed with the step and written to its line of
+                `checkpoints.jsonl`. A float that is not finite becomes None there.
+            rolling: delete this step once a newer one is committed, whatever `keep=` says.
+            ttl_seconds: delete this step at the first save after so many seconds, whatever `keep=` says. Rolling steps
+                and those with a `ttl_seconds` count for none of the rules of `keep=`.
+            select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
+                `restore(strict=False)` then leaves the rest alone.
+            unchanged: names of groups (entries at the top level) that have not changed since this checkpointer saved or
+                restored them, such as a frozen reference policy. They are not written again: the manifest refers to the
+                archive that has them, which is kept as long as it is needed. A group that is not saved yet is written.
+            per_rank: names of entries at the top level that each rank has for itself, such as the position of its data
+                loader. There is only one rank so far, so these come back like all others.
+            driver: what one process holds for all ranks (data loader, actors): more entries of the state, at most
+                64 MiB, which are written to an archive of their own and come back with every load.
+
+        Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError, NotUnchangedError (a group in
+        `unchanged` is other memory now, or was written to as far as its version counter tells; writes through `.data`
+        or numpy are not seen), and ValueError or KeyError for names that the state does not have. All other errors are
+        raised by the handle. A store is not asked on this thread, so a step that exists there is an error of the handle.
         """
         step = _whole(step)
         if select is not None and unchanged:
@@ -215,15 +228,20 @@ class AsyncCheckpointer:
         return handle
 
     def should_save(self, step: int) -> bool:
-        """Whether a save of `step` is due by any of the rules of `due=`. Ask once at every step.
+        """Whether a save of `step` is due by one of the rules of `due=`. Call it once at every step.
+
+            if ckpt.should_save(step):
+                ckpt.save(state, step)
 
         A deadline makes one save due: at the last step after which another step, a save and the margin would no longer
-        fit, each taken to last as long as the longest of the last 100 steps and 5 saves (a minute before the first).
-        Once that save has ended, another is due only if it still fits. A notice too short for any is answered by one
-        try. The step saved last, or restored, is not due; asked again about a step, the answer is the same.
-        By time, or by a signal, the answer differs between processes: ask on rank 0 and broadcast it. `Due(every=…)` alone needs only the step.
-        A signal makes one save due, at the next step; another only if that one has failed.
-        Raises ValueError when there is no rule, and nothing else.
+        fit. For that, steps and saves are taken to last as long as the longest of the last 100 steps and 5 saves (one
+        minute before the first save). When that save has ended, another is due only if it still fits. If the deadline
+        is too near for any save, one is tried all the same. A signal makes one save due, at the next step, and another
+        only if that one failed.
+
+        The step that was saved last, or restored, is not due. Called again for a step, it returns the same answer. By
+        time or by signals the answer differs between processes: ask on rank 0 and broadcast it. `Due(every=…)` alone
+        depends on the step only. Raises ValueError when there is no rule, and nothing else.
         """
         return self._policy.should_save(step)
 
@@ -241,32 +259,48 @@ class AsyncCheckpointer:
         return self._notice.is_given
 
     def prewarm(self, state: Any) -> None:
-        """Do ahead of the first save what only it would have to wait for: planning, taking and locking memory."""
+        """Do what the first save would have to wait for: plan the archive, take and page-lock host memory.
+
+        ckpt.prewarm({"model": model, "optimizer": optimizer})
+        """
         self._saver.prewarm(state)
 
     def release(self) -> None:
-        """Give back the host memory that no save is using; the next one takes it again."""
+        """Free the host memory that no save is using. The next save takes it again.
+
+        ckpt.release()
+        """
         self._saver.pool.release()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save begun so far, retention included, and raise the first error nobody has looked at."""
+        """Wait for every save begun so far, retention included, and raise the first error nobody has looked at.
+
+        ckpt.wait(timeout=600)  # seconds; TimeoutError when it has passed
+        """
         self._saver.wait(timeout)
 
     def catch_up(self) -> dict[str, list[int]]:
-        """Copy to each root what others hold and it lacks, on this thread; the steps that each was given.
+        """Copy to each root the steps that others have and it lacks, on this thread. Returns the steps of each root.
+
+            ckpt.catch_up()  # {"runs/a": [], "s3://bucket/run": [100, 200]}
 
         Raises StorageUnavailableError when a root is still away, after the others have been caught up.
         """
         return self._line.catch_up()
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Numbers for a logger, under the same keys on every call, from the first on; NaN where there is none yet."""
+        """Numbers for a logger, with the same keys on every call. NaN stands for what is not known yet.
+
+        wandb.log(ckpt.metrics("ckpt/"))
+        """
         return self._saver.metrics(prefix)
 
     def close(self) -> None:
-        """Wait for every save and raise the first error nobody has looked at. Idempotent.
+        """Wait for every save, and raise the first error that nobody has looked at. May be called again.
 
-        Signal handlers are put back. Ctrl-C gives up the saves that are waited for.
+            ckpt.close()  # leaving the `with` block does it
+
+        Ctrl-C gives up the saves that are waited for. Signal handlers are put back.
         """
         try:
             self._saver.close()
@@ -289,15 +323,24 @@ class AsyncCheckpointer:
     # --- reading ----------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """The committed steps, ascending.
+
+        ckpt.steps()  # [100, 200, 300]
+        """
         return self._roots.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, or None."""
+        """The newest committed step, or None.
+
+        ckpt.latest()  # 300
+        """
         return self._roots.latest()
 
     def records(self) -> dict[int, dict[str, Any]]:
-        """The record of every committed step, ascending by step; empty where `save` was given none."""
+        """The record of every committed step, ascending by step; empty where `save` was given none.
+
+        ckpt.records()  # {100: {"loss": 0.7}, 200: {"loss": 0.5}, 300: {}}
+        """
         return {step: dict(made.record) if made else {} for step, made in self._roots.view().items()}
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
@@ -328,7 +371,12 @@ class AsyncCheckpointer:
         mmap: bool = False,
         types: Iterable[type] = (),
     ) -> Any:
-        """Build the state of a step, by default the newest; see `async_ckpt.load`. Raises NotCommittedError."""
+        """Read the state of a step, by default the newest. All else is as for `async_ckpt.load`.
+
+            weights = ckpt.load(100, select="model")["model"]
+
+        Raises NotCommittedError when there is no such step.
+        """
 
         def build(parts: Sequence[Part]) -> Any:
             return state_of(
@@ -354,14 +402,25 @@ class AsyncCheckpointer:
         verify: Verify = True,
         types: Iterable[type] = (),
     ) -> int | None:
-        """Fill live objects in place from a step, by default the newest; the step, or None when nothing is committed.
+        """Fill live objects in place from a step, by default the newest. Returns the step; None when there is none.
 
-        With `step=None`, a step that turns out to be corrupt is passed over with a warning, for the next older one; one that
-        its writer deletes while it is read is followed by what is the newest then. A folder in which only another
-        program has saved is warned of. A module is matched by the names of the plain model: whether it is wrapped for
-        parallel training or compiled, here or when it was saved, makes no difference.
-        `verify="first"` checks every byte before any is written, at the price of reading twice.
-        Raises StateMismatchError before anything is written, CorruptCheckpointError, NotCommittedError.
+            start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
+
+        Everything is compared first: what is missing, unexpected, or of another shape or dtype is listed in one error
+        before anything is written. A module is matched by its own names first, then by those of the plain model, so it
+        makes no difference whether it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`), now or when it was saved.
+
+        Args:
+            state: the objects to fill, in the structure that was saved.
+            step: which step. With None, a corrupt step is skipped with a warning, for the next older one.
+            select: restore only this part, as for `save`.
+            strict: whether names that only one side has are an error. Other shapes always are.
+            trust: as for `async_ckpt.load`.
+            verify: compare the digest of every block. "first" does so before anything is written, and reads twice.
+            types: as for `async_ckpt.load`.
+
+        Raises StateMismatchError before anything is written, CorruptCheckpointError, and NotCommittedError for a `step`
+        that is not committed.
         """
 
         def put_back(parts: Sequence[Part]) -> None:

@@ -23,10 +23,13 @@ _log = logging.getLogger("async_ckpt")
 
 
 class SaveHandle(Future[SaveReport]):
-    """One save: a `concurrent.futures.Future` that is born running, and that `await` takes too.
+    """One save: a `concurrent.futures.Future` that is running from the start, and that can be awaited.
 
-    It cannot be cancelled, and a cancelled `await` leaves the save alone. Callbacks run on a thread of their own,
-    in the order in which they were added; what they raise is logged. Waiting in one of the library's threads raises
+        handle = ckpt.save(state, step=100)
+        report = handle.result()  # or: report = await handle
+
+    It cannot be cancelled, and cancelling an `await` leaves the save alone. Callbacks run on a thread of their own, in
+    the order in which they were added; what they raise is logged. Waiting on one of the library's own threads raises
     RuntimeError at once, since it would wait for itself.
     """
 
@@ -54,16 +57,25 @@ class SaveHandle(Future[SaveReport]):
 
     @property
     def upload_completion(self) -> SaveHandle:
-        """This handle, under the name that torch.distributed.checkpoint uses."""
+        """This handle, by the name that torch.distributed.checkpoint gives it.
+
+        handle.upload_completion.result()
+        """
         return self
 
     @property
     def progress(self) -> Progress:
-        """Bytes of the archive staged and written so far. From any thread."""
+        """How many bytes of the archive are staged and written so far.
+
+        print(handle.progress)  # 36% written, 4.2 MB of 11.5 MB
+        """
         return self._progress()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is durable and committed. `timeout` in seconds; TimeoutError when it has passed."""
+        """Wait until the checkpoint is durable and committed, and return its report. Raises what went wrong.
+
+        report = handle.result(timeout=600)  # seconds; TimeoutError when it has passed
+        """
         self._wait("in result()", timeout)
         try:
             return super().result(0.0)
@@ -71,7 +83,10 @@ class SaveHandle(Future[SaveReport]):
             self.looked_at = self.looked_at or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Like `result`, but the error is returned, or None."""
+        """Wait as `result` does, and return the error, or None.
+
+        if (error := handle.exception()) is not None: ...
+        """
         self._wait("in exception()", timeout)
         try:
             return super().exception(0.0)
@@ -79,16 +94,22 @@ class SaveHandle(Future[SaveReport]):
             self.looked_at = self.looked_at or self.done()
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the snapshot is complete in host memory: from then on the state may change in any way.
+        """Wait until the snapshot is complete in host memory. From then on the state may change in any way.
 
-        For those whom no hook can serve: an optimizer that steps in the backward pass, graph replay, tools that unmap
-        device memory. Raises what went wrong while staging.
+            handle.wait_staged()
+            model.eval()  # a schedule-free optimizer's weights change here
+
+        It is for changes that `guard=` does not cover: an optimizer that steps in the backward pass, graph replay, tools
+        that unmap device memory. `timeout` is in seconds. Raises what went wrong while staging.
         """
         self._refuse_to_wait_for_itself(self.staging_completion)
         self.staging_completion.result(timeout)
 
     def add_done_callback(self, fn: Callable[[SaveHandle], Any]) -> None:
-        """Call `fn(handle)` when the save has ended either way, or at once, on a thread of the library."""
+        """Call `fn(handle)` on a thread of the library when the save has ended, or at once if it has.
+
+        handle.add_done_callback(lambda done: print(done.exception() or done.result()))
+        """
         with self._callbacks_lock:
             self._callbacks.append(fn)
         if self.done():

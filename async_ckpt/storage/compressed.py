@@ -35,7 +35,9 @@ _MAX_RATIO: Final = 128 * 1024 // 4
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
-    """How to compress: `level` from 1 (fast) to 22; `threads` at once, by default one less than there are processors.
+    """How to compress: `level` is from 1 (fast) to 22, `threads` by default one less than there are processors.
+
+        async_ckpt.save(state, "out/x.tar.zst", compression=Zstd(level=9))
 
     Float weights get no smaller above level 3, only slower.
     """
