@@ -22,13 +22,13 @@ from async_ckpt.saving import waiting
 
 
 class Watched(Skipping):
-    """It counts who looks at it."""
+    """Its time goes on only when it is told to, and it counts who looks at it."""
 
     looks = 0
 
     def now(self) -> float:
         self.looks += 1
-        return super().now()
+        return self.skipped
 
 
 @pytest.fixture
