@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from async_ckpt import AsyncCheckpointer, CheckpointError, errors
 from async_ckpt.testing import moto_server
 from benchmarks.__main__ import headline
 from benchmarks.table import excerpt, markdown, show_in
@@ -93,6 +94,18 @@ def test_a_table_replaces_the_one_behind_its_mark_and_nothing_else(tmp_path):
     assert text_of(page) == "before\n\n<!-- a -->\n\nnew\n\n## Next\n\n<!-- b -->\n\nnewest\n"
     with pytest.raises(ValueError, match="no mark <!-- c -->"):
         show_in(page, "c", "new\n")
+
+
+# --- what operators look up ----------------------------------------------------------------------------------------
+
+
+def test_operators_find_every_error_and_every_metric(tmp_path):
+    shown = set(re.findall(r"`(\w+)`", text_of(ROOT / "docs" / "operators.md")))
+    known = [
+        cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, CheckpointError)
+    ]
+    assert {cls.__name__ for cls in known if cls is not CheckpointError} - shown == set()
+    assert {*AsyncCheckpointer(tmp_path).metrics()} - shown == set()
 
 
 # --- links ---------------------------------------------------------------------------------------------------------
