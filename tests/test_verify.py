@@ -17,6 +17,7 @@ import torch
 from archives import flip, forge_manifest, parsed_index
 from buckets import Bucket, bucket, through  # noqa: F401
 from damage import STATE
+from racing import PATIENCE
 from states import difference, noise, open_run, state_at
 
 import async_ckpt
@@ -504,11 +505,14 @@ def test_a_large_archive_takes_no_more_memory_than_a_ring_of_buffers(archive: Pa
 def test_an_interrupt_ends_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main = threading.main_thread()
     assert threading.current_thread() is main
-    interrupted = threading.Lock()
+    interrupted = threading.Event()
 
     class Interrupting(LocalReader):
         def read_into(self, offset: int, target: memoryview) -> None:
-            if threading.current_thread() is not main and interrupted.acquire(blocking=False):
+            if threading.current_thread() is main:
+                interrupted.wait(PATIENCE)  # it reads as well, and must not have read all before
+            elif not interrupted.is_set():
+                interrupted.set()
                 signal.pthread_kill(main.ident, signal.SIGINT)
             super().read_into(offset, target)
 

@@ -421,7 +421,7 @@ def test_the_progress_ends_with_all_of_it(tmp_path, gate):
 
     handle = wrap(save)(torch.ones(1000), str(tmp_path / "x"))
     gate.wait_reached()
-    assert handle.progress == async_ckpt.Progress(4096, 4096, 0)
+    assert handle.progress == async_ckpt.report.Progress(4096, 4096, 0)
     gate.open()
     handle.result()
 
