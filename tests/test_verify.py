@@ -17,7 +17,6 @@ import torch
 from archives import flip, forge_manifest, parsed_index
 from buckets import Bucket, bucket, through  # noqa: F401
 from damage import STATE
-from racing import PATIENCE
 from states import difference, noise, open_run, state_at
 
 import async_ckpt
@@ -505,20 +504,21 @@ def test_a_large_archive_takes_no_more_memory_than_a_ring_of_buffers(archive: Pa
 def test_an_interrupt_ends_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main = threading.main_thread()
     assert threading.current_thread() is main
-    interrupted = threading.Event()
+    interrupted = threading.Lock()
 
     class Interrupting(LocalReader):
         def read_into(self, offset: int, target: memoryview) -> None:
-            if threading.current_thread() is main:
-                interrupted.wait(PATIENCE)  # it reads as well, and must not have read all before
-            elif not interrupted.is_set():
-                interrupted.set()
+            if threading.current_thread() is not main and interrupted.acquire(blocking=False):
                 signal.pthread_kill(main.ident, signal.SIGINT)
             super().read_into(offset, target)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     monkeypatch.setattr(LocalStorage, "open", lambda self, path: Interrupting(self.root / path))
-    with pytest.raises(KeyboardInterrupt):
-        async_ckpt.verify(large)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            async_ckpt.verify(large)
+    finally:
+        signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
     async_ckpt.verify(large)
 
