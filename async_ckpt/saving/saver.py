@@ -286,15 +286,27 @@ class Saver:
         if not self._keep_warm or self._closed or not self.belongs_here:
             return
         with suppress(UnsupportedStateError, ClosedError):
-            captured, worker = capture(state), get_worker()
+            captured = capture(state)
+            self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
 
-            def prepare() -> None:
-                # On this thread alone: once the interpreter exits, nobody ends a thread that begins.
-                goes_on = lambda: not (self._closed or worker.stopped)  # noqa: E731
-                with suppress(Exception), self._trace.span("prewarm"):
-                    self._planner.take_memory(captured, None, goes_on=goes_on)
+    def warm_for(self, num_segments: int, device: torch.device | None) -> None:
+        """Have the pool grow to what a save takes while that is under way, so that neither it nor the next waits for
+        segments to be written. On the loop's thread.
+        """
+        if self._keep_warm and self.pool.num_bytes < num_segments * self.pool.segment_bytes:
+            self._in_background(
+                lambda goes_on: self.pool.reserve(num_segments, None, pin=device, goes_on=goes_on)
+            )
 
-            worker.soon(lambda: worker.background.submit(prepare, lambda _: None))
+    def _in_background(self, take: Callable[[Callable[[], bool]], None]) -> None:
+        worker = get_worker()
+
+        def run() -> None:
+            # On this thread alone: once the interpreter exits, nobody ends a thread that begins.
+            with suppress(Exception), self._trace.span("prewarm"):
+                take(lambda: not (self._closed or worker.stopped))
+
+        worker.soon(lambda: worker.background.submit(run, lambda _: None))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
@@ -416,19 +428,13 @@ class _Begun:
             pending.finished.add_done_callback(lambda _: worker.background.submit(write))
         attempt = Attempt(order, worker.off_loop)
         worker.start(pending, story(attempt), partial(self._afterwards, attempt))
+        saver.warm_for(order.drain.num_segments, self._device)
 
     async def _afterwards(self, attempt: Attempt) -> None:
-        saver, worker = self._saver, self._worker
         try:
             await attempt.afterwards()
         finally:
-            saver.ledger.missed(attempt.num_missed)
-        if saver._keep_warm:
-            # A cold pool makes do with few segments. Now that nobody waits, take what the next save would miss.
-            num_segments = self.order.drain.num_segments
-            await worker.off_loop(
-                partial(saver.pool.reserve, num_segments, worker.background, pin=self._device)
-            )
+            self._saver.ledger.missed(attempt.num_missed)
 
     def abandon(self, cause: BaseException) -> None:
         """The call of `save` has raised: nothing of it becomes visible, and its memory comes back."""
