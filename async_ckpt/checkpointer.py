@@ -406,6 +406,8 @@ class AsyncCheckpointer:
 
             start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
 
+        The memory that the first save needs is then taken in the background, as `prewarm` does.
+
         Everything is compared first: what is missing, unexpected, or of another shape or dtype is listed in one error
         before anything is written. A module is matched by its own names first, then by those of the plain model, so it
         makes no difference whether it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`), now or when it was saved.
@@ -424,7 +426,16 @@ class AsyncCheckpointer:
         """
 
         def put_back(parts: Sequence[Part]) -> None:
-            restore_state(parts, state, select=select, strict=strict, trust=trust, verify=verify, types=types)
+            restore_state(
+                parts,
+                state,
+                select=select,
+                strict=strict,
+                trust=trust,
+                verify=verify,
+                types=types,
+                pool=self._saver.pool,
+            )
 
         def tell(step: int, error: CorruptCheckpointError) -> None:
             warnings.warn(f"step {step} is passed over: {error}", RuntimeWarning, stacklevel=4)
@@ -439,6 +450,7 @@ class AsyncCheckpointer:
             if found is None:
                 for told in self._roots.told_of_others():
                     warnings.warn(told, RuntimeWarning, stacklevel=2)
+                self._saver.warm(state)
                 return None
             step = found[0]
         newest = self.latest()
@@ -448,6 +460,7 @@ class AsyncCheckpointer:
             groups = {name: value for name, value in state.items() if is_looked_into(value)}
             self._line.groups.restored(groups, step, self._roots.holding(step))
         self._policy.restored(step)
+        self._saver.warm(state)
         return step
 
     # --- parts ------------------------------------------------------------------------------------------------

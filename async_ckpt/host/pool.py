@@ -13,6 +13,7 @@ import ctypes
 import heapq
 import mmap
 import os
+import queue
 import threading
 import warnings
 from collections.abc import Callable
@@ -33,6 +34,8 @@ MIN_SEGMENTS: Final = 4
 _HUGE_PAGE_BYTES: Final = 2 * MIB
 # How long a waiting thread sleeps before it looks whether what it waits for can still come.
 LIVENESS_SECONDS: Final = 0.2
+# Threads that make new memory: more wait for the kernel's lock on the process's memory.
+_MAX_MAKERS: Final = 8
 # Of the memory that is free, the share that the pool may take when the user sets no budget.
 _SHARE_OF_FREE: Final = 0.5
 
@@ -120,6 +123,15 @@ class Segment:
             self._map.close()
         except BufferError:
             pass  # someone still looks at it; the map goes when they do
+
+
+class SegmentSlice:
+    """A part of a segment, or of other memory, as those want it who fill segments or read from them."""
+
+    def __init__(self, whole: Segment, begin: int, end: int) -> None:
+        self.view = whole.view[begin:end]
+        self.address = whole.address + begin
+        self.tensor = whole.tensor[begin:end]
 
 
 class Lease:
@@ -242,30 +254,64 @@ class SegmentPool:
         with self._changed:
             self._relievers = [other for other in self._relievers if other != relieve]
 
-    def reserve(self, num_segments: int, crew: Crew, *, pin: torch.device | None) -> None:
-        """Hold this many free segments, touched (and page-locked) by several threads at once. Returns when done."""
-        done = threading.Semaphore(0)
-        errors: list[BaseException] = []
+    def borrow(self, num_segments: int, *, pin: torch.device | None) -> list[Lease]:
+        """Up to so many segments: free ones, then new ones as far as the budget goes. None while others wait for some.
+
+        It waits for nothing; in a forked child there are none.
+        """
+        if os.getpid() != self._pid:
+            return []
+        with self._changed:
+            if self._closed or self._waiting:
+                return []
+            free = [self._free.pop() for _ in range(min(num_segments, len(self._free)))]
+            num_new = min(num_segments - len(free), self._max_segments - self._num_segments)
+            self._num_segments += num_new
+        leases = [Lease(self, segment) for segment in free]
+        try:
+            while num_new:
+                leases.append(Lease(self, Segment.near(pin, self.segment_bytes)))
+                num_new -= 1
+            for lease in leases if pin else ():
+                self._pin(lease.segment, pin)  # type: ignore[arg-type]
+        except BaseException:
+            with self._changed:
+                self._num_segments -= num_new
+            for lease in leases:
+                lease.release()
+            raise
+        return leases
+
+    def reserve(
+        self,
+        num_segments: int,
+        crew: Crew | None,
+        *,
+        pin: torch.device | None,
+        goes_on: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Hold this many segments, touched (and page-locked) by several threads at once, or by this one. Returns when done.
+
+        Each is made when it is its turn, so whoever wants one meanwhile makes its own. `goes_on` is asked before each.
+        """
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def make() -> None:
+            error: BaseException | None = None
             try:
-                segment = Segment.near(pin, self.segment_bytes)
-                segment.touch()
-                if pin:
-                    self._pin(segment, pin)
-                self._take_back(segment)
-            except BaseException as error:
-                errors.append(error)
-                with self._changed:
-                    self._num_segments -= 1
-            finally:
-                done.release()
+                while goes_on() and self._claim(num_segments):
+                    self._make(pin)
+            except BaseException as failure:
+                error = failure
+            done.put(error)
 
-        with self._changed:
-            num_new = min(num_segments, self._max_segments) - self._num_segments
-            self._num_segments += max(0, num_new)
-        for _ in range(num_new):
-            crew.submit(make)
+        num_new = min(num_segments, self._max_segments) - self._num_segments
+        num_threads = 1 if crew is None else max(0, min(num_new, crew.max_threads, _MAX_MAKERS))
+        for _ in range(num_threads):
+            if crew is None:
+                make()
+            else:
+                crew.submit(make)
         if pin:
             with self._changed:
                 pageable = [segment for segment in self._free if not segment.pinned]
@@ -276,10 +322,30 @@ class SegmentPool:
             finally:
                 for segment in pageable:
                     self._take_back(segment)
-        for _ in range(num_new):
-            done.acquire()
+        errors = [error for _ in range(num_threads) if (error := done.get()) is not None]
         if errors:
             raise errors[0]
+
+    def _claim(self, num_segments: int) -> bool:
+        """Whether one more is to be made, of so many in all."""
+        with self._changed:
+            wanted = not self._closed and self._num_segments < min(num_segments, self._max_segments)
+            self._num_segments += wanted
+            return wanted
+
+    def _make(self, pin: torch.device | None) -> None:
+        try:
+            segment = Segment.near(pin, self.segment_bytes)
+        except BaseException:
+            with self._changed:
+                self._num_segments -= 1
+            raise
+        try:
+            segment.touch()
+            if pin:
+                self._pin(segment, pin)
+        finally:
+            self._take_back(segment)
 
     def _pin(self, segment: Segment, device: torch.device) -> None:
         if self._pin_refused or segment.pinned:

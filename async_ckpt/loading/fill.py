@@ -6,15 +6,17 @@ In: tensors of archives, and live tensors. Out: filled tensors. Knows nothing of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 
 from ..backends import cuda
 from ..host.limits import num_cpus
-from ..host.pool import Segment, SegmentPool
+from ..host.pool import MIN_SEGMENTS, Lease, Segment, SegmentPool, SegmentSlice
 from ..host.threads import Crew
 from ..spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
@@ -25,6 +27,9 @@ READ_BYTES: Final = 8 * MIB
 # Some read while others verify and copy.
 _MIN_READERS: Final = 12
 _MAX_READERS: Final = 16
+
+
+Buffer = Segment | SegmentSlice
 
 
 class Wanted(NamedTuple):
@@ -52,9 +57,15 @@ class Read:
     parts: list[_Stretch]
 
 
-def fill(wanted: Sequence[tuple[Contents, Sequence[Wanted]]], *, copy: bool = True) -> None:
+def fill(
+    wanted: Sequence[tuple[Contents, Sequence[Wanted]]],
+    *,
+    copy: bool = True,
+    pool: SegmentPool | None = None,
+) -> None:
     """Read every wanted tensor of these archives into its memory, in parallel. With `copy=False` only verify the bytes.
 
+    It reads through what `pool` can spare.
     What is on a device is filled in order with its current stream. Raises CorruptCheckpointError; tensors that were
     filled before stay so.
     """
@@ -69,11 +80,11 @@ def fill(wanted: Sequence[tuple[Contents, Sequence[Wanted]]], *, copy: bool = Tr
     for device, stream in streams.items():
         stream.wait_stream(cuda.current_stream(device))
 
-    def use(read: Read, segment: Segment) -> None:
+    def use(read: Read, segment: Buffer) -> None:
         read.archive.verify(read.extent.offset, segment.view[: read.extent.length])
         _copy_out(read, segment, targets, streams)
 
-    run_reads(reads, use, pin=next(iter(devices), None))
+    run_reads(reads, use, pin=next(iter(devices), None), pool=pool)
     for device, stream in streams.items():
         cuda.current_stream(device).wait_stream(stream)
     for target in targets:
@@ -81,33 +92,73 @@ def fill(wanted: Sequence[tuple[Contents, Sequence[Wanted]]], *, copy: bool = Tr
 
 
 def run_reads(
-    reads: Sequence[Read], use: Callable[[Read, Segment], None], *, pin: torch.device | None = None
+    reads: Sequence[Read],
+    use: Callable[[Read, Buffer], None],
+    *,
+    pin: torch.device | None = None,
+    pool: SegmentPool | None = None,
 ) -> None:
     """Read, in parallel, into a ring of buffers; `use` is called with each, on the thread that has read it.
+
+    The buffers are memory of `pool` as far as that has some to spare: it stays warm there for the next save.
 
     Raises CorruptCheckpointError for an archive that ends too early, and what `use` raises.
     """
     if not reads:
         return
     crew = Crew("read", min(max(_MIN_READERS, num_cpus()), _MAX_READERS, len(reads)))
-    ring = SegmentPool(READ_BYTES, max_bytes=crew.max_threads * READ_BYTES)
+    with _Ring(crew.max_threads, pin, pool) as ring:
 
-    def run(read: Read) -> None:
-        lease = ring.lease((0, read.extent.offset), pin=pin, check=lambda: None)
+        def run(read: Read) -> None:
+            with ring.buffer() as buffer:
+                read.archive.read_into(read.extent.offset, buffer.view[: read.extent.length])
+                use(read, buffer)
+
         try:
-            read.archive.read_into(read.extent.offset, lease.segment.view[: read.extent.length])
-            use(read, lease.segment)
+            crew.run_all(functools.partial(run, read) for read in reads)
         finally:
+            crew.stop()
+
+
+class _Ring:
+    """As many buffers as threads: parts of what a pool has to spare, and the others new."""
+
+    def __init__(self, num_buffers: int, pin: torch.device | None, pool: SegmentPool | None) -> None:
+        self._pin = pin
+        self._own = SegmentPool(READ_BYTES, max_bytes=max(num_buffers, MIN_SEGMENTS) * READ_BYTES)
+        self._leases: list[Lease] = []
+        self._idle: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        per_segment = pool.segment_bytes // READ_BYTES if pool is not None else 0
+        if pool is not None and per_segment:
+            self._leases += pool.borrow(-(-num_buffers // per_segment), pin=pin)
+        for lease in self._leases:
+            for begin in range(0, per_segment * READ_BYTES, READ_BYTES):
+                self._idle.put(SegmentSlice(lease.segment, begin, begin + READ_BYTES))
+
+    @contextmanager
+    def buffer(self) -> Iterator[Buffer]:
+        """One of them. Nobody waits for another's."""
+        try:
+            buffer = self._idle.get_nowait()
+        except queue.Empty:
+            (lease,) = self._own.borrow(1, pin=self._pin)
+            self._leases.append(lease)
+            buffer = lease.segment
+        try:
+            yield buffer
+        finally:
+            self._idle.put(buffer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for lease in self._leases:
             lease.release()
-
-    try:
-        crew.run_all(functools.partial(run, read) for read in reads)
-    finally:
-        crew.stop()
-        ring.close()
+        self._own.close()
 
 
-def _copy_out(read: Read, segment: Segment, targets: list[_Target], streams: dict[Any, Any]) -> None:
+def _copy_out(read: Read, segment: Buffer, targets: list[_Target], streams: dict[Any, Any]) -> None:
     for device, stream in streams.items():
         parts = [part for part in read.parts if targets[part.wanted].device == device]
         if parts:
@@ -119,7 +170,7 @@ def _copy_out(read: Read, segment: Segment, targets: list[_Target], streams: dic
 
 
 def _enqueue(
-    parts: list[_Stretch], segment: Segment, targets: list[_Target], device: torch.device, stream: Any
+    parts: list[_Stretch], segment: Buffer, targets: list[_Target], device: torch.device, stream: Any
 ) -> None:
     """Copy parts of a read to a device, and wait for that: the buffer is read from until then."""
     ended = cuda.waiting_event()  # for no other's copies

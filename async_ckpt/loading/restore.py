@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import CorruptCheckpointError
+from ..host.pool import SegmentPool
 from ..state.names import Select
 from ..state.plain import is_frozen, is_record
 from .contents import Contents, Part
@@ -32,11 +33,12 @@ def restore_state(
     trust: bool = False,
     verify: Verify = True,
     types: Iterable[type] = (),
+    pool: SegmentPool | None = None,
 ) -> None:
     """Fill live objects from one archive or several: the first has the step's own, the others what it borrows.
 
     Top-level entries of the archives that `live` lacks are left alone. `verify="first"` reads everything twice and never
-    half-writes. With `strict=False`, missing and unexpected names are passed over, as long as some name is in both; shapes
+    half-writes. It is read through what `pool` can spare. With `strict=False`, missing and unexpected names are passed over, as long as some name is in both; shapes
     and dtypes must match all the same. Raises StateMismatchError before anything is written, CorruptCheckpointError with
     `partly_overwritten`.
     """
@@ -63,10 +65,10 @@ def restore_state(
     for match, _ in matches:
         match.raise_problems(strict or nothing_fits)
     if verify == "first":
-        fill([(match.archive, list(match.wanted.values())) for match, _ in matches], copy=False)
+        fill([(match.archive, list(match.wanted.values())) for match, _ in matches], copy=False, pool=pool)
     for match, share in matches:
         with _partly_overwritten(match.archive):
-            fill([(match.archive, list(match.wanted.values()))])
+            fill([(match.archive, list(match.wanted.values()))], pool=pool)
             with torch.no_grad():
                 for action in match.actions:
                     action()

@@ -18,7 +18,6 @@ from ..errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ..host.pool import Segment
 from ..report import VerifyReport
 from ..runs.naming import TRACKERS
 from ..runs.root import TRIES, overtaken
@@ -28,7 +27,7 @@ from ..storage.base import Storage
 from ..storage.compressed import decompressing
 from ..storage.place import Anywhere, storage_at
 from .contents import Part
-from .fill import READ_BYTES, Read, run_reads
+from .fill import READ_BYTES, Buffer, Read, run_reads
 from .find import (
     Committed,
     committed_folders,
@@ -84,7 +83,7 @@ class _Reading:
         at_path = {path: archives[path, digest] for path, digest in fresh}
         blocks: dict[str, list[int]] = {path: [] for path in at_path}
 
-        def compare(read: Read, segment: Segment) -> None:
+        def compare(read: Read, segment: Buffer) -> None:
             path, data = read.archive.path, segment.view[: read.extent.length]
             blocks[path].extend(at_path[path].damaged(read.extent.offset, data))
 

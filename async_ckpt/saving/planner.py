@@ -5,15 +5,16 @@ In: captured states, targets. Out: layouts, and how many segments are theirs. Kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..format import digests
 from ..format.layout import Image, Layout, TensorPlan, lay_out
 from ..host.pool import MIN_SEGMENTS, SegmentPool
+from ..host.threads import Crew
 from ..spans import wall_time
 from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up
-from ..staging.device import fill_image
+from ..staging.device import fill_image, first_device
 from ..state.capture import Capture, capture
 
 
@@ -56,6 +57,15 @@ class Planner:
                 f"give at least {least * size:,}"
             )
         return self._pool.max_segments
+
+    def take_memory(
+        self, captured: Capture, crew: Crew | None, *, goes_on: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Plan such a state, and have the pool hold what its archive needs; `goes_on` is asked again and again."""
+        layout = self.lay_out(captured, step=0)
+        self.admit(layout, ())
+        num_segments = -(-layout.file_bytes // self._pool.segment_bytes)
+        self._pool.reserve(num_segments, crew, pin=first_device(captured.tensors), goes_on=goes_on)
 
     def may_defer(self, num_segments: int, layout: Image, targets: Sequence[GoesTo]) -> bool:
         """Whether some tensors may be copied later than others.

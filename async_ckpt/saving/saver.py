@@ -13,11 +13,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..errors import ClosedError
+from ..errors import ClosedError, UnsupportedStateError
 from ..format.layout import Layout
 from ..host.threads import running_future
 from ..report import Progress, SaveReport
@@ -36,31 +36,9 @@ from .drain import Drain
 from .handle import SaveHandle
 from .ledger import Ledger
 from .planner import Planner, pool_for
-from .story import Attempt, CommitRule, Order, UnchangedIn, story
+from .story import Attempt, CommitRule, Errand, Order, UnchangedIn, story
 from .waiting import ENDS_THE_WAIT, GIVES_UP, Wait, wait_for_saves
 from .worker import Carriers, Pending, abandon, get_worker
-
-
-class Errand(Protocol):
-    """A save that others make than the stager: of files, or by somebody's function."""
-
-    path: str
-    staged: Future[None]  # resolved when the caller may change what is saved
-
-    @property
-    def progress(self) -> Progress: ...
-
-    def give_up(self, error: BaseException) -> None:
-        """The process, or the user, waits for it no more. From any thread."""
-
-    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
-        """Once `turn` has come, make it durable and visible; or raise what went wrong."""
-
-    def failed(self, error: BaseException) -> None:
-        """It has raised this: leave no trace of it. Blocks."""
-
-    async def afterwards(self, off_loop: OffLoop) -> None:
-        """It is true; clean up."""
 
 
 class Saver:
@@ -300,12 +278,35 @@ class Saver:
 
     def prewarm(self, state: Any) -> None:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
-        captured = capture(state)
-        layout = self._planner.lay_out(captured, step=0)
-        self._planner.admit(layout, ())
-        num_segments = -(-layout.file_bytes // self.pool.segment_bytes)
         with self._trace.span("prewarm"):
-            self.pool.reserve(num_segments, get_worker().copiers, pin=first_device(captured.tensors))
+            self._planner.take_memory(capture(state), get_worker().copiers)
+
+    def warm(self, state: Any) -> None:
+        """The same in the background, at the lowest priority. What cannot be had now, the first save takes."""
+        if not self._keep_warm or self._closed or not self.belongs_here:
+            return
+        with suppress(UnsupportedStateError, ClosedError):
+            captured = capture(state)
+            self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
+
+    def warm_for(self, num_segments: int, device: torch.device | None) -> None:
+        """Have the pool grow to what a save takes while that is under way, so that neither it nor the next waits for
+        segments to be written. On the loop's thread.
+        """
+        if self._keep_warm and self.pool.num_bytes < num_segments * self.pool.segment_bytes:
+            self._in_background(
+                lambda goes_on: self.pool.reserve(num_segments, None, pin=device, goes_on=goes_on)
+            )
+
+    def _in_background(self, take: Callable[[Callable[[], bool]], None]) -> None:
+        worker = get_worker()
+
+        def run() -> None:
+            # On this thread alone: once the interpreter exits, nobody ends a thread that begins.
+            with suppress(Exception), self._trace.span("prewarm"):
+                take(lambda: not (self._closed or worker.stopped))
+
+        worker.soon(lambda: worker.background.submit(run, lambda _: None))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
@@ -427,19 +428,13 @@ class _Begun:
             pending.finished.add_done_callback(lambda _: worker.background.submit(write))
         attempt = Attempt(order, worker.off_loop)
         worker.start(pending, story(attempt), partial(self._afterwards, attempt))
+        saver.warm_for(order.drain.num_segments, self._device)
 
     async def _afterwards(self, attempt: Attempt) -> None:
-        saver, worker = self._saver, self._worker
         try:
             await attempt.afterwards()
         finally:
-            saver.ledger.missed(attempt.num_missed)
-        if saver._keep_warm:
-            # A cold pool makes do with few segments. Now that nobody waits, take what the next save would miss.
-            num_segments = self.order.drain.num_segments
-            await worker.off_loop(
-                partial(saver.pool.reserve, num_segments, worker.background, pin=self._device)
-            )
+            self._saver.ledger.missed(attempt.num_missed)
 
     def abandon(self, cause: BaseException) -> None:
         """The call of `save` has raised: nothing of it becomes visible, and its memory comes back."""

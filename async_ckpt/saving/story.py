@@ -18,7 +18,7 @@ from typing import Final, Literal, Protocol, Self
 
 from ..errors import StorageUnavailableError
 from ..format.layout import Image
-from ..report import SaveReport
+from ..report import Progress, SaveReport
 from ..runs.manifest import Archive
 from ..spans import Spans
 from ..storage.pace import Pace
@@ -76,6 +76,28 @@ async def story(attempt: Attempt) -> SaveReport:
             with spans.span("commit"):
                 await attempt.commit(durable)
     return attempt.report(await asyncio.wrap_future(order.call_seconds))
+
+
+class Errand(Protocol):
+    """A save that others make than the stager: of files, or by somebody's function."""
+
+    path: str
+    staged: Future[None]  # resolved when the caller may change what is saved
+
+    @property
+    def progress(self) -> Progress: ...
+
+    def give_up(self, error: BaseException) -> None:
+        """The process, or the user, waits for it no more. From any thread."""
+
+    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+        """Once `turn` has come, make it durable and visible; or raise what went wrong."""
+
+    def failed(self, error: BaseException) -> None:
+        """It has raised this: leave no trace of it. Blocks."""
+
+    async def afterwards(self, off_loop: OffLoop) -> None:
+        """It is true; clean up."""
 
 
 class Attempt:

@@ -23,7 +23,7 @@ import torch
 
 from ..format.layout import cut, slices
 from ..host.limits import free_memory_bytes, local_world_size
-from ..host.pool import LIVENESS_SECONDS, Lease, Segment
+from ..host.pool import LIVENESS_SECONDS, Lease, Segment, SegmentSlice
 from ..host.threads import Crew, is_library_thread
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
@@ -160,21 +160,12 @@ class HostMemory:
         return f"<HostMemory {self._lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
 
 
-class _Slice:
-    """A part of a buffer, as the stager wants its segments."""
-
-    def __init__(self, whole: Segment, begin: int, end: int) -> None:
-        self.view = whole.view[begin:end]
-        self.address = whole.address + begin
-        self.tensor = whole.tensor[begin:end]
-
-
 class _Slices:
     """What the stager leases from: each slice once, and all of them at once."""
 
     def __init__(self, whole: Segment, num_bytes: int) -> None:
         self._slices = [
-            _Slice(whole, begin, min(begin + SEGMENT_BYTES, num_bytes))
+            SegmentSlice(whole, begin, min(begin + SEGMENT_BYTES, num_bytes))
             for begin in range(0, num_bytes, SEGMENT_BYTES)
         ]
         self.max_segments = 2 * len(self._slices) + 2
