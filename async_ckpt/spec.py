@@ -126,12 +126,18 @@ class Keep:
     whole_folder: bool = False
 
     def __post_init__(self) -> None:
-        if self.last is not None and self.last < 1:
-            raise ValueError(f"keep must be at least 1 step, got {self.last}; None keeps every step")
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"Keep(every=…) must be at least 1, got {self.every}")
-        if self.seconds is not None and not 0 < self.seconds < inf:
-            raise ValueError(f"Keep(seconds=…) must be a finite number above 0, got {self.seconds}")
+        for name, count in (("last", self.last), ("every", self.every)):
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+                told = "; None keeps every step" if name == "last" else ""
+                raise ValueError(f"Keep({name}=…) must be a whole number from 1 on, got {count!r}{told}")
+        if self.seconds is not None and (
+            isinstance(self.seconds, bool)
+            or not isinstance(self.seconds, int | float)
+            or not 0 < self.seconds < inf
+        ):
+            raise ValueError(f"Keep(seconds=…) must be a finite number above 0, got {self.seconds!r}")
+        if not isinstance(self.whole_folder, bool):
+            raise ValueError(f"Keep(whole_folder=…) must be True or False, got {self.whole_folder!r}")
         if self.best is not None and not _is_best(self.best):
             raise ValueError(
                 'Keep(best=…) must be a metric of the records, "min" or "max", and how many to keep, such as '

@@ -198,7 +198,7 @@ def test_a_terminal_that_takes_nothing_holds_up_no_save(tmp_path, monkeypatch, g
         ckpt.wait()
         assert ckpt.steps() == [1, 2]
     gate.open()
-    until(lambda: worker._worker is None or not worker._worker._calls)
+    until(lambda: not tqdm._instances)  # each is closed
 
 
 def test_who_waits_for_the_save_writes_below_its_bar(tmp_path, monkeypatch, gate):

@@ -158,7 +158,7 @@ def test_paths_and_places_may_be_roots_of_one_run(tmp_path, s3, bucket):
         (lambda: Place("s3://b", options="us-east-1"), TypeError, 'options must be a mapping such as {"region"'),
         (lambda: Place("s3://b", engine="boto3"), ValueError, 'engine must be "obstore", "fsspec" or "s3fs"'),
         (lambda: AsyncCheckpointer(Place("runs/a", keep="3")), TypeError, "keep must be a number of steps"),
-        (lambda: AsyncCheckpointer(Place("runs/a", keep=0)), ValueError, "keep must be at least 1"),
+        (lambda: AsyncCheckpointer(Place("runs/a", keep=0)), ValueError, r"Keep\(last=…\) must be a whole number"),
         (lambda: AsyncCheckpointer(Place("memory://x", engine="s3fs")), ValueError, "is for s3:// URLs"),
         (lambda: AsyncCheckpointer([]), ValueError, "at least one root"),
         (lambda: AsyncCheckpointer([Place("a"), "a"]), ValueError, "two roots are the same"),

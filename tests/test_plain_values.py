@@ -543,3 +543,19 @@ def test_keys_may_be_plain_values(archive: Path) -> None:
     }
     assert difference(round_trip(state, archive), state) is None
     assert difference(round_trip({uuid4(): datetime(2024, 1, 1)}, archive), async_ckpt.load(archive)) is None
+
+
+@dataclasses.dataclass
+class Grown:
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.history = [self.step]
+
+
+def test_an_attribute_beside_the_fields_of_a_dataclass_is_not_lost(tmp_path):
+    """Such an instance is pickled whole, as an object of any other class is."""
+    async_ckpt.save({"grown": Grown(3)}, tmp_path / "x.tar").result()
+    with pytest.raises(async_ckpt.UntrustedObjectError):
+        async_ckpt.load(tmp_path / "x.tar")
+    assert async_ckpt.load(tmp_path / "x.tar", trust=True)["grown"].history == [3]

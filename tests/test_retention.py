@@ -167,7 +167,8 @@ def test_what_retention_dooms(rules, made, doomed):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("last", 0), ("every", -1), ("seconds", -1), ("seconds", math.nan), ("seconds", math.inf), ("best", "loss"),
+        ("last", 0), ("last", 2.5), ("last", True), ("last", "3"), ("every", -1), ("every", 2.5), ("seconds", "5"),
+        ("whole_folder", "yes"), ("seconds", -1), ("seconds", math.nan), ("seconds", math.inf), ("best", "loss"),
         ("best", ("loss", "best", 1)), ("best", ("loss", "min", 1.5)), ("best", (None, "min", 1)),
         ("best", ("loss", "min", 0)), ("best", ("loss", "min")),
     ],

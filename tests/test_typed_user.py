@@ -11,5 +11,6 @@ def test_a_typed_script_of_a_user_runs(tmp_path):
     done = subprocess.run(
         [sys.executable, str(SCRIPT)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    told = [line for line in done.stderr.splitlines() if not line.startswith("async_ckpt has waited")]
+    assert (done.returncode, told) == (0, [])
     assert "[2, 4]" in done.stdout

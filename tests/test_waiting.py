@@ -36,6 +36,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """What every wait looks at."""
     made = Watched()
     monkeypatch.setattr(waiting, "TIMEKEEPER", made)
+    monkeypatch.setattr(waiting, "_FIRST_SECONDS", 2.0)
     return made
 
 
@@ -70,6 +71,12 @@ def waits(timer: Skipping, fn: Callable[[], Any], inside: str) -> Call:
     call = Call(fn)
     call.wait_until_inside(inside)
     return call
+
+
+def wakes_up(timer: Watched) -> None:
+    """Return when a wait has looked at the clock twice more: it knows by then when it is to end."""
+    looks = timer.looks
+    until(lambda: timer.looks > looks + 2)
 
 
 HOW_FAR = r"step 1 \(.*/step_00000001/rank_00000\.\w{8}\.tar\): 36% written, 4\.2 MB of 11\.5 MB"
@@ -179,11 +186,13 @@ def test_a_one_off_save_is_told_of_by_its_path(archive, timer, lines, gate, monk
 
 def test_waiting_still_ends_with_its_timeout(held, timer):
     waiter = waits(timer, lambda: held.ckpt.wait(timeout=100.0), "wait_for")
+    wakes_up(timer)
     timer.sleep(100.0)
     with pytest.raises(TimeoutError, match=r"under way after 100\.0 s"):
         waiter.outcome()
 
     waiter = waits(timer, lambda: held.handle.result(100.0), "wait_for")
+    wakes_up(timer)
     timer.sleep(100.0)
     with pytest.raises(TimeoutError):
         waiter.outcome()

@@ -172,5 +172,10 @@ class Held:
         raise TypeError("a snapshot cannot be pickled or copied; use its state_dict()")
 
     def __repr__(self) -> str:
-        state = "closed" if self._source.is_closed else "complete" if self.completion.done() else "copying"
+        if self._source.is_closed:
+            state = "closed"
+        elif not self.completion.done():
+            state = "copying"
+        else:
+            state = "complete" if self.completion.exception() is None else "torn"
         return f"<{type(self).__name__} of {shown(self._path)}, {state}>"

@@ -383,11 +383,14 @@ def _is_void(value: Any) -> bool:
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value is an instance of a dataclass.
+    """Whether a value is an instance of a dataclass, and nothing but its fields: attributes beside them would be lost.
 
     A class that merely inherits from one may have more than its fields.
     """
-    return "__dataclass_fields__" in vars(type(value))
+    kind = type(value)
+    if "__dataclass_fields__" not in vars(kind):
+        return False
+    return set(getattr(value, "__dict__", ())) <= set(kind.__dataclass_fields__)
 
 
 def field_names(record: Any) -> list[str]:
