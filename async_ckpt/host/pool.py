@@ -22,8 +22,8 @@ from typing import Final
 
 import torch
 
-from ..backends import cuda
-from ..spec import MIB, SEGMENT_BYTES, align_up
+from ..backends import UNSUPPORTED, backend_of
+from ..spec import MIB, PAGE_BYTES, SEGMENT_BYTES, align_up
 from .limits import free_memory_bytes, local_world_size
 from .numa import node_of, prefer_node
 from .threads import Crew
@@ -66,6 +66,7 @@ class Segment:
         self._begin = self.address - begin
         self.view = memoryview(self._map)[self._begin :][:num_bytes]
         self.pinned_for: torch.device | None = None
+        self.is_leaked = False
         self._pid = os.getpid()
 
     @classmethod
@@ -92,7 +93,8 @@ class Segment:
 
     def pin(self, device: torch.device) -> int:
         """Page-lock the memory; the driver's error code, 0 when it is locked. `device` is one that this process uses."""
-        code = cuda.register(self.address, self.num_bytes, device)
+        # To the end of its last page, which is no other's: some drivers take nothing else.
+        code = backend_of(device).register(self.address, align_up(self.num_bytes, PAGE_BYTES), device)
         if code == 0:
             self.pinned_for = device
         return code
@@ -101,22 +103,35 @@ class Segment:
         """Make the kernel give the pages now rather than while training waits. Releases the GIL."""
         ctypes.memset(self.address, 0, self.num_bytes)
 
-    def unpin(self) -> None:
-        if self.pinned_for is not None and os.getpid() == self._pid:
-            cuda.unregister(self.address, self.pinned_for)
-        self.pinned_for = None
+    def unpin(self) -> bool:
+        """Undo `pin`. False where the driver does not say that it has: then the memory must stay mapped."""
+        device, self.pinned_for = self.pinned_for, None
+        if device is None or os.getpid() != self._pid:
+            return True
+        try:
+            return backend_of(device).unregister(self.address, device) == 0
+        except RuntimeError:  # the device is broken
+            return False
+
+    def leak(self) -> None:
+        """Keep the memory for the rest of the process: a device may still write to it, or may have it registered."""
+        self.is_leaked = True
+        _leaked.append(self)
 
     def __del__(self) -> None:
-        # A map that goes while CUDA still has it registered would leave its address pointing at other memory.
-        # At the interpreter's end CUDA may be gone before us, and so may every name of this module.
+        # A map that goes while a driver still has it registered would leave its address pointing at other memory.
+        # At the interpreter's end the driver may be gone before us, and so may every name of this module.
         if self.pinned_for is not None:
             try:
-                self.unpin()
+                if not self.unpin():
+                    self.leak()
             except Exception:
                 pass
 
     def free(self) -> None:
-        self.unpin()
+        if not self.unpin():
+            self.leak()
+            return
         self.__dict__.pop("tensor", None)
         try:
             self.view.release()
@@ -132,6 +147,9 @@ class SegmentSlice:
         self.view = whole.view[begin:end]
         self.address = whole.address + begin
         self.tensor = whole.tensor[begin:end]
+
+
+_leaked: list[Segment] = []
 
 
 class Lease:
@@ -157,6 +175,10 @@ class Lease:
         if last:
             self._pool._take_back(self.segment)
 
+    def leak(self) -> None:
+        """Instead of `release`, where a device may still write to the memory: nobody ever gets it again."""
+        self._pool._write_off(self.segment)
+
 
 class SegmentPool:
     """Grants leases, never more than the budget holds: the oldest save first, in file order within a save.
@@ -171,6 +193,7 @@ class SegmentPool:
         self._changed = threading.Condition()
         self._free: list[Segment] = []  # under _changed, like all below
         self._num_segments = 0
+        self._num_leaked = 0
         self._waiting: list[tuple[int, int]] = []
         self._relievers: list[Reliever] = []
         self._closed = False
@@ -179,8 +202,8 @@ class SegmentPool:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory held, lent or free."""
-        return self._num_segments * self.segment_bytes
+        """Host memory held: lent, free, or lost to copies that no device has told the end of."""
+        return (self._num_segments + self._num_leaked) * self.segment_bytes
 
     @property
     def max_segments(self) -> int:
@@ -353,9 +376,10 @@ class SegmentPool:
         code = segment.pin(device)
         if code:
             self._pin_refused = True
+        if code not in (0, UNSUPPORTED):
             warnings.warn(
-                f"CUDA refused to page-lock host memory (error {code}); copies will be slower. "
-                "Raise the limit on locked memory (ulimit -l) or lower host_bytes.",
+                f"the driver of {device} refused to page-lock host memory (error {code}); copies will be slower. "
+                "It does where memory is short, or a container may lock no more: lower host_bytes, or allow it more.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -369,6 +393,13 @@ class SegmentPool:
             self._changed.notify_all()
         if self._closed:
             segment.free()
+
+    def _write_off(self, segment: Segment) -> None:
+        segment.leak()
+        with self._changed:
+            self._num_segments -= 1
+            self._num_leaked += 1
+            self._changed.notify_all()
 
     def release(self) -> None:
         """Give the memory of every segment that is not on loan back to the system."""
@@ -389,7 +420,8 @@ class SegmentPool:
     def __repr__(self) -> str:
         lent = self._num_segments - len(self._free)
         held = f"{self.num_bytes / MIB:.0f}/{self._max_segments * self.segment_bytes / MIB:.0f} MiB"
-        return f"<SegmentPool {held}, {lent} of {self._num_segments} segments lent, {len(self._waiting)} waiting>"
+        leaked = f", {self._num_leaked} leaked" if self._num_leaked else ""
+        return f"<SegmentPool {held}, {lent} of {self._num_segments} segments lent{leaked}, {len(self._waiting)} waiting>"
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> None:

@@ -113,7 +113,7 @@ class HostMemory:
 
     def give_back(self, segment: Segment) -> None:
         """Nobody looks at it any more."""
-        if os.getpid() != self._pid:  # forked since: the memory was left behind
+        if os.getpid() != self._pid or segment.is_leaked:  # forked since: the memory was left behind
             return
         self._idle.append(segment)
         with suppress(IndexError):  # another thread has taken the last one
@@ -164,6 +164,7 @@ class _Slices:
     """What the stager leases from: each slice once, and all of them at once."""
 
     def __init__(self, whole: Segment, num_bytes: int) -> None:
+        self._whole = whole
         self._slices = [
             SegmentSlice(whole, begin, min(begin + SEGMENT_BYTES, num_bytes))
             for begin in range(0, num_bytes, SEGMENT_BYTES)
@@ -177,6 +178,9 @@ class _Slices:
 
     def _take_back(self, segment: Any) -> None:
         """It belongs to the tensors."""
+
+    def _write_off(self, _: Any) -> None:
+        self._whole.leak()
 
 
 class _Source:
