@@ -8,6 +8,9 @@ from typing import Any
 
 import simulated
 import torch
+from racing import until
+
+from async_ckpt import SaveHandle
 
 # Cycles that a stream is kept busy with, so that copies are enqueued behind real work: some 50 ms.
 _BUSY_CYCLES = 100_000_000
@@ -31,6 +34,10 @@ class Simulated:
     def ahead(self) -> AbstractContextManager[None]:
         """What is enqueued inside is enqueued before any of it runs."""
         return self.sim.scheduler.ahead([self.module.current_stream(n).queue for n in range(2)])
+
+    def let_it_come_to_a_stop(self, handle: SaveHandle) -> None:
+        """Return when a save can go on no further without the device; or when it has ended."""
+        until(lambda: handle.done() or self.sim.scheduler.num_waiting > 0)
 
     def stream(self, device: int = 0) -> Any:
         return self.sim.stream(device)

@@ -101,6 +101,7 @@ class Scheduler:
         self.broken: set[int] = set()
         self.races: list[str] = []
         self.failures: list[str] = []
+        self.num_waiting = 0  # threads, for work that cannot go on
         self.num_operations = 0
         # What any thread has waited for: they are taken for one.
         self._seen: Clock = {queue.number: queue.num_done for queue in self.queues}
@@ -249,7 +250,9 @@ class Scheduler:
                 if not self._go_on(mark):
                     timeout -= 0.02
                     assert timeout > 0, "a stream waits for what nobody lets go"
+                    self.num_waiting += 1
                     self.changed.wait(0.02)
+                    self.num_waiting -= 1
             self.check(mark.queue.device)
             self._see(mark)
 
