@@ -100,11 +100,7 @@ class Training:
         return made
 
     def state(self) -> dict[str, Any]:
-        own = (
-            {item: p for item, p in zip(self.optimizer.items, self.optimizer.params, strict=True)}
-            if self.optimizer
-            else {}
-        )
+        own = dict(zip(self.optimizer.items, self.optimizer.params, strict=True)) if self.optimizer else {}
         return {name: item.of(own.get(item, item.whole).detach()) for name, item in self.items.items()}
 
     def values(self) -> dict[str, torch.Tensor]:

@@ -462,7 +462,12 @@ def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> tor
     accesses = [Access(*_span(source), is_write=False), Access(*_span(target), is_write=True)]
     SIM.settle()
     SIM.copies.append((source.device.type, target.device.type, target.numel() * target.element_size()))
+    other = source.device if source.device.type == "sim" and source.device != device else None
+    if other is not None:  # after what both streams have enqueued, and before what they will
+        SIM.scheduler.wait_in(queue, SIM.scheduler.mark(current_stream(other).queue))
     SIM.scheduler.enqueue(queue, lambda: _assign(into, of), accesses, "copy")
+    if other is not None:
+        SIM.scheduler.wait_in(current_stream(other).queue, SIM.scheduler.mark(queue))
     if waits:
         SIM.scheduler.wait(SIM.scheduler.mark(queue))
     return target

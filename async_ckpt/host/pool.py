@@ -17,7 +17,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 import torch
@@ -32,6 +32,7 @@ from .threads import Crew
 # and up to two that wait for the end of the file.
 MIN_SEGMENTS: Final = 4
 _HUGE_PAGE_BYTES: Final = 2 * MIB
+_TOUCHED_AT_ONCE: Final = 64 * MIB
 # How long a waiting thread sleeps before it looks whether what it waits for can still come.
 LIVENESS_SECONDS: Final = 0.2
 # Threads that make new memory: more wait for the kernel's lock on the process's memory.
@@ -99,9 +100,22 @@ class Segment:
             self.pinned_for = device
         return code
 
-    def touch(self) -> None:
+    def touch(self, begin: int = 0, end: int | None = None) -> None:
         """Make the kernel give the pages now rather than while training waits. Releases the GIL."""
-        ctypes.memset(self.address, 0, self.num_bytes)
+        ctypes.memset(self.address + begin, 0, (self.num_bytes if end is None else end) - begin)
+
+    def lock_by(self, crew: Crew, device: torch.device) -> None:
+        """`pin` what is new, touched before by several threads, and on none of the caller's: a driver that is asked for
+        page-locked memory breaks the capture of a graph elsewhere, but on a thread that has said that it does not.
+        """
+        parts = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
+        ends = [min(at + _TOUCHED_AT_ONCE, self.num_bytes) for at in parts]
+        crew.run_all(partial(self.touch, begin, end) for begin, end in zip(parts, ends, strict=True))
+
+        def pin() -> None:
+            self.pin(device)  # refused: the copy is slower, and right
+
+        crew.run_all([pin])
 
     def unpin(self) -> bool:
         """Undo `pin`. False where the driver does not say that it has: then the memory must stay mapped."""

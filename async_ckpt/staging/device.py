@@ -139,7 +139,8 @@ class Device:
         Of small tensors, so many bytes may lie side by side.
         """
         with self._kept.lock, self.on_side():
-            self._kept.scratch(min(packed_bytes, _SCRATCH_BYTES))
+            if packed_bytes:
+                self._kept.scratch(min(packed_bytes, _SCRATCH_BYTES))
             few = torch.zeros(1, dtype=torch.uint8, device=self.device)
         self.fetch(few).bytes()
         self.stall_seconds()
@@ -427,3 +428,14 @@ def first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
             "save was called while a graph is being captured; call it before or after the capture"
         )
     return device
+
+
+def warm_up(tensors: Iterable[torch.Tensor]) -> None:
+    """Make what the first save of these would have to make on their devices."""
+    packed_bytes: dict[torch.device, int] = {}
+    for tensor in tensors:
+        if (there := device_of(tensor)) is not None:
+            small = tensor.nbytes if tensor.nbytes < _PACK_BELOW else 0
+            packed_bytes[there] = packed_bytes.get(there, 0) + small
+    for there, num_bytes in packed_bytes.items():
+        Device(there).warm_up(num_bytes)

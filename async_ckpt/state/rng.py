@@ -43,7 +43,7 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and CPU tensors, under the keys of the set; none for a generator that is not here."""
-        kind = accelerator()
+        kind = accelerator() or _ACCELERATOR
         states = {kind if key is _ACCELERATOR else key: get() for key, get in self._written.items()}
         return {key: state for key, state in states.items() if state is not None}
 
