@@ -305,15 +305,17 @@ class Runtime:
     def simHostRegister(self, address: int, num_bytes: int, flags: int = 0) -> int:  # noqa: N802
         if SIM.refuses_pinning:
             return _REFUSED
-        SIM.scheduler.check(SIM.thread.device)
-        SIM.registered[address] = num_bytes
-        SIM.scheduler.know_block(address)
+        with SIM.scheduler.changed:
+            SIM.scheduler.check(SIM.thread.device)
+            SIM.registered[address] = num_bytes
+            SIM.scheduler.know_block(address)
         return 0
 
     def simHostUnregister(self, address: int) -> int:  # noqa: N802
         if SIM.scheduler.broken:
             raise RuntimeError("CUDA error: device-side assert triggered (simulated)")
-        return 0 if SIM.registered.pop(address, None) else _NOT_REGISTERED
+        with SIM.scheduler.changed:
+            return 0 if SIM.registered.pop(address, None) else _NOT_REGISTERED
 
 
 class _Hook(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
@@ -609,7 +611,8 @@ class Simulation:
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
         begin, end = _span(tensor)
-        return any(at <= begin and end <= at + length for at, length in list(self.registered.items()))
+        with self.scheduler.changed:
+            return any(at <= begin and end <= at + length for at, length in self.registered.items())
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         block = self.memories[tensor.device.index].block_at(tensor.untyped_storage().data_ptr())

@@ -80,7 +80,7 @@ class Staged:
         self.snapshot.begin()
         for device in self.snapshot._devices.values():
             device.enqueue = self._then_act(device.enqueue)
-        assert not self.snapshot.completion.done()
+        assert not self.snapshot.completion.done(), self.snapshot.completion.exception()
 
     def _put(self, number: int, lease: Lease) -> None:
         part = self.image[number * SEGMENT : (number + 1) * SEGMENT]
