@@ -12,6 +12,7 @@ import simulated
 import torch
 from states import MIB, open_run
 
+import async_ckpt
 from async_ckpt import RngState, backends
 from async_ckpt.backends.base import UNSUPPORTED, Backend
 from async_ckpt.backends.others import Npu
@@ -112,3 +113,24 @@ def test_the_generators_of_an_accelerator_that_is_not_here_are_passed_over(sim):
         RngState().load_state_dict({k: v for k, v in state.items() if k != "sim"} | {"npu": state["sim"]})
     finally:
         sim.sim.is_here = True
+
+
+def test_where_no_memory_can_be_page_locked_torchs_allocator_gives_it(tmp_path, sim, monkeypatch):
+    """As on XPU."""
+    given = []
+
+    def host_memory(self: Backend, num_bytes: int) -> torch.Tensor:
+        given.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return given[-1]
+
+    monkeypatch.setattr(Backend, "host_memory", host_memory)
+    registered = len(sim.sim.registered)
+    state = {"w": torch.full((3 * ITEMS,), 3.0, device="sim")}
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state, step=1).result()
+        with async_ckpt.snapshot(state) as held:
+            ckpt.save(held, step=2).result()
+        assert all(bool((ckpt.load(step)["w"] == 3).all()) for step in (1, 2))
+        assert all(segment.pinned for segment in ckpt._saver.pool._free)
+    assert given
+    assert len(sim.sim.registered) == registered

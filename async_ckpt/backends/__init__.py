@@ -17,14 +17,14 @@ import torch
 
 from .base import UNSUPPORTED, Backend, thread
 from .cuda import Cuda
-from .others import Npu
+from .others import Npu, Xpu
 
 __all__ = [
     "UNSUPPORTED", "Backend", "accelerator", "backend_of", "claim_thread", "current_device", "device_of", "has_plain_bytes", "is_at",
     "is_capturing", "is_host", "is_on_host", "on_device",
 ]  # fmt: skip
 
-_KINDS: Final[dict[str, type[Backend]]] = {"cuda": Cuda, "npu": Npu}
+_KINDS: Final[dict[str, type[Backend]]] = {"cuda": Cuda, "npu": Npu, "xpu": Xpu}
 _log = logging.getLogger("async_ckpt")
 
 

@@ -85,6 +85,10 @@ class Backend:
 
     # --- memory -------------------------------------------------------------------------------------------------
 
+    def host_memory(self, num_bytes: int) -> torch.Tensor | None:  # noqa: ARG002
+        """Page-locked memory by torch's own allocator, where a runtime locks no memory that is there; None elsewhere."""
+        return None
+
     def register(self, address: int, num_bytes: int, device: torch.device) -> int:
         """Page-lock memory of the host for the device's copy engine; the runtime's error code, 0 when it is locked.
 

@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -44,37 +44,53 @@ _SHARE_OF_FREE: Final = 0.5
 Reliever = Callable[[bool], bool]
 
 
+def _mapped(num_bytes: int) -> mmap.mmap:
+    """New memory, with slack that is never touched, so it takes none; it lets a segment begin on a huge page."""
+    if hasattr(mmap, "MAP_ANONYMOUS"):
+        made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        made = mmap.mmap(-1, num_bytes)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            try:
+                made.madvise(getattr(mmap, advice))
+            except OSError:
+                pass  # a kernel without it works, only slower
+    return made
+
+
+def _seen(given: torch.Tensor) -> Any:
+    """The memory of a tensor as a buffer that keeps it."""
+    kind: Any = type("Given", (ctypes.c_ubyte * given.numel(),), {})
+    seen = kind.from_address(given.data_ptr())
+    seen.tensor = given
+    return seen
+
+
 class Segment:
     """One piece of host memory. Owned by the pool, lent by a lease."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
+        """`device` is one that it is to be pinned for: its pages lie near it, and may be page-locked from the beginning."""
         self.num_bytes = num_bytes
-        # The slack is never touched, so it takes no memory; it lets the segment begin on a huge page.
-        if hasattr(mmap, "MAP_ANONYMOUS"):
-            self._map = mmap.mmap(
-                -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-        else:
-            self._map = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                try:
-                    self._map.madvise(getattr(mmap, advice))
-                except OSError:
-                    pass  # a kernel without it works, only slower
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.address = align_up(begin, _HUGE_PAGE_BYTES)
-        self._begin = self.address - begin
-        self.view = memoryview(self._map)[self._begin :][:num_bytes]
         self.pinned_for: torch.device | None = None
         self.is_leaked = False
         self._pid = os.getpid()
+        given = backend_of(device).host_memory(num_bytes + _HUGE_PAGE_BYTES) if device else None
+        self._is_registered = given is None
+        self._map: Any = _mapped(num_bytes + _HUGE_PAGE_BYTES) if given is None else _seen(given)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = align_up(begin, _HUGE_PAGE_BYTES)
+        self._begin = self.address - begin
+        self.view = memoryview(self._map).cast("B")[self._begin :][:num_bytes]
+        if given is not None:
+            self.pinned_for = device
 
     @classmethod
     def near(cls, device: torch.device | None, num_bytes: int) -> Segment:
         """A new one, whose pages lie near the device that it is to be pinned for."""
-        segment = cls(num_bytes)
-        node = node_of(device) if device else None
+        segment = cls(num_bytes, device)
+        node = node_of(device) if device and not segment.pinned else None
         if node is not None:
             prefer_node(segment.address, num_bytes, node)
         return segment
@@ -120,7 +136,7 @@ class Segment:
     def unpin(self) -> bool:
         """Undo `pin`. False where the driver does not say that it has: then the memory must stay mapped."""
         device, self.pinned_for = self.pinned_for, None
-        if device is None or os.getpid() != self._pid:
+        if device is None or os.getpid() != self._pid or not self._is_registered:
             return True
         try:
             return backend_of(device).unregister(self.address, device) == 0
@@ -149,7 +165,8 @@ class Segment:
         self.__dict__.pop("tensor", None)
         try:
             self.view.release()
-            self._map.close()
+            if self._is_registered:
+                self._map.close()
         except BufferError:
             pass  # someone still looks at it; the map goes when they do
 
