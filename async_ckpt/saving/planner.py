@@ -14,7 +14,7 @@ from ..host.pool import MIN_SEGMENTS, SegmentPool
 from ..host.threads import Crew
 from ..spans import wall_time
 from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up
-from ..staging.device import fill_image, first_device, warm_up
+from ..staging.device import fill_image, first_device
 from ..state.capture import Capture, capture
 
 
@@ -66,7 +66,6 @@ class Planner:
         self.admit(layout, ())
         num_segments = -(-layout.file_bytes // self._pool.segment_bytes)
         self._pool.reserve(num_segments, crew, pin=first_device(captured.tensors), goes_on=goes_on)
-        warm_up(captured.tensors)
 
     def may_defer(self, num_segments: int, layout: Image, targets: Sequence[GoesTo]) -> bool:
         """Whether some tensors may be copied later than others.
