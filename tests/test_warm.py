@@ -108,6 +108,29 @@ def test_while_memory_is_reserved_a_save_makes_its_own(pool, monkeypatch):
     crew.stop()
 
 
+def test_nobody_is_asked_for_memory_while_some_is_being_made(pool, monkeypatch):
+    gate, real = Gate(), Segment.touch
+
+    def touch(self: Segment) -> None:
+        gate.passed()
+        real(self)
+
+    monkeypatch.setattr(Segment, "touch", touch)
+    asked: list[bool] = []
+    pool.add_reliever(lambda starving: bool(asked.append(starving)))
+    leases = pool.borrow(7, pin=None)
+    reserving = Call(lambda: pool.reserve(8, None, pin=None))
+    gate.wait_reached()
+    waiting = Call(lambda: pool.lease((0, 7), pin=None, check=lambda: None))
+    until(lambda: "1 waiting" in repr(pool))
+    gate.open()
+    waiting.outcome().release()
+    reserving.outcome()
+    assert asked == []
+    for lease in leases:
+        lease.release()
+
+
 def test_reserving_ends_when_nobody_needs_it_any_more(pool):
     asked = threading.Semaphore(3)
     pool.reserve(8, Crew("make", 1), pin=None, goes_on=lambda: asked.acquire(blocking=False))

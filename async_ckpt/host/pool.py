@@ -224,6 +224,7 @@ class SegmentPool:
         self._changed = threading.Condition()
         self._free: list[Segment] = []  # under _changed, like all below
         self._num_segments = 0
+        self._num_making = 0  # of these: not there yet, and soon free
         self._num_leaked = 0
         self._waiting: list[tuple[int, int]] = []
         self._relievers: list[Reliever] = []
@@ -266,7 +267,9 @@ class SegmentPool:
                 while self._waiting[0] != order or not (
                     self._free or self._num_segments < self._max_segments
                 ):
-                    relievers = self._relievers if self._waiting[0] == order else []
+                    # What is being made comes sooner than what somebody would have to let go of.
+                    needs_relief = self._waiting[0] == order and not self._num_making
+                    relievers = self._relievers if needs_relief else []
                     self._changed.release()
                     try:
                         check()
@@ -274,7 +277,7 @@ class SegmentPool:
                     finally:
                         self._changed.acquire()
                     if not relieved and not self._free:
-                        starving = not self._changed.wait(LIVENESS_SECONDS)
+                        starving = not self._changed.wait(LIVENESS_SECONDS) and not self._num_making
             finally:
                 self._waiting.remove(order)
                 heapq.heapify(self._waiting)
@@ -385,21 +388,22 @@ class SegmentPool:
         with self._changed:
             wanted = not self._closed and self._num_segments < min(num_segments, self._max_segments)
             self._num_segments += wanted
+            self._num_making += wanted
             return wanted
 
     def _make(self, pin: torch.device | None) -> None:
         try:
             segment = Segment.near(pin, self.segment_bytes)
-        except BaseException:
-            with self._changed:
-                self._num_segments -= 1
-            raise
-        try:
             segment.touch()
             if pin:
                 self._pin(segment, pin)
-        finally:
-            self._take_back(segment)
+        except BaseException:
+            with self._changed:
+                self._num_segments -= 1
+                self._num_making -= 1
+                self._changed.notify_all()
+            raise
+        self._take_back(segment, made=True)
 
     def _pin(self, segment: Segment, device: torch.device) -> None:
         if self._pin_refused or segment.pinned:
@@ -415,8 +419,9 @@ class SegmentPool:
                 stacklevel=2,
             )
 
-    def _take_back(self, segment: Segment) -> None:
+    def _take_back(self, segment: Segment, *, made: bool = False) -> None:
         with self._changed:
+            self._num_making -= made
             if self._closed:
                 self._num_segments -= 1
             else:
