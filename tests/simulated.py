@@ -81,6 +81,10 @@ class Memory:
         with self._scheduler.changed:
             self.settle()
             self._scheduler.check(self.device)
+            if not num_bytes:  # takes no memory
+                nothing = _Block(self.begin, 0, home)
+                nothing.is_lent = False
+                return nothing
             self.num_allocations += 1
             size = -(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT
             full = self.limit_bytes is not None and self.lent_bytes + size > self.limit_bytes
@@ -135,6 +139,7 @@ class Memory:
         self._scheduler.enqueue(
             block.home, lambda: _poison(begin, length), [access], f"reuse of {length:,} freed bytes"
         )
+        self._scheduler.num_operations -= 1  # nobody has enqueued it
         self._free.setdefault((block.home.number, length), []).append(block)
 
     def _end_of_page(self) -> int:

@@ -93,14 +93,16 @@ def test_a_first_save_of_large_tensors_takes_no_memory_of_the_device(tmp_path, s
     before = memory.most_bytes = memory.lent_bytes
     with open_run(tmp_path) as ckpt:
         ckpt.save(state, step=1).result()
-        assert memory.most_bytes <= before + 64 * 1024  # aliases without bytes
+        assert (
+            memory.most_bytes <= before + 512
+        )  # a tensor of three items is copied by itself, or what is beside it with it
 
 
 def test_small_tensors_are_saved_from_a_device_that_is_full(tmp_path, sim):
     state = {f"small{n}": torch.full((100 + n,), 3.0, device="sim") for n in range(300)}
     sim.sim.settle()
     memory = sim.sim.memories[0]
-    memory.limit_bytes = memory.lent_bytes + 4096  # for aliases, which have none
+    memory.limit_bytes = memory.lent_bytes
     with open_run(tmp_path) as ckpt:
         ckpt.save(state, step=1).result()
         assert_all(ckpt.load(1), 3.0)
@@ -190,7 +192,7 @@ def test_prewarm_makes_all_that_the_first_save_needs_of_a_device(tmp_path, sim):
         before = memory.lent_bytes
         memory.most_bytes = before
         ckpt.save(state, step=1).result()
-        assert memory.most_bytes <= before + 4096  # aliases without bytes
+        assert memory.most_bytes <= before
         assert len(sim.sim.scheduler.queues) == streams
         assert len(sim.sim.registered) == pinned
 
