@@ -89,22 +89,25 @@ class Scheduler:
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.queues: list[Queue] = []  # under `changed`, like all below
+        self._num_queues = 0
         self.restart("early")
 
     def restart(self, schedule: str | int) -> None:
-        """As if every device had just been made whole, with nothing under way; streams that are there stay."""
+        """As if every device had just been made whole, with nothing under way. Streams of the library stay, as it keeps them."""
         self.schedule = schedule
         self._draw = random.Random(schedule if isinstance(schedule, int) else 0)
+        self.queues = [queue for queue in self.queues if not queue.of_training]
         for queue in self.queues:
             queue.work.clear()
             queue.num_done = queue.num_enqueued
+            queue.clock = {queue.number: queue.num_enqueued}
         self.broken: set[int] = set()
         self.races: list[str] = []
         self.failures: list[str] = []
         self.num_waiting = 0  # threads, for work that cannot go on
         self.num_operations = 0
         # What any thread has waited for: they are taken for one.
-        self._seen: Clock = {queue.number: queue.num_done for queue in self.queues}
+        self._seen: Clock = {}
         self._is_ahead = False
         self._kernels: list[list[bool]] = []  # which run until somebody waits for them
         self._accesses: dict[int, list[Access]] = {}  # by the address of the block that they are in
@@ -113,7 +116,8 @@ class Scheduler:
 
     def new_queue(self, device: int, *, of_training: bool) -> Queue:
         with self.changed:
-            self.queues.append(Queue(len(self.queues) + 1, device, of_training=of_training))
+            self._num_queues += 1
+            self.queues.append(Queue(self._num_queues, device, of_training=of_training))
             return self.queues[-1]
 
     def know_block(self, address: int) -> None:

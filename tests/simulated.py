@@ -577,13 +577,13 @@ class Simulation:
         self.is_here = False  # for torch; the tests of a process without an accelerator come before and after
         self.scheduler = Scheduler()
         self.memories = [Memory(device, self.scheduler) for device in range(NUM_DEVICES)]
-        self._defaults: dict[int, Stream] = {}
         self.registered: dict[int, int] = {}
         self.reset("early")
 
     def reset(self, schedule: str | int) -> None:
-        """Devices as new ones; but for streams, registered memory and tensors that are still held."""
+        """Devices as new ones; but for the library's streams, registered memory and tensors that are still held."""
         self.scheduler.restart(schedule)
+        self._defaults: dict[int, Stream] = {}
         for memory in self.memories:
             memory.restart()
         for address in self.registered:
