@@ -455,12 +455,14 @@ class AsyncCheckpointer:
             step = found[0]
         newest = self.latest()
         self._line.restored(behind=newest is not None and step < newest)
-        if strict and select is None and isinstance(state, Mapping):
+        captured = self._saver.warm(state)
+        if strict and select is None and isinstance(state, Mapping) and captured is not None:
             # These hold what the step has: they need not be written again, if they are said to be unchanged.
-            groups = {name: value for name, value in state.items() if is_looked_into(value)}
-            self._line.groups.restored(groups, step, self._roots.holding(step))
+            groups = [
+                name for name, value in state.items() if isinstance(name, str) and is_looked_into(value)
+            ]
+            self._line.groups.restored(captured, groups, step, self._roots.holding(step))
         self._policy.restored(step)
-        self._saver.warm(state)
         return step
 
     # --- parts ------------------------------------------------------------------------------------------------

@@ -83,7 +83,9 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
         state: as for `save`. Storages are copied whole, so a view of a large one takes as much memory.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: as for `save`.
         host_bytes: the most that this snapshot may take, together with those that are still open; by default half of the
-            free memory.
+            free memory. What a reader still holds of a closed one is not counted.
+
+    The time that this call takes is in no report of its readers.
 
     Raises UnsupportedStateError as `save` does, MemoryError when there is not enough memory, ClosedError at the end of
     the interpreter. A snapshot that is not closed is let go of when nobody refers to it any more.

@@ -2,7 +2,7 @@
 
 In: paths, URLs, ids of the Hugging Face hub. Out: local folders, open files, names. Knows nothing of: checkpoints.
 
-Every function takes a path, a URL or a Place. In a store a folder is there as long as something is in it. Scratch
+A path may be a URL or a Place wherever it need not be local. In a store a folder is there as long as something is in it. Scratch
 folders are made where `tempfile` makes them: set TMPDIR where that is too small for a model.
 """
 

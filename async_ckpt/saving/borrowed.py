@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from ..errors import NotUnchangedError, UnsupportedStateError
+from ..errors import NotUnchangedError
 from ..runs.manifest import Archive, Elsewhere
 from ..runs.run import Run
 from ..spec import MIB, Json, TensorSpec
@@ -209,19 +209,15 @@ class UnchangedGroups:
                 kept[group] = before
             self._written = kept
 
-    def restored(self, state: Mapping[Any, Any], step: int, runs: Sequence[Run]) -> None:
-        """Live groups hold what a step at these runs has: they need not be written again either."""
-        groups = {name: value for name, value in state.items() if isinstance(name, str)}
+    def restored(self, captured: Capture, groups: Collection[str], step: int, runs: Sequence[Run]) -> None:
+        """Groups of a live state hold what a step at these runs has: they need not be written again either."""
         made = runs[0].committed(step)
         if made is None or not groups:
             return
         folder = runs[0].folder(step)
         parts = {name: tuple(Elsewhere(name, step, folder, a) for a in made.archives) for name in groups}
         parts |= {name: there for name in groups if (there := made.lent(name))}
-        try:
-            look = Look(capture(groups))
-        except UnsupportedStateError:
-            return
+        look = Look(captured)
         with self._lock:
             self._written = {
                 group: _Written(lent[0].step, lent, look, set(runs)) for group, lent in parts.items()

@@ -21,9 +21,8 @@ class GroupDigests:
 
     def __init__(self, groups: Mapping[str, Sequence[Extent]]) -> None:
         self._groups = groups
-        self._shared: dict[
-            int, list[tuple[int, int]]
-        ] = {}  # by block: what of it is one group's, from its begin
+        # By block: what of it is one group's, from where to where.
+        self._shared: dict[int, list[tuple[int, int]]] = {}
         for extent in (extent for extents in groups.values() for extent in extents):
             for number, begin, end in _ends(extent):
                 self._shared.setdefault(number, []).append((begin, end))

@@ -281,13 +281,18 @@ class Saver:
         with self._trace.span("prewarm"):
             self._planner.take_memory(capture(state), get_worker().copiers)
 
-    def warm(self, state: Any) -> None:
-        """The same in the background, at the lowest priority. What cannot be had now, the first save takes."""
+    def warm(self, state: Any) -> Capture | None:
+        """The same in the background, at the lowest priority. What cannot be had now, the first save takes.
+
+        Returns how the state looks; None where no save of it can follow.
+        """
         if not self._keep_warm or self._closed or not self.belongs_here:
-            return
+            return None
         with suppress(UnsupportedStateError, ClosedError):
             captured = capture(state)
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
+            return captured
+        return None
 
     def warm_for(self, num_segments: int, device: torch.device | None) -> None:
         """Have the pool grow to what a save takes while that is under way, so that neither it nor the next waits for
