@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerators import Accelerator, Cuda, Simulated
 from children import Nursery
 from racing import PATIENCE, Gate
 
@@ -42,6 +43,34 @@ def _ended(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for pending in list(worker._worker._pending) if worker._worker is not None else []:
         pending.finished.exception(PATIENCE)
+
+
+_HARDWARE = pytest.param(
+    "hardware",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
+)
+
+
+@pytest.fixture(params=["early", "late", 5, _HARDWARE])
+def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
+    """A device: the simulated one under each kind of schedule, and the real one."""
+    made = Cuda() if request.param == "hardware" else Simulated(request.param)
+    with made.here():
+        yield made
+        for pending in list(worker._worker._pending) if worker._worker is not None else []:
+            pending.finished.exception(PATIENCE)
+    made.assert_in_order()
+
+
+@pytest.fixture
+def sim(request: pytest.FixtureRequest) -> Iterator[Simulated]:
+    """The simulated device, for what hardware does not do when it is asked to."""
+    made = Simulated(getattr(request, "param", "late"))
+    with made.here():
+        yield made
+        for pending in list(worker._worker._pending) if worker._worker is not None else []:
+            pending.finished.exception(PATIENCE)
+    made.assert_in_order()
 
 
 @pytest.fixture

@@ -78,9 +78,9 @@ class Call(threading.Thread):
             raise self._error
         return self._value
 
-    def wait_until_inside(self, function: str) -> None:
-        """Return when the thread is inside of a function of this name, or when its call has ended."""
-        until(lambda: not self.is_alive() or function in _functions_of(self.ident))
+    def wait_until_inside(self, *functions: str) -> None:
+        """Return when the thread is inside of a function of one of these names, or when its call has ended."""
+        until(lambda: not self.is_alive() or not _functions_of(self.ident).isdisjoint(functions))
 
 
 def _functions_of(ident: int | None) -> set[str]:

@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: streams, events, pinned memory. Skipped where there is none."""
+"""What only a device shows: streams, events, pinned memory. On the simulation, and with `-m gpu` on a CUDA device."""
 
 from __future__ import annotations
 
@@ -10,35 +10,26 @@ from states import MIB, SEGMENT, leftovers, open_run
 import async_ckpt
 from async_ckpt import TornSnapshotError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
-
-# Cycles that a stream is kept busy with, so that copies are enqueued behind real work: some 50 ms.
-BUSY_CYCLES = 100_000_000
+# Items of a large tensor: several segments of it are several MiB.
+LARGE = 3 * MIB // 4
 
 
 @pytest.fixture
-def ckpt(tmp_path):
+def ckpt(tmp_path, accelerator):
     with open_run(tmp_path) as opened:
         yield opened
 
 
-def busy() -> None:
-    torch.cuda._sleep(BUSY_CYCLES)
-
-
-def many_tensors(value: float) -> dict[str, torch.Tensor]:
+def many_tensors(value: float, device: str) -> dict[str, torch.Tensor]:
     """Large, small and strange, all of one value."""
-    state = {f"small.{n}": torch.full((n,), value, device="cuda") for n in range(1, 400)}
-    state |= {f"large.{n}": torch.full((3 * MIB + n,), value, device="cuda") for n in range(3)}
-    state["transposed"] = torch.full((1500, 1001), value, device="cuda").t()
-    state["strided"] = torch.full((3 * MIB,), value, device="cuda")[::3]
-    state["bf16"] = torch.full((MIB,), value, device="cuda", dtype=torch.bfloat16)
-    state["scalar"] = torch.tensor(value, device="cuda")
-    state["empty"] = torch.empty(0, device="cuda")
-    state["host"] = torch.full((MIB,), value)
+    state = {f"small.{n}": torch.full((n,), value, device=device) for n in range(1, 100)}
+    state |= {f"large.{n}": torch.full((LARGE + n,), value, device=device) for n in range(3)}
+    state["transposed"] = torch.full((1500, 1001), value, device=device).t()
+    state["strided"] = torch.full((LARGE,), value, device=device)[::3]
+    state["bf16"] = torch.full((LARGE // 3,), value, device=device, dtype=torch.bfloat16)
+    state["scalar"] = torch.tensor(value, device=device)
+    state["empty"] = torch.empty(0, device=device)
+    state["host"] = torch.full((LARGE // 3,), value)
     return state
 
 
@@ -47,38 +38,36 @@ def assert_all(state: dict[str, torch.Tensor], value: float) -> None:
         assert bool((tensor == value).all()), name
 
 
-def test_changing_tensors_on_the_training_stream_right_after_save_changes_nothing_in_the_checkpoint(ckpt):
-    state = many_tensors(7.0)
-    with scripted(ckpt) as disk:
-        disk.stop("write")
-        busy()
+def test_changing_tensors_on_the_training_stream_right_after_save_changes_nothing_in_the_checkpoint(
+    ckpt, accelerator
+):
+    state = many_tensors(7.0, accelerator.kind)
+    with accelerator.ahead():
         handle = ckpt.save(state, step=1)
         for tensor in state.values():
             tensor.fill_(-1)
-        torch.cuda.synchronize()
-        disk.release_all()
-        handle.result()
+    handle.result()
 
     assert_all(ckpt.load(1), 7.0)
     assert_all(state, -1.0)
 
 
-def test_what_is_enqueued_before_save_is_in_the_checkpoint(ckpt):
-    state = many_tensors(0.0)
-    busy()
-    for tensor in state.values():
-        tensor.fill_(3)
-    ckpt.save(state, step=1).result()
+def test_what_is_enqueued_before_save_is_in_the_checkpoint(ckpt, accelerator):
+    state = many_tensors(0.0, accelerator.kind)
+    with accelerator.ahead():
+        for tensor in state.values():
+            tensor.fill_(3)
+        handle = ckpt.save(state, step=1)
+    handle.result()
 
     assert_all(ckpt.load(1), 3.0)
 
 
-def test_a_save_on_another_current_stream_follows_that_stream(ckpt):
-    state = many_tensors(0.0)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        busy()
+def test_a_save_on_another_current_stream_follows_that_stream(ckpt, accelerator):
+    state = many_tensors(0.0, accelerator.kind)
+    accelerator.module.synchronize()
+    stream = accelerator.stream()
+    with accelerator.module.stream(stream), accelerator.ahead():
         for tensor in state.values():
             tensor.fill_(5)
         handle = ckpt.save(state, step=1)
@@ -87,38 +76,55 @@ def test_a_save_on_another_current_stream_follows_that_stream(ckpt):
     handle.result()
 
     assert_all(ckpt.load(1), 5.0)
+    stream.synchronize()
 
 
-def test_save_does_not_wait_for_the_device(ckpt):
-    state = {"w": torch.ones(8 * MIB, device="cuda")}
+def test_save_does_not_wait_for_the_device(ckpt, accelerator):
+    state = {"w": torch.ones(LARGE, device=accelerator.kind)}
     ckpt.prewarm(state)
     ckpt.save(state, step=1).result()
-    torch.cuda.synchronize()
-    done = torch.cuda.Event()
-    torch.cuda._sleep(20 * BUSY_CYCLES)
-    done.record()
-    handle = ckpt.save(state, step=2)
+    accelerator.module.synchronize()
+    done = accelerator.module.Event()
+    with accelerator.ahead():
+        done.record()
+        handle = ckpt.save(state, step=2)
 
-    assert not done.query()  # the kernel that was enqueued before is still running
-    assert not handle.staging_completion.done()
+        assert not done.query()  # the kernel that was enqueued before is still running
+        assert not handle.staging_completion.done()
     handle.result()
     assert done.query()
 
 
-def test_memory_freed_right_after_save_is_not_reused_before_it_is_copied(ckpt):
-    state = {"w": torch.full((8 * MIB,), 4.0, device="cuda")}
-    busy()
-    handle = ckpt.save(state, step=1)
-    del state
-    for _ in range(8):
-        torch.full((8 * MIB,), -1.0, device="cuda")
+def test_memory_freed_right_after_save_is_not_reused_before_it_is_copied(ckpt, accelerator):
+    state = {"w": torch.full((LARGE,), 4.0, device=accelerator.kind)}
+    with accelerator.ahead():
+        handle = ckpt.save(state, step=1)
+        del state
+        for _ in range(8):
+            torch.full((LARGE,), -1.0, device=accelerator.kind)
     handle.result()
 
     assert_all(ckpt.load(1), 4.0)
 
 
-def test_a_budget_smaller_than_the_state_is_enough(tmp_path):
-    state = {f"w{n}": torch.full((2 * MIB + n,), float(n), device="cuda") for n in range(12)}
+def test_memory_of_another_stream_freed_right_after_save_is_not_reused_before_it_is_copied(ckpt, accelerator):
+    other = accelerator.stream()
+    with accelerator.module.stream(other):
+        state = {"w": torch.full((LARGE,), 4.0, device=accelerator.kind)}
+    accelerator.module.current_stream().wait_stream(other)
+    with accelerator.ahead():
+        handle = ckpt.save(state, step=1)
+        del state
+        with accelerator.module.stream(other):
+            for _ in range(8):
+                torch.full((LARGE,), -1.0, device=accelerator.kind)
+    handle.result()
+
+    assert_all(ckpt.load(1), 4.0)
+
+
+def test_a_budget_smaller_than_the_state_is_enough(tmp_path, accelerator):
+    state = {f"w{n}": torch.full((MIB + n,), float(n), device=accelerator.kind) for n in range(12)}
     with open_run(tmp_path, host_bytes=16 * MIB) as ckpt:
         ckpt.save(state, step=1).result()
         assert ckpt.metrics()["pool_bytes"] <= 16 * MIB
@@ -127,21 +133,23 @@ def test_a_budget_smaller_than_the_state_is_enough(tmp_path):
         assert bool((saved[f"w{number}"] == number).all())
 
 
-def test_segments_for_a_device_are_page_locked(ckpt):
-    ckpt.save({"w": torch.ones(8 * MIB, device="cuda")}, step=1).result()
+def test_segments_for_a_device_are_page_locked(ckpt, accelerator):
+    ckpt.save({"w": torch.ones(2 * LARGE, device=accelerator.kind)}, step=1).result()
     ckpt.wait()
     free = ckpt._saver.pool._free
 
     assert free
-    assert all(segment.pinned and segment.tensor.is_pinned() for segment in free)
+    assert all(segment.pinned for segment in free)
+    if accelerator.kind == "cuda":
+        assert all(segment.tensor.is_pinned() for segment in free)
     assert all(segment.num_bytes == SEGMENT for segment in free)
 
 
-def test_tied_and_shared_tensors_on_the_device_are_stored_once(ckpt):
-    tensor = torch.arange(2 * MIB, device="cuda")
+def test_tied_and_shared_tensors_on_the_device_are_stored_once(ckpt, accelerator):
+    tensor = torch.arange(LARGE, device=accelerator.kind)
     report = ckpt.save({"a": tensor, "b": tensor}, step=1).result()
 
-    assert report.num_bytes < 17 * MIB
+    assert report.num_bytes < 7 * MIB
     saved = ckpt.load(1)
     assert torch.equal(saved["a"], tensor.cpu())
     assert torch.equal(saved["b"], tensor.cpu())
@@ -152,16 +160,15 @@ def test_tied_and_shared_tensors_on_the_device_are_stored_once(ckpt):
 KINDS = [{"foreach": True}, {"fused": True}, {"foreach": False, "fused": False}]
 
 
-def training(**options):
+def training(device: str, **options):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(1024, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 1024)
-    ).cuda()
+    made = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512))
+    model = made.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), **options)
 
     def step() -> None:
         optimizer.zero_grad()
-        model(torch.randn(16, 1024, device="cuda")).square().mean().backward()
+        model(torch.randn(16, 512, device=device)).square().mean().backward()
         optimizer.step()
 
     return model, optimizer, step
@@ -183,14 +190,14 @@ def assert_saved(saved, wanted) -> None:
 
 @pytest.mark.parametrize("budget", [None, 16 * MIB], ids=["ample", "tight"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_guarded_training_saves_the_state_before_each_step(tmp_path, kind, budget):
-    model, optimizer, step = training(**kind)
+def test_a_guarded_training_saves_the_state_before_each_step(tmp_path, kind, budget, accelerator):
+    model, optimizer, step = training(accelerator.kind, **kind)
     step()
     wanted = {}
     with open_run(tmp_path, guard=optimizer, host_bytes=budget) as ckpt:
         for number in range(5):
             wanted[number] = copy_of(model, optimizer)
-            busy()
+            accelerator.busy()
             ckpt.save({"model": model, "optimizer": optimizer}, step=number)
             step()
         ckpt.wait()
@@ -198,24 +205,25 @@ def test_a_guarded_training_saves_the_state_before_each_step(tmp_path, kind, bud
             assert_saved(ckpt.load(number), state)
 
 
-def test_the_guarded_copy_overlaps_and_the_step_waits_on_the_device(tmp_path):
-    p = torch.nn.Parameter(torch.ones(32 * MIB, device="cuda"))
+def test_the_guarded_copy_overlaps_and_the_step_waits_on_the_device(tmp_path, accelerator):
+    p = torch.nn.Parameter(torch.ones(4 * MIB, device=accelerator.kind))
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.SGD([p], lr=1.0)
     with open_run(tmp_path, guard=optimizer) as ckpt:
         ckpt.prewarm({"p": p})
-        busy()
-        handle = ckpt.save({"p": p}, step=1)
-        assert not handle.staging_completion.done()
-        optimizer.step()
+        with accelerator.ahead():
+            handle = ckpt.save({"p": p}, step=1)
+            assert not handle.staging_completion.done()
+            optimizer.step()
         handle.result()
         assert bool((ckpt.load(1)["p"] == 1).all())
         assert bool((p == 0).all())
 
 
 @pytest.mark.parametrize("how", ["in place", "by data", "fused"])
-def test_a_write_outside_of_the_step_fails_the_save_and_names_the_tensor(tmp_path, how):
-    p = torch.nn.Parameter(torch.ones(16 * MIB, device="cuda"))
+def test_a_write_outside_of_the_step_fails_the_save_and_names_the_tensor(tmp_path, how, accelerator):
+    accelerator.may_race = True  # that is what it is about
+    p = torch.nn.Parameter(torch.ones(8 * MIB, device=accelerator.kind))
     optimizer = torch.optim.SGD([p], lr=1.0)
     with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
         disk.stop("write")
@@ -227,7 +235,7 @@ def test_a_write_outside_of_the_step_fails_the_save_and_names_the_tensor(tmp_pat
             p.data.add_(1)
         else:
             p.grad = torch.ones_like(p)
-            states = [torch.zeros_like(p), torch.zeros_like(p), torch.tensor(1.0, device="cuda")]
+            states = [torch.zeros_like(p), torch.zeros_like(p), torch.tensor(1.0, device=accelerator.kind)]
             torch._fused_adamw_(
                 [p.data], [p.grad], [states[0]], [states[1]], [], [states[2]], lr=1.0, beta1=0.9, beta2=0.999,
                 weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
@@ -241,8 +249,8 @@ def test_a_write_outside_of_the_step_fails_the_save_and_names_the_tensor(tmp_pat
     assert leftovers(tmp_path) == []
 
 
-def test_the_data_of_a_parameter_may_be_replaced_while_it_is_copied(tmp_path):
-    p = torch.nn.Parameter(torch.ones(16 * MIB, device="cuda"))
+def test_the_data_of_a_parameter_may_be_replaced_while_it_is_copied(tmp_path, accelerator):
+    p = torch.nn.Parameter(torch.ones(8 * MIB, device=accelerator.kind))
     optimizer = torch.optim.SGD([p], lr=1.0)
     with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
         disk.stop("write")
@@ -253,8 +261,107 @@ def test_the_data_of_a_parameter_may_be_replaced_while_it_is_copied(tmp_path):
         assert bool((ckpt.load(1)["p"] == 1).all())
 
 
+def test_a_failing_disk_lets_the_step_go(tmp_path, accelerator):
+    p = torch.nn.Parameter(torch.ones(8 * MIB, device=accelerator.kind))
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.fail("write", error=async_ckpt.StorageUnavailableError("gone", path="/ckpt"), times=None)
+        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+        optimizer.step()
+
+        assert isinstance(handle.exception(), async_ckpt.StorageUnavailableError)
+        assert bool((p == 0).all())
+
+
+def test_the_stall_of_the_stream_is_reported(ckpt, accelerator):
+    state = {"w": torch.ones(16 * MIB, device=accelerator.kind)}
+    ckpt.save(state, step=1).result()
+    accelerator.module.synchronize()  # what has not waited yet is not known
+    report = ckpt.save(state, step=2).result()
+
+    assert report.stall_seconds > 0
+    if accelerator.kind == "cuda":  # the simulated training notices late that it waits no more
+        assert report.stall_seconds <= report.total_seconds
+
+
+# --- back to the device ----------------------------------------------------------------------------------------
+
+
+def test_a_state_is_loaded_to_the_device(ckpt, accelerator):
+    state = many_tensors(2.0, accelerator.kind)
+    ckpt.save(state, step=1).result()
+    saved = ckpt.load(1, map_location=accelerator.kind)
+
+    assert all(tensor.device.type == accelerator.kind for tensor in saved.values())
+    assert_all(saved, 2.0)
+
+
+def test_a_training_is_restored_in_place_and_goes_on_exactly(tmp_path, accelerator):
+    model, optimizer, step = training(accelerator.kind, fused=True)
+    for _ in range(3):
+        step()
+    rng = async_ckpt.RngState()
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"model": model, "optimizer": optimizer, "rng": rng}, step=3).result()
+        for _ in range(3):
+            step()
+        wanted = copy_of(model, optimizer)
+        drawn = torch.rand(5, device=accelerator.kind)
+        addresses = [p.data_ptr() for p in model.parameters()]
+
+        assert ckpt.restore({"model": model, "optimizer": optimizer, "rng": rng}) == 3
+        for _ in range(3):
+            step()
+        assert [p.data_ptr() for p in model.parameters()] == addresses
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, wanted[0][name]), name
+        assert torch.equal(torch.rand(5, device=accelerator.kind), drawn)
+
+
+def test_a_new_training_is_restored_onto_the_device(tmp_path, accelerator):
+    model, optimizer, step = training(accelerator.kind)
+    for _ in range(2):
+        step()
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"model": model, "optimizer": optimizer}, step=2).result()
+    wanted = copy_of(model, optimizer)
+    other_model, other_optimizer, _ = training(accelerator.kind)
+    with open_run(tmp_path) as ckpt:
+        assert ckpt.restore({"model": other_model, "optimizer": other_optimizer}) == 2
+
+    found = copy_of(other_model, other_optimizer)
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in wanted[0].items())
+    for mine, theirs in zip(found[1], wanted[1], strict=True):
+        assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+        assert mine["exp_avg"].device.type == accelerator.kind
+
+
+def test_a_checkpoint_of_the_device_loads_on_the_host_as_it_was(ckpt, accelerator):
+    tensor = torch.randn(MIB, device=accelerator.kind).to(torch.float8_e4m3fn)
+    ckpt.save({"w": tensor}, step=1).result()
+    saved = ckpt.load(1)["w"]
+
+    assert saved.device.type == "cpu"
+    assert torch.equal(saved.view(torch.uint8), tensor.cpu().view(torch.uint8))
+
+
+def test_a_state_is_loaded_and_restored_to_the_device_inside_of_inference_mode(ckpt, accelerator):
+    ckpt.save(many_tensors(5.0, accelerator.kind), step=1).result()
+    with torch.inference_mode():
+        assert_all(ckpt.load(1, map_location=accelerator.kind), 5.0)
+        live = many_tensors(0.0, accelerator.kind)
+        ckpt.restore(live)
+        assert_all(live, 5.0)
+
+
+# --- graphs, which only hardware has ---------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_capturable_optimizer_in_a_graph_defers_nothing(tmp_path):
-    p = torch.nn.Parameter(torch.ones(8 * MIB, device="cuda"))
+    p = torch.nn.Parameter(torch.ones(2 * LARGE, device="cuda"))
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.AdamW([p], lr=0.5, capturable=True)
     side = torch.cuda.Stream()
@@ -268,7 +375,7 @@ def test_a_capturable_optimizer_in_a_graph_defers_nothing(tmp_path):
         optimizer.step()
     with open_run(tmp_path, guard=optimizer) as ckpt:
         wanted = p.detach().clone()
-        busy()
+        torch.cuda._sleep(100_000_000)
         handle = ckpt.save({"p": p, "optimizer": optimizer}, step=1)
         graph.replay()  # runs no hooks
         handle.result()
@@ -277,90 +384,10 @@ def test_a_capturable_optimizer_in_a_graph_defers_nothing(tmp_path):
         assert not torch.equal(p, wanted)
 
 
-def test_a_failing_disk_lets_the_step_go(tmp_path):
-    p = torch.nn.Parameter(torch.ones(16 * MIB, device="cuda"))
-    p.grad = torch.ones_like(p)
-    optimizer = torch.optim.SGD([p], lr=1.0)
-    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
-        disk.fail("write", error=async_ckpt.StorageUnavailableError("gone", path="/ckpt"), times=None)
-        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
-        optimizer.step()
-
-        assert isinstance(handle.exception(), async_ckpt.StorageUnavailableError)
-        assert bool((p == 0).all())
-
-
-def test_the_stall_of_the_stream_is_reported(ckpt):
-    state = {"w": torch.ones(64 * MIB, device="cuda")}
-    ckpt.save(state, step=1).result()
-    report = ckpt.save(state, step=2).result()
-
-    assert 0 < report.stall_seconds <= report.total_seconds
-
-
-# --- back to the device ----------------------------------------------------------------------------------------
-
-
-def test_a_state_is_loaded_to_the_device(ckpt):
-    state = many_tensors(2.0)
-    ckpt.save(state, step=1).result()
-    saved = ckpt.load(1, map_location="cuda")
-
-    assert all(tensor.device.type == "cuda" for tensor in saved.values())
-    assert_all(saved, 2.0)
-
-
-def test_a_training_is_restored_in_place_and_goes_on_exactly(tmp_path):
-    model, optimizer, step = training(fused=True)
-    for _ in range(3):
-        step()
-    rng = async_ckpt.RngState()
-    with open_run(tmp_path) as ckpt:
-        ckpt.save({"model": model, "optimizer": optimizer, "rng": rng}, step=3).result()
-        for _ in range(3):
-            step()
-        wanted = copy_of(model, optimizer)
-        drawn = torch.rand(5, device="cuda")
-        addresses = [p.data_ptr() for p in model.parameters()]
-
-        assert ckpt.restore({"model": model, "optimizer": optimizer, "rng": rng}) == 3
-        for _ in range(3):
-            step()
-        assert [p.data_ptr() for p in model.parameters()] == addresses
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, wanted[0][name]), name
-        assert torch.equal(torch.rand(5, device="cuda"), drawn)
-
-
-def test_a_new_training_is_restored_onto_the_device(tmp_path):
-    model, optimizer, step = training()
-    for _ in range(2):
-        step()
-    with open_run(tmp_path) as ckpt:
-        ckpt.save({"model": model, "optimizer": optimizer}, step=2).result()
-    wanted = copy_of(model, optimizer)
-    other_model, other_optimizer, _ = training()
-    with open_run(tmp_path) as ckpt:
-        assert ckpt.restore({"model": other_model, "optimizer": other_optimizer}) == 2
-
-    found = copy_of(other_model, other_optimizer)
-    assert all(torch.equal(found[0][name], tensor) for name, tensor in wanted[0].items())
-    for mine, theirs in zip(found[1], wanted[1], strict=True):
-        assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
-        assert mine["exp_avg"].is_cuda
-
-
-def test_a_checkpoint_of_the_device_loads_on_the_host_as_it_was(ckpt):
-    tensor = torch.randn(MIB, device="cuda").to(torch.float8_e4m3fn)
-    ckpt.save({"w": tensor}, step=1).result()
-    saved = ckpt.load(1)["w"]
-
-    assert saved.device.type == "cpu"
-    assert torch.equal(saved.view(torch.uint8), tensor.cpu().view(torch.uint8))
-
-
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_graph_is_captured_while_background_threads_copy(tmp_path):
-    p = torch.nn.Parameter(torch.ones(64 * MIB, device="cuda"))
+    p = torch.nn.Parameter(torch.ones(16 * MIB, device="cuda"))
     optimizer = torch.optim.SGD([p], lr=1.0)
     x = torch.ones(MIB, device="cuda")
     with open_run(tmp_path, guard=optimizer, host_bytes=64 * MIB) as ckpt, scripted(ckpt) as disk:
@@ -376,12 +403,3 @@ def test_a_graph_is_captured_while_background_threads_copy(tmp_path):
 
         assert bool((y == 2).all())
         assert bool((ckpt.load(1)["p"] == 1).all())
-
-
-def test_a_state_is_loaded_and_restored_to_the_device_inside_of_inference_mode(ckpt):
-    ckpt.save(many_tensors(5.0), step=1).result()
-    with torch.inference_mode():
-        assert_all(ckpt.load(1, map_location="cuda"), 5.0)
-        live = many_tensors(0.0)
-        ckpt.restore(live)
-        assert_all(live, 5.0)

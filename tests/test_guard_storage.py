@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerators import Simulated
 from racing import PATIENCE
 from scripted_disk import scripted
 from states import MIB, SEGMENT, open_run
@@ -27,23 +26,23 @@ from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
 from async_ckpt.spec import TensorSpec
 from async_ckpt.staging import device as device_module
-from async_ckpt.staging.device import Device
 from async_ckpt.staging.guard import deferrable, gate_of
 from async_ckpt.staging.stager import Snapshot
 from async_ckpt.staging.whole import HostCopy, HostMemory
 
-HOST = torch.device("cpu")
+# The allocator gives memory back to the system when a tensor of more than 32 MiB is freed, and may keep that of others.
+LARGE_MIB = 36
 
 
 class HeldCrew(Crew):
-    """Holds what happens after `begin`, and runs it on the thread that releases it: filling first, then passing on."""
+    """Holds what happens after `begin`, and runs it on the thread that releases it."""
 
     def __init__(self) -> None:
         super().__init__("held", 1)
         self._held: list[Callable[[], None]] = []
 
     def submit(self, task: Callable[[], None], refused: Any = None) -> None:
-        if task.__name__ in ("_fill_later", "_pass_on_enqueued"):
+        if task.__name__ == "_fill_later":
             self._held.append(task)
         else:
             task()
@@ -53,59 +52,10 @@ class HeldCrew(Crew):
             self._held.pop()()
 
 
-class SimulatedDevice(Device):
-    """A device whose memory is the host's, and whose streams are program order. All that it enqueues is Device's own."""
-
-    def __init__(self) -> None:
-        self.device = HOST
-        scratch = torch.empty(8 * MIB, dtype=torch.uint8)
-        self._kept: Any = SimpleNamespace(lock=threading.Lock(), side=None, scratch=scratch)
-        self.kept: list[int] = []
-        self.after_segment: Callable[[int], None] = lambda number: None
-        self._num_enqueued = 0
-
-    def on_side(self) -> Any:
-        return nullcontext()
-
-    def follow_training(self) -> None: ...
-
-    def hold_training(self) -> None: ...
-
-    def stall_seconds(self) -> float:
-        return 0.0
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        self.kept.append(tensor.data_ptr())
-
-    def _mark(self) -> Any:
-        self.after_segment(self._num_enqueued)
-        self._num_enqueued += 1
-
-    def wait(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class SnapshotOfDevice(Snapshot):
-    """As if the tensors were on a device."""
-
-    def _look_at_tensors(self) -> None:
-        self._devices[HOST] = SimulatedDevice()
-        super()._look_at_tensors()
-        self._pointers = [0] * len(self._tensors)
-
-
-class PageableOnly(SegmentPool):
-    """There is nothing to page-lock the memory for."""
-
-    def lease(self, order: tuple[int, int], **given: Any) -> Lease:
-        return super().lease(order, pin=None, check=given["check"])
-
-
 class Staged:
     """A guarded snapshot of some tensors, begun; nothing that is deferred is copied before `copy` is called."""
 
-    def __init__(self, kind: type[Snapshot], tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer):
+    def __init__(self, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer):
         specs = [TensorSpec((f"t{i}",), "uint8", (t.nbytes,)) for i, t in enumerate(tensors)]
         sizes = [spec.num_bytes for spec in specs]
         extents = [(sum(sizes[:i]), n, i) for i, n in enumerate(sizes)]
@@ -113,7 +63,7 @@ class Staged:
         self.image = bytearray(sum(sizes))
         self._between: dict[int, Callable[[], None]] = {}
         self._extents = extents
-        self.snapshot = kind(
+        self.snapshot = Snapshot(
             specs,
             tensors,
             slices(sum(sizes), SEGMENT, cut(extents, SEGMENT), ()),
@@ -121,7 +71,7 @@ class Staged:
             deferred=deferrable((optimizer,), specs, tensors),
             gates=[gate_of(optimizer)],
             num_tail=0,
-            pool=PageableOnly(SEGMENT, max_bytes=64 * SEGMENT),
+            pool=SegmentPool(SEGMENT, max_bytes=64 * SEGMENT),
             crew=self.crew,
             clock=monotonic,
             put=self._put,
@@ -129,14 +79,24 @@ class Staged:
         )
         self.snapshot.begin()
         for device in self.snapshot._devices.values():
-            device.after_segment = self._after_segment
-        assert not self.snapshot.completion.done()
+            device.enqueue = self._then_act(device.enqueue)
+        assert not self.snapshot.completion.done(), self.snapshot.completion.exception()
 
     def _put(self, number: int, lease: Lease) -> None:
         part = self.image[number * SEGMENT : (number + 1) * SEGMENT]
         self.image[number * SEGMENT : (number + 1) * SEGMENT] = lease.segment.view[: len(part)]
         lease.release()
         self._after_segment(number)
+
+    def _then_act(self, enqueue: Callable[..., Any]) -> Callable[..., Any]:
+        numbers = itertools.count()
+
+        def enqueue_and_act(*arguments: Any) -> Any:
+            event = enqueue(*arguments)
+            self._after_segment(next(numbers))
+            return event
+
+        return enqueue_and_act
 
     def _after_segment(self, number: int) -> None:
         self._between.pop(number, lambda: None)()
@@ -155,17 +115,48 @@ class Staged:
         return bytes(self.image[at : at + length])
 
 
-@pytest.fixture(params=[Snapshot, SnapshotOfDevice], ids=["host", "simulated device"])
-def staged(request) -> Callable[..., Staged]:
-    return lambda *arguments: Staged(request.param, *arguments)
+class Place:
+    """Where the tensors of a test are. Calling it begins a guarded snapshot of some."""
+
+    def __init__(self, sim: Simulated | None = None) -> None:
+        self.sim = sim
+        self.device = "cpu" if sim is None else "sim"
+
+    def __call__(self, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> Staged:
+        return Staged(tensors, optimizer)
+
+    def parameter(self, mib: int = LARGE_MIB, seed: int = 0) -> torch.nn.Parameter:
+        return parameter(mib, seed, self.device)
+
+    def full(self, value: float) -> torch.Tensor:
+        return torch.full((LARGE_MIB * MIB // 4,), value, device=self.device)
+
+    def may_race(self) -> None:
+        """What is torn was written to and read at one time."""
+        if self.sim is not None:
+            self.sim.may_race = True
+
+    def resize(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        if self.sim is None:
+            tensor.untyped_storage().resize_(num_bytes)
+        else:
+            self.may_race()
+            self.sim.sim.resize(tensor, num_bytes)
 
 
-# The allocator gives memory back to the system when a tensor of more than 32 MiB is freed, and may keep that of others.
-LARGE_MIB = 36
+@pytest.fixture(params=["host", "early", "late"])
+def staged(request) -> Iterator[Place]:
+    if request.param == "host":
+        yield Place()
+        return
+    made = Simulated(request.param)
+    with made.here():
+        yield Place(made)
+    made.assert_in_order()
 
 
-def parameter(mib: int = LARGE_MIB, seed: int = 0) -> torch.nn.Parameter:
-    made = torch.arange(mib * MIB // 4, dtype=torch.float32).add_(1.5 + seed)
+def parameter(mib: int = LARGE_MIB, seed: int = 0, device: str = "cpu") -> torch.nn.Parameter:
+    made = torch.arange(mib * MIB // 4, dtype=torch.float32).add_(1.5 + seed).to(device)
     return torch.nn.Parameter(made, requires_grad=False)
 
 
@@ -174,7 +165,7 @@ def sgd(*parameters: torch.nn.Parameter) -> torch.optim.SGD:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().clone().numpy())  # a storage that numpy sees cannot be resized
+    return bytes(tensor.detach().clone().cpu().numpy())  # a storage that numpy sees cannot be resized
 
 
 def assert_torn(error: BaseException | None, *names: str) -> None:
@@ -195,7 +186,7 @@ SAVED_AS: dict[str, Callable[[torch.nn.Parameter], torch.Tensor]] = {
 
 
 def test_the_data_of_a_parameter_may_be_replaced_and_what_is_copied_is_the_instants(staged):
-    p = parameter()
+    p = staged.parameter()
     want = bytes_of(p)
     made = staged([p], sgd(p))
     p.data = torch.full_like(p, 9.0)
@@ -205,13 +196,11 @@ def test_the_data_of_a_parameter_may_be_replaced_and_what_is_copied_is_the_insta
 
 
 def test_the_data_may_be_replaced_by_nothing_and_the_old_memory_stays_until_it_is_copied(staged):
-    p = parameter()
+    p = staged.parameter()
     want = bytes_of(p)
     made = staged([p], sgd(p))
-    p.data = torch.empty(0)
-    others = [
-        torch.full((LARGE_MIB * MIB // 4,), 7.0) for _ in range(4)
-    ]  # would take the memory, were it free
+    p.data = torch.empty(0, device=staged.device)
+    others = [staged.full(7.0) for _ in range(4)]  # would take the memory, were it free
 
     assert made.copy() is None
     assert made.bytes_of(0) == want
@@ -220,7 +209,7 @@ def test_the_data_may_be_replaced_by_nothing_and_the_old_memory_stays_until_it_i
 
 @pytest.mark.parametrize("of", SAVED_AS.values(), ids=SAVED_AS)
 def test_a_write_to_what_a_parameter_was_replaced_by_tears_nothing(staged, of):
-    p = parameter()
+    p = staged.parameter()
     want = bytes_of(p)
     made = staged([of(p)], sgd(p))
     p.data = torch.full_like(p, 9.0)
@@ -232,7 +221,8 @@ def test_a_write_to_what_a_parameter_was_replaced_by_tears_nothing(staged, of):
 
 
 def test_a_write_to_the_memory_before_it_is_replaced_is_found_by_its_bytes(staged):
-    p = parameter()
+    p = staged.parameter()
+    staged.may_race()
     made = staged([p], sgd(p))
     p.add_(1)
     p.data = torch.full_like(p, 9.0)
@@ -242,7 +232,8 @@ def test_a_write_to_the_memory_before_it_is_replaced_is_found_by_its_bytes(stage
 
 @pytest.mark.parametrize("of", SAVED_AS.values(), ids=SAVED_AS)
 def test_a_write_to_one_item_alone_is_found_by_the_version_while_the_parameter_is_where_it_was(staged, of):
-    p = parameter()
+    p = staged.parameter()
+    staged.may_race()
     made = staged([of(p)], sgd(p))
     p[1] = 7.0  # no sample meets it
 
@@ -250,8 +241,9 @@ def test_a_write_to_one_item_alone_is_found_by_the_version_while_the_parameter_i
 
 
 def test_a_write_through_another_view_than_the_optimizers_is_found_by_its_version(staged):
-    p = parameter()
+    p = staged.parameter()
     view = p.data
+    staged.may_race()
     made = staged([view], sgd(p))
     view[1] = 7.0
 
@@ -259,7 +251,7 @@ def test_a_write_through_another_view_than_the_optimizers_is_found_by_its_versio
 
 
 def test_parameters_may_be_swapped_while_they_are_copied(staged):
-    p, other = parameter(), parameter(seed=1)
+    p, other = staged.parameter(), staged.parameter(seed=1)
     want = bytes_of(p)
     made = staged([p], sgd(p))
     torch.utils.swap_tensors(p, other)
@@ -292,9 +284,9 @@ RESIZES = {"freed": 0, "smaller": 4096, "larger": 2 * LARGE_MIB * MIB}
 
 @pytest.mark.parametrize("num_bytes", RESIZES.values(), ids=RESIZES)
 def test_a_storage_that_is_resized_before_it_is_copied_fails_the_snapshot_by_name(staged, num_bytes):
-    p, intact = parameter(), parameter(2)
+    p, intact = staged.parameter(), staged.parameter(2)
     made = staged([intact, p], sgd(p, intact))
-    p.untyped_storage().resize_(num_bytes)
+    staged.resize(p, num_bytes)
 
     assert_torn(made.copy(), "t1")
     assert p.untyped_storage().nbytes() == num_bytes  # and nobody has given it memory again
@@ -304,60 +296,60 @@ def test_a_storage_that_is_resized_before_it_is_copied_fails_the_snapshot_by_nam
 @pytest.mark.parametrize("number", [1, LARGE_MIB * MIB // SEGMENT - 1, LARGE_MIB * MIB // SEGMENT])
 def test_a_storage_that_is_resized_at_any_time_never_ends_the_process(staged, num_bytes, number):
     """At last when the tensor is copied as a whole, and others are not."""
-    p, q = parameter(), parameter(8)
+    p, q = staged.parameter(), staged.parameter(8)
     made = staged([p, q], sgd(p, q))
-    made.after_segment(number, lambda: p.untyped_storage().resize_(num_bytes))
+    made.after_segment(number, lambda: staged.resize(p, num_bytes))
 
     assert_torn(made.copy(), "t0")
 
 
 def test_a_storage_that_is_resized_when_everything_is_copied_harms_nothing(staged):
-    p = parameter()
+    p = staged.parameter()
     want = bytes_of(p)
     made = staged([p], sgd(p))
     assert made.copy() is None
-    p.untyped_storage().resize_(0)
+    staged.resize(p, 0)
 
     assert made.bytes_of(0) == want
 
 
 def test_a_storage_that_loses_its_bytes_and_gets_memory_again_fails_the_snapshot(staged):
-    p = parameter()
+    p = staged.parameter()
     made = staged([p], sgd(p))
-    p.untyped_storage().resize_(0)
-    between = torch.full((LARGE_MIB * MIB // 4,), 7.0)  # takes the memory
-    p.untyped_storage().resize_(LARGE_MIB * MIB)
+    staged.resize(p, 0)
+    between = staged.full(7.0)  # takes the memory
+    staged.resize(p, LARGE_MIB * MIB)
 
     assert_torn(made.copy(), "t0")
     assert between.numel()
 
 
 def test_memory_that_is_another_tensors_meanwhile_is_not_committed(staged):
-    p = parameter()
+    p = staged.parameter()
     made = staged([p], sgd(p))
-    p.untyped_storage().resize_(0)
-    others = [torch.full((LARGE_MIB * MIB // 4,), 7.0) for _ in range(4)]
+    staged.resize(p, 0)
+    others = [staged.full(7.0) for _ in range(4)]
 
     assert_torn(made.copy(), "t0")
     assert others
 
 
 def test_all_tensors_in_a_storage_that_is_freed_are_named(staged):
-    flat = torch.randn(2 * MIB * LARGE_MIB // 4)
+    flat = torch.randn(2 * MIB * LARGE_MIB // 4, device=staged.device)
     parts = [torch.nn.Parameter(part, requires_grad=False) for part in flat.split(MIB * LARGE_MIB // 4)]
     made = staged([*parts, flat.new_ones(3)], sgd(*parts))
-    flat.untyped_storage().resize_(0)
+    staged.resize(flat, 0)
 
     assert_torn(made.copy(), "t0", "t1")
 
 
 def test_two_tensors_in_one_storage_are_copied_each(staged):
-    flat = torch.randn(2 * MIB * LARGE_MIB // 4)
+    flat = torch.randn(2 * MIB * LARGE_MIB // 4, device=staged.device)
     parts = [torch.nn.Parameter(part, requires_grad=False) for part in flat.split(MIB * LARGE_MIB // 4)]
     want = [bytes_of(part) for part in parts]
     made = staged(list(parts), sgd(*parts))
     for part in parts:
-        part.data = torch.empty(0)
+        part.data = torch.empty(0, device=staged.device)
     del flat
 
     assert made.copy() is None
@@ -423,28 +415,17 @@ def test_a_host_copy_is_of_the_instant_when_the_data_is_replaced_and_written_to(
 # --- on a device ------------------------------------------------------------------------------------------------
 
 
-def test_the_allocator_of_a_device_is_told_of_every_deferred_storage():
-    deferred, other = parameter(), torch.ones(2 * MIB)
-    made = Staged(SnapshotOfDevice, [deferred, other], sgd(deferred))
-    (device,) = made.snapshot._devices.values()
-    addresses = [deferred.data_ptr()]
-    made.copy()
-
-    assert device.kept == addresses
-
-
-def test_memory_that_is_freed_while_its_copy_is_enqueued_is_found_afterwards(monkeypatch):
-    p = parameter()
-    made = Staged(SnapshotOfDevice, [p], sgd(p))
+def test_memory_that_is_freed_while_its_copy_is_enqueued_is_found_afterwards(sim, monkeypatch):
+    sim.may_race = True
+    p = parameter(device="sim")
+    made = Staged([p], sgd(p))
     (device,) = made.snapshot._devices.values()
     enqueue = device.enqueue
 
     def freed_meanwhile(*arguments: Any) -> Any:
-        p.untyped_storage().resize_(0)
+        sim.sim.resize(p, 0)
         return enqueue(*arguments)
 
-    # What is read in between is mapped, as the memory of a device's allocator is.
-    made.snapshot._aliases[0]._pages = p.detach().clone().untyped_storage()
     monkeypatch.setattr(device, "enqueue", freed_meanwhile)
 
     assert_torn(made.copy(), "t0")
@@ -468,15 +449,15 @@ def no_kernel(request, monkeypatch) -> None:
 def test_where_the_system_does_not_copy_for_us_the_storage_is_looked_at_before_each_piece():
     p, q = parameter(), parameter(seed=1)
     want = bytes_of(p)
-    made = Staged(Snapshot, [p], sgd(p))
+    made = Staged([p], sgd(p))
     assert made.copy() is None
     assert made.bytes_of(0) == want
 
-    made = Staged(Snapshot, [p, q], sgd(p, q))
+    made = Staged([p, q], sgd(p, q))
     made.after_segment(1, lambda: p.untyped_storage().resize_(0))
     assert_torn(made.copy(), "t0")
 
-    made = Staged(Snapshot, [q, parameter()], sgd(q))
+    made = Staged([q, parameter()], sgd(q))
     made.after_segment(3, lambda: q.untyped_storage().resize_(0))  # only its sample is still to be taken
     assert_torn(made.copy(), "t0")
 
@@ -484,7 +465,7 @@ def test_where_the_system_does_not_copy_for_us_the_storage_is_looked_at_before_e
 @pytest.mark.parametrize("num_bytes", RESIZES.values(), ids=RESIZES)
 def test_a_storage_that_is_resized_just_after_a_piece_of_it_was_copied_is_found(monkeypatch, num_bytes):
     p = parameter()
-    made = Staged(Snapshot, [p], sgd(p))
+    made = Staged([p], sgd(p))
     copy = device_module.copy_by_kernel
 
     def resized_meanwhile(*arguments: Any) -> Any:

@@ -356,10 +356,10 @@ def test_whoever_works_on_a_copy_never_waits_for_it(crew):
     made = []
 
     def nested() -> None:
-        made.append(memory.take(1000, device=None))
+        made.append(memory.take(1000, device=None, crew=crew))
         ended.set()
 
-    memory.take(1000, device=None)
+    memory.take(1000, device=None, crew=crew)
     crew.submit(nested)
     assert ended.wait(60)
 
@@ -373,9 +373,9 @@ def test_a_copy_that_cannot_be_begun_takes_nothing(memory, crew):
     assert repr(memory).startswith("<HostMemory 0 bytes lent")
 
 
-def test_a_buffer_may_come_back_in_the_middle_of_anything(memory):
+def test_a_buffer_may_come_back_in_the_middle_of_anything(memory, crew):
     """Finalizers run wherever Python collects garbage: also where the lock is held."""
-    segment = memory.take(1000, device=None)
+    segment = memory.take(1000, device=None, crew=crew)
     memory.returned(1000)
     giving = threading.Thread(target=memory.give_back, args=(segment,), daemon=True)
     with memory._changed:

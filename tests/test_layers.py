@@ -161,8 +161,13 @@ def test_torch_is_only_where_tensors_are():
             assert "torch" not in foreign(name), name
 
 
+_OF_DEVICES = [
+    f"torch.{module}" for module in ("cuda", "npu", "xpu", "mps", "accelerator", "Stream", "Event")
+]
+
+
 def test_only_the_backends_know_where_a_tensor_is():
-    """`testing` apart; and generators of random numbers, which are of the state, ask for theirs by the device's name."""
+    """`testing` apart: nobody else asks a tensor for its device's type, or a device's module for anything."""
     for name in MODULES:
         if name.split(".")[0] in ("backends", "testing"):
             continue
@@ -171,9 +176,10 @@ def test_only_the_backends_know_where_a_tensor_is():
             for node in ast.walk(MODULES[name])
             if isinstance(node, ast.Attribute)
             and (
-                node.attr in ("is_cuda", "is_cpu", "cudart")
+                node.attr
+                in ("is_cuda", "is_cpu", "is_xpu", "is_mps", "is_privateuseone", "get_device_module")
                 or ast.unparse(node).endswith("device.type")
-                or (ast.unparse(node) == "torch.cuda" and name != "state.rng")
+                or ast.unparse(node) in _OF_DEVICES
             )
         ]
 

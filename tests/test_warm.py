@@ -26,9 +26,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     real = Segment.__init__
 
-    def init(self: Segment, num_bytes: int) -> None:
+    def init(self: Segment, num_bytes: int, *how: object, **options: object) -> None:
         sizes.append(num_bytes)
-        real(self, num_bytes)
+        real(self, num_bytes, *how, **options)
 
     monkeypatch.setattr(Segment, "__init__", init)
     return sizes

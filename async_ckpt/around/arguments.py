@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from ..backends.cuda import has_plain_bytes
+from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..state.capture import no_collection, why_not
 from ..state.held import Held

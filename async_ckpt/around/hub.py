@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..backends.cuda import has_plain_bytes
+from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES
 from ..state.capture import why_not

@@ -23,8 +23,7 @@ from typing import Any, Final, ParamSpec, Self, overload
 
 import torch
 
-from ..backends import cuda
-from ..backends.cuda import on_device
+from ..backends import current_device, on_device
 from ..errors import DestinationBusyError, NothingWrittenError, UnsupportedStateError
 from ..format.tarball import WholeFile
 from ..host.process import in_forked_child
@@ -250,7 +249,7 @@ class _Call(CopyErrand):
         self._as_given: Callable[[str], Any] = type(url) if isinstance(url, Path) else str
         self._grad_mode = torch.is_grad_enabled()
         # Work in the background is for the device that the caller works on.
-        self._device = cuda.current_device()
+        self._device = current_device()
         self._attempt: Attempt | None = None
         self._written: list[Path] = []  # complete, and durable on this disk
 
@@ -292,7 +291,7 @@ class _Call(CopyErrand):
         args, kwargs = self._make(others, where)
         with (
             torch.set_grad_enabled(self._grad_mode),
-            contextlib.nullcontext() if self._device is None else on_device(self._device),
+            on_device(self._device),
         ):
             try:
                 fn(*args, **kwargs)

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from ..backends.cuda import bus_address
+from ..backends import backend_of
 from ..spec import align_up
 
 # See mbind(2): no C library but libnuma has a function for it.
@@ -29,8 +29,8 @@ _NODES_PER_WORD: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 @cache
 def node_of(device: torch.device) -> int | None:
-    """The NUMA node next to a CUDA device; None when the machine does not tell."""
-    address = bus_address(device)
+    """The NUMA node next to a device; None when the machine does not tell."""
+    address = backend_of(device).bus_address(device)
     return None if address is None else _node_at(Path(f"/sys/bus/pci/devices/{address}/numa_node"))
 
 

@@ -17,13 +17,13 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable
-from functools import cached_property
-from typing import Final
+from functools import cached_property, partial
+from typing import Any, Final
 
 import torch
 
-from ..backends import cuda
-from ..spec import MIB, SEGMENT_BYTES, align_up
+from ..backends import UNSUPPORTED, backend_of
+from ..spec import MIB, PAGE_BYTES, SEGMENT_BYTES, align_up
 from .limits import free_memory_bytes, local_world_size
 from .numa import node_of, prefer_node
 from .threads import Crew
@@ -32,6 +32,7 @@ from .threads import Crew
 # and up to two that wait for the end of the file.
 MIN_SEGMENTS: Final = 4
 _HUGE_PAGE_BYTES: Final = 2 * MIB
+_TOUCHED_AT_ONCE: Final = 64 * MIB
 # How long a waiting thread sleeps before it looks whether what it waits for can still come.
 LIVENESS_SECONDS: Final = 0.2
 # Threads that make new memory: more wait for the kernel's lock on the process's memory.
@@ -43,36 +44,53 @@ _SHARE_OF_FREE: Final = 0.5
 Reliever = Callable[[bool], bool]
 
 
+def _mapped(num_bytes: int) -> mmap.mmap:
+    """New memory, with slack that is never touched, so it takes none; it lets a segment begin on a huge page."""
+    if hasattr(mmap, "MAP_ANONYMOUS"):
+        made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        made = mmap.mmap(-1, num_bytes)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            try:
+                made.madvise(getattr(mmap, advice))
+            except OSError:
+                pass  # a kernel without it works, only slower
+    return made
+
+
+def _seen(given: torch.Tensor) -> Any:
+    """The memory of a tensor as a buffer that keeps it."""
+    kind: Any = type("Given", (ctypes.c_ubyte * given.numel(),), {})
+    seen = kind.from_address(given.data_ptr())
+    seen.tensor = given
+    return seen
+
+
 class Segment:
     """One piece of host memory. Owned by the pool, lent by a lease."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
+        """`device` is one that it is to be pinned for: its pages lie near it, and may be page-locked from the beginning."""
         self.num_bytes = num_bytes
-        # The slack is never touched, so it takes no memory; it lets the segment begin on a huge page.
-        if hasattr(mmap, "MAP_ANONYMOUS"):
-            self._map = mmap.mmap(
-                -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-        else:
-            self._map = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                try:
-                    self._map.madvise(getattr(mmap, advice))
-                except OSError:
-                    pass  # a kernel without it works, only slower
+        self.pinned_for: torch.device | None = None
+        self.is_leaked = False
+        self._pid = os.getpid()
+        given = backend_of(device).host_memory(num_bytes + _HUGE_PAGE_BYTES) if device else None
+        self._is_registered = given is None
+        self._map: Any = _mapped(num_bytes + _HUGE_PAGE_BYTES) if given is None else _seen(given)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.address = align_up(begin, _HUGE_PAGE_BYTES)
         self._begin = self.address - begin
-        self.view = memoryview(self._map)[self._begin :][:num_bytes]
-        self.pinned_for: torch.device | None = None
-        self._pid = os.getpid()
+        self.view = memoryview(self._map).cast("B")[self._begin :][:num_bytes]
+        if given is not None:
+            self.pinned_for = device
 
     @classmethod
     def near(cls, device: torch.device | None, num_bytes: int) -> Segment:
         """A new one, whose pages lie near the device that it is to be pinned for."""
-        segment = cls(num_bytes)
-        node = node_of(device) if device else None
+        segment = cls(num_bytes, device)
+        node = node_of(device) if device and not segment.pinned else None
         if node is not None:
             prefer_node(segment.address, num_bytes, node)
         return segment
@@ -92,35 +110,63 @@ class Segment:
 
     def pin(self, device: torch.device) -> int:
         """Page-lock the memory; the driver's error code, 0 when it is locked. `device` is one that this process uses."""
-        code = cuda.register(self.address, self.num_bytes, device)
+        # To the end of its last page, which is no other's: some drivers take nothing else.
+        code = backend_of(device).register(self.address, align_up(self.num_bytes, PAGE_BYTES), device)
         if code == 0:
             self.pinned_for = device
         return code
 
-    def touch(self) -> None:
+    def touch(self, begin: int = 0, end: int | None = None) -> None:
         """Make the kernel give the pages now rather than while training waits. Releases the GIL."""
-        ctypes.memset(self.address, 0, self.num_bytes)
+        ctypes.memset(self.address + begin, 0, (self.num_bytes if end is None else end) - begin)
 
-    def unpin(self) -> None:
-        if self.pinned_for is not None and os.getpid() == self._pid:
-            cuda.unregister(self.address, self.pinned_for)
-        self.pinned_for = None
+    def lock_by(self, crew: Crew, device: torch.device) -> None:
+        """`pin` what is new, touched before by several threads, and on none of the caller's: a driver that is asked for
+        page-locked memory breaks the capture of a graph elsewhere, but on a thread that has said that it does not.
+        """
+        parts = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
+        ends = [min(at + _TOUCHED_AT_ONCE, self.num_bytes) for at in parts]
+        crew.run_all(partial(self.touch, begin, end) for begin, end in zip(parts, ends, strict=True))
+
+        def pin() -> None:
+            self.pin(device)  # refused: the copy is slower, and right
+
+        crew.run_all([pin])
+
+    def unpin(self) -> bool:
+        """Undo `pin`. False where the driver does not say that it has: then the memory must stay mapped."""
+        device, self.pinned_for = self.pinned_for, None
+        if device is None or os.getpid() != self._pid or not self._is_registered:
+            return True
+        try:
+            return backend_of(device).unregister(self.address, device) == 0
+        except RuntimeError:  # the device is broken
+            return False
+
+    def leak(self) -> None:
+        """Keep the memory for the rest of the process: a device may still write to it, or may have it registered."""
+        self.is_leaked = True
+        _leaked.append(self)
 
     def __del__(self) -> None:
-        # A map that goes while CUDA still has it registered would leave its address pointing at other memory.
-        # At the interpreter's end CUDA may be gone before us, and so may every name of this module.
+        # A map that goes while a driver still has it registered would leave its address pointing at other memory.
+        # At the interpreter's end the driver may be gone before us, and so may every name of this module.
         if self.pinned_for is not None:
             try:
-                self.unpin()
+                if not self.unpin():
+                    self.leak()
             except Exception:
                 pass
 
     def free(self) -> None:
-        self.unpin()
+        if not self.unpin():
+            self.leak()
+            return
         self.__dict__.pop("tensor", None)
         try:
             self.view.release()
-            self._map.close()
+            if self._is_registered:
+                self._map.close()
         except BufferError:
             pass  # someone still looks at it; the map goes when they do
 
@@ -132,6 +178,9 @@ class SegmentSlice:
         self.view = whole.view[begin:end]
         self.address = whole.address + begin
         self.tensor = whole.tensor[begin:end]
+
+
+_leaked: list[Segment] = []
 
 
 class Lease:
@@ -157,6 +206,10 @@ class Lease:
         if last:
             self._pool._take_back(self.segment)
 
+    def leak(self) -> None:
+        """Instead of `release`, where a device may still write to the memory: nobody ever gets it again."""
+        self._pool._write_off(self.segment)
+
 
 class SegmentPool:
     """Grants leases, never more than the budget holds: the oldest save first, in file order within a save.
@@ -172,6 +225,7 @@ class SegmentPool:
         self._free: list[Segment] = []  # under _changed, like all below
         self._num_segments = 0
         self._num_making = 0  # of these: not there yet, and soon free
+        self._num_leaked = 0
         self._waiting: list[tuple[int, int]] = []
         self._relievers: list[Reliever] = []
         self._closed = False
@@ -180,8 +234,8 @@ class SegmentPool:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory held, lent or free."""
-        return self._num_segments * self.segment_bytes
+        """Host memory held: lent, free, or lost to copies that no device has told the end of."""
+        return (self._num_segments + self._num_leaked) * self.segment_bytes
 
     @property
     def max_segments(self) -> int:
@@ -357,9 +411,10 @@ class SegmentPool:
         code = segment.pin(device)
         if code:
             self._pin_refused = True
+        if code not in (0, UNSUPPORTED):
             warnings.warn(
-                f"CUDA refused to page-lock host memory (error {code}); copies will be slower. "
-                "Raise the limit on locked memory (ulimit -l) or lower host_bytes.",
+                f"the driver of {device} refused to page-lock host memory (error {code}); copies will be slower. "
+                "It does where memory is short, or a container may lock no more: lower host_bytes, or allow it more.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -374,6 +429,13 @@ class SegmentPool:
             self._changed.notify_all()
         if self._closed:
             segment.free()
+
+    def _write_off(self, segment: Segment) -> None:
+        segment.leak()
+        with self._changed:
+            self._num_segments -= 1
+            self._num_leaked += 1
+            self._changed.notify_all()
 
     def release(self) -> None:
         """Give the memory of every segment that is not on loan back to the system."""
@@ -394,7 +456,8 @@ class SegmentPool:
     def __repr__(self) -> str:
         lent = self._num_segments - len(self._free)
         held = f"{self.num_bytes / MIB:.0f}/{self._max_segments * self.segment_bytes / MIB:.0f} MiB"
-        return f"<SegmentPool {held}, {lent} of {self._num_segments} segments lent, {len(self._waiting)} waiting>"
+        leaked = f", {self._num_leaked} leaked" if self._num_leaked else ""
+        return f"<SegmentPool {held}, {lent} of {self._num_segments} segments lent{leaked}, {len(self._waiting)} waiting>"
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> None:

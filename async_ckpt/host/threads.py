@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
-from ..backends.cuda import claim_thread
+from ..backends import claim_thread
 
 Task = Callable[[], None]
 

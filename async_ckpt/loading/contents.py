@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
-from ..backends import cuda
+from ..backends import is_at, is_host
 from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format.index import VERSION, Index
 from ..host.pool import advise_huge_pages
@@ -159,7 +159,7 @@ class Contents:
     def leaf(self, leaf: Stored, tensor: torch.Tensor, device: torch.device) -> Any:
         """What a stored leaf is, given the tensor with its bytes, which may be filled later; for "bytes", not."""
         if leaf.kind == "tensor":
-            return tensor if cuda.is_at(tensor, device) else tensor.to(device)
+            return tensor if is_at(tensor, device) else tensor.to(device)
         if leaf.kind == "bytes":
             return bytes(tensor.numpy())
         try:
@@ -178,7 +178,7 @@ class Contents:
         """New memory for a tensor of the archive."""
         told = self.index.tensors[number]
         tensor = torch.empty(told.shape, dtype=self.dtype(number), device=device)
-        if cuda.is_host(device):
+        if is_host(device):
             _ask_for_huge_pages(tensor)
         return tensor
 

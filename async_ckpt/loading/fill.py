@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from typing import Any, Final, NamedTuple, Self
 
 import torch
 
-from ..backends import cuda
+from ..backends import backend_of, device_of, has_plain_bytes
 from ..host.limits import num_cpus
 from ..host.pool import MIN_SEGMENTS, Lease, Segment, SegmentPool, SegmentSlice
+from ..host.process import in_forked_child
 from ..host.threads import Crew
 from ..spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
@@ -75,10 +77,10 @@ def fill(
         numbers = [item.number for item in items]
         reads += plan_reads(archive, numbers, keep_parts=copy, first=len(targets))
         targets += [_Target(item.into) for item in items] if copy else []
-    devices = {device for target in targets if (device := cuda.device_of(target.flat)) is not None}
-    streams = {device: cuda.new_stream(device) for device in devices}
+    devices = {device for target in targets if (device := device_of(target.flat)) is not None}
+    streams = {device: _stream_of(device) for device in devices}
     for device, stream in streams.items():
-        stream.wait_stream(cuda.current_stream(device))
+        stream.wait_stream(backend_of(device).current_stream(device))
 
     def use(read: Read, segment: Buffer) -> None:
         read.archive.verify(read.extent.offset, segment.view[: read.extent.length])
@@ -86,7 +88,7 @@ def fill(
 
     run_reads(reads, use, pin=next(iter(devices), None), pool=pool)
     for device, stream in streams.items():
-        cuda.current_stream(device).wait_stream(stream)
+        backend_of(device).current_stream(device).wait_stream(stream)
     for target in targets:
         target.finish()
 
@@ -118,6 +120,25 @@ def run_reads(
             crew.run_all(functools.partial(run, read) for read in reads)
         finally:
             crew.stop()
+
+
+_streams: dict[torch.device, Any] = {}
+_making = threading.Lock()
+
+
+def _stream_of(device: torch.device) -> Any:
+    """The one stream of a device that loads use: those of torch's pool may be anybody's."""
+    with _making:
+        stream = _streams.get(device)
+        if stream is None:
+            stream = _streams[device] = backend_of(device).new_stream(device)
+        return stream
+
+
+@in_forked_child
+def _forget_streams() -> None:
+    global _streams, _making
+    _streams, _making = {}, threading.Lock()
 
 
 class _Ring:
@@ -173,9 +194,10 @@ def _enqueue(
     parts: list[_Stretch], segment: Buffer, targets: list[_Target], device: torch.device, stream: Any
 ) -> None:
     """Copy parts of a read to a device, and wait for that: the buffer is read from until then."""
-    ended = cuda.waiting_event()  # for no other's copies
+    backend = backend_of(device)
+    ended = backend.waiting_event()  # for no other's copies
     # In inference mode, because so may the caller be: its tensors take no writes outside.
-    with torch.inference_mode(), cuda.on_stream(device, stream):
+    with torch.inference_mode(), backend.on_stream(device, stream):
         try:
             for source, wanted, begin, length in parts:
                 piece = segment.tensor[source : source + length]
@@ -195,7 +217,7 @@ class _Target:
             torch.autograd.graph.increment_version(tensor)
         self._final: torch.Tensor | None = None
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        if not plain or not cuda.has_plain_bytes(tensor):
+        if not plain or not has_plain_bytes(tensor):
             self._final = tensor
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
         self.device = tensor.device

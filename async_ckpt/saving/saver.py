@@ -22,7 +22,7 @@ from ..format.layout import Layout
 from ..host.threads import running_future
 from ..report import Progress, SaveReport
 from ..spans import NO_TRACE, Clock, Spans, monotonic
-from ..staging.device import first_device
+from ..staging.device import first_device, warm_up
 from ..staging.files import FileFill, FilesImage
 from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
 from ..staging.stager import Snapshot, interrupted
@@ -279,7 +279,9 @@ class Saver:
     def prewarm(self, state: Any) -> None:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
         with self._trace.span("prewarm"):
-            self._planner.take_memory(capture(state), get_worker().copiers)
+            captured = capture(state)
+            self._planner.take_memory(captured, get_worker().copiers)
+            warm_up(captured.tensors)
 
     def warm(self, state: Any) -> Capture | None:
         """The same in the background, at the lowest priority. What cannot be had now, the first save takes.

@@ -1,6 +1,6 @@
-"""One CUDA device during one save: its side stream, and who waits for whom.
+"""One accelerator during one save: its side stream, and who waits for whom.
 
-In: pieces of device tensors. Out: copies enqueued into segments, and events that mark their end.
+In: pieces of device tensors. Out: copies enqueued into segments, and calls that follow each one's end.
 Knows nothing of: optimizers, files, the other devices.
 
 Order, then release: the side stream waits for the training stream, the copies are enqueued, the training stream
@@ -14,16 +14,18 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
 
-from ..backends import cuda
+from ..backends import Backend, backend_of, device_of, is_capturing, is_on_host
 from ..format.layout import Piece
 from ..host.pool import Segment
-from ..spec import KIB, MIB
+from ..host.process import in_forked_child
+from ..host.threads import Crew
+from ..spec import KIB, MIB, PAGE_BYTES, align_up
 
 # Tensors below this are gathered by one kernel and cross the bus together.
 _PACK_BELOW: Final = 256 * KIB
@@ -38,17 +40,60 @@ class _Side:
     """What one device keeps between saves: its side stream, and the buffer that small tensors are packed into.
 
     The buffer is used by copies of one stream only, which run one after the other, so it needs no fence; `lock`
-    keeps two threads from interleaving the two halves of a packed copy.
+    keeps two threads from interleaving the two halves of a packed copy. One thread waits for the copies of all saves:
+    they end in the order of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
-        self.side = cuda.new_stream(device)
-        with torch.inference_mode(False), cuda.on_stream(device, self.side):
-            self.scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
+        self.device, self.backend = device, backend_of(device)
+        self.stream = self.backend.new_stream(device)
+        self.waiter = Crew(f"wait-{device.index}", 1)
+        self._scratch: torch.Tensor | None = None  # under `lock`, like all below
+        self._boxes: list[Segment] = []
+
+    def scratch(self, num_bytes: int) -> torch.Tensor | None:
+        """A buffer on the device; None where there is no memory left for it. On the side stream, under `lock`."""
+        if self._scratch is None or self._scratch.numel() < num_bytes:
+            self._scratch = None  # before the larger one, which may have its memory
+            try:
+                with torch.inference_mode(False):
+                    self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            except RuntimeError:  # out of memory; a device that is broken says so at the next call
+                return None
+        return self._scratch[:num_bytes]
+
+    def box(self, num_bytes: int) -> Segment:
+        """Page-locked memory for a few bytes from the device. Under `lock`."""
+        for box in self._boxes:
+            if box.num_bytes >= num_bytes:
+                self._boxes.remove(box)
+                return box
+        box = Segment(align_up(num_bytes, PAGE_BYTES))
+        box.pin(self.device)  # refused: the copy waits, and is right
+        return box
+
+    def give_back(self, box: Segment) -> None:
+        with self.lock:
+            self._boxes.append(box)
 
 
 _sides: dict[torch.device, _Side] = {}
+_making = threading.Lock()
+
+
+def _side_of(device: torch.device) -> _Side:
+    with _making:
+        side = _sides.get(device)
+        if side is None:
+            side = _sides[device] = _Side(device)
+        return side
+
+
+@in_forked_child
+def _forget_sides() -> None:
+    global _sides, _making
+    _sides, _making = {}, threading.Lock()
 
 
 class Device:
@@ -56,33 +101,49 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept = _sides.get(device) or _sides.setdefault(device, _Side(device))
+        self._kept = _side_of(device)
+        self._backend: Backend = self._kept.backend
         self._holds: list[tuple[Any, Any]] = []  # events before and after each
 
     @property
     def side(self) -> Any:
-        return self._kept.side
+        return self._kept.stream
 
     def on_side(self) -> AbstractContextManager[Any]:
         """Enqueue on the side stream."""
-        return cuda.on_stream(self.device, self.side)
+        return self._backend.on_stream(self.device, self.side)
 
     def follow_training(self) -> None:
         """Copies enqueued from now on see all that was enqueued on the current stream until now."""
-        self.side.wait_stream(cuda.current_stream(self.device))
+        self.side.wait_stream(self._backend.current_stream(self.device))
 
     def hold_training(self) -> None:
         """What is enqueued on the current stream from now on waits for the copies enqueued until now."""
-        stream = cuda.current_stream(self.device)
-        before, after = cuda.timing_event(), cuda.timing_event()
+        stream = self._backend.current_stream(self.device)
+        before, after = self._backend.timing_event(), self._backend.timing_event()
         before.record(stream)
         stream.wait_stream(self.side)
         after.record(stream)
         self._holds.append((before, after))
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Have the allocator lend the tensor's memory to nobody before the copies enqueued until then have ended."""
-        flat_bytes(tensor).record_stream(self.side)
+        """Have the allocator lend the tensor's memory to nobody before the copies enqueued until then have ended.
+
+        Also when it was allocated on another stream than the current one, whose order says nothing of these copies.
+        """
+        tensor.record_stream(self.side)
+
+    def warm_up(self, packed_bytes: int) -> None:
+        """Make what the first copies need, and copy a little: a stream is made in full when it is first used.
+
+        Of small tensors, so many bytes may lie side by side.
+        """
+        with self._kept.lock, self.on_side():
+            if packed_bytes:
+                self._kept.scratch(min(packed_bytes, _SCRATCH_BYTES))
+            few = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        self.fetch(few).bytes()
+        self.stall_seconds()
 
     def stall_seconds(self) -> float:
         """How long streams of this device have waited for copies; a wait that is not over yet counts nothing.
@@ -90,7 +151,7 @@ class Device:
         Nor does any on a device that is broken by now: its save may be committed all the same.
         """
         try:
-            with cuda.on_device(self.device):
+            with self._backend.on_device(self.device):
                 ended = [(before, after) for before, after in self._holds if after.query()]
                 return float(sum(before.elapsed_time(after) for before, after in ended)) / 1e3
         except RuntimeError:
@@ -137,24 +198,71 @@ class Device:
             return self._mark()
 
     def _mark(self) -> Any:
-        event = cuda.waiting_event()
+        event = self._backend.waiting_event()
         event.record(self.side)
         return event
 
+    def fetch(self, few: torch.Tensor) -> Fetched:
+        """Enqueue the copy of a few bytes to the host. A tensor of the side stream, or one that it has waited for."""
+        with self._kept.lock, self.on_side():
+            box = self._kept.box(few.numel())
+            box.tensor[: few.numel()].copy_(few, non_blocking=True)
+            return Fetched(self, box, few.numel(), self._mark())
+
+    def in_turn(self, task: Callable[[], None], refused: Callable[[RuntimeError], None]) -> None:
+        """Run what waits for a copy, and what follows it, on the one thread that waits for this device's copies.
+
+        It waits for nothing else: copies end in the order in which they were enqueued, whatever other threads do.
+        """
+        self._kept.waiter.submit(task, refused)
+
     def wait(self, event: Any) -> None:
         """Block this thread, off the GIL, until the event has fired."""
-        with cuda.on_device(self.device):
+        with self._backend.on_device(self.device):
             event.synchronize()
 
-    def synchronize(self) -> None:
-        """Wait until no copy is under way any more; what a broken device says is not news to who calls this."""
-        with suppress(RuntimeError), cuda.on_device(self.device):
-            self.side.synchronize()
+    def is_quiet(self) -> bool:
+        """Wait until no copy is under way any more. False where the device does not tell, as a broken one does not: then
+        copies may still write.
+
+        By an event: to wait for a stream is an error under `torch.cuda.set_sync_debug_mode("error")`.
+        """
+        try:
+            with self._backend.on_device(self.device):
+                self._mark().synchronize()
+        except RuntimeError:
+            return False
+        return True
 
     def _copy_packed(self, segment: Segment, parts: list[torch.Tensor], begin: int, end: int) -> None:
-        scratch = self._kept.scratch[: end - begin]
-        torch.cat(parts, out=scratch)
-        segment.tensor[begin:end].copy_(scratch, non_blocking=True)
+        scratch = self._kept.scratch(end - begin) if len(parts) > 1 else None
+        if scratch is not None:
+            torch.cat(parts, out=scratch)
+            parts = [scratch]
+        for part in parts:
+            segment.tensor[begin : begin + part.numel()].copy_(part, non_blocking=True)
+            begin += part.numel()
+
+
+class Fetched:
+    """A few bytes on their way to the host."""
+
+    def __init__(self, device: Device, box: Segment, num_bytes: int, event: Any) -> None:
+        self._device, self._num_bytes, self._event = device, num_bytes, event
+        self._box: Segment | None = box
+
+    def bytes(self) -> bytes:
+        """Wait for them. Once."""
+        self._device.wait(self._event)
+        assert self._box is not None
+        data = bytes(self._box.view[: self._num_bytes])
+        self._device._kept.give_back(self._box)
+        self._box = None
+        return data
+
+    def __del__(self) -> None:
+        if self._box is not None:  # nobody knows whether the copy into it has ended
+            self._box.leak()
 
 
 # ctypes releases the GIL around a foreign call, which pays only when the copy outlasts the hand-over.
@@ -208,7 +316,7 @@ def copy_by_kernel(target: int, sources: Sequence[tuple[int, int]]) -> int | Non
 
 def host_pointer(tensor: torch.Tensor) -> int:
     """The address of a dense CPU tensor; 0 for any other, and for one without bytes."""
-    dense = cuda.is_on_host(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    dense = is_on_host(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     return tensor.data_ptr() if dense else 0
 
 
@@ -314,9 +422,20 @@ def fill_image(image: bytearray, pieces: Iterable[Piece], tensors: Sequence[torc
 
 def first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """The first accelerator with something to save. Raises RuntimeError while a graph is being captured on it."""
-    device = next((there for tensor in tensors if (there := cuda.device_of(tensor)) is not None), None)
-    if device is not None and cuda.is_capturing():
+    device = next((there for tensor in tensors if (there := device_of(tensor)) is not None), None)
+    if device is not None and is_capturing():
         raise RuntimeError(
-            "save was called while a CUDA graph is being captured; call it before or after the capture"
+            "save was called while a graph is being captured; call it before or after the capture"
         )
     return device
+
+
+def warm_up(tensors: Iterable[torch.Tensor]) -> None:
+    """Make what the first save of these would have to make on their devices."""
+    packed_bytes: dict[torch.device, int] = {}
+    for tensor in tensors:
+        if (there := device_of(tensor)) is not None:
+            small = tensor.nbytes if tensor.nbytes < _PACK_BELOW else 0
+            packed_bytes[there] = packed_bytes.get(there, 0) + small
+    for there, num_bytes in packed_bytes.items():
+        Device(there).warm_up(num_bytes)

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from ..backends import cuda
+from ..backends import device_of, is_capturing, is_on_host
 from ..spec import MIB, TensorSpec
 
 # Below this a copy costs less than keeping account of it.
@@ -106,7 +106,7 @@ def deferrable(
     None while a stream is being captured into a graph, nor of an optimizer with `capturable` groups: replaying a
     graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never deferred.
     """
-    if not optimizers or cuda.is_capturing():
+    if not optimizers or is_capturing():
         return {}
     guarded: dict[int, torch.Tensor] = {}  # by address; of those that begin at the same one, the largest
     for optimizer in optimizers:
@@ -130,11 +130,11 @@ def deferrable(
 
 def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    on_host = all(map(cuda.is_on_host, params))
+    on_host = all(map(is_on_host, params))
     yield from (p for p in params if type(p) in (torch.Tensor, torch.nn.Parameter))
     for state in optimizer.state.values():
         for value in state.values() if isinstance(state, dict) else ():
-            if type(value) is torch.Tensor and (on_host or cuda.device_of(value) is not None):
+            if type(value) is torch.Tensor and (on_host or device_of(value) is not None):
                 yield value
 
 

@@ -3,8 +3,8 @@
 In: tensors and the cut of their archive. Out: segments, handed on one by one as they are filled.
 Knows nothing of: files, digests, commits.
 
-The segment is the unit of work. Segments without deferred bytes are filled before `begin` returns (CUDA copies are
-then enqueued, and the training stream waits for them); the others by background threads, while a gate keeps the
+The segment is the unit of work. Segments without deferred bytes are filled before `begin` returns (copies from devices
+are then enqueued, and the training stream waits for them); the others by background threads, while a gate keeps the
 optimizer off. A segment with both kinds is filled in two goes, and held in between as far as the pool can spare it.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from ..backends import cuda
+from ..backends import device_of, is_capturing
 from ..errors import SaveAbandonedError, TornSnapshotError
 from ..format.layout import Piece, SegmentPlan
 from ..host.limits import num_cpus
@@ -41,7 +41,7 @@ Put = Callable[[int, Lease], None]
 class _Job:
     """What is to be filled of one segment: now `pieces`, and `rest` in a second go with the same lease."""
 
-    __slots__ = ("events", "lease", "literals", "number", "pieces", "rest")
+    __slots__ = ("events", "is_enqueued", "lease", "literals", "number", "pieces", "rest")
 
     def __init__(self, plan: SegmentPlan, pieces: Sequence[Piece], rest: Sequence[Piece] = ()) -> None:
         self.number = plan.number
@@ -50,6 +50,7 @@ class _Job:
         self.rest = rest
         self.lease: Lease | None = None
         self.events: list[tuple[Device, Any]] = []
+        self.is_enqueued = False  # a device may write to the lease's memory, until its events have fired
 
 
 class Snapshot(Holds):
@@ -98,12 +99,12 @@ class Snapshot(Holds):
         self.keeps: object = None  # what must not go before the last copy has ended
         self._devices: dict[torch.device, Device] = {}
         self._tripwires: Tripwires | None = None
-        self._enqueued: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # Taking a job and its lease is one step: memory that goes to a later segment first could all end in a sink
         # that waits for the earlier one.
         self._taking = threading.Lock()
         self._changed = threading.Condition()
         self._num_filling = 0  # under _changed, like all below
+        self._num_copying = 1  # segments that devices still copy to; and one until all copies are enqueued
         self._error: BaseException | None = None
         self._ended = False
         self._released = False  # every copy is done, or enqueued on its device
@@ -124,8 +125,6 @@ class Snapshot(Holds):
                 self._wait_for_frozen()
             for device in self._devices.values():
                 device.follow_training()
-            if self._devices:
-                self._crew.submit(self._pass_on_enqueued, refused=self._end)
             if self._deferred:
                 self._tripwires = Tripwires(self._aliases, self._tensors, self._deferred, self._devices)
             if self._now or not self._later:
@@ -183,7 +182,7 @@ class Snapshot(Holds):
                     except queue.Empty:
                         continue
         if self._devices and not self.completion.done():
-            if cuda.is_capturing():
+            if is_capturing():
                 self.completion.exception()  # an event from outside must not get into the graph: wait here
             else:
                 for device in self._devices.values():
@@ -197,15 +196,14 @@ class Snapshot(Holds):
     def _look_at_tensors(self) -> None:
         for i, tensor in enumerate(self._tensors):
             self._dense[i] = dense = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-            if (there := cuda.device_of(tensor)) is not None:
+            if (there := device_of(tensor)) is not None:
                 if there not in self._devices:
                     self._devices[there] = Device(there)
+                self._devices[there].keep(tensor)
             elif dense:
                 self._pointers[i] = tensor.data_ptr()
         for i in sorted(self._deferred):
-            alias = self._aliases[i] = Alias(self._tensors[i])
-            if (device := self._devices.get(alias.device)) is not None:
-                device.keep(self._tensors[i])
+            self._aliases[i] = Alias(self._tensors[i])
         if self._devices or self._deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
             self._alive = [tensor.untyped_storage() for tensor in self._tensors]
@@ -302,16 +300,35 @@ class Snapshot(Holds):
                     segment.tensor[at : at + block.numel()].copy_(block)
         for device, pieces in on_device.items():
             self._refuse_gone(pieces)
+            job.is_enqueued = True
             event = device.enqueue(segment, pieces, self._tensors, self._dense, self._aliases)
             job.events.append((device, event))
             # Memory that is freed from now on is lent to nobody before it is copied; any before may have been.
             self._refuse_gone(pieces)
         if job.rest:
             job.pieces, job.literals, job.rest = job.rest, (), ()
-        elif job.events:
-            self._enqueued.put(job)
         else:
+            with self._changed:
+                self._num_copying += 1
+            self._hand_on_when_done(job)
+
+    def _hand_on_when_done(self, job: _Job) -> None:
+        """Hand a segment on when the last of its copies has ended."""
+        if not job.events:
             self._hand_on(job)
+            self._one_less()
+            return
+        device, event = job.events.pop()
+
+        def wait() -> None:
+            try:
+                with self._trace.span("copy", segment=job.number):
+                    device.wait(event)
+                self._hand_on_when_done(job)
+            except BaseException as error:
+                self._end(error)
+
+        device.in_turn(wait, refused=self._end)
 
     def _refuse_gone(self, pieces: Iterable[Piece]) -> None:
         aliases = self._aliases
@@ -350,28 +367,24 @@ class Snapshot(Holds):
         if self._tripwires:
             self._tripwires.look_at_bytes()
         self._release_gates()
-        if self._devices:
-            self._enqueued.put(None)
-        else:
-            self._complete()
+        self._one_less()
 
-    def _pass_on_enqueued(self) -> None:
-        """Hand segments on in the order in which their copies were enqueued, as each copy ends."""
-        try:
-            while (job := self._enqueued.get()) is not None:
-                with self._trace.span("copy", segment=job.number):
-                    for device, event in job.events:
-                        device.wait(event)
-                self._hand_on(job)
+    def _one_less(self) -> None:
+        with self._changed:
+            self._num_copying -= 1
+            ended = self._num_copying == 0
+        if ended:
             self._complete()
-        except BaseException as error:
-            self._end(error)
 
     def _complete(self) -> None:
-        if self._tripwires:
-            self._tripwires.look_at_versions()
-        torn = self._tripwires.torn() if self._tripwires else ()
-        self._end(self._torn(torn) if torn else None)
+        try:
+            torn: Sequence[int] = ()
+            if (tripwires := self._tripwires) is not None:
+                tripwires.look_at_versions()
+                torn = tripwires.torn()
+            self._end(self._torn(torn) if torn else None)
+        except BaseException as error:
+            self._end(error)
 
     def _torn(self, numbers: Iterable[int]) -> TornSnapshotError:
         """What to raise of these tensors, and of all that have lost their memory by now."""
@@ -407,12 +420,13 @@ class Snapshot(Holds):
                 self._changed.wait(LIVENESS_SECONDS)
         if error is not None:
             # No copy may still be writing into a segment that is given back.
-            for device in self._devices.values():
-                device.synchronize()
+            quiet = all(device.is_quiet() for device in self._devices.values())
             for job in (*self._now, *self._later):
                 if (lease := self._lease_of(job)) is not None:
-                    lease.release()
-            self._enqueued.put(None)
+                    if quiet or not job.is_enqueued:
+                        lease.release()
+                    else:
+                        lease.leak()
         self._release_gates()
         for gate in self._gates:
             gate.open(self)

@@ -5,9 +5,9 @@ In: deferred tensors, at `save` and later. Out: the numbers of those that are to
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Final, Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ class _Watched:
         # An odd stride meets every byte of an item in turn.
         stride = (alias.num_bytes // _SAMPLE_BYTES - 1) | 1
         self.positions = range(0, stride * _SAMPLE_BYTES, stride)
-        self.sampled = alias.part(0, _SAMPLE_BYTES, stride)
+        self.stride = stride
         self._tensor, self._owner = tensor, owner
         self._versions = version_of(tensor), version_of(owner)
 
@@ -34,6 +34,28 @@ class _Watched:
         """Whether a write was counted. Once a parameter's `.data` is other memory, writes to that are counted as well."""
         now = version_of(self._tensor), version_of(self._owner)
         return now != self._versions and self._owner.data_ptr() == self.alias.address
+
+
+class _Sample(Protocol):
+    """Bytes of several tensors, one after the other."""
+
+    def bytes(self) -> bytes:
+        """Wait for them. Once."""
+
+
+class _OnHost:
+    """Those that are there already; of what is gone, zeros."""
+
+    def __init__(self, there: Sequence[_Watched], gone: set[int]) -> None:
+        samples = bytearray(len(there) * _SAMPLE_BYTES)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(samples))
+        for at, watched in enumerate(there):
+            if not watched.alias.sample_to(address + at * _SAMPLE_BYTES, watched.positions):
+                gone.add(watched.number)
+        self._samples = samples
+
+    def bytes(self) -> bytes:
+        return bytes(self._samples)
 
 
 class Tripwires:
@@ -55,9 +77,9 @@ class Tripwires:
         self._on: dict[torch.device, list[_Watched]] = {}
         for watched in self._watched:
             self._on.setdefault(watched.alias.device, []).append(watched)
-        self._before = {device: self._sample(device, there) for device, there in self._on.items()}
-        self._after: dict[torch.device, torch.Tensor] = {}
         self._gone: set[int] = set()
+        self._before = {device: self._sample(device, there) for device, there in self._on.items()}
+        self._after: dict[torch.device, _Sample] = {}
         self._moved: dict[str, list[int]] = {}  # nothing, or one entry, made in one step
 
     def look_at_versions(self) -> None:
@@ -70,41 +92,32 @@ class Tripwires:
         """Every copy is done, or enqueued, and no gate is open yet: what is seen now is what was copied."""
         self._look_for_gone()
         for device, there in self._on.items():
-            if device not in self._devices:
-                self._after[device] = self._sample_again(there)
-            elif not self._gone:  # what is gone may not even be mapped any more, and would break the device
+            # What is gone may not even be mapped any more, and would break a device.
+            if device not in self._devices or not self._gone:
                 self._after[device] = self._sample(device, there)
         self._look_for_gone()
 
     def _look_for_gone(self) -> None:
         self._gone.update(watched.number for watched in self._watched if not watched.alias.is_there())
 
-    def _sample_again(self, there: Sequence[_Watched]) -> torch.Tensor:
-        """On the host, of memory that may go at any moment."""
-        samples = torch.zeros(len(there) * _SAMPLE_BYTES, dtype=torch.uint8, device="cpu")
-        for at, watched in enumerate(there):
-            if not watched.alias.sample_to(samples.data_ptr() + at * _SAMPLE_BYTES, watched.positions):
-                self._gone.add(watched.number)
-        return samples
-
     def torn(self) -> list[int]:
         """The tensors that were written to in between, or lost their memory. Waits for the samples."""
         torn = self._gone.union(*self._moved.values())
-        for device, after in self._after.items():
-            there = self._on[device]
-            with self._stream_of(device):
-                same = self._before[device] == after
-                intact = same.view(len(there), _SAMPLE_BYTES).all(1).tolist()
-            torn.update(watched.number for watched, whole in zip(there, intact, strict=True) if not whole)
+        for device, sample in self._after.items():
+            before, after = self._before[device].bytes(), sample.bytes()
+            for at, watched in enumerate(self._on[device]):
+                mine = slice(at * _SAMPLE_BYTES, (at + 1) * _SAMPLE_BYTES)
+                if before[mine] != after[mine]:
+                    torn.add(watched.number)
         return sorted(torn)
 
-    def _sample(self, device: torch.device, there: Sequence[_Watched]) -> torch.Tensor:
-        with self._stream_of(device):
-            return torch.cat([watched.sampled for watched in there])
-
-    def _stream_of(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The order of copies and samples: the device's side stream; on the CPU, program order."""
-        return self._devices[device].on_side() if device in self._devices else nullcontext()
+    def _sample(self, device: torch.device, there: Sequence[_Watched]) -> _Sample:
+        """In the order of the copies: program order on the host, the side stream of a device."""
+        if device not in self._devices:
+            return _OnHost(there, self._gone)
+        on = self._devices[device]
+        with on.on_side():
+            return on.fetch(torch.cat([w.alias.part(0, _SAMPLE_BYTES, w.stride) for w in there]))
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -58,8 +58,10 @@ class HostMemory:
         self._lent_bytes = 0
         self._most_bytes = 0
 
-    def take(self, num_bytes: int, *, device: torch.device | None, max_bytes: int | None = None) -> Segment:
-        """Wait for a buffer of at least this size, page-locked for `device`. One copy alone is never refused.
+    def take(
+        self, num_bytes: int, *, device: torch.device | None, crew: Crew, max_bytes: int | None = None
+    ) -> Segment:
+        """Wait for a buffer of at least this size, page-locked for `device` by the crew. One copy alone is never refused.
 
         With `max_bytes` for all that is lent, or where copies are `held`, nothing is waited for: MemoryError.
         """
@@ -77,7 +79,7 @@ class HostMemory:
         try:
             segment = self._fitting(num_bytes) or self._new(num_bytes, device)
             if device is not None and not segment.pinned:
-                segment.pin(device)  # refused: the copy is slower, and right
+                segment.lock_by(crew, device)
         except BaseException:
             self.returned(num_bytes)
             raise
@@ -113,7 +115,7 @@ class HostMemory:
 
     def give_back(self, segment: Segment) -> None:
         """Nobody looks at it any more."""
-        if os.getpid() != self._pid:  # forked since: the memory was left behind
+        if os.getpid() != self._pid or segment.is_leaked:  # forked since: the memory was left behind
             return
         self._idle.append(segment)
         with suppress(IndexError):  # another thread has taken the last one
@@ -164,6 +166,7 @@ class _Slices:
     """What the stager leases from: each slice once, and all of them at once."""
 
     def __init__(self, whole: Segment, num_bytes: int) -> None:
+        self._whole = whole
         self._slices = [
             SegmentSlice(whole, begin, min(begin + SEGMENT_BYTES, num_bytes))
             for begin in range(0, num_bytes, SEGMENT_BYTES)
@@ -177,6 +180,9 @@ class _Slices:
 
     def _take_back(self, segment: Any) -> None:
         """It belongs to the tensors."""
+
+    def _write_off(self, _: Any) -> None:
+        self._whole.leak()
 
 
 class _Source:
@@ -227,7 +233,9 @@ class HostCopy:
         parts = list(sources.values())
         self.num_bytes = _place(parts)
         device = first_device(source.tensor for source in parts)
-        self._buffer: Segment | None = memory.take(max(1, self.num_bytes), device=device, max_bytes=max_bytes)
+        self._buffer: Segment | None = memory.take(
+            max(1, self.num_bytes), device=device, crew=crew, max_bytes=max_bytes
+        )
         try:
             self.snapshot = self._stage(parts, optimizers, crew, clock)
             # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.

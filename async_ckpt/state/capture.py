@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..backends.cuda import has_plain_bytes
+from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES, Json, TensorSpec
 from .dtypes import dtype_name, is_describable

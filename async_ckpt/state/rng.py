@@ -16,6 +16,8 @@ from typing import Any, Final, Literal
 
 import torch
 
+from ..backends import accelerator
+
 Keys = Literal["skyrl", "verl", "open-instruct"]
 
 # What MT19937 has in stock; it reads on from a position within, and numpy takes any position on trust.
@@ -23,11 +25,11 @@ _NUMPY_STOCK: Final = 624
 
 
 class RngState:
-    """Python, numpy, torch CPU and every CUDA device: `ckpt.save({..., "rng": RngState()}, step=n)`.
+    """Python, numpy, torch CPU and every device of the accelerator: `ckpt.save({..., "rng": RngState()}, step=n)`.
 
     `keys` names the trainer whose own loader is to take the state: "skyrl" and "verl" (`cpu`, `numpy`, `random`, and
-    the current device's under `cuda` or, for verl, `npu`), or "open-instruct" (`torch_cpu_rng_state`, …). Ours are
-    `python`, `numpy`, `torch`, `cuda`. Whichever is written, all of them are read.
+    the current device's under the name of its kind: `cuda`, `npu`, …), or "open-instruct" (`torch_cpu_rng_state`, …).
+    Ours are `python`, `numpy`, `torch`, and `cuda`, `npu`, …. Whichever is written, all of them are read.
 
     Restoring takes what is there: a missing key, a numpy that is not installed, and another number of devices are
     tolerated (the first ones are set, in order; a single state goes to the current device).
@@ -41,7 +43,8 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and CPU tensors, under the keys of the set; none for a generator that is not here."""
-        states = {key: get() for key, get in self._written.items()}
+        kind = accelerator() or _ACCELERATOR
+        states = {kind if key is _ACCELERATOR else key: get() for key, get in self._written.items()}
         return {key: state for key, state in states.items() if state is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -50,9 +53,9 @@ class RngState:
         Raises ValueError, with no generator changed, for a state without a key that is known, and for a broken one.
         """
         found = list(state_dict) if isinstance(state_dict, Mapping) else [type(state_dict)]
-        if not any(key in _HOST or key in _DEVICES for key in found):
+        if not any(key in _HOST or key in _devices() for key in found):
             raise ValueError(
-                f"no states of random generators here: expected some of {', '.join([*_HOST, *_DEVICES])}; "
+                f"no states of random generators here: expected some of {', '.join([*_HOST, *_devices()])}; "
                 f"found {', '.join(map(repr, found)) or 'nothing':.500}"
             )
         wanted = list(_matched(state_dict))
@@ -125,22 +128,38 @@ def _module(kind: str) -> Any:
     return module if module is not None and module.is_available() else None
 
 
-def _get_current(kind: str) -> Any:
-    module = _module(kind)
-    return None if module is None else module.get_rng_state()
+def _get_current() -> Any:
+    kind = accelerator()
+    return None if kind is None else _module(kind).get_rng_state()
+
+
+def _get_each(kind: str | None) -> Any:
+    """The state of every device of a kind."""
+    module = None if kind is None else _module(kind)
+    if module is None:
+        return None
+    return [module.get_rng_state(*_where(kind, module, index)) for index in range(module.device_count())]
 
 
 def _get_all_in_use() -> Any:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    kind = accelerator()
+    # One that nobody has used yet would make a context on each device.
+    used = kind is not None and getattr(_module(kind), "is_initialized", lambda: True)()
+    return _get_each(kind) if used else None
 
 
 def _get_all() -> Any:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    return _get_each("cuda")
 
 
 def _get_all_by_name() -> Any:
     states = _get_all()
     return None if states is None else {f"cuda:{index}": state for index, state in enumerate(states)}
+
+
+def _where(kind: str | None, module: Any, index: int) -> tuple[str, ...]:
+    """What names a device to its module; the only one is not always asked by its number."""
+    return () if module.device_count() == 1 else (f"{kind}:{index}",)
 
 
 def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
@@ -156,7 +175,7 @@ def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
     module = _module(kind)
     for index, state in by_index.items() if module is not None else ():
         if index is None or 0 <= index < module.device_count():
-            where = () if index is None else (f"{kind}:{index}",)
+            where = () if index is None else _where(kind, module, index)
             yield (
                 _Generator(partial(module.get_rng_state, *where), partial(_put_device, module, where)),
                 state,
@@ -169,25 +188,27 @@ def _put_device(module: Any, where: tuple[str, ...], state: torch.Tensor) -> Non
 
 # --- the key sets --------------------------------------------------------------------------------------------
 
+# Stands for the name of the accelerator's kind.
+_ACCELERATOR: Final = "accelerator"
+
 _WRITTEN: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
     None: {
         "python": random.getstate,
         "torch": torch.get_rng_state,
         "numpy": _get_numpy,
-        "cuda": _get_all_in_use,
+        _ACCELERATOR: _get_all_in_use,
     },
     "skyrl": {
         "cpu": torch.get_rng_state,
         "numpy": partial(_get_numpy, legacy=True),
         "random": random.getstate,
-        "cuda": partial(_get_current, "cuda"),
+        _ACCELERATOR: _get_current,
     },
     "verl": {
         "cpu": torch.get_rng_state,
         "numpy": partial(_get_numpy, legacy=True),
         "random": random.getstate,
-        "cuda": partial(_get_current, "cuda"),
-        "npu": partial(_get_current, "npu"),
+        _ACCELERATOR: _get_current,
     },
     "open-instruct": {
         "torch_cpu_rng_state": torch.get_rng_state,
@@ -208,22 +229,28 @@ _HOST: Final[Mapping[str, _Generator]] = {
     **dict.fromkeys(("numpy", "numpy_rng_state"), _NUMPY),
     **dict.fromkeys(("torch", "cpu", "torch_cpu_rng_state"), _TORCH),
 }
+# Keys of devices' states, and the kind of device. What was written elsewhere is read, and passed over.
 _DEVICES: Final[Mapping[str, str]] = {
-    "cuda": "cuda",
-    "npu": "npu",
+    **{kind: kind for kind in ("cuda", "npu", "xpu", "mps", "hpu", "mlu", "musa")},
     "torch_cuda_rng_states": "cuda",
     "torch_cuda_rng_state_all": "cuda",
 }
 
 
+def _devices() -> Mapping[str, str]:
+    kind = accelerator()
+    return _DEVICES if kind is None else {**_DEVICES, kind: kind}
+
+
 def _matched(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, _Generator, Any]]:
     """Key, generator and state of all that is known and here. Raises ValueError for devices' states that are none."""
+    devices = _devices()
     for key, state in state_dict.items():
         if key in _HOST:
             yield key, _HOST[key], state
-        elif key in _DEVICES:
+        elif key in devices:
             try:
-                found = list(_on_devices(_DEVICES[key], state))
+                found = list(_on_devices(devices[key], state))
             except Exception as error:
                 raise ValueError(
                     f"{key!r} does not hold states of devices, and no generator was changed: {error!s:.200}"

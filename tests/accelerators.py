@@ -1,0 +1,87 @@
+"""The accelerator that a test runs on: the simulation under one of its schedules, or a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import simulated
+import torch
+from racing import until
+
+from async_ckpt import SaveHandle
+
+# Cycles that a stream is kept busy with, so that copies are enqueued behind real work: some 50 ms.
+_BUSY_CYCLES = 100_000_000
+
+
+class Simulated:
+    """Streams that run by a schedule; see `simulated`."""
+
+    kind = "sim"
+
+    def __init__(self, schedule: str | int) -> None:
+        self.sim = simulated.install()
+        self.sim.reset(schedule)
+        self.module: Any = torch.get_device_module("sim")
+        self.may_race = False
+
+    def busy(self, device: int = 0) -> None:
+        """Keep the current stream busy until somebody waits for it."""
+        self.sim.scheduler.run_kernel(self.module.current_stream(device).queue)
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """What is enqueued inside is enqueued before any of it runs."""
+        return self.sim.scheduler.ahead([self.module.current_stream(n).queue for n in range(2)])
+
+    def let_it_come_to_a_stop(self, handle: SaveHandle) -> None:
+        """Return when a save can go on no further without the device; or when it has ended."""
+        until(lambda: handle.done() or self.sim.scheduler.num_waiting > 0)
+
+    def stream(self, device: int = 0) -> Any:
+        return self.sim.stream(device)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        self.sim.is_here = True
+        try:
+            yield
+        finally:
+            self.sim.is_here = False
+
+    def assert_in_order(self) -> None:
+        assert self.sim.scheduler.failures == []
+        assert self.may_race or self.sim.races == []
+
+
+class Cuda:
+    """The real one."""
+
+    kind = "cuda"
+    may_race = False
+
+    def __init__(self) -> None:
+        self.module: Any = torch.cuda
+
+    def busy(self, device: int = 0) -> None:
+        with torch.cuda.device(device):
+            torch.cuda._sleep(_BUSY_CYCLES)
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        self.busy()
+        yield
+
+    def stream(self, device: int = 0) -> Any:
+        return torch.cuda.Stream(device)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        yield
+
+    def assert_in_order(self) -> None:
+        """Its streams tell nobody."""
+
+
+Accelerator = Simulated | Cuda

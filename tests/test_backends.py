@@ -1,0 +1,136 @@
+"""Which accelerator is asked, by which names; and what becomes of tensors on one that cannot copy beside the training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import simulated
+import torch
+from states import MIB, open_run
+
+import async_ckpt
+from async_ckpt import RngState, backends
+from async_ckpt.backends.base import UNSUPPORTED, Backend
+from async_ckpt.backends.others import Npu
+
+ITEMS = MIB // 4
+
+
+@pytest.fixture
+def poor(sim, monkeypatch) -> Iterator[Any]:
+    """The device publishes no streams."""
+    monkeypatch.delattr(simulated.Module, "Stream")
+    backends._backend.cache_clear()
+    yield sim
+    backends._backend.cache_clear()
+
+
+def test_a_device_of_any_name_is_asked_through_its_module(sim):
+    tensor = torch.ones(3, device="sim:1")
+
+    assert backends.device_of(tensor) == torch.device("sim:1")
+    assert backends.device_of(torch.ones(3)) is None
+    assert backends.device_of(torch.ones(3, device="meta")) is None
+    assert backends.accelerator() == "sim"
+    assert repr(backends.backend_of(tensor.device)) == "<Backend sim>"
+
+
+def test_a_process_without_an_accelerator_has_none():
+    if not torch.cuda.is_available():
+        assert backends.accelerator() is None
+        assert backends.current_device() is None
+        assert not backends.is_capturing()
+
+
+def test_tensors_of_a_device_without_streams_are_copied_while_save_waits_and_none_is_deferred(
+    tmp_path, poor, caplog
+):
+    p = torch.nn.Parameter(torch.full((2 * ITEMS,), 3.0, device="sim"))
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    state = {
+        "p": p,
+        "t": torch.full((40, 30), 3.0, device="sim").t(),
+        "one": torch.tensor(3.0, device="sim:1"),
+    }
+    with caplog.at_level(logging.INFO, "async_ckpt"), open_run(tmp_path) as ckpt:
+        for step in range(2):
+            p.data.fill_(3.0)
+            handle = ckpt.save(state, step=step, guard=optimizer)
+            optimizer.step()  # nothing holds it
+            p.data.zero_()
+            handle.result()
+            assert all(bool((t == 3).all()) for t in ckpt.load(step).values())
+        ckpt.restore(state, step=1)
+        assert bool((p == 3).all())
+        assert bool((ckpt.load(1, map_location="sim:1")["p"] == 3).all())
+    assert [record.message for record in caplog.records if "torch.sim" in record.message] == [
+        "torch.sim has no Stream: its tensors are copied while save waits, and guard= defers none of them"
+    ]
+
+
+def test_memory_is_page_locked_by_the_names_that_the_runtime_of_each_maker_has():
+    called: list[tuple[Any, ...]] = []
+    runtime = SimpleNamespace(
+        npuHostRegister=lambda *arguments: called.append(arguments) or 0,
+        npuHostUnregister=lambda *arguments: called.append(arguments) or 507899,
+    )
+    module = SimpleNamespace(npurt=lambda: runtime, device=simulated.Module().device)
+    backend = Npu("npu", module)
+
+    assert backend.register(4096, 8192, torch.device("sim:0")) == 0
+    assert backend.unregister(4096, torch.device("sim:0")) == 507899
+    assert called == [(4096, 8192, 2), (4096,)]
+
+
+def test_a_runtime_that_locks_no_memory_is_no_error():
+    backend = Backend("other", SimpleNamespace(device=simulated.Module().device))
+
+    assert backend.register(4096, 8192, torch.device("sim:0")) == UNSUPPORTED
+    assert backend.bus_address(torch.device("sim:0")) is None
+    assert not backend.is_capturing()
+
+
+@pytest.mark.parametrize("keys", [None, "verl", "skyrl"])
+def test_the_generators_of_any_accelerator_are_saved_under_its_name(sim, keys):
+    state = RngState(keys).state_dict()
+    drawn = torch.rand(4, device="sim")
+    assert "sim" in state
+    assert isinstance(state["sim"], list) is (keys is None)
+
+    RngState(keys).load_state_dict(state)
+    assert torch.equal(torch.rand(4, device="sim"), drawn)
+
+
+def test_the_generators_of_an_accelerator_that_is_not_here_are_passed_over(sim):
+    state = RngState().state_dict()
+    sim.sim.is_here = False
+    try:
+        RngState().load_state_dict({k: v for k, v in state.items() if k != "sim"} | {"npu": state["sim"]})
+    finally:
+        sim.sim.is_here = True
+
+
+def test_where_no_memory_can_be_page_locked_torchs_allocator_gives_it(tmp_path, sim, monkeypatch):
+    """As on XPU."""
+    given = []
+
+    def host_memory(self: Backend, num_bytes: int) -> torch.Tensor:
+        given.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return given[-1]
+
+    monkeypatch.setattr(Backend, "host_memory", host_memory)
+    registered = len(sim.sim.registered)
+    state = {"w": torch.full((3 * ITEMS,), 3.0, device="sim")}
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state, step=1).result()
+        with async_ckpt.snapshot(state) as held:
+            ckpt.save(held, step=2).result()
+        assert all(bool((ckpt.load(step)["w"] == 3).all()) for step in (1, 2))
+        assert all(segment.pinned for segment in ckpt._saver.pool._free)
+    assert given
+    assert len(sim.sim.registered) == registered

@@ -1,0 +1,340 @@
+"""What a device may do to a save: refuse memory or pinning, break, object to waiting. Nothing torn is ever committed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import simulated
+import torch
+from racing import Call, until
+from scripted_disk import scripted
+from states import MIB, assert_is_state, leftovers, open_run, state_at
+
+import async_ckpt
+from async_ckpt import StorageUnavailableError
+from async_ckpt.host import pool as pool_module
+from async_ckpt.host.threads import is_library_thread
+
+ITEMS = MIB // 4  # of a tensor of 1 MiB
+
+
+def state_of(value: float, device: str = "sim") -> dict[str, torch.Tensor]:
+    """What is packed, what is copied by itself, and what is not dense."""
+    state = {f"small{n}": torch.full((100 + n,), value, device=device) for n in range(20)}
+    state["large"] = torch.full((2 * ITEMS,), value, device=device)
+    state["strided"] = torch.full((3 * ITEMS,), value, device=device)[::3]
+    return state
+
+
+def assert_all(state: dict[str, torch.Tensor], value: float) -> None:
+    assert [name for name, tensor in state.items() if not bool((tensor == value).all())] == []
+
+
+def guarded(value: float = 3.0, items: int = 4 * ITEMS, device: str = "sim"):
+    p = torch.nn.Parameter(torch.full((items,), value, device=device))
+    p.grad = torch.ones_like(p)
+    return p, torch.optim.SGD([p], lr=1.0)
+
+
+both = pytest.mark.parametrize("sim", ["early", "late"], indirect=True)
+
+
+# --- under torch.cuda.set_sync_debug_mode("error") ----------------------------------------------------------------
+
+
+@both
+def test_saves_loads_and_snapshots_wait_for_no_stream_as_a_whole(tmp_path, sim):
+    p, optimizer = guarded()
+    sim.sim.sync_debug = "error"
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"p": p, **state_of(1.0)}, step=1, guard=optimizer).result()
+        optimizer.step()
+        with async_ckpt.snapshot({"p": p}) as held:
+            ckpt.save(held, step=2).result()
+        loaded = ckpt.load(1, map_location="sim")
+        sim.sim.sync_debug = "default"
+        assert_all({"p": loaded.pop("p")}, 3.0)
+        assert_all(loaded, 1.0)
+        assert_all(ckpt.load(2), 2.0)
+
+
+def test_memory_of_a_failed_save_is_lent_to_nobody_while_copies_still_write_to_it(tmp_path, sim):
+    sim.sim.sync_debug = "error"
+    p, optimizer = guarded(items=32 * ITEMS)
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.fail("create", error=StorageUnavailableError("gone", path="/ckpt"))
+        writing = disk.stop("write")
+        with sim.ahead():
+            failing = ckpt.save({"p": p}, step=1, guard=optimizer)
+            until(lambda: disk.calls != [])
+            failing.looked_at = True
+            second = Call(lambda: ckpt.save(state_at(2, 3), step=2))
+            second.wait_until_inside("enter", "_fill_now")
+        sim.module.synchronize()
+        writing.release()
+        assert isinstance(failing.exception(), StorageUnavailableError)
+        second.outcome().result()
+        assert_is_state(ckpt.load(2), 2, 3)
+        assert ckpt.steps() == [2]
+
+
+# --- no memory left on the device ---------------------------------------------------------------------------------
+
+
+def test_a_first_save_of_large_tensors_takes_no_memory_of_the_device(tmp_path, sim):
+    state = {"w": torch.full((4 * ITEMS,), 7.0, device="sim"), "one": torch.ones(3, device="sim")}
+    sim.sim.settle()
+    memory = sim.sim.memories[0]
+    before = memory.most_bytes = memory.lent_bytes
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state, step=1).result()
+        assert (
+            memory.most_bytes <= before + 512
+        )  # a tensor of three items is copied by itself, or what is beside it with it
+
+
+def test_small_tensors_are_saved_from_a_device_that_is_full(tmp_path, sim):
+    state = {f"small{n}": torch.full((100 + n,), 3.0, device="sim") for n in range(300)}
+    sim.sim.settle()
+    memory = sim.sim.memories[0]
+    memory.limit_bytes = memory.lent_bytes
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state, step=1).result()
+        assert_all(ckpt.load(1), 3.0)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_any_allocation_of_a_save_may_fail_and_nothing_torn_is_committed(tmp_path, sim, guard):
+    p, optimizer = guarded()
+    memory = sim.sim.memories[0]
+    saved: list[int] = []
+    refused: list[int] = []
+    with open_run(tmp_path) as ckpt:
+        for step in range(60):
+            memory.refuse = set()
+            state = {"p": p, **state_of(3.0)}
+            memory.refuse = {memory.num_allocations + 1 + step}
+            try:
+                ckpt.save(state, step=step, guard=optimizer if guard else None).result()
+            except torch.OutOfMemoryError:
+                refused.append(step)
+            else:
+                saved.append(step)
+        memory.refuse = set()
+        ckpt.save(state, step=1000).result()
+        assert ckpt.steps() == [*saved, 1000]
+        assert refused
+        for step in saved:
+            assert_all(ckpt.load(step), 3.0)
+    assert leftovers(tmp_path) == []
+
+
+# --- pinning ------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_refused_pinning_is_told_once_and_the_copies_are_right(tmp_path, sim):
+    sim.sim.refuses_pinning = True
+    p, optimizer = guarded()
+    with open_run(tmp_path) as ckpt:
+        with pytest.warns(RuntimeWarning, match=r"refused to page-lock host memory \(error 1\)") as told:
+            ckpt.save(state_of(3.0), step=1).result()
+        ckpt.save({"p": p}, step=2, guard=optimizer).result()  # a second warning would be an error
+        assert_all(ckpt.load(1), 3.0)
+        assert_all(ckpt.load(2), 3.0)
+    assert len(told) == 1
+    assert "ulimit" not in str(told[0].message)
+
+
+def test_memory_that_the_driver_does_not_let_go_of_stays_mapped(tmp_path, sim, monkeypatch):
+    monkeypatch.setattr(simulated.Runtime, "simHostUnregister", lambda self, address: 713)
+    leaked = len(pool_module._leaked)
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_of(3.0), step=1).result()
+    assert len(pool_module._leaked) > leaked
+
+
+def test_a_checkpointer_closes_on_a_broken_device(tmp_path, sim):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_of(3.0), step=1).result()
+        sim.sim.break_down(0)
+    assert async_ckpt.load(tmp_path) is not None
+
+
+def test_memory_is_page_locked_on_threads_of_the_library(tmp_path, sim, monkeypatch):
+    """Which have told the driver to leave captures of graphs alone."""
+    register, on = simulated.Runtime.simHostRegister, []
+
+    def noted(self: simulated.Runtime, *arguments: int) -> int:
+        on.append(is_library_thread())
+        return register(self, *arguments)
+
+    monkeypatch.setattr(simulated.Runtime, "simHostRegister", noted)
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_of(3.0), step=1).result()
+        with async_ckpt.snapshot({"w": torch.ones(3 * MIB + 1, device="sim")}) as held:
+            held.completion.result()
+    assert on
+    assert all(on)
+
+
+def test_prewarm_makes_all_that_the_first_save_needs_of_a_device(tmp_path, sim):
+    state = {n: t for n, t in state_of(3.0).items() if n != "strided"}
+    with open_run(tmp_path) as ckpt:
+        ckpt.prewarm(state)
+        sim.sim.settle()
+        memory, streams, pinned = sim.sim.memories[0], len(sim.sim.scheduler.queues), len(sim.sim.registered)
+        before = memory.lent_bytes
+        memory.most_bytes = before
+        ckpt.save(state, step=1).result()
+        assert memory.most_bytes <= before
+        assert len(sim.sim.scheduler.queues) == streams
+        assert len(sim.sim.registered) == pinned
+
+
+def test_more_saves_may_be_in_flight_than_there_are_threads_to_copy(tmp_path, sim):
+    num_saves = 40
+    with open_run(tmp_path, max_in_flight=num_saves, segment_bytes=4 * MIB) as ckpt:
+        ckpt.prewarm({"w": torch.full((ITEMS,), 0.0, device="sim")})
+        with sim.ahead():
+            handles = [
+                ckpt.save({"w": torch.full((ITEMS,), float(n), device="sim")}, step=n)
+                for n in range(num_saves)
+            ]
+        for handle in handles:
+            handle.result()
+        assert all(bool((ckpt.load(n)["w"] == n).all()) for n in range(num_saves))
+
+
+# --- a device that breaks -----------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("with_guard", [False, True])
+def test_a_device_that_broke_before_a_save_fails_it_and_the_host_is_saved_on(tmp_path, sim, with_guard):
+    p, optimizer = guarded()
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"p": p}, step=0).result()
+        sim.sim.break_down(0)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            ckpt.save({"p": p}, step=1, guard=optimizer if with_guard else None).result()
+        ckpt.save(state_at(2), step=2).result()
+        assert ckpt.steps() == [0, 2]
+        assert_is_state(ckpt.load(2), 2)
+
+
+@both
+@pytest.mark.parametrize("with_guard", [False, True])
+def test_a_device_that_breaks_while_it_is_copied_from_fails_the_save_and_keeps_its_memory(
+    tmp_path, sim, with_guard
+):
+    p, optimizer = guarded()
+    with open_run(tmp_path, host_bytes=32 * MIB, max_in_flight=2) as ckpt:
+        with sim.ahead():
+            handle = ckpt.save({"p": p}, step=1, guard=optimizer if with_guard else None)
+            sim.let_it_come_to_a_stop(handle)
+            sim.sim.break_down(0)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            handle.result()
+        assert "leaked" in repr(ckpt._saver.pool)
+        ckpt.save(state_at(2), step=2).result()
+        assert ckpt.steps() == [2]
+    assert leftovers(tmp_path) == []
+
+
+def test_a_device_that_breaks_after_staging_costs_no_checkpoint(tmp_path, sim):
+    with open_run(tmp_path) as ckpt, scripted(ckpt) as disk:
+        disk.stop("write")
+        handle = ckpt.save(state_of(3.0), step=1)
+        handle.wait_staged()
+        sim.sim.break_down(0)
+        disk.release_all()
+        handle.result()
+        assert_all(ckpt.load(1), 3.0)
+
+
+def test_one_of_two_devices_that_is_broken_does_not_harm_the_other(tmp_path, sim):
+    whole, lost = torch.full((ITEMS,), 3.0, device="sim:1"), torch.full((ITEMS,), 3.0, device="sim:0")
+    with open_run(tmp_path, max_in_flight=2) as ckpt:
+        ckpt.save({"whole": whole, "lost": lost}, step=1).result()
+        sim.sim.break_down(0)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            ckpt.save({"whole": whole, "lost": lost}, step=2).result()
+        ckpt.save({"whole": whole}, step=3).result()
+        assert ckpt.steps() == [1, 3]
+        assert_all(ckpt.load(3), 3.0)
+
+
+# --- what the training does ---------------------------------------------------------------------------------------
+
+
+def test_a_save_during_the_capture_of_a_graph_is_refused(tmp_path, sim):
+    with open_run(tmp_path) as ckpt:
+        sim.sim.is_capturing = True
+        with pytest.raises(RuntimeError, match="while a graph is being captured"):
+            ckpt.save(state_of(3.0), step=1)
+        sim.sim.is_capturing = False
+        ckpt.save(state_of(3.0), step=2).result()
+        assert ckpt.steps() == [2]
+
+
+@both
+@pytest.mark.parametrize("to", ["sim:1", "cpu"])
+def test_a_parameter_that_moves_right_after_save_is_saved_as_it_was(tmp_path, sim, to):
+    p, optimizer = guarded()
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt:
+        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+        moved = p.detach().to(to)
+        moved.fill_(-1.0)
+        del p, optimizer
+        handle.result()
+        assert_all(ckpt.load(1), 3.0)
+
+
+def test_a_forked_child_saves_what_is_on_the_host_and_leaves_the_devices_alone(tmp_path, sim):
+    with open_run(tmp_path / "parent") as ckpt:
+        with sim.ahead():
+            handle = ckpt.save(state_of(3.0), step=1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are not in the child
+                child = os.fork()
+            if child == 0:
+                try:
+                    with open_run(tmp_path / "child") as other:
+                        other.save(state_at(1), step=1).result(timeout=30)
+                    os._exit(0)
+                except BaseException:
+                    os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        handle.result()
+        assert_all(ckpt.load(1), 3.0)
+    with open_run(tmp_path / "child") as other:
+        assert_is_state(other.load(1), 1)
+
+
+@pytest.mark.parametrize("schedule", ["early", "late"])
+def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(tmp_path, schedule):
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from accelerators import Simulated
+import torch
+from states import open_run
+device = Simulated({schedule!r})
+device.sim.is_here = True
+state = {{"w": torch.full((3_000_000,), 3.0, device="sim")}}
+ckpt = open_run({str(tmp_path)!r})
+device.busy()
+state["w"].fill_(4.0)
+ckpt.save(state, step=1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+
+    assert done.stderr == ""
+    with open_run(tmp_path) as ckpt:
+        assert bool((ckpt.load(1)["w"] == 4.0).all())

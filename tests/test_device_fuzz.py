@@ -1,0 +1,16 @@
+"""Some of the scenarios of `fuzz_device`; all of them by its command."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz_device import run
+
+NUM_SCENARIOS = 80
+_AT_ONE_TIME = 20
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SCENARIOS, _AT_ONE_TIME))
+def test_random_trainings_on_a_device_are_saved_as_they_were_at_the_call(tmp_path, first):
+    wrong = [told for seed in range(first, first + _AT_ONE_TIME) for told in run(seed, tmp_path / str(seed))]
+
+    assert wrong == []

@@ -1,0 +1,64 @@
+"""How many operations a save enqueues before it returns: each costs the training's thread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from racing import Gate
+from states import MIB, open_run
+
+from async_ckpt.staging.stager import Snapshot
+
+ITEMS = MIB // 4
+
+
+def operations_of_call(sim, root, monkeypatch, *, deferred: int, small: int = 0, large: int = 0) -> int:
+    """Operations enqueued when `save` returns, of so many tensors of 1 MiB that are deferred, and others that are not."""
+    fill_later, gate = Snapshot._fill_later, Gate()
+
+    def later(self: Snapshot) -> None:
+        gate.passed()
+        fill_later(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "_fill_later", later)
+        parameters = [torch.nn.Parameter(torch.ones(ITEMS, device="sim")) for _ in range(deferred)]
+        state = {
+            "parameters": parameters,
+            "small": [torch.ones(100, device="sim") for _ in range(small)],
+            "large": [torch.ones(ITEMS, device="sim") for _ in range(large)],
+        }
+        guard = torch.optim.SGD(parameters, lr=1.0) if parameters else None
+        with open_run(root, segment_bytes=32 * MIB) as ckpt:
+            ckpt.prewarm(state)
+            before = sim.sim.scheduler.num_operations
+            with sim.ahead():
+                handle = ckpt.save(state, step=1, guard=guard)
+                enqueued = sim.sim.scheduler.num_operations - before
+            gate.open()
+            handle.result()
+    return enqueued
+
+
+def test_a_guarded_call_enqueues_as_much_for_many_deferred_tensors_as_for_few(tmp_path, sim, monkeypatch):
+    few = operations_of_call(sim, tmp_path / "few", monkeypatch, deferred=2)
+    many = operations_of_call(sim, tmp_path / "many", monkeypatch, deferred=60)
+
+    assert many == few
+    assert few <= 16
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_small_tensors_that_lie_side_by_side_are_one_copy(tmp_path, sim, monkeypatch, guarded):
+    deferred = 2 if guarded else 0
+    few = operations_of_call(sim, tmp_path / "few", monkeypatch, deferred=deferred, small=2)
+    many = operations_of_call(sim, tmp_path / "many", monkeypatch, deferred=deferred, small=300)
+
+    assert many == few
+
+
+def test_a_call_enqueues_a_copy_for_each_large_tensor_and_segment(tmp_path, sim, monkeypatch):
+    few = operations_of_call(sim, tmp_path / "few", monkeypatch, deferred=0, large=8)
+    many = operations_of_call(sim, tmp_path / "many", monkeypatch, deferred=0, large=72)
+
+    assert many - few <= 64 + 2 * (64 // 32)
