@@ -9,6 +9,7 @@ from typing import Any
 import simulated
 import torch
 from racing import until
+from sim_streams import WORK_SECONDS
 
 from async_ckpt import SaveHandle
 
@@ -20,6 +21,7 @@ class Simulated:
     """Streams that run by a schedule; see `simulated`."""
 
     kind = "sim"
+    shortest_wait_seconds = WORK_SECONDS
 
     def __init__(self, schedule: str | int) -> None:
         self.sim = simulated.install()
@@ -59,6 +61,7 @@ class Cuda:
     """The real one."""
 
     kind = "cuda"
+    shortest_wait_seconds = 0.0
     may_race = False
 
     def __init__(self) -> None:

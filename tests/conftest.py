@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import simulated
 import torch
 from accelerators import Accelerator, Cuda, Simulated
 from children import Nursery
@@ -25,6 +26,18 @@ torch.set_num_threads(1)
 # On a slow machine anything may take long enough to be told of, or be drawn late, which is no failure.
 waiting._FIRST_SECONDS = 60.0
 worker._LAST_DRAWING_SECONDS = PATIENCE
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before any test: autograd's engine counts the devices when it is first used, and has no queue for a later one. But
+    # where hardware is asked for: of two accelerators, torch takes the simulated one for that of the process.
+    if config.option.markexpr != "gpu":
+        simulated.install()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "gpu" in item.keywords and (simulated.is_installed() or not torch.cuda.is_available()):
+        pytest.skip("needs a CUDA device, and -m gpu")
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +58,7 @@ def _ended(request: pytest.FixtureRequest) -> Iterator[None]:
         pending.finished.exception(PATIENCE)
 
 
-_HARDWARE = pytest.param(
-    "hardware",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
-)
-
-
-@pytest.fixture(params=["early", "late", 5, _HARDWARE])
+@pytest.fixture(params=["early", "late", 5, pytest.param("hardware", marks=pytest.mark.gpu)])
 def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     """A device: the simulated one under each kind of schedule, and the real one."""
     made = Cuda() if request.param == "hardware" else Simulated(request.param)

@@ -55,7 +55,6 @@ class Memory:
         self._map = mmap.mmap(-1, _ARENA_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._map.madvise(mmap.MADV_DONTFORK)
         self.begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._end = self.begin
         self.blocks: dict[int, _Block] = {}
         self.freed: deque[_Block] = deque()  # by destructors, which run anywhere
         self.restart()
@@ -65,9 +64,11 @@ class Memory:
         while self.freed:
             self.freed.popleft().is_lent = False
         self.blocks = {at: block for at, block in self.blocks.items() if block.is_lent}
-        last = max(self.blocks, default=None)
-        self._end = self.begin if last is None else last + self.blocks[last].num_bytes
-        self._map.madvise(mmap.MADV_DONTNEED, self._end_of_page() - self.begin)
+        self._gaps = list(self._between_blocks())
+        for begin, end in self._gaps:
+            first, last = _page_after(begin - self.begin), (end - self.begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
         self._free: dict[tuple[int, int], list[_Block]] = {}
         self._waiting: list[tuple[_Block, list[Mark]]] = []
         for address in self.blocks:
@@ -96,9 +97,7 @@ class Memory:
                 block = _Block(block.address, size, home)  # another, to whoever frees it
                 self.blocks[block.address] = block
             else:
-                block = _Block(self._end, size, home)
-                self._end += size
-                assert self._end <= self.begin + _ARENA_BYTES, "the arena is too small for this test"
+                block = _Block(self._take(size), size, home)
                 self.blocks[block.address] = block
                 self._scheduler.know_block(block.address)
             self.lent_bytes += size
@@ -142,11 +141,29 @@ class Memory:
         self._scheduler.num_operations -= 1  # nobody has enqueued it
         self._free.setdefault((block.home.number, length), []).append(block)
 
-    def _end_of_page(self) -> int:
-        return -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
+    def _between_blocks(self) -> Iterator[tuple[int, int]]:
+        """Addresses in which nothing is lent."""
+        begin = self.begin
+        for address in sorted(self.blocks):
+            if begin < address:
+                yield begin, address
+            begin = address + self.blocks[address].num_bytes
+        yield begin, self.begin + _ARENA_BYTES
+
+    def _take(self, num_bytes: int) -> int:
+        """Memory that nobody has had since the start."""
+        for number, (begin, end) in enumerate(self._gaps):
+            if end - begin >= num_bytes:
+                self._gaps[number] = (begin + num_bytes, end)
+                return begin
+        raise AssertionError("the arena is too small for this test")
 
     def block_at(self, address: int) -> _Block | None:
         return self.blocks.get(address)
+
+
+def _page_after(offset: int) -> int:
+    return -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _poison(address: int, num_bytes: int) -> None:
@@ -657,8 +674,15 @@ SIM = Simulation.__new__(Simulation)
 _library: torch.library.Library | None = None
 
 
+def is_installed() -> bool:
+    return _library is not None
+
+
 def install() -> Simulation:
-    """Have this process know the device. Once; there is no way back."""
+    """Have this process know the device. Once; there is no way back. A process that runs a backward installs it before.
+
+    It `is_here` only while a test says so: at any other time torch has no accelerator available.
+    """
     global _library
     if _library is None:
         SIM.__init__()  # type: ignore[misc]
