@@ -255,10 +255,12 @@ class Stream(torch.Stream):
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_event(self, event: Event) -> None:
+        SIM.object_to_capture(self)
         if event.mark is not None:
             SIM.scheduler.wait_in(self.queue, event.mark)
 
     def wait_stream(self, other: Stream) -> None:
+        SIM.object_to_capture(self)
         SIM.scheduler.wait_in(self.queue, SIM.scheduler.mark(other.queue))
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -630,6 +632,13 @@ class Simulation:
     def object_to_sync(self) -> None:
         if self.sync_debug == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
+
+    def object_to_capture(self, stream: Stream) -> None:
+        """All streams of the training's are captured, or none: one that is waits for nothing outside of its graph."""
+        if self.is_capturing and stream.queue.of_training:
+            raise RuntimeError(
+                "CUDA error: dependency created on uncaptured work in another stream (simulated)"
+            )
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
         begin, end = _span(tensor)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import simulated
@@ -16,7 +19,7 @@ from scripted_disk import scripted
 from states import MIB, assert_is_state, leftovers, open_run, state_at
 
 import async_ckpt
-from async_ckpt import StorageUnavailableError
+from async_ckpt import AsyncCheckpointer, StorageUnavailableError
 from async_ckpt.host import pool as pool_module
 from async_ckpt.host.threads import is_library_thread
 
@@ -108,30 +111,55 @@ def test_small_tensors_are_saved_from_a_device_that_is_full(tmp_path, sim):
         assert_all(ckpt.load(1), 3.0)
 
 
+def test_a_device_that_is_full_is_prewarmed_as_far_as_it_goes(tmp_path, sim):
+    state = {"w": torch.full((4 * ITEMS,), 7.0, device="sim"), "small": torch.ones(3, device="sim")}
+    sim.sim.settle()
+    memory = sim.sim.memories[0]
+    with open_run(tmp_path) as ckpt:
+        memory.limit_bytes = memory.lent_bytes
+        ckpt.prewarm(state)
+        assert ckpt._saver.pool._free
+        ckpt.save(state, step=1).result()
+        assert_all({"w": ckpt.load(1)["w"]}, 7.0)
+
+
 @pytest.mark.parametrize("guard", [False, True])
 def test_any_allocation_of_a_save_may_fail_and_nothing_torn_is_committed(tmp_path, sim, guard):
     p, optimizer = guarded()
     memory = sim.sim.memories[0]
-    saved: list[int] = []
-    refused: list[int] = []
+    outcomes: list[str] = []
     with open_run(tmp_path) as ckpt:
-        for step in range(60):
+        for step in itertools.count():
             memory.refuse = set()
             state = {"p": p, **state_of(3.0)}
-            memory.refuse = {memory.num_allocations + 1 + step}
+            refused = memory.num_allocations + 1 + step
+            memory.refuse = {refused}
             try:
                 ckpt.save(state, step=step, guard=optimizer if guard else None).result()
             except torch.OutOfMemoryError:
-                refused.append(step)
+                outcomes.append("refused")
             else:
-                saved.append(step)
+                outcomes.append("saved")
+            if memory.num_allocations < refused:  # it has made no more
+                break
         memory.refuse = set()
-        ckpt.save(state, step=1000).result()
-        assert ckpt.steps() == [*saved, 1000]
-        assert refused
-        for step in saved:
+        assert "refused" in outcomes
+        assert ckpt.steps() == [step for step, outcome in enumerate(outcomes) if outcome == "saved"]
+        for step in ckpt.steps():
             assert_all(ckpt.load(step), 3.0)
     assert leftovers(tmp_path) == []
+
+
+def test_a_load_for_which_a_device_has_no_memory_fails_and_the_next_one_is_right(tmp_path, sim):
+    memory = sim.sim.memories[0]
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"w": torch.full((4 * ITEMS,), 3.0)}, step=1).result()
+        sim.sim.settle()
+        memory.limit_bytes = memory.lent_bytes
+        with pytest.raises(torch.OutOfMemoryError, match="simulated device 0"):
+            ckpt.load(1, map_location="sim")
+        memory.limit_bytes = None
+        assert_all(ckpt.load(1, map_location="sim"), 3.0)
 
 
 # --- pinning ------------------------------------------------------------------------------------------------------
@@ -268,30 +296,72 @@ def test_one_of_two_devices_that_is_broken_does_not_harm_the_other(tmp_path, sim
         ckpt.save({"whole": whole}, step=3).result()
         assert ckpt.steps() == [1, 3]
         assert_all(ckpt.load(3), 3.0)
+    whole += 1  # and the training goes on there
+    assert_all({"whole": whole}, 4.0)
 
 
 # --- what the training does ---------------------------------------------------------------------------------------
 
 
-def test_a_save_during_the_capture_of_a_graph_is_refused(tmp_path, sim):
+SAVES: dict[str, Callable[[AsyncCheckpointer, Any], Any]] = {
+    "a run's": lambda ckpt, state: ckpt.save(state, step=1),
+    "one file's": lambda ckpt, state: async_ckpt.save(state, str(Path(ckpt.root) / "one.tar")),
+    "a snapshot's": lambda ckpt, state: async_ckpt.snapshot(state),
+    "another's": lambda ckpt, state: async_ckpt.wrap(torch.save)(state, str(Path(ckpt.root) / "one.pt")),
+}
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_a_save_during_the_capture_of_a_graph_is_refused(tmp_path, sim, save):
     with open_run(tmp_path) as ckpt:
         sim.sim.is_capturing = True
         with pytest.raises(RuntimeError, match="while a graph is being captured"):
-            ckpt.save(state_of(3.0), step=1)
+            save(ckpt, state_of(3.0))
         sim.sim.is_capturing = False
+        assert leftovers(tmp_path) == []
         ckpt.save(state_of(3.0), step=2).result()
         assert ckpt.steps() == [2]
 
 
 @both
+def test_a_guarded_step_that_is_captured_waits_on_the_host_and_takes_no_event_into_its_graph(tmp_path, sim):
+    p, optimizer = guarded(items=8 * ITEMS)
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.stop("write")
+        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+        disk.release_all()
+        sim.sim.is_capturing = True
+        optimizer.step()
+        assert handle.staging_completion.done()
+        sim.sim.is_capturing = False
+        handle.result()
+        assert_all(ckpt.load(1), 3.0)
+
+
+@both
+@pytest.mark.parametrize("with_guard", [False, True])
 @pytest.mark.parametrize("to", ["sim:1", "cpu"])
-def test_a_parameter_that_moves_right_after_save_is_saved_as_it_was(tmp_path, sim, to):
+def test_a_parameter_that_moves_right_after_save_is_saved_as_it_was(tmp_path, sim, to, with_guard):
     p, optimizer = guarded()
     with open_run(tmp_path, host_bytes=16 * MIB) as ckpt:
-        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+        handle = ckpt.save({"p": p}, step=1, guard=optimizer if with_guard else None)
         moved = p.detach().to(to)
         moved.fill_(-1.0)
         del p, optimizer
+        torch.full((4 * ITEMS,), -1.0, device="sim")  # takes the memory, were it free
+        handle.result()
+        assert_all(ckpt.load(1), 3.0)
+
+
+@both
+@pytest.mark.parametrize("num_bytes", [0, 4096, 64 * MIB])
+def test_a_storage_that_is_resized_right_after_save_is_saved_as_it_was(tmp_path, sim, num_bytes):
+    state = {"w": torch.full((4 * ITEMS,), 3.0, device="sim")}
+    with open_run(tmp_path) as ckpt:
+        with sim.ahead():
+            handle = ckpt.save(state, step=1)
+            sim.sim.resize(state["w"], num_bytes)
+            torch.full((4 * ITEMS,), -1.0, device="sim")
         handle.result()
         assert_all(ckpt.load(1), 3.0)
 
@@ -317,8 +387,8 @@ def test_a_forked_child_saves_what_is_on_the_host_and_leaves_the_devices_alone(t
         assert_is_state(other.load(1), 1)
 
 
-@pytest.mark.parametrize("schedule", ["early", "late"])
-def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(tmp_path, schedule):
+@pytest.mark.parametrize(("schedule", "guard"), [("early", "None"), ("late", "optimizer")])
+def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(tmp_path, schedule, guard):
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -327,11 +397,12 @@ import torch
 from states import open_run
 device = Simulated({schedule!r})
 device.sim.is_here = True
-state = {{"w": torch.full((3_000_000,), 3.0, device="sim")}}
+p = torch.nn.Parameter(torch.full((3_000_000,), 3.0, device="sim"))
+optimizer = torch.optim.SGD([p], lr=1.0)
 ckpt = open_run({str(tmp_path)!r})
 device.busy()
-state["w"].fill_(4.0)
-ckpt.save(state, step=1)
+p.data.fill_(4.0)
+ckpt.save({{"w": p}}, step=1, guard={guard})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
 

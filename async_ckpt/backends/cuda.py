@@ -63,9 +63,12 @@ def _stream_of_driver(device: torch.device) -> int | None:
     driver = _driver()
     if driver is None:
         return None
-    context, before, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index) or driver.cuCtxPushCurrent_v2(
-        context
+    its_device, context = ctypes.c_int(), ctypes.c_void_p()
+    before, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    if (
+        driver.cuDeviceGet(ctypes.byref(its_device), device.index)
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), its_device)
+        or driver.cuCtxPushCurrent_v2(context)
     ):
         return None
     try:

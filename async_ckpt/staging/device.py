@@ -136,14 +136,16 @@ class Device:
     def warm_up(self, packed_bytes: int) -> None:
         """Make what the first copies need, and copy a little: a stream is made in full when it is first used.
 
-        Of small tensors, so many bytes may lie side by side.
+        Of small tensors, so many bytes may lie side by side. On a device that is full, a save does without.
         """
         with self._kept.lock, self.on_side():
             if packed_bytes:
                 self._kept.scratch(min(packed_bytes, _SCRATCH_BYTES))
-            few = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            try:
+                few = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError:
+                return
         self.fetch(few).bytes()
-        self.stall_seconds()
 
     def stall_seconds(self) -> float:
         """How long streams of this device have waited for copies; a wait that is not over yet counts nothing.
