@@ -643,7 +643,10 @@ class Simulation:
     def is_registered(self, tensor: torch.Tensor) -> bool:
         begin, end = _span(tensor)
         with self.scheduler.changed:
-            return any(at <= begin and end <= at + length for at, length in self.registered.items())
+            touched = [(at, at + n) for at, n in self.registered.items() if at < end and begin < at + n]
+        if touched and not (touched[0][0] <= begin and end <= touched[0][1]):
+            raise RuntimeError("CUDA error: invalid argument: a copy crosses the end of registered memory")
+        return bool(touched)
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         block = self.memories[tensor.device.index].block_at(tensor.untyped_storage().data_ptr())

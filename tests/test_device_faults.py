@@ -20,7 +20,7 @@ from states import MIB, assert_is_state, leftovers, open_run, state_at
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, StorageUnavailableError
-from async_ckpt.host import pool as pool_module
+from async_ckpt.host import memory as memory_module
 from async_ckpt.host.threads import is_library_thread
 
 ITEMS = MIB // 4  # of a tensor of 1 MiB
@@ -181,10 +181,10 @@ def test_refused_pinning_is_told_once_and_the_copies_are_right(tmp_path, sim):
 
 def test_memory_that_the_driver_does_not_let_go_of_stays_mapped(tmp_path, sim, monkeypatch):
     monkeypatch.setattr(simulated.Runtime, "simHostUnregister", lambda self, address: 713)
-    leaked = len(pool_module._leaked)
+    leaked = len(memory_module._leaked)
     with open_run(tmp_path) as ckpt:
         ckpt.save(state_of(3.0), step=1).result()
-    assert len(pool_module._leaked) > leaked
+    assert len(memory_module._leaked) > leaked
 
 
 def test_a_checkpointer_closes_on_a_broken_device(tmp_path, sim):

@@ -7,13 +7,19 @@ import torch
 from racing import Gate
 from states import MIB, open_run
 
+from async_ckpt.host import pool
 from async_ckpt.staging.stager import Snapshot
 
 ITEMS = MIB // 4
 
 
-def operations_of_call(sim, root, monkeypatch, *, deferred: int, small: int = 0, large: int = 0) -> int:
-    """Operations enqueued when `save` returns, of so many tensors of 1 MiB that are deferred, and others that are not."""
+def operations_of_call(
+    sim, root, monkeypatch, *, deferred: int, small: int = 0, large: int = 0, items: int = ITEMS
+) -> int:
+    """Operations enqueued when `save` returns, of so many tensors of 1 MiB that are deferred, and others that are not.
+
+    `large` have `items` items each.
+    """
     fill_later, gate = Snapshot._fill_later, Gate()
 
     def later(self: Snapshot) -> None:
@@ -26,10 +32,10 @@ def operations_of_call(sim, root, monkeypatch, *, deferred: int, small: int = 0,
         state = {
             "parameters": parameters,
             "small": [torch.ones(100, device="sim") for _ in range(small)],
-            "large": [torch.ones(ITEMS, device="sim") for _ in range(large)],
+            "large": [torch.ones(items, device="sim") for _ in range(large)],
         }
         guard = torch.optim.SGD(parameters, lr=1.0) if parameters else None
-        with open_run(root, segment_bytes=32 * MIB) as ckpt:
+        with open_run(root, segment_bytes=4 * MIB) as ckpt:
             ckpt.prewarm(state)
             before = sim.sim.scheduler.num_operations
             with sim.ahead():
@@ -57,8 +63,20 @@ def test_small_tensors_that_lie_side_by_side_are_one_copy(tmp_path, sim, monkeyp
     assert many == few
 
 
-def test_a_call_enqueues_a_copy_for_each_large_tensor_and_segment(tmp_path, sim, monkeypatch):
-    few = operations_of_call(sim, tmp_path / "few", monkeypatch, deferred=0, large=8)
-    many = operations_of_call(sim, tmp_path / "many", monkeypatch, deferred=0, large=72)
+def test_a_call_enqueues_a_copy_for_each_large_tensor_however_many_segments_it_is_in(
+    tmp_path, sim, monkeypatch
+):
+    # Scaled down, by eight: runs of 128 MiB instead of 1 GiB, and two operations for each instead of four.
+    monkeypatch.setattr(pool, "MAX_RUN_BYTES", 128 * MIB)
+    few = operations_of_call(sim, tmp_path / "few", monkeypatch, deferred=0, large=128)
+    many = operations_of_call(sim, tmp_path / "many", monkeypatch, deferred=0, large=384)
 
-    assert many - few <= 64 + 2 * (64 // 32)
+    assert many - few <= 256 + 2 * 2
+    assert few <= 128 + 2 * 2 + 8
+
+
+def test_a_tensor_larger_than_many_segments_is_one_copy(tmp_path, sim, monkeypatch):
+    small = operations_of_call(sim, tmp_path / "small", monkeypatch, deferred=0, large=1)
+    large = operations_of_call(sim, tmp_path / "large", monkeypatch, deferred=0, large=1, items=40 * ITEMS)
+
+    assert large == small

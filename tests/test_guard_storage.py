@@ -21,6 +21,7 @@ from states import MIB, SEGMENT, open_run
 
 from async_ckpt import TornSnapshotError
 from async_ckpt.format.layout import cut, slices
+from async_ckpt.host import pool
 from async_ckpt.host.pool import Lease, SegmentPool
 from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
@@ -142,6 +143,12 @@ class Place:
         else:
             self.may_race()
             self.sim.sim.resize(tensor, num_bytes)
+
+
+@pytest.fixture(autouse=True)
+def one_copy_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that something can be done between the copies."""
+    monkeypatch.setattr(pool, "MAX_RUN_BYTES", SEGMENT)
 
 
 @pytest.fixture(params=["host", "early", "late"])

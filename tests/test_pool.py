@@ -10,14 +10,16 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from children import Nursery
 from racing import Call, Thrown, until
 from states import MIB, SEGMENT
 
 from async_ckpt.host import limits as host
 from async_ckpt.host.limits import free_memory_bytes
+from async_ckpt.host.memory import Memory
 from async_ckpt.host.numa import _node_at, prefer_node
-from async_ckpt.host.pool import MIN_SEGMENTS, Segment, SegmentPool
+from async_ckpt.host.pool import MIN_SEGMENTS, SegmentPool
 from async_ckpt.host.threads import Crew
 
 
@@ -37,7 +39,7 @@ def lease(pool: SegmentPool, order: int = 0, segment: int = 0):
 
 
 def test_a_segment_is_page_aligned_writable_and_of_its_exact_size():
-    segment = Segment(SEGMENT)
+    segment = Memory(SEGMENT)
 
     assert segment.address % (2 * MIB) == 0
     assert len(segment.view) == SEGMENT == segment.tensor.numel()
@@ -52,8 +54,8 @@ def test_a_segment_is_page_aligned_writable_and_of_its_exact_size():
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(tmp_path):
     script = """
-    from async_ckpt.host.pool import Segment
-    segment = Segment(4 << 20)
+    from async_ckpt.host.memory import Memory
+    segment = Memory(4 << 20)
     held = segment.tensor
     segment.free()
     assert int(held.fill_(1).sum()) == 4 << 20
@@ -66,8 +68,8 @@ def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(tmp_path)
 def test_a_segment_that_outlives_every_module_goes_without_a_word(nursery):
     # A module that somebody still holds at the interpreter's end is emptied in the order of its names.
     ended = nursery.run(
-        "import ctypes; from async_ckpt.host import pool; pool.kept = pool.Segment(4 << 20);"
-        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))"
+        "import ctypes; from async_ckpt.host import memory; memory.kept = memory.Memory(4 << 20);"
+        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))"
     )
     assert (ended.status, ended.err) == (0, "")
 
@@ -184,6 +186,70 @@ def test_reserving_takes_what_is_missing_up_to_the_budget(pool):
         assert "0 of 4 segments lent" in repr(pool)
     finally:
         crew.stop()
+
+
+# --- runs --------------------------------------------------------------------------------------------------------
+
+
+def run(pool: SegmentPool, num_segments: int):
+    return pool.lease_run((0, 0), num_segments, pin=torch.device("sim", 0), check=nothing)
+
+
+def addresses(leases) -> list[int]:
+    return [held.segment.address for held in leases]
+
+
+def test_a_run_lies_one_behind_the_other_in_memory_that_is_page_locked_as_one(pool, sim):
+    leases = run(pool, 3)
+
+    first = leases[0].segment.address
+    assert addresses(leases) == [first, first + SEGMENT, first + 2 * SEGMENT]
+    assert sim.sim.registered == {first: 3 * SEGMENT}
+    assert pool.num_bytes == 3 * SEGMENT
+    assert len(run(pool, 3)) == 1  # as far as the budget goes
+
+
+def test_a_run_is_lent_again_as_far_as_it_is_free(pool, sim):
+    first, second, _third, fourth = run(pool, 4)
+    for held in (fourth, second, first):
+        held.release()
+
+    assert addresses(run(pool, 4)) == addresses([first, second])
+    assert addresses(run(pool, 4)) == addresses([fourth])
+
+
+def test_a_short_run_is_lent_where_it_is_enough_and_the_long_one_is_kept(pool, sim):
+    short, long = run(pool, 1), run(pool, 3)
+    for held in (*short, *long):
+        held.release()
+
+    assert addresses(run(pool, 1)) == addresses(short)
+    assert addresses(run(pool, 3)) == addresses(long)
+
+
+def test_memory_of_which_a_part_is_lent_goes_back_to_the_system_with_that_part(pool, sim):
+    first, *others = run(pool, 3)
+    for held in others:
+        held.release()
+    pool.release()
+    assert (pool.num_bytes, len(sim.sim.registered)) == (3 * SEGMENT, 1)
+
+    first.release()
+    pool.release()
+    assert (pool.num_bytes, len(sim.sim.registered)) == (0, 0)
+
+
+def test_memory_of_which_a_part_is_leaked_is_lent_on_and_stays_page_locked(pool, sim):
+    first, second, third = run(pool, 3)
+    second.leak()
+    for held in (first, third):
+        held.release()
+    pool.release()
+
+    assert (pool.num_bytes, len(sim.sim.registered)) == (3 * SEGMENT, 1)
+    assert addresses(run(pool, 1) + run(pool, 1)) == addresses([first, third])
+    pool.close()
+    assert len(sim.sim.registered) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -363,7 +429,7 @@ def test_the_ranks_of_a_host_share_it_whoever_started_them(monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/numa_maps"), reason="the kernel knows no NUMA nodes")
 def test_pages_are_preferred_from_the_node_that_is_told():
-    segment = Segment(4 * MIB)
+    segment = Memory(4 * MIB)
     if not prefer_node(segment.address, segment.num_bytes, 0):
         pytest.skip("the kernel refuses mbind here, as in a container without CAP_SYS_NICE")
     segment.touch()

@@ -2,37 +2,35 @@
 
 In: a budget. Out: leases of page-aligned memory. Knows nothing of: tensors' values, files.
 
-Segments are private anonymous maps with huge pages: first touch costs a tenth of Python's shared default, a forked
-child does not inherit them (so its copy-on-write never slows a page that a device is writing to), and they have their
-exact size, where PyTorch's own pinned allocator rounds up to a power of two.
+Segments that are page-locked are made as runs, one behind the other in the same memory, and lent so where the file has them
+one behind the other: then a tensor is one copy from its device, however many segments it is in.
 """
 
 from __future__ import annotations
 
-import ctypes
 import heapq
-import mmap
 import os
 import queue
 import threading
 import warnings
-from collections.abc import Callable
-from functools import cached_property, partial
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 import torch
 
-from ..backends import UNSUPPORTED, backend_of
-from ..spec import MIB, PAGE_BYTES, SEGMENT_BYTES, align_up
+from ..backends import UNSUPPORTED
+from ..spec import GIB, MIB, SEGMENT_BYTES, align_up
 from .limits import free_memory_bytes, local_world_size
-from .numa import node_of, prefer_node
+from .memory import Memory, Segment
 from .threads import Crew
 
 # Without at least this many a save cannot overlap copying with writing: one being filled, one being written,
 # and up to two that wait for the end of the file.
 MIN_SEGMENTS: Final = 4
-_HUGE_PAGE_BYTES: Final = 2 * MIB
-_TOUCHED_AT_ONCE: Final = 64 * MIB
+# What is page-locked at once: as long as this takes, other calls of the driver may wait.
+MAX_RUN_BYTES: Final = GIB
+# Where several threads make memory, none makes less than this at once.
+_MIN_RUN_BYTES: Final = 256 * MIB
 # How long a waiting thread sleeps before it looks whether what it waits for can still come.
 LIVENESS_SECONDS: Final = 0.2
 # Threads that make new memory: more wait for the kernel's lock on the process's memory.
@@ -42,145 +40,6 @@ _SHARE_OF_FREE: Final = 0.5
 
 
 Reliever = Callable[[bool], bool]
-
-
-def _mapped(num_bytes: int) -> mmap.mmap:
-    """New memory, with slack that is never touched, so it takes none; it lets a segment begin on a huge page."""
-    if hasattr(mmap, "MAP_ANONYMOUS"):
-        made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        made = mmap.mmap(-1, num_bytes)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            try:
-                made.madvise(getattr(mmap, advice))
-            except OSError:
-                pass  # a kernel without it works, only slower
-    return made
-
-
-def _seen(given: torch.Tensor) -> Any:
-    """The memory of a tensor as a buffer that keeps it."""
-    kind: Any = type("Given", (ctypes.c_ubyte * given.numel(),), {})
-    seen = kind.from_address(given.data_ptr())
-    seen.tensor = given
-    return seen
-
-
-class Segment:
-    """One piece of host memory. Owned by the pool, lent by a lease."""
-
-    def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
-        """`device` is one that it is to be pinned for: its pages lie near it, and may be page-locked from the beginning."""
-        self.num_bytes = num_bytes
-        self.pinned_for: torch.device | None = None
-        self.is_leaked = False
-        self._pid = os.getpid()
-        given = backend_of(device).host_memory(num_bytes + _HUGE_PAGE_BYTES) if device else None
-        self._is_registered = given is None
-        self._map: Any = _mapped(num_bytes + _HUGE_PAGE_BYTES) if given is None else _seen(given)
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.address = align_up(begin, _HUGE_PAGE_BYTES)
-        self._begin = self.address - begin
-        self.view = memoryview(self._map).cast("B")[self._begin :][:num_bytes]
-        if given is not None:
-            self.pinned_for = device
-
-    @classmethod
-    def near(cls, device: torch.device | None, num_bytes: int) -> Segment:
-        """A new one, whose pages lie near the device that it is to be pinned for."""
-        segment = cls(num_bytes, device)
-        node = node_of(device) if device and not segment.pinned else None
-        if node is not None:
-            prefer_node(segment.address, num_bytes, node)
-        return segment
-
-    @property
-    def pinned(self) -> bool:
-        return self.pinned_for is not None
-
-    @cached_property
-    def tensor(self) -> torch.Tensor:
-        """The memory as a 1-D uint8 tensor."""
-        # From the map itself, which then cannot be unmapped under the tensor; and an ordinary tensor, even when the
-        # first save is made inside of inference mode.
-        items = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
-        with torch.inference_mode(False):
-            return torch.frombuffer(items, dtype=torch.uint8)
-
-    def pin(self, device: torch.device) -> int:
-        """Page-lock the memory; the driver's error code, 0 when it is locked. `device` is one that this process uses."""
-        # To the end of its last page, which is no other's: some drivers take nothing else.
-        code = backend_of(device).register(self.address, align_up(self.num_bytes, PAGE_BYTES), device)
-        if code == 0:
-            self.pinned_for = device
-        return code
-
-    def touch(self, begin: int = 0, end: int | None = None) -> None:
-        """Make the kernel give the pages now rather than while training waits. Releases the GIL."""
-        ctypes.memset(self.address + begin, 0, (self.num_bytes if end is None else end) - begin)
-
-    def lock_by(self, crew: Crew, device: torch.device) -> None:
-        """`pin` what is new, touched before by several threads, and on none of the caller's: a driver that is asked for
-        page-locked memory breaks the capture of a graph elsewhere, but on a thread that has said that it does not.
-        """
-        parts = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
-        ends = [min(at + _TOUCHED_AT_ONCE, self.num_bytes) for at in parts]
-        crew.run_all(partial(self.touch, begin, end) for begin, end in zip(parts, ends, strict=True))
-
-        def pin() -> None:
-            self.pin(device)  # refused: the copy is slower, and right
-
-        crew.run_all([pin])
-
-    def unpin(self) -> bool:
-        """Undo `pin`. False where the driver does not say that it has: then the memory must stay mapped."""
-        device, self.pinned_for = self.pinned_for, None
-        if device is None or os.getpid() != self._pid or not self._is_registered:
-            return True
-        try:
-            return backend_of(device).unregister(self.address, device) == 0
-        except RuntimeError:  # the device is broken
-            return False
-
-    def leak(self) -> None:
-        """Keep the memory for the rest of the process: a device may still write to it, or may have it registered."""
-        self.is_leaked = True
-        _leaked.append(self)
-
-    def __del__(self) -> None:
-        # A map that goes while a driver still has it registered would leave its address pointing at other memory.
-        # At the interpreter's end the driver may be gone before us, and so may every name of this module.
-        if self.pinned_for is not None:
-            try:
-                if not self.unpin():
-                    self.leak()
-            except Exception:
-                pass
-
-    def free(self) -> None:
-        if not self.unpin():
-            self.leak()
-            return
-        self.__dict__.pop("tensor", None)
-        try:
-            self.view.release()
-            if self._is_registered:
-                self._map.close()
-        except BufferError:
-            pass  # someone still looks at it; the map goes when they do
-
-
-class SegmentSlice:
-    """A part of a segment, or of other memory, as those want it who fill segments or read from them."""
-
-    def __init__(self, whole: Segment, begin: int, end: int) -> None:
-        self.view = whole.view[begin:end]
-        self.address = whole.address + begin
-        self.tensor = whole.tensor[begin:end]
-
-
-_leaked: list[Segment] = []
 
 
 class Lease:
@@ -204,11 +63,92 @@ class Lease:
             self._count -= 1
             last = self._count == 0
         if last:
-            self._pool._take_back(self.segment)
+            self._pool._take_back([self.segment])
 
     def leak(self) -> None:
         """Instead of `release`, where a device may still write to the memory: nobody ever gets it again."""
         self._pool._write_off(self.segment)
+
+
+class _Free:
+    """The segments that nobody has, by the memory that they are parts of. Whoever takes from it holds the pool's lock."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Memory, dict[int, Segment]] = {}  # by where each begins
+        # Memory by its longest run of free segments; the latest that came back is the first to go, and still warm.
+        self._by_run: dict[int, dict[Memory, None]] = {}
+        self._run_of: dict[Memory, int] = {}
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[Segment]:
+        return (segment for parts in self._parts.values() for segment in parts.values())
+
+    def add(self, segment: Segment) -> None:
+        parts = self._parts.setdefault(segment.memory, {})
+        self._forget(segment.memory)
+        parts[segment.begin] = segment
+        self._num += 1
+        self._note(segment.memory)
+
+    def take(self, num_segments: int) -> list[Segment]:
+        """Up to so many, one behind the other: of the shortest run that is long enough, else of the longest one."""
+        if not self._num:
+            return []
+        enough = [length for length in self._by_run if length >= num_segments]
+        length = min(enough) if enough else max(self._by_run)
+        memory = next(reversed(self._by_run[length]))
+        taken = _longest_run(self._parts[memory])[:num_segments]
+        self._remove(memory, taken)
+        return taken
+
+    def take_whole(self) -> list[Segment]:
+        """All segments of all memory that is free as a whole."""
+        whole = [
+            (memory, list(parts.values()))
+            for memory, parts in self._parts.items()
+            if sum(segment.num_bytes for segment in parts.values()) == memory.num_bytes
+        ]
+        for memory, segments in whole:
+            self._remove(memory, segments)
+        return [segment for _, segments in whole for segment in segments]
+
+    def _remove(self, memory: Memory, taken: Sequence[Segment]) -> None:
+        self._forget(memory)
+        parts = self._parts[memory]
+        for segment in taken:
+            del parts[segment.begin]
+        self._num -= len(taken)
+        if parts:
+            self._note(memory)
+        else:
+            del self._parts[memory]
+
+    def _note(self, memory: Memory) -> None:
+        length = self._run_of[memory] = len(_longest_run(self._parts[memory]))
+        self._by_run.setdefault(length, {})[memory] = None
+
+    def _forget(self, memory: Memory) -> None:
+        length = self._run_of.pop(memory, None)
+        if length is not None:
+            others = self._by_run[length]
+            del others[memory]
+            if not others:
+                del self._by_run[length]
+
+
+def _longest_run(parts: Mapping[int, Segment]) -> list[Segment]:
+    longest: list[Segment] = []
+    run: list[Segment] = []
+    for _, segment in sorted(parts.items()):
+        if run and run[-1].end != segment.begin:
+            run = []
+        run.append(segment)
+        if len(run) > len(longest):
+            longest = run
+    return longest
 
 
 class SegmentPool:
@@ -222,7 +162,7 @@ class SegmentPool:
         self._hard = max_bytes is not None
         self._max_segments = MIN_SEGMENTS if max_bytes is None else max_bytes // segment_bytes
         self._changed = threading.Condition()
-        self._free: list[Segment] = []  # under _changed, like all below
+        self._free = _Free()  # under _changed, like all below
         self._num_segments = 0
         self._num_making = 0  # of these: not there yet, and soon free
         self._num_leaked = 0
@@ -240,6 +180,11 @@ class SegmentPool:
     @property
     def max_segments(self) -> int:
         return self._max_segments
+
+    @property
+    def max_run(self) -> int:
+        """How many segments lie one behind the other at most."""
+        return max(1, MAX_RUN_BYTES // self.segment_bytes)
 
     def admit(self, file_bytes: int, num_saves: int = 1, *, least: int = MIN_SEGMENTS) -> None:
         """Without a budget from the user, let the pool grow to what `num_saves` such archives need, memory permitting.
@@ -260,6 +205,17 @@ class SegmentPool:
         With `pin` the segment is page-locked, by a thread that works for this device.
         `check` raises when waiting has become pointless; it is called again and again while waiting.
         """
+        return self.lease_run(order, 1, pin=pin, check=check)[0]
+
+    def lease_run(
+        self,
+        order: tuple[int, int],
+        num_segments: int,
+        *,
+        pin: torch.device | None,
+        check: Callable[[], None],
+    ) -> list[Lease]:
+        """Like `lease`: up to so many segments, at least one, that lie one behind the other in the same memory."""
         with self._changed:
             heapq.heappush(self._waiting, order)
             starving = False
@@ -282,22 +238,42 @@ class SegmentPool:
                 self._waiting.remove(order)
                 heapq.heapify(self._waiting)
                 self._changed.notify_all()
-            segment = self._free.pop() if self._free else None
-            if segment is None:
-                self._num_segments += 1
+            segments = self._free.take(num_segments)
+            num_new = 0 if segments else self._claim_now(num_segments, pin)
+        return self._lent(segments or self._new(num_new, pin), pin)
+
+    def _lent(self, segments: list[Segment], pin: torch.device | None) -> list[Lease]:
         try:
-            segment = segment or Segment.near(pin, self.segment_bytes)
+            for segment in segments if pin else ():
+                self._pin(segment.memory, pin)  # type: ignore[arg-type]
+        except BaseException:
+            self._take_back(segments)
+            raise
+        return [Lease(self, segment) for segment in segments]
+
+    def _claim_now(self, num_segments: int, pin: torch.device | None) -> int:
+        """How many segments to make at once, of so many that are wanted; counted as made. Under the lock."""
+        at_once = self.max_run if pin else 1
+        num_new = max(0, min(num_segments, at_once, self._max_segments - self._num_segments))
+        self._num_segments += num_new
+        return num_new
+
+    def _new(self, num_segments: int, pin: torch.device | None, *, touched: bool = False) -> list[Segment]:
+        """So many new ones, which have been claimed, in memory of their own; page-locked if they are wanted so."""
+        try:
+            memory = Memory.near(pin, num_segments * self.segment_bytes)
+            # What is page-locked is touched before, and not under the driver's lock.
+            if touched or (pin and not memory.pinned):
+                memory.touch()
+            if pin:
+                self._pin(memory, pin)
         except BaseException:
             with self._changed:
-                self._num_segments -= 1
+                self._num_segments -= num_segments
+                self._changed.notify_all()
             raise
-        if pin:
-            try:
-                self._pin(segment, pin)
-            except BaseException:
-                self._take_back(segment)
-                raise
-        return Lease(self, segment)
+        size = self.segment_bytes
+        return [Segment(memory, begin, begin + size) for begin in range(0, memory.num_bytes, size)]
 
     def add_reliever(self, relieve: Reliever) -> None:
         """Ask `relieve` for memory, the oldest first, when a lease has to wait: it says whether it has let go of some.
@@ -318,22 +294,18 @@ class SegmentPool:
         """
         if os.getpid() != self._pid:
             return []
-        with self._changed:
-            if self._closed or self._waiting:
-                return []
-            free = [self._free.pop() for _ in range(min(num_segments, len(self._free)))]
-            num_new = min(num_segments - len(free), self._max_segments - self._num_segments)
-            self._num_segments += num_new
-        leases = [Lease(self, segment) for segment in free]
+        leases: list[Lease] = []
         try:
-            while num_new:
-                leases.append(Lease(self, Segment.near(pin, self.segment_bytes)))
-                num_new -= 1
-            for lease in leases if pin else ():
-                self._pin(lease.segment, pin)  # type: ignore[arg-type]
+            while len(leases) < num_segments:
+                with self._changed:
+                    if self._closed or self._waiting:
+                        break
+                    segments = self._free.take(num_segments - len(leases))
+                    num_new = 0 if segments else self._claim_now(num_segments - len(leases), pin)
+                if not (segments or num_new):
+                    break
+                leases += self._lent(segments or self._new(num_new, pin), pin)
         except BaseException:
-            with self._changed:
-                self._num_segments -= num_new
             for lease in leases:
                 lease.release()
             raise
@@ -352,18 +324,24 @@ class SegmentPool:
         Each is made when it is its turn, so whoever wants one meanwhile makes its own. `goes_on` is asked before each.
         """
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        num_new = min(num_segments, self._max_segments) - self._num_segments
+        num_threads = 1 if crew is None else max(0, min(num_new, crew.max_threads, _MAX_MAKERS))
+        at_once = max(_MIN_RUN_BYTES // self.segment_bytes, num_new // max(1, num_threads))
 
         def make() -> None:
             error: BaseException | None = None
             try:
-                while goes_on() and self._claim(num_segments):
-                    self._make(pin)
+                while goes_on() and (claimed := self._claim(num_segments, at_once, pin)):
+                    try:
+                        made = self._new(claimed, pin, touched=True)
+                    except BaseException:
+                        self._take_back([], num_made=claimed)
+                        raise
+                    self._take_back(made, num_made=claimed)
             except BaseException as failure:
                 error = failure
             done.put(error)
 
-        num_new = min(num_segments, self._max_segments) - self._num_segments
-        num_threads = 1 if crew is None else max(0, min(num_new, crew.max_threads, _MAX_MAKERS))
         for _ in range(num_threads):
             if crew is None:
                 make()
@@ -371,44 +349,25 @@ class SegmentPool:
                 crew.submit(make)
         if pin:
             with self._changed:
-                pageable = [segment for segment in self._free if not segment.pinned]
-                self._free = [segment for segment in self._free if segment.pinned]
-            try:
-                for segment in pageable:
-                    self._pin(segment, pin)
-            finally:
-                for segment in pageable:
-                    self._take_back(segment)
+                pageable = {segment.memory for segment in self._free if not segment.pinned}
+            for memory in pageable:
+                self._pin(memory, pin)
         errors = [error for _ in range(num_threads) if (error := done.get()) is not None]
         if errors:
             raise errors[0]
 
-    def _claim(self, num_segments: int) -> bool:
-        """Whether one more is to be made, of so many in all."""
+    def _claim(self, num_segments: int, at_once: int, pin: torch.device | None) -> int:
+        """How many more are to be made now, of so many in all."""
         with self._changed:
-            wanted = not self._closed and self._num_segments < min(num_segments, self._max_segments)
-            self._num_segments += wanted
-            self._num_making += wanted
-            return wanted
+            wanted = 0 if self._closed else num_segments - self._num_segments
+            claimed = self._claim_now(min(wanted, at_once), pin)
+            self._num_making += claimed
+            return claimed
 
-    def _make(self, pin: torch.device | None) -> None:
-        try:
-            segment = Segment.near(pin, self.segment_bytes)
-            segment.touch()
-            if pin:
-                self._pin(segment, pin)
-        except BaseException:
-            with self._changed:
-                self._num_segments -= 1
-                self._num_making -= 1
-                self._changed.notify_all()
-            raise
-        self._take_back(segment, made=True)
-
-    def _pin(self, segment: Segment, device: torch.device) -> None:
-        if self._pin_refused or segment.pinned:
+    def _pin(self, memory: Memory, device: torch.device) -> None:
+        if self._pin_refused or memory.pinned:
             return
-        code = segment.pin(device)
+        code = memory.pin(device)
         if code:
             self._pin_refused = True
         if code not in (0, UNSUPPORTED):
@@ -419,33 +378,33 @@ class SegmentPool:
                 stacklevel=2,
             )
 
-    def _take_back(self, segment: Segment, *, made: bool = False) -> None:
+    def _take_back(self, segments: Sequence[Segment], *, num_made: int = 0) -> None:
         with self._changed:
-            self._num_making -= made
-            if self._closed:
-                self._num_segments -= 1
-            else:
-                self._free.append(segment)
+            self._num_making -= num_made
+            for segment in segments:
+                self._free.add(segment)
             self._changed.notify_all()
         if self._closed:
-            segment.free()
+            self.release()
 
     def _write_off(self, segment: Segment) -> None:
-        segment.leak()
+        segment.memory.leak()
         with self._changed:
             self._num_segments -= 1
             self._num_leaked += 1
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Give the memory of every segment that is not on loan back to the system."""
+        """Give the memory that is not on loan, nor a part of what is page-locked as one with some that is, to the system."""
         if os.getpid() != self._pid:
             return
         with self._changed:
-            free, self._free = self._free, []
+            free = self._free.take_whole()
             self._num_segments -= len(free)
         for segment in free:
-            segment.free()
+            segment.let_go()
+        for memory in {segment.memory for segment in free}:
+            memory.free()
 
     def close(self) -> None:
         """Like `release`; segments on loan follow as they come back."""
@@ -458,11 +417,3 @@ class SegmentPool:
         held = f"{self.num_bytes / MIB:.0f}/{self._max_segments * self.segment_bytes / MIB:.0f} MiB"
         leaked = f", {self._num_leaked} leaked" if self._num_leaked else ""
         return f"<SegmentPool {held}, {lent} of {self._num_segments} segments lent{leaked}, {len(self._waiting)} waiting>"
-
-
-def advise_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask for huge pages under memory that is not ours; where that is refused, nothing is lost but time."""
-    begin = align_up(address, _HUGE_PAGE_BYTES)
-    length = (address + num_bytes - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)

@@ -16,7 +16,7 @@ import torch
 from ..backends import is_at, is_host
 from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format.index import VERSION, Index
-from ..host.pool import advise_huge_pages
+from ..host.memory import advise_huge_pages
 from ..spec import BLOCK_BYTES, Extent
 from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, Selector, selector, shown

@@ -17,7 +17,8 @@ import torch
 
 from ..backends import backend_of, device_of, has_plain_bytes
 from ..host.limits import num_cpus
-from ..host.pool import MIN_SEGMENTS, Lease, Segment, SegmentPool, SegmentSlice
+from ..host.memory import Segment
+from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
 from ..host.process import in_forked_child
 from ..host.threads import Crew
 from ..spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
@@ -29,9 +30,6 @@ READ_BYTES: Final = 8 * MIB
 # Some read while others verify and copy.
 _MIN_READERS: Final = 12
 _MAX_READERS: Final = 16
-
-
-Buffer = Segment | SegmentSlice
 
 
 class Wanted(NamedTuple):
@@ -82,7 +80,7 @@ def fill(
     for device, stream in streams.items():
         stream.wait_stream(backend_of(device).current_stream(device))
 
-    def use(read: Read, segment: Buffer) -> None:
+    def use(read: Read, segment: Segment) -> None:
         read.archive.verify(read.extent.offset, segment.view[: read.extent.length])
         _copy_out(read, segment, targets, streams)
 
@@ -95,7 +93,7 @@ def fill(
 
 def run_reads(
     reads: Sequence[Read],
-    use: Callable[[Read, Buffer], None],
+    use: Callable[[Read, Segment], None],
     *,
     pin: torch.device | None = None,
     pool: SegmentPool | None = None,
@@ -148,16 +146,16 @@ class _Ring:
         self._pin = pin
         self._own = SegmentPool(READ_BYTES, max_bytes=max(num_buffers, MIN_SEGMENTS) * READ_BYTES)
         self._leases: list[Lease] = []
-        self._idle: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[Segment] = queue.SimpleQueue()
         per_segment = pool.segment_bytes // READ_BYTES if pool is not None else 0
         if pool is not None and per_segment:
             self._leases += pool.borrow(-(-num_buffers // per_segment), pin=pin)
         for lease in self._leases:
             for begin in range(0, per_segment * READ_BYTES, READ_BYTES):
-                self._idle.put(SegmentSlice(lease.segment, begin, begin + READ_BYTES))
+                self._idle.put(lease.segment.part(begin, begin + READ_BYTES))
 
     @contextmanager
-    def buffer(self) -> Iterator[Buffer]:
+    def buffer(self) -> Iterator[Segment]:
         """One of them. Nobody waits for another's."""
         try:
             buffer = self._idle.get_nowait()
@@ -179,7 +177,7 @@ class _Ring:
         self._own.close()
 
 
-def _copy_out(read: Read, segment: Buffer, targets: list[_Target], streams: dict[Any, Any]) -> None:
+def _copy_out(read: Read, segment: Segment, targets: list[_Target], streams: dict[Any, Any]) -> None:
     for device, stream in streams.items():
         parts = [part for part in read.parts if targets[part.wanted].device == device]
         if parts:
@@ -191,7 +189,7 @@ def _copy_out(read: Read, segment: Buffer, targets: list[_Target], streams: dict
 
 
 def _enqueue(
-    parts: list[_Stretch], segment: Buffer, targets: list[_Target], device: torch.device, stream: Any
+    parts: list[_Stretch], segment: Segment, targets: list[_Target], device: torch.device, stream: Any
 ) -> None:
     """Copy parts of a read to a device, and wait for that: the buffer is read from until then."""
     backend = backend_of(device)

@@ -18,6 +18,7 @@ from ..errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
+from ..host.memory import Segment
 from ..report import VerifyReport
 from ..runs.naming import TRACKERS
 from ..runs.root import TRIES, overtaken
@@ -27,7 +28,7 @@ from ..storage.base import Storage
 from ..storage.compressed import decompressing
 from ..storage.place import Anywhere, storage_at
 from .contents import Part
-from .fill import READ_BYTES, Buffer, Read, run_reads
+from .fill import READ_BYTES, Read, run_reads
 from .find import (
     Committed,
     committed_folders,
@@ -83,7 +84,7 @@ class _Reading:
         at_path = {path: archives[path, digest] for path, digest in fresh}
         blocks: dict[str, list[int]] = {path: [] for path in at_path}
 
-        def compare(read: Read, segment: Buffer) -> None:
+        def compare(read: Read, segment: Segment) -> None:
             path, data = read.archive.path, segment.view[: read.extent.length]
             blocks[path].extend(at_path[path].damaged(read.extent.offset, data))
 

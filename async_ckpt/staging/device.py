@@ -22,7 +22,7 @@ import torch
 
 from ..backends import Backend, backend_of, device_of, is_capturing, is_on_host
 from ..format.layout import Piece
-from ..host.pool import Segment
+from ..host.memory import Memory
 from ..host.process import in_forked_child
 from ..host.threads import Crew
 from ..spec import KIB, MIB, PAGE_BYTES, align_up
@@ -50,7 +50,7 @@ class _Side:
         self.stream = self.backend.new_stream(device)
         self.waiter = Crew(f"wait-{device.index}", 1)
         self._scratch: torch.Tensor | None = None  # under `lock`, like all below
-        self._boxes: list[Segment] = []
+        self._boxes: list[Memory] = []
 
     def scratch(self, num_bytes: int) -> torch.Tensor | None:
         """A buffer on the device; None where there is no memory left for it. On the side stream, under `lock`."""
@@ -63,17 +63,17 @@ class _Side:
                 return None
         return self._scratch[:num_bytes]
 
-    def box(self, num_bytes: int) -> Segment:
+    def box(self, num_bytes: int) -> Memory:
         """Page-locked memory for a few bytes from the device. Under `lock`."""
         for box in self._boxes:
             if box.num_bytes >= num_bytes:
                 self._boxes.remove(box)
                 return box
-        box = Segment(align_up(num_bytes, PAGE_BYTES))
+        box = Memory(align_up(num_bytes, PAGE_BYTES))
         box.pin(self.device)  # refused: the copy waits, and is right
         return box
 
-    def give_back(self, box: Segment) -> None:
+    def give_back(self, box: Memory) -> None:
         with self.lock:
             self._boxes.append(box)
 
@@ -161,13 +161,13 @@ class Device:
 
     def enqueue(
         self,
-        segment: Segment,
+        into: torch.Tensor,
         pieces: Iterable[Piece],
         tensors: list[torch.Tensor],
         dense: list[bool],
         aliases: Mapping[int, Alias],
     ) -> Any:
-        """Enqueue the copies of `pieces` into `segment`; the event fires when they have ended. From any thread.
+        """Enqueue the copies of `pieces` into these bytes; the event fires when they have ended. From any thread.
 
         A tensor that has an alias is read through that.
         """
@@ -178,25 +178,27 @@ class Device:
                 if not dense[number]:
                     for offset, block in dense_blocks(tensors[number], source, source + length):
                         at = target + offset - source
-                        segment.tensor[at : at + block.numel()].copy_(block, non_blocking=True)
+                        into[at : at + block.numel()].copy_(block, non_blocking=True)
                     continue
                 alias = aliases.get(number)
                 if alias is None:
-                    part = flat_bytes(tensors[number])[source : source + length]
+                    part = flat_bytes(tensors[number])
+                    if length != part.numel():
+                        part = part[source : source + length]
                 else:
                     part = alias.part(source, length)
                 if length >= _PACK_BELOW:
-                    segment.tensor[target : target + length].copy_(part, non_blocking=True)
+                    into[target : target + length].copy_(part, non_blocking=True)
                     continue
                 if packed and (packed_end != target or target + length - packed_begin > _SCRATCH_BYTES):
-                    self._copy_packed(segment, packed, packed_begin, packed_end)
+                    self._copy_packed(into, packed, packed_begin, packed_end)
                     packed = []
                 if not packed:
                     packed_begin = target
                 packed.append(part)
                 packed_end = target + length
             if packed:
-                self._copy_packed(segment, packed, packed_begin, packed_end)
+                self._copy_packed(into, packed, packed_begin, packed_end)
             return self._mark()
 
     def _mark(self) -> Any:
@@ -236,22 +238,22 @@ class Device:
             return False
         return True
 
-    def _copy_packed(self, segment: Segment, parts: list[torch.Tensor], begin: int, end: int) -> None:
+    def _copy_packed(self, into: torch.Tensor, parts: list[torch.Tensor], begin: int, end: int) -> None:
         scratch = self._kept.scratch(end - begin) if len(parts) > 1 else None
         if scratch is not None:
             torch.cat(parts, out=scratch)
             parts = [scratch]
         for part in parts:
-            segment.tensor[begin : begin + part.numel()].copy_(part, non_blocking=True)
+            into[begin : begin + part.numel()].copy_(part, non_blocking=True)
             begin += part.numel()
 
 
 class Fetched:
     """A few bytes on their way to the host."""
 
-    def __init__(self, device: Device, box: Segment, num_bytes: int, event: Any) -> None:
+    def __init__(self, device: Device, box: Memory, num_bytes: int, event: Any) -> None:
         self._device, self._num_bytes, self._event = device, num_bytes, event
-        self._box: Segment | None = box
+        self._box: Memory | None = box
 
     def bytes(self) -> bytes:
         """Wait for them. Once."""

@@ -23,12 +23,14 @@ from ..backends import device_of, is_capturing
 from ..errors import SaveAbandonedError, TornSnapshotError
 from ..format.layout import Piece, SegmentPlan
 from ..host.limits import num_cpus
+from ..host.memory import Segment
 from ..host.pool import LIVENESS_SECONDS, Lease, SegmentPool
 from ..host.threads import Submits, running_future
 from ..spans import NO_TRACE, Clock, Trace
 from ..spec import MIB, TensorSpec
 from .device import Alias, Device, dense_blocks, memmove
 from .guard import Gate, Holds
+from .jobs import Job, append, split
 from .tripwires import Tripwires
 
 # A copy of hundreds of MB saturates a host's memory with few threads.
@@ -36,21 +38,6 @@ _MAX_COPIERS: Final = 8
 _WORTH_A_HELPER_BYTES: Final = 64 * MIB
 
 Put = Callable[[int, Lease], None]
-
-
-class _Job:
-    """What is to be filled of one segment: now `pieces`, and `rest` in a second go with the same lease."""
-
-    __slots__ = ("events", "is_enqueued", "lease", "literals", "number", "pieces", "rest")
-
-    def __init__(self, plan: SegmentPlan, pieces: Sequence[Piece], rest: Sequence[Piece] = ()) -> None:
-        self.number = plan.number
-        self.literals = plan.literals
-        self.pieces = pieces
-        self.rest = rest
-        self.lease: Lease | None = None
-        self.events: list[tuple[Device, Any]] = []
-        self.is_enqueued = False  # a device may write to the lease's memory, until its events have fired
 
 
 class Snapshot(Holds):
@@ -90,7 +77,7 @@ class Snapshot(Holds):
         may_hold = min(pool.max_segments // 2, pool.max_segments - num_tail - 1)
         # `frozen` tensors change no more, and have their bytes `after` other copies have ended.
         self._frozen, self._after = frozen, after
-        self._now, self._later = _split(segments, frozen.union(deferred), may_hold)
+        self._now, self._later = split(segments, frozen.union(deferred), may_hold)
         # Set up by `_look_at_tensors`, then only read, by all copying threads.
         self._pointers = [0] * len(tensors)
         self._dense = [False] * len(tensors)
@@ -229,7 +216,7 @@ class Snapshot(Holds):
 
     # --- filling, on several threads --------------------------------------------------------------------------
 
-    def _fill(self, jobs: Sequence[_Job], num_helpers: int, *, late: bool = False) -> None:
+    def _fill(self, jobs: Sequence[Job], num_helpers: int, *, late: bool = False) -> None:
         """Fill all jobs, with this thread and helpers from the crew; returns when the last one is filled.
 
         `late`: `save` has returned, and memory may go that is still to be copied.
@@ -245,22 +232,21 @@ class Snapshot(Holds):
             if self._error:
                 raise self._error
 
-    def _copy(self, todo: deque[_Job], late: bool) -> None:
+    def _copy(self, todo: deque[Job], late: bool) -> None:
         while True:
             self._taking.acquire()
             with self._changed:
                 if self._error or not todo:
                     self._taking.release()
                     return
-                job = todo.popleft()
                 self._num_filling += 1
             try:
                 try:
-                    self._lease(job)
+                    jobs = self._take(todo)
                 finally:
                     self._taking.release()
-                with self._trace.span("stage", segment=job.number):
-                    self._fill_segment(job, late)
+                with self._trace.span("stage", segment=jobs[0].number):
+                    self._fill_run(jobs, late)
             except BaseException as error:
                 with self._changed:
                     self._error = self._error or error
@@ -269,20 +255,57 @@ class Snapshot(Holds):
                     self._num_filling -= 1
                     self._changed.notify_all()
 
-    def _lease(self, job: _Job) -> None:
-        if job.lease is None:
-            job.lease = self._pool.lease(
-                (self._order, job.number), pin=next(iter(self._devices), None), check=self._check_alive
-            )
+    def _take(self, todo: deque[Job]) -> list[Job]:
+        """The next job, with its lease; of what a device copies, all that can be had in adjacent memory."""
+        jobs = [todo.popleft()]
+        if jobs[0].lease is not None:
+            return jobs
+        most = self._pool.max_run if self._devices else 1
+        while len(jobs) < most and todo and todo[0].lease is None and todo[0].number == jobs[-1].number + 1:
+            jobs.append(todo.popleft())
+        leases = self._pool.lease_run(
+            (self._order, jobs[0].number),
+            len(jobs),
+            pin=next(iter(self._devices), None),
+            check=self._check_alive,
+        )
+        for job, lease in zip(jobs, leases, strict=False):
+            job.lease = lease
+        todo.extendleft(reversed(jobs[len(leases) :]))
+        return jobs[: len(leases)]
 
-    def _fill_segment(self, job: _Job, late: bool) -> None:
-        assert job.lease is not None
-        segment = job.lease.segment
+    def _fill_run(self, jobs: Sequence[Job], late: bool) -> None:
+        """Fill segments that lie one behind the other. A tensor is then one copy from its device, whichever it is in."""
+        run = [job.lease.segment for job in jobs if job.lease is not None]
+        on_device: dict[Device, list[Piece]] = {}
+        for job, segment in zip(jobs, run, strict=True):
+            self._fill_segment(job, segment, segment.begin - run[0].begin, late, on_device)
+        into = run[0].joined_to(run[-1])
+        for device, pieces in on_device.items():
+            self._refuse_gone(pieces)
+            for job in jobs:
+                job.is_enqueued = True
+            event = device.enqueue(into.tensor, pieces, self._tensors, self._dense, self._aliases)
+            for job in jobs:
+                job.events.append((device, event))
+            # Memory that is freed from now on is lent to nobody before it is copied; any before may have been.
+            self._refuse_gone(pieces)
+        for job in jobs:
+            if job.rest:
+                job.pieces, job.literals, job.rest = job.rest, (), ()
+            else:
+                with self._changed:
+                    self._num_copying += 1
+                self._hand_on_when_done(job)
+
+    def _fill_segment(
+        self, job: Job, segment: Segment, begin: int, late: bool, on_device: dict[Device, list[Piece]]
+    ) -> None:
+        """Copy what is on the host. What a device is to copy is added for that; there the segment begins at `begin`."""
         for at, data in job.literals:
             segment.view[at : at + len(data)] = data
         pointers, address = self._pointers, segment.address
         aliases = self._aliases if late else {}
-        on_device: dict[Device, list[Piece]] = {}
         for piece in job.pieces:
             target, number, source, length = piece
             pointer = pointers[number]
@@ -293,26 +316,13 @@ class Snapshot(Holds):
                 elif not alias.copy_to(address + target, source, length):
                     raise self._torn((number,))
             elif (device := self._devices.get((tensor := self._tensors[number]).device)) is not None:
-                on_device.setdefault(device, []).append(piece)
+                append(on_device.setdefault(device, []), Piece(begin + target, number, source, length))
             else:
                 for offset, block in dense_blocks(tensor, source, source + length):
                     at = target + offset - source
                     segment.tensor[at : at + block.numel()].copy_(block)
-        for device, pieces in on_device.items():
-            self._refuse_gone(pieces)
-            job.is_enqueued = True
-            event = device.enqueue(segment, pieces, self._tensors, self._dense, self._aliases)
-            job.events.append((device, event))
-            # Memory that is freed from now on is lent to nobody before it is copied; any before may have been.
-            self._refuse_gone(pieces)
-        if job.rest:
-            job.pieces, job.literals, job.rest = job.rest, (), ()
-        else:
-            with self._changed:
-                self._num_copying += 1
-            self._hand_on_when_done(job)
 
-    def _hand_on_when_done(self, job: _Job) -> None:
+    def _hand_on_when_done(self, job: Job) -> None:
         """Hand a segment on when the last of its copies has ended."""
         if not job.events:
             self._hand_on(job)
@@ -336,12 +346,12 @@ class Snapshot(Holds):
         if gone:
             raise self._torn(gone)
 
-    def _hand_on(self, job: _Job) -> None:
+    def _hand_on(self, job: Job) -> None:
         lease = self._lease_of(job)
         if lease is not None:
             self._put(job.number, lease)
 
-    def _lease_of(self, job: _Job) -> Lease | None:
+    def _lease_of(self, job: Job) -> Lease | None:
         """Take the lease out of a job, which one thread alone can."""
         with self._changed:
             lease, job.lease = job.lease, None
@@ -449,24 +459,3 @@ def interrupted(cause: BaseException) -> SaveAbandonedError:
     error = SaveAbandonedError("the call of save was interrupted; earlier checkpoints are intact")
     error.__cause__ = cause
     return error
-
-
-def _split(
-    segments: Sequence[SegmentPlan], deferred: frozenset[int], may_hold: int
-) -> tuple[list[_Job], list[_Job]]:
-    """Jobs for now and for later; a segment that is filled in two goes is in both."""
-    now: list[_Job] = []
-    later: list[_Job] = []
-    num_held = 0
-    for segment in segments:
-        late = [p for p in segment.pieces if p.tensor in deferred] if deferred else []
-        urgent = [p for p in segment.pieces if p.tensor not in deferred] if late else segment.pieces
-        if late and not urgent and not segment.literals:
-            later.append(_Job(segment, late))
-        elif late and num_held < may_hold:
-            num_held += 1
-            now.append(_Job(segment, urgent, rest=late))
-            later.append(now[-1])
-        else:
-            now.append(_Job(segment, segment.pieces))
-    return now, later

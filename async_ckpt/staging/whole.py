@@ -23,7 +23,8 @@ import torch
 
 from ..format.layout import cut, slices
 from ..host.limits import free_memory_bytes, local_world_size
-from ..host.pool import LIVENESS_SECONDS, Lease, Segment, SegmentSlice
+from ..host.memory import Memory, Segment
+from ..host.pool import LIVENESS_SECONDS, Lease
 from ..host.threads import Crew, is_library_thread
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
@@ -51,7 +52,7 @@ class HostMemory:
         self._max_bytes, self._held = max_bytes, held
         self._pid = os.getpid()
         # Finalizers add to it, and they may run in the middle of anything, so it is used without the lock.
-        self._idle: deque[Segment] = deque()
+        self._idle: deque[Memory] = deque()
         self._unsettled: deque[int] = deque()  # bytes of copies that were dropped rather than released
         self._changed = threading.Condition()
         self._num_lent = 0  # under _changed, like all below
@@ -60,7 +61,7 @@ class HostMemory:
 
     def take(
         self, num_bytes: int, *, device: torch.device | None, crew: Crew, max_bytes: int | None = None
-    ) -> Segment:
+    ) -> Memory:
         """Wait for a buffer of at least this size, page-locked for `device` by the crew. One copy alone is never refused.
 
         With `max_bytes` for all that is lent, or where copies are `held`, nothing is waited for: MemoryError.
@@ -113,7 +114,7 @@ class HostMemory:
             "what nobody reads, or raise host_bytes"
         )
 
-    def give_back(self, segment: Segment) -> None:
+    def give_back(self, segment: Memory) -> None:
         """Nobody looks at it any more."""
         if os.getpid() != self._pid or segment.is_leaked:  # forked since: the memory was left behind
             return
@@ -128,7 +129,7 @@ class HostMemory:
             while True:
                 self._idle.popleft().free()
 
-    def _fitting(self, num_bytes: int) -> Segment | None:
+    def _fitting(self, num_bytes: int) -> Memory | None:
         """The smallest idle buffer that is large enough, and not far too large."""
         fitting = [s for s in self._idle.copy() if num_bytes <= s.num_bytes <= 2 * num_bytes]
         for segment in sorted(fitting, key=lambda s: s.num_bytes):
@@ -137,14 +138,14 @@ class HostMemory:
                 return segment
         return None
 
-    def _new(self, num_bytes: int, device: torch.device | None) -> Segment:
+    def _new(self, num_bytes: int, device: torch.device | None) -> Memory:
         if self._max_bytes is None:
             scarce = num_bytes > self._spare_bytes()
         else:
             scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
         if scarce:
             self.release()
-        return Segment.near(device, num_bytes)
+        return Memory.near(device, num_bytes)
 
     def _limit(self) -> int:
         if self._max_bytes is not None:
@@ -165,20 +166,20 @@ class HostMemory:
 class _Slices:
     """What the stager leases from: each slice once, and all of them at once."""
 
-    def __init__(self, whole: Segment, num_bytes: int) -> None:
+    def __init__(self, whole: Memory, num_bytes: int) -> None:
         self._whole = whole
         self._slices = [
-            SegmentSlice(whole, begin, min(begin + SEGMENT_BYTES, num_bytes))
+            Segment(whole, begin, min(begin + SEGMENT_BYTES, num_bytes))
             for begin in range(0, num_bytes, SEGMENT_BYTES)
         ]
         self.max_segments = 2 * len(self._slices) + 2
+        self.max_run = len(self._slices)
 
-    def lease(self, order: tuple[int, int], **_: Any) -> Lease:
-        taken: Any = self._slices[order[1]]
+    def lease_run(self, order: tuple[int, int], num_segments: int, **_: Any) -> list[Lease]:
         owner: Any = self
-        return Lease(owner, taken)
+        return [Lease(owner, taken) for taken in self._slices[order[1] :][:num_segments]]
 
-    def _take_back(self, segment: Any) -> None:
+    def _take_back(self, _: Any) -> None:
         """It belongs to the tensors."""
 
     def _write_off(self, _: Any) -> None:
@@ -233,7 +234,7 @@ class HostCopy:
         parts = list(sources.values())
         self.num_bytes = _place(parts)
         device = first_device(source.tensor for source in parts)
-        self._buffer: Segment | None = memory.take(
+        self._buffer: Memory | None = memory.take(
             max(1, self.num_bytes), device=device, crew=crew, max_bytes=max_bytes
         )
         try:
