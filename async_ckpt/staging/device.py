@@ -286,6 +286,8 @@ def memmove(target: int, source: int, num_bytes: int) -> None:
 
 
 # Copies between processes, and so within one.
+_VECTOR_BYTES: Final = 2 * ctypes.sizeof(ctypes.c_size_t)
+_MAX_VECTORS: Final = 1024  # the kernel takes no more at once
 _process_vm_writev: Any = None
 if sys.platform == "linux":
     _process_vm_writev = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_writev", None)
@@ -307,12 +309,29 @@ def copy_by_kernel(target: int, sources: Sequence[tuple[int, int]]) -> int | Non
     """
     if _process_vm_writev is None:
         return None
-    num_bytes = sum(length for _, length in sources)
-    flat = [number for source in (*sources, (target, num_bytes)) for number in source]
+    flat = [number for source in sources for number in source]
     vectors = (ctypes.c_size_t * len(flat))(*flat)  # struct iovec, one after the other
-    at = ctypes.addressof(vectors)
-    last = at + ctypes.sizeof(vectors) - 2 * ctypes.sizeof(ctypes.c_size_t)
-    copied: int = _process_vm_writev(os.getpid(), at, len(sources), last, 1, 0)
+    num_bytes = sum(length for _, length in sources)
+    return _gather(target, num_bytes, ctypes.addressof(vectors), len(sources))
+
+
+def sample_by_kernel(target: int, addresses: torch.Tensor) -> int | None:
+    """Like `copy_by_kernel`, of the single bytes at these addresses: an int64 tensor of any shape."""
+    if _process_vm_writev is None:
+        return None
+    vectors = torch.stack((addresses.flatten(), torch.ones_like(addresses).flatten()), dim=-1)
+    num_bytes, first = len(vectors), vectors.data_ptr()
+    for done in range(0, num_bytes, _MAX_VECTORS):
+        length = min(_MAX_VECTORS, num_bytes - done)
+        copied = _gather(target + done, length, first + done * _VECTOR_BYTES, length)
+        if copied != length:
+            return None if copied is None else done + copied
+    return num_bytes
+
+
+def _gather(target: int, num_bytes: int, vectors: int, num_vectors: int) -> int | None:
+    into = (ctypes.c_size_t * 2)(target, num_bytes)
+    copied: int = _process_vm_writev(os.getpid(), vectors, num_vectors, ctypes.addressof(into), 1, 0)
     if copied >= 0:
         return copied
     return 0 if ctypes.get_errno() == errno.EFAULT else None

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import torch
 
-from .device import Alias, Device
+from .device import Alias, Device, sample_by_kernel
 
 # Bytes looked at in each deferred tensor by its tripwire.
 _SAMPLE_BYTES: Final = 64
@@ -24,9 +24,7 @@ class _Watched:
         """`owner` is the optimizer's own, and may be the same."""
         self.number, self.alias = number, alias
         # An odd stride meets every byte of an item in turn.
-        stride = (alias.num_bytes // _SAMPLE_BYTES - 1) | 1
-        self.positions = range(0, stride * _SAMPLE_BYTES, stride)
-        self.stride = stride
+        self.stride = (alias.num_bytes // _SAMPLE_BYTES - 1) | 1
         self._tensor, self._owner = tensor, owner
         self._versions = version_of(tensor), version_of(owner)
 
@@ -49,9 +47,14 @@ class _OnHost:
     def __init__(self, there: Sequence[_Watched], gone: set[int]) -> None:
         samples = bytearray(len(there) * _SAMPLE_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(samples))
-        for at, watched in enumerate(there):
-            if not watched.alias.sample_to(address + at * _SAMPLE_BYTES, watched.positions):
-                gone.add(watched.number)
+        starts = torch.tensor([(w.alias.address, w.stride) for w in there], dtype=torch.int64, device="cpu")
+        steps = torch.arange(_SAMPLE_BYTES, dtype=torch.int64, device="cpu")
+        if sample_by_kernel(address, starts[:, :1] + starts[:, 1:] * steps) != len(samples):
+            # One is gone, or nobody copies for us: each by itself.
+            for at, watched in enumerate(there):
+                offsets = range(0, watched.stride * _SAMPLE_BYTES, watched.stride)
+                if not watched.alias.sample_to(address + at * _SAMPLE_BYTES, offsets):
+                    gone.add(watched.number)
         self._samples = samples
 
     def bytes(self) -> bytes:
