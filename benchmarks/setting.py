@@ -40,8 +40,15 @@ class Setting:
     """Of training, between the warming up and the first save of what starts a process; a quarter for others."""
     shape_bytes: int = 1536 * MIB
     """As far as memory has eight times as much."""
-    gpu_bytes: tuple[int, ...] = (16 * 1024 * MIB, 64 * 1024 * MIB)
-    """As far as the device has twice as much."""
+    gpu_seconds: float = 480.0
+    """For all that is measured on a GPU; what does not fit is not run. The command ends within a minute more."""
+    gib_bytes: int = 1024 * MIB
+    """What stands for a GiB there."""
+    gpu_model: str = "gpt2"
+    """What is trained there: "gpt2", or "linear" layers."""
+    gpu_steps: int = 10
+    """On either side of each save."""
+    num_pending: int = 8192
     shape_rounds: int = 1
     num_shaped: int = 5
     """Candidates that save each shape."""
@@ -65,7 +72,10 @@ class Setting:
         sizes: dict[str, Any] = {
             "num_later": 1,
             "settle_seconds": 0.1,
-            "gpu_bytes": (48 * MIB,),
+            "gib_bytes": MIB,
+            "gpu_model": "linear",
+            "gpu_steps": 1,
+            "num_pending": 64,
             "num_shaped": 1,
             "compare_bytes": 48 * MIB,
             "compare_rounds": 1,

@@ -430,7 +430,7 @@ class Module:
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _VIEWS = {
     "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::set_.source_Storage_storage_offset",
-    "aten::set_.source_Tensor", "aten::unfold",
+    "aten::set_.source_Storage",    "aten::set_.source_Tensor", "aten::unfold",
 }  # fmt: skip
 
 
@@ -566,6 +566,8 @@ def _enqueue(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if made is not None:
         return made
     returned = [argument.name for argument in op._schema.arguments if argument.alias_info is not None]
+    if len(op._schema.returns) > 1:
+        return tuple(bound[name] for name in returned)
     return bound[returned[0]] if op._schema.returns else None
 
 
