@@ -79,6 +79,6 @@ def restore(bench: Bench) -> Mapping[str, Found]:
 
         def found(cache: Callable[[Path], None]) -> Found:
             ways = partial(seconds, ours, cache, restored), partial(seconds, theirs, cache, loaded)
-            return Found([pair for _ in bench.rounds() for pair in side_by_side(1, *ways)])
+            return Found(side_by_side(bench.rounds(), *ways))
 
         return {"gpu_restore_cold": found(drop_cache), "gpu_restore_warm": found(fill_cache)}

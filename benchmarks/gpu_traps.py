@@ -133,11 +133,12 @@ def traps(bench: Bench) -> Mapping[str, Found]:
 def _outcome(bench: Bench, name: str, folder: Path) -> str:
     does, guarded, on_other = TRAPS[name]
     scene = Scene(bench.device, _large_bytes(bench), on_other=on_other)
-    wanted = {path: tensor.detach().cpu() for path, tensor in scene.state.items()}
+    wanted = {path: tensor.detach().cpu().neg() for path, tensor in scene.state.items()}
     with AsyncCheckpointer(folder) as ckpt:
         ckpt.prewarm(scene.state)
         bench.device.synchronize()
         bench.device.busy(_BUSY_SECONDS)
+        scene.write()  # what is enqueued by now belongs to the instant
         handle = ckpt.save(scene.state, 1, guard=scene.optimizer if guarded else None)
         does(scene)
         return _told(ckpt, handle.exception(), wanted)

@@ -5,7 +5,7 @@ In: the command line. Out: one frozen value that every figure gets. Knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -92,10 +92,12 @@ class Setting:
         return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, **sizes)
 
 
-def side_by_side(rounds: int, measured: Callable[[], T], limit: Callable[[], L]) -> list[tuple[T, L]]:
+def side_by_side(
+    rounds: int | Iterable[int], measured: Callable[[], T], limit: Callable[[], L]
+) -> list[tuple[T, L]]:
     """(measured, limit) pairs. Who goes first changes from round to round: the second finds warmer caches."""
     pairs = []
-    for number in range(rounds):
+    for number in range(rounds) if isinstance(rounds, int) else rounds:
         if number % 2:
             second = limit()
             pairs.append((measured(), second))
