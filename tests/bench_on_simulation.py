@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import accelerators  # the device is registered before torch's autograd engine starts
+import accelerators
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,7 +86,7 @@ class _Capture(TorchDispatchMode):
 
 
 def main() -> None:
-    simulated = accelerators.Simulated("late")
+    simulated = accelerators.Simulated("late")  # registered before torch's autograd engine starts
     device = SimulatedAccelerator(simulated)
     gpu_bench.here = lambda: device
     device.module.CUDAGraph, device.module.graph = Graph, _Capture
