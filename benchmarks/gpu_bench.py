@@ -24,7 +24,7 @@ from async_ckpt.host.limits import free_memory_bytes
 
 from .setting import Setting
 
-# Of the counter that torch.cuda._sleep reads; an H100's is about 1.98e9. Only how long a kernel takes depends on it.
+# Of the device's clock, which torch.cuda._sleep counts: about 2 GHz. Only how long it is kept busy depends on this.
 _CYCLES_PER_SECOND: Final = 2e9
 
 
