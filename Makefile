@@ -31,8 +31,8 @@ bench: .venv/.bench        ## the figures of docs/benchmarks.md, on this machine
 bench-check: .venv/.bench  ## every benchmark at toy size: does it run to its end?
 	$(BIN)/python -m pytest -n auto benchmarks/test_toys.py
 
-bench-gpu: .venv/.bench    ## the same where there is a CUDA device
-	$(BIN)/python -m benchmarks gpu
+bench-gpu:                 ## the same on an accelerator, by a Python that has torch for it: make bench-gpu PYTHON=…
+	$(PYTHON) -m benchmarks gpu
 
 bench-s3: .venv/.bench     ## the same of object stores, beside other clients
 	$(BIN)/python -m benchmarks stores

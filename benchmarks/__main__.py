@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -34,6 +35,8 @@ class Table(NamedTuple):
 
     measures: Mapping[str, Measure]
     packages: Sequence[str] = ()
+    closing: str = ""
+    """What is printed after it."""
 
 
 def _tables() -> dict[str, Callable[[], Table]]:
@@ -87,9 +90,9 @@ def _shapes() -> Table:
 
 
 def _gpu() -> Table:
-    from . import compare, gpu
+    from . import gpu
 
-    return Table({"gpu": gpu.gpu, "gpu_comparison": gpu.gpu_comparison}, compare.PACKAGES)
+    return Table(gpu.measures(), gpu.PACKAGES, gpu.CLOSING)
 
 
 def _growth() -> Table:
@@ -138,7 +141,8 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
         environment = describe(folder, table.packages)
         for figure, measure in table.measures.items():
             print(f"measuring {figure} …", flush=True)
-            rows |= measure(Setting.toy(folder / figure) if toy else Setting(folder / figure))
+            setting = Setting.toy(folder / figure) if toy else Setting(folder / figure)
+            rows |= measure(replace(setting, gpu_seconds=options.seconds or setting.gpu_seconds))
             if stem is not None:  # after each: what is stopped has not measured in vain
                 write(stem, kept_of(rows, environment))
                 _keep(folder / figure / KEPT, stem.parent / stem.name)
@@ -147,7 +151,7 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
         shutil.rmtree(folder)
         if not any(options.dir.iterdir()):
             options.dir.rmdir()
-    print("\n" + markdown(kept_of(rows, environment)))
+    print("\n" + markdown(kept_of(rows, environment)) + table.closing)
     if stem is None:
         return
     if find_spec("matplotlib") is not None:
@@ -184,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("table", nargs="*", help=f"of {every}; by default {', '.join(_USUAL)}")
     parser.add_argument("--quick", action="store_true", help="toy sizes, in seconds; the same as QUICK=1")
     parser.add_argument("--only", metavar="FIGURE", help="one figure")
+    parser.add_argument("--seconds", type=float, help="for the table gpu, instead of nine minutes")
     parser.add_argument("--dir", type=Path, default=Path("bench_tmp"), help="folder on the disk to measure")
     parser.add_argument("--out", help="folder for the JSON, tables and pictures")
     return parser

@@ -1,200 +1,207 @@
-"""The figures that need a CUDA device; without one they are listed as not measured.
+"""`make bench-gpu`: what is measured on an accelerator, what must be known first coming first, in the time that there is.
 
-In: a setting. Out: figures by name, and rows of the comparison. Knows nothing of: how they are printed.
+In: a setting. Out: rows by name, one part after the other. Knows nothing of: how a part measures.
+
+Each part is by itself: an error in one is kept with its row, and the next goes on. A part that does not fit in what is left
+of the time is not run, one that takes longer than its share is ended, and whatever cannot be ended goes with the process,
+after its parts have been kept. Nothing is needed but torch and xxhash.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
-from statistics import median
+import faulthandler
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import torch
-
-from async_ckpt import AsyncCheckpointer
-from async_ckpt.host.limits import free_memory_bytes
-
-from .figures import Saves
-from .limits import SEGMENT_BYTES
-from .setting import Setting, side_by_side
+from . import gpu_bench, gpu_copies, gpu_first, gpu_training, gpu_traps
+from .candidates import CANDIDATES
+from .gpu_bench import Accelerator, Bench, CannotMeasureError, Found
+from .setting import Setting
 from .table import Figure, Row, Target
-from .workloads import Gpt2, tensors
 
-_GB: Final = 1e9
-_COPY = ("staging bandwidth, device to pinned host", "GB/s", "one copy_ to pinned memory", Target("≥", 0.9))
-_CALL = ("call of save, CUDA tensors", "ms", "20 µs per tensor and segment", Target("≤", 1.0))
-_GUARDED_CALL = ("call of save(guard=optimizer), CUDA tensors", "ms", "10 µs per tensor", Target("≤", 1.0))
-_LOADED = (
-    "tensors that load back bit for bit, changed right after save",
-    "",
-    "tensors saved",
-    Target("≥", 1.0),
-)
-_LOST = ("training seconds lost to one save of GPT-2", "s", "seconds of the save", None)
-_GUARDED_LOST = (
-    "training seconds lost to one save(guard=optimizer) of GPT-2", "s", "seconds of the save", Target("≤", 0.03),
-)  # fmt: skip
-# Side by side, on the device: this library, and the two that pin memory.
-CANDIDATES: Final = (
-    "ours_guarded",
-    "ours",
-    "torch_checkpointing",
-    "dcp_async_cached",
-    "dcp_async",
-    "resiliency",
-)
-_NUM_STEPS: Final = 20
-_NUM_COMPARED: Final = 64  # tensors at a time
+PACKAGES: Final = ("safetensors", "torch_checkpointing", "nvidia-resiliency-ext")
+PEERS: Final = ("dcp_async_cached", "torch_checkpointing", "resiliency")
+NOT_MEASURED: Final = "not measured on a GPU"
+# So long a part may go on after its time, and as long again after it was told to end, until it takes all with it.
+_GRACE_SECONDS: Final = 25.0
+# Of the seconds of a part: with fewer it makes fewer rounds, down to one.
+_WORTH_BEGINNING: Final = 0.5
+_TESTS: Final = ("-m", "pytest", "-m", "gpu", "-o", "addopts=", "-W", "ignore::pytest.PytestConfigWarning", "tests/test_gpu.py")  # fmt: skip
+CLOSING: Final = f"The tests of the device: {shlex.join(('python', *_TESTS))}"
 
 
-def gpu(setting: Setting) -> dict[str, Row]:
-    """Copies of states as large as the device and the host can hold, and a training of GPT-2."""
-    if not torch.cuda.is_available():
-        facts = {
-            "gpu_copy": _COPY, "gpu_call": _CALL, "gpu_guarded_call": _GUARDED_CALL, "gpu_loaded": _LOADED,
-            "gpu_lost": _LOST, "gpu_guarded_lost": _GUARDED_LOST,
-        }  # fmt: skip
-        return {name: Figure(*told, pairs=[], note="not measured on a GPU") for name, told in facts.items()}
-    rows: dict[str, Row] = {}
-    for num_bytes in setting.gpu_bytes:
-        lacks = _lacks(setting, num_bytes)
-        if lacks:
-            note = f"{_size(num_bytes)}: not measured, {lacks}"
-            rows[f"gpu_copy_{num_bytes}"] = Figure(*_COPY, pairs=[], note=note)
-        else:
-            rows |= _copy_and_call(setting, num_bytes)
-    training = Gpt2(setting.gpu_bytes[0], batch=8, length=512, device="cuda")
-    rows |= _lost("gpu_lost", _LOST, setting, training, guard=None)
-    rows |= _lost("gpu_guarded_lost", _GUARDED_LOST, setting, training, guard=training.optimizer)
-    return rows
+class Part(NamedTuple):
+    """Rows that are measured together, in `seconds` at most."""
+
+    seconds: float
+    measure: Callable[[Bench], Mapping[str, Found]]
+    rows: Mapping[str, Figure]
 
 
-def _lacks(setting: Setting, num_bytes: int) -> str:
-    """What the machine has too little of for a state of this size; empty when it can be measured."""
-    setting.folder.mkdir(parents=True, exist_ok=True)
-    if torch.cuda.mem_get_info()[0] < 1.1 * num_bytes:
-        return "the device has too little memory"
-    if free_memory_bytes() < 2.1 * num_bytes:  # the pool takes no more than a half
-        return "the host has too little memory"
-    # The last archive, and the next.
-    return "the disk has too little room" if shutil.disk_usage(setting.folder).free < 2.2 * num_bytes else ""
+class OutOfTimeError(Exception):
+    """A part has taken longer than it may."""
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
+def _row(title: str, unit: str, limit: str, target: Target | None = None) -> Figure:
+    return Figure(title, unit, limit, target, [])
 
 
-def gpu_comparison(setting: Setting) -> dict[str, Row]:
-    """The asynchronous ways to save, and GPT-2 on the device."""
-    from .compare import Contender, measured
-
-    if not torch.cuda.is_available():
-        return {name: Contender(name, [], "not measured on a GPU") for name in CANDIDATES}
-    return dict(measured(setting, "gpt2_cuda", CANDIDATES, setting.gpu_bytes[0]))
+def _copy_rows(num_gib: int) -> dict[str, Figure]:
+    title = f"{num_gib} GiB from the device to the host by a save"
+    return {f"gpu_copy_{num_gib}": _row(title, "GB/s", "copy_ to pinned memory", Target("≥", 0.9))}
 
 
-def _copy_and_call(setting: Setting, num_bytes: int) -> dict[str, Row]:
-    state = tensors(num_bytes, device="cuda")
-    size = _size(num_bytes)
-    num_segments = -(-num_bytes // SEGMENT_BYTES)
-    calls: list[float] = []
-    saves = Saves(setting.folder / f"gpu-{num_bytes}", {"model": state})
-    # As large as pinned memory can be without doubling what the state takes of the host.
-    flat = torch.empty(min(num_bytes, 2**30), dtype=torch.uint8, device="cuda")
-    pinned = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=True)
-
-    def staging_bandwidth() -> float:
-        torch.cuda.synchronize()
-        begin = perf_counter()
-        handle = saves.begin()
-        calls.append(perf_counter() - begin)
-        handle.wait_staged()
-        seconds = perf_counter() - begin
-        saves.end(handle)
-        return num_bytes / seconds / _GB
-
-    def copy_bandwidth() -> float:
-        torch.cuda.synchronize()
-        begin = perf_counter()
-        for _ in range(num_bytes // flat.numel()):
-            pinned.copy_(flat, non_blocking=True)
-        torch.cuda.synchronize()
-        return num_bytes // flat.numel() * flat.numel() / (perf_counter() - begin) / _GB
-
-    with saves.checkpointer as checkpointer:
-        pairs = side_by_side(setting.few_rounds, staging_bandwidth, copy_bandwidth)
-        same = _num_equal(checkpointer, saves, state)
-    num_tensors = len(state)
-    state.clear()
-    torch.cuda.empty_cache()
-    shutil.rmtree(setting.folder / f"gpu-{num_bytes}")  # the disk may not have room for this one, too
-    allowed = 20e-3 * (num_tensors + num_segments)
+def _call_rows(kind: str, call: str) -> dict[str, Figure]:
+    of = f"{call} of 1,024 tensors of 4 MiB"
+    enqueued = Target("≤", 1.0) if kind == "unguarded" else None
     return {
-        f"gpu_copy_{num_bytes}": Figure(*_COPY, pairs=pairs, note=size),
-        f"gpu_call_{num_bytes}": Figure(*_CALL, pairs=[(s * 1e3, allowed) for s in calls], note=size),
-        f"gpu_guarded_call_{num_bytes}": _guarded_call(setting, num_bytes, size),
-        f"gpu_loaded_{num_bytes}": Figure(*_LOADED, pairs=[(same, num_tensors)], note=size),
+        f"gpu_call_{kind}": _row(f"{of}: the call", "ms", "20 µs per tensor and segment", Target("≤", 1.0)),
+        f"gpu_call_cpu_{kind}": _row(
+            f"{of}: its thread's processor time per tensor", "µs", "fixed", Target("≤", 1.0)
+        ),
+        f"gpu_operations_{kind}": _row(
+            f"{of}: operations enqueued until it is staged", "", "one per tensor and 256 MiB", enqueued
+        ),
+    }  # fmt: skip
+
+
+def _beside_rows(name: str) -> dict[str, Figure]:
+    title, at_most = CANDIDATES[name].title, Target("≤", 1.0)
+    return {
+        f"gpu_lost_{name}": _row("training seconds lost to a save(guard=) of GPT-2", "s", title, at_most),
+        f"gpu_stall_{name}": _row("stall of save(guard=) of GPT-2", "s", title),
+        f"gpu_total_{name}": _row("call to durable, beside the training of GPT-2", "s", title, at_most),
     }
 
 
-def _num_equal(checkpointer: AsyncCheckpointer, saves: Saves, state: dict[str, torch.Tensor]) -> int:
-    """Saved while the device is busy, and changed behind it: how many tensors load back as they were at the call."""
-    torch.cuda._sleep(100_000_000)
-    handle = saves.begin()
-    for tensor in state.values():
-        tensor.neg_()  # which is undone without a trace
-    saves.end(handle)
-    saves.checkpointer.release()  # the host need not hold a snapshot beside what is loaded
-    names, same = list(state), 0
-    for begin in range(0, len(names), _NUM_COMPARED):
-        some = names[begin : begin + _NUM_COMPARED]
-        loaded = checkpointer.load(select=[f"model.{name}" for name in some], map_location="cuda")["model"]
-        same += sum(torch.equal(state[name].neg_(), loaded[name]) for name in some)
-    return same
+def _first_rows() -> dict[str, Figure]:
+    at_most = {"cold": 2.0, "second": 1.2, "prewarmed": 1.2, "restored": 1.2}
+    titles = {
+        "cold": "first save of 7 GiB, neither restored nor prewarmed",
+        "second": "the second one after it",
+        "prewarmed": "first save of 7 GiB after prewarm",
+        "restored": "first save of 7 GiB after restore",
+    }
+    return {
+        f"gpu_first_{name}_{what}": _row(
+            f"{titles[name]}: {told}", unit, "a later one", Target("≤", at_most[name])
+        )
+        for name in gpu_first.FIRSTS
+        for what, told, unit in (("stall", "stall", "ms"), ("total", "call to durable", "s"))
+    }
 
 
-def _guarded_call(setting: Setting, num_bytes: int, size: str) -> Figure:
-    parameters = [torch.nn.Parameter(tensor) for tensor in tensors(num_bytes, device="cuda").values()]
-    # Without a state of its own: the parameters are all there is.
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    state = {"model": dict(enumerate(parameters))}
-    saves = Saves(setting.folder / f"gpu-guarded-{num_bytes}", state, guard=optimizer)
-    pairs = []
-    with saves.checkpointer:
-        for _ in range(setting.few_rounds):
-            torch.cuda.synchronize()
-            begin = perf_counter()
-            handle = saves.begin()
-            pairs.append(((perf_counter() - begin) * 1e3, 10e-3 * len(parameters)))
-            optimizer.step()
-            saves.end(handle)
-    return Figure(*_GUARDED_CALL, pairs=pairs, note=size)
+def _parts() -> dict[str, Part]:
+    pending = "operations of a save of 16 GiB"
+    once = Target("≥", 1.0)
+    return {
+        "gpu_latency": Part(20, gpu_copies.latency, {
+            "gpu_pending": _row("copies pending on a busy stream before a call blocks", "", pending, once),
+            "gpu_pending_behind": _row("the same on a stream that waits for a busy one", "", pending, once),
+            "gpu_enqueue": _row("the first copy_ behind a busy kernel", "µs", "fixed"),
+        }),
+        "gpu_copy_1": Part(20, partial(gpu_copies.copies, num_gib=1), _copy_rows(1)),
+        "gpu_copy_16": Part(75, partial(gpu_copies.copies, num_gib=16), _copy_rows(16)),
+        "gpu_inflation": Part(25, partial(gpu_training.inflation, guarded=True), {
+            "gpu_inflation_guarded": _row("steps of GPT-2 during a save(guard=)", "s", "as many others", Target("≤", 1.03)),
+        }),
+        "gpu_inflation_unguarded": Part(25, partial(gpu_training.inflation, guarded=False), {
+            "gpu_inflation_unguarded": _row("steps of GPT-2 during a save", "s", "as many others"),
+        }),
+        "gpu_traps": Part(40, gpu_traps.traps, {
+            "gpu_traps": _row("saves of their instant, or failed by name, whatever training did next", "", "saves", once),
+        }),
+        "gpu_graphs": Part(30, gpu_traps.graphs, {
+            "gpu_graphs": _row("graphs captured or replayed beside a save, both right", "", "saves", once),
+        }),
+        **{
+            f"gpu_beside_{name}": Part(30, partial(gpu_training.beside, name=name), _beside_rows(name))
+            for name in PEERS
+        },
+        "gpu_first": Part(80, gpu_first.first, _first_rows()),
+        "gpu_restore": Part(60, gpu_first.restore, {
+            "gpu_restore_cold": _row("restore of 7 GiB onto the device, verified, cold", "s", "torch.load(mmap=True), copy_", Target("≤", 1.0)),
+            "gpu_restore_warm": _row("the same, the files in the page cache", "s", "torch.load(mmap=True), copy_", Target("≤", 1.0)),
+        }),
+        # It may leave a profiler behind, which slows calls.
+        "gpu_calls": Part(60, gpu_copies.calls, {
+            **_call_rows("unguarded", "save"), **_call_rows("guarded", "save(guard=)"),
+        }),
+        # Last, for the disk may take a minute for each.
+        "gpu_copy_48": Part(90, partial(gpu_copies.copies, num_gib=48), _copy_rows(48)),
+    }  # fmt: skip
 
 
-def _lost(
-    name: str, facts: tuple[str, str, str, Target | None], setting: Setting, training: Gpt2, guard: Any
-) -> dict[str, Row]:
-    saves = Saves(setting.folder / name, training.state, guard=guard)
-    pairs = []
-    with saves.checkpointer:
-        for _ in range(setting.rounds):
-            others = [_seconds(training.step) for _ in range(_NUM_STEPS)]
-            begin = perf_counter()
-            handle = saves.begin()
-            during = [perf_counter() - begin + _seconds(training.step)]
-            while not handle.done():
-                during.append(_seconds(training.step))
-            report = saves.end(handle)
-            others += [_seconds(training.step) for _ in range(_NUM_STEPS)]
-            usual = median(others)
-            pairs.append((sum(seconds - usual for seconds in during), report.total_seconds))
-    return {name: Figure(*facts, pairs=pairs)}
-
-
-def _seconds(step: Callable[[], None]) -> float:
+def measures() -> dict[str, Callable[[Setting], Mapping[str, Row]]]:
+    """One for each part, in order; their time begins now. Before them, all rows: what is killed has kept a whole table."""
     begin = perf_counter()
-    step()
-    torch.cuda.synchronize()
-    return perf_counter() - begin
+    parts = _parts()
+
+    def plan(_: Setting) -> Mapping[str, Row]:
+        note = NOT_MEASURED if gpu_bench.here() is None else "not run: the command had ended before"
+        return {name: row for part in parts.values() for name, row in _all(part, note).items()}
+
+    return {"gpu": plan, **{name: partial(_run, part, begin) for name, part in parts.items()}}
+
+
+def _all(part: Part, note: str, **details: Any) -> dict[str, Row]:
+    return {name: replace(row, note=note, details=details) for name, row in part.rows.items()}
+
+
+def _run(part: Part, begin: float, setting: Setting) -> Mapping[str, Row]:
+    """The rows of a part, with what was found, or why nothing was."""
+    device = gpu_bench.here()
+    if device is None:
+        return _all(part, NOT_MEASURED)
+    left = begin + setting.gpu_seconds - perf_counter()
+    if left < part.seconds * _WORTH_BEGINNING:
+        return _all(part, f"not run: {max(0.0, left):.0f} s were left, and it may take {part.seconds:.0f} s")
+    seconds = min(part.seconds, left)
+    try:
+        setting.folder.mkdir(parents=True, exist_ok=True)
+        with _ended_after(seconds):
+            found = part.measure(Bench(setting, device, perf_counter() + seconds))
+    except CannotMeasureError as error:
+        return _all(part, f"not measured: {error}")
+    except Exception as error:
+        print(traceback.format_exc(), file=sys.stderr, flush=True)
+        return _all(part, f"failed: {type(error).__name__}: {error}", traceback=traceback.format_exc())
+    finally:
+        _forget(device)
+    return {
+        name: replace(row, pairs=found[name].pairs, note=found[name].note, details=dict(found[name].details))
+        for name, row in part.rows.items()
+    }
+
+
+def _forget(device: Accelerator) -> None:
+    try:
+        device.forget()
+    except RuntimeError:
+        pass  # a device that is broken; the next part tells
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """On the main thread: raises OutOfTimeError in the part when its time is long up, and ends the process when that does not end it."""
+
+    def end(*_: Any) -> None:
+        raise OutOfTimeError(f"not done after {seconds + _GRACE_SECONDS:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE_SECONDS)
+    faulthandler.dump_traceback_later(seconds + 2 * _GRACE_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()

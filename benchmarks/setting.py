@@ -5,7 +5,7 @@ In: the command line. Out: one frozen value that every figure gets. Knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -40,8 +40,15 @@ class Setting:
     """Of training, between the warming up and the first save of what starts a process; a quarter for others."""
     shape_bytes: int = 1536 * MIB
     """As far as memory has eight times as much."""
-    gpu_bytes: tuple[int, ...] = (16 * 1024 * MIB, 64 * 1024 * MIB)
-    """As far as the device has twice as much."""
+    gpu_seconds: float = 480.0
+    """For all that is measured on a GPU; what does not fit is not run. The command ends within a minute more."""
+    gib_bytes: int = 1024 * MIB
+    """What stands for a GiB there."""
+    gpu_model: str = "gpt2"
+    """What is trained there: "gpt2", or "linear" layers."""
+    gpu_steps: int = 10
+    """On either side of each save."""
+    num_pending: int = 8192
     shape_rounds: int = 1
     num_shaped: int = 5
     """Candidates that save each shape."""
@@ -65,7 +72,10 @@ class Setting:
         sizes: dict[str, Any] = {
             "num_later": 1,
             "settle_seconds": 0.1,
-            "gpu_bytes": (48 * MIB,),
+            "gib_bytes": MIB,
+            "gpu_model": "linear",
+            "gpu_steps": 1,
+            "num_pending": 64,
             "num_shaped": 1,
             "compare_bytes": 48 * MIB,
             "compare_rounds": 1,
@@ -82,10 +92,12 @@ class Setting:
         return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, **sizes)
 
 
-def side_by_side(rounds: int, measured: Callable[[], T], limit: Callable[[], L]) -> list[tuple[T, L]]:
+def side_by_side(
+    rounds: int | Iterable[int], measured: Callable[[], T], limit: Callable[[], L]
+) -> list[tuple[T, L]]:
     """(measured, limit) pairs. Who goes first changes from round to round: the second finds warmer caches."""
     pairs = []
-    for number in range(rounds):
+    for number in range(rounds) if isinstance(rounds, int) else rounds:
         if number % 2:
             second = limit()
             pairs.append((measured(), second))

@@ -12,7 +12,7 @@ import json
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
@@ -53,6 +53,8 @@ class Figure:
     target: Target | None
     pairs: Sequence[tuple[float, float]]
     note: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What the file keeps beside it, and no table shows."""
 
     GROUP: ClassVar = "figures"
     HEAD: ClassVar = ["what", "measured", "limit", "ratio (spread)", "target", "met"]
@@ -73,7 +75,8 @@ class Figure:
             row["limit_median"] = median(limit for _, limit in self.pairs)
             row |= {"ratio_median": median(self.ratios), "ratio_spread": [low, high]}
             row["pairs"] = [list(pair) for pair in self.pairs]
-        return row | {"target": self._target, "met": self.met, "note": self.note}
+        row |= {"target": self._target, "met": self.met, "note": self.note}
+        return row | {"details": dict(self.details)} if self.details else row
 
     def cells(self) -> list[str]:
         if not self.pairs:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,26 +43,22 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
         "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_roots"},
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
     },
-    "gpu": {"figures": {"gpu_lost", "gpu_guarded_lost"}},
+    "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
     "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},
 }
 
 
-@pytest.mark.parametrize("name", TOY_FIGURES)
-def test_the_benchmark_runs_at_toy_size(name: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        name,
-        "--dir",
-        str(tmp_path / "disk"),
-        "--out",
-        str(tmp_path),
-    ]
+def kept_by(program: list[str], name: str, folder: Path) -> dict[str, Any]:
+    """What the table of this name keeps when a program measures it at toy size."""
+    command = [sys.executable, *program, name, "--dir", str(folder / "disk"), "--out", str(folder)]
     quick = {**os.environ, "QUICK": "1"}
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=quick)
-    kept = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", TOY_FIGURES)
+def test_the_benchmark_runs_at_toy_size(name: str, tmp_path: Path) -> None:
+    kept = kept_by(["-m", "benchmarks"], name, tmp_path)
     for group, names in TOY_FIGURES[name].items():
         assert names <= kept[group].keys()
     groups = [
@@ -75,6 +72,19 @@ def test_the_benchmark_runs_at_toy_size(name: str, tmp_path: Path) -> None:
         if "not_measured" in row
     }
     assert [title for title, why in why_not.items() if not why.startswith(_MAY_LACK)] == []
+
+
+def test_every_part_of_the_gpu_benchmark_runs_on_a_simulated_device_and_keeps_what_it_saves(
+    tmp_path: Path,
+) -> None:
+    """With nothing installed but torch and xxhash."""
+    rows = kept_by(["tests/bench_on_simulation.py"], "gpu", tmp_path)["figures"]
+    why_not = {name: row["note"] for name, row in rows.items() if "pairs" not in row}
+    peers = [name for name in rows if name.endswith(("_torch_checkpointing", "_resiliency"))]
+
+    assert why_not == dict.fromkeys(peers, "not measured: not installed")
+    assert rows["gpu_traps"]["met"]
+    assert rows["gpu_graphs"]["met"]
 
 
 @pytest.mark.parametrize("picture", sorted(RESULTS.glob("*.svg")))

@@ -24,6 +24,7 @@ import xxhash
 
 from .apart import NoAnswerError, result_of
 from .candidates import CANDIDATES, Candidate, num_bytes_of, tensors_of
+from .gpu_bench import here
 from .limits import drop_cache, fill_cache
 from .setting import Setting
 from .workloads import WORKLOADS, State, Subject
@@ -40,7 +41,7 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 def run(
     name: str, workload: str, num_bytes: int, folder: Path, setting: Setting, *, burst: bool
 ) -> dict[str, Any]:
-    """In a process of its own, with processes of its own: what `_Trial.measured` says, or why it says nothing.
+    """In a process of its own, with processes of its own: what `Trial.measured` says, or why it says nothing.
 
     With `burst`, also of saves that come faster than the disk.
     """
@@ -63,15 +64,16 @@ def _measured(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some share each tensor by a descriptor
     candidate = CANDIDATES[name]
     subject = WORKLOADS[workload](int(num_bytes * candidate.share))
-    return _Trial(candidate, subject, folder).measured(num_later, settle_seconds, burst=burst)
+    return Trial(candidate, subject, folder).measured(num_later, settle_seconds, burst=burst)
 
 
-class _Trial:
+class Trial:
     """One thread trains, and the other processors are free; save after save, each with the ones before deleted."""
 
     def __init__(self, candidate: type[Candidate], subject: Subject, folder: Path) -> None:
         import_module(candidate.package)  # what it takes is no memory of a save
         self.subject = subject
+        self._device = here()
         self.num_bytes = num_bytes_of(subject.state_dict())
         for _ in range(_UNDISTURBED_STEPS):  # until memory is what training takes
             subject.forward_backward()
@@ -79,7 +81,7 @@ class _Trial:
         _trim()
         self._before = _held_bytes()
         self.candidate = candidate(folder, subject)
-        self._number = 0
+        self.number = 0
         self._undisturbed: list[float] = []  # seconds of the steps since the last save
 
     def measured(self, num_later: int, settle_seconds: float, *, burst: bool) -> dict[str, Any]:
@@ -90,13 +92,13 @@ class _Trial:
         while perf_counter() < end:
             self._undisturbed = [*self._undisturbed[1 - _UNDISTURBED_STEPS :], _seconds(self._step)]
         result: dict[str, Any] = {"num_bytes": self.num_bytes, "prewarm": prewarm}
-        result["first"] = self._while_training()
-        self._while_training()  # the second is often unlike all others: memory and files are taken up once more
-        result["later"] = [self._while_training() for _ in range(num_later - 1)]
+        result["first"] = self.while_training()
+        self.while_training()  # the second is often unlike all others: memory and files are taken up once more
+        result["later"] = [self.while_training() for _ in range(num_later - 1)]
         wanted = _digest(self.subject.state_dict())
-        result["later"].append(self._while_training())
+        result["later"].append(self.while_training())
         torch.set_num_threads(num_threads)  # nothing trains meanwhile
-        looked_at = self._number
+        looked_at = self.number
         result["alone"] = [self._alone() for _ in range(_NUM_ALONE)]
         result |= self._restored(looked_at, wanted)
         self._delete(looked_at)
@@ -108,7 +110,7 @@ class _Trial:
         self.candidate.close()
         return result
 
-    def _while_training(self) -> dict[str, Any]:
+    def while_training(self) -> dict[str, Any]:
         """Seconds that steps take longer than others do, until a save is durable; and what the call and its waits took."""
         before = self._undisturbed
         begin = perf_counter()
@@ -141,17 +143,17 @@ class _Trial:
         self._save()
         self._wait()
         seconds, processor = perf_counter() - begin, _processor_seconds() - processor
-        self._delete(self._number)
+        self._delete(self.number)
         return {"durable": seconds, "processor": processor}
 
     def _save(self) -> None:
-        self._number += 1
-        self.candidate.save(self._number)
+        self.number += 1
+        self.candidate.save(self.number)
 
     def _finish(self) -> None:
         """Until it is durable; then the one before is deleted, so that each finds as much room."""
         self._wait()
-        self._delete(self._number - 1)
+        self._delete(self.number - 1)
 
     def _wait(self) -> None:
         self.candidate.wait()
@@ -159,7 +161,7 @@ class _Trial:
             self._sync()
 
     def _sync(self) -> None:
-        path = self.candidate.path(self._number)
+        path = self.candidate.path(self.number)
         for file in [*_files(path), path.parent]:
             fd = os.open(file, os.O_RDONLY)
             os.fsync(fd)
@@ -179,8 +181,8 @@ class _Trial:
             if held is not None:
                 held.append(perf_counter() - begin)
             self.subject.optimizer_step()
-        if torch.cuda.is_available():  # else a step would end in the time of another
-            torch.cuda.synchronize()
+        if self._device is not None:  # else a step would end in the time of another
+            self._device.synchronize()
 
     def _peak_bytes(self) -> int:
         """Of host memory in use during a save, beyond what was there before any; shared memory counts once."""
@@ -203,7 +205,7 @@ class _Trial:
 
     def _burst(self) -> dict[str, Any]:
         """Saves one step apart, faster than any disk: seconds lost to each; and whether each is of its own moment."""
-        before, first, lost, states = self._number, self._number + 1, 0.0, []
+        before, first, lost, states = self.number, self.number + 1, 0.0, []
         usual = median(_seconds(self._step) for _ in range(_UNDISTURBED_STEPS))
         for _ in range(_NUM_IN_BURST):
             states.append({name: tensor.clone() for name, tensor in tensors_of(self.subject.state_dict())})
@@ -212,14 +214,14 @@ class _Trial:
         self.candidate.wait()
         same = True
         for number, state in enumerate(states, first):
-            self._bring_back(number)
+            self.bring_back(number)
             same &= _digest(self.subject.state_dict()) == _digest(state)
         self._finish()
-        for number in range(before, self._number):
+        for number in range(before, self.number):
             self._delete(number)
         return {"lost": lost / _NUM_IN_BURST, "same": same}
 
-    def _bring_back(self, number: int) -> float:
+    def bring_back(self, number: int) -> float:
         """Seconds, into tensors that were zeroed before."""
         live = self.subject.state_dict()
         for _, tensor in tensors_of(live):
@@ -239,10 +241,10 @@ class _Trial:
         for _ in range(_NUM_COLD):
             for file in files:
                 drop_cache(file)
-            cold.append(self._bring_back(number))
+            cold.append(self.bring_back(number))
         for file in files:
             fill_cache(file)
-        warm = self._bring_back(number)
+        warm = self.bring_back(number)
         same = _digest(self.subject.state_dict()) == wanted
         return {"restore_cold": cold, "restore_warm": warm, "same": same, "disk_bytes": _disk_bytes(path)}
 

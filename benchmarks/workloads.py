@@ -206,7 +206,6 @@ def huge(num_bytes: int) -> Still:
 WORKLOADS: Final[dict[str, Callable[[int], Subject]]] = {
     "training": lambda num_bytes: Training(num_bytes, batch=4),
     "gpt2": lambda num_bytes: Gpt2(num_bytes),
-    "gpt2_cuda": lambda num_bytes: Gpt2(num_bytes, batch=8, length=512, device="cuda"),
     "rank_of_8b": rank_of_8b,
     "lora": lora,
     "small": lambda num_bytes: Still({"model": small_tensors(num_bytes // 1024)}),

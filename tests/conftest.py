@@ -29,14 +29,16 @@ worker._LAST_DRAWING_SECONDS = PATIENCE
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Before any test: autograd's engine counts the devices when it is first used, and has no queue for a later one. But
-    # where hardware is asked for: of two accelerators, torch takes the simulated one for that of the process.
-    if config.option.markexpr != "gpu":
-        simulated.install()
+    if config.option.markexpr == "gpu":
+        return
+    # Of two accelerators torch takes the simulated one for that of the process: a run has one or the other.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Before any test: autograd's engine counts the devices when it is first used, and has no queue for a later one.
+    simulated.install()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "gpu" in item.keywords and (simulated.is_installed() or not torch.cuda.is_available()):
+    if "gpu" in item.keywords and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and -m gpu")
 
 

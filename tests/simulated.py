@@ -254,6 +254,20 @@ class Stream(torch.Stream):
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
+    def __enter__(self) -> Stream:
+        """Make it the current one, as torch's own do from 2.7 on."""
+        thread, index = SIM.thread, self.queue.device
+        thread.left.append((index, thread.streams.get(index), thread.device))
+        thread.streams[index], thread.device = self, index
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        index, before, SIM.thread.device = SIM.thread.left.pop()
+        if before is None:
+            del SIM.thread.streams[index]
+        else:
+            SIM.thread.streams[index] = before
+
     def wait_event(self, event: Event) -> None:
         SIM.object_to_capture(self)
         if event.mark is not None:
@@ -309,6 +323,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
+        self.left: list[tuple[int, Stream | None, int]] = []  # what is current again after a stream is
 
 
 def _index(device: Any) -> int:
@@ -384,19 +399,8 @@ class Module:
         finally:
             SIM.thread.device = before
 
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        index, streams = stream.queue.device, SIM.thread.streams
-        before, device = streams.get(index), SIM.thread.device
-        streams[index], SIM.thread.device = stream, index
-        try:
-            yield
-        finally:
-            SIM.thread.device = device
-            if before is None:
-                del streams[index]
-            else:
-                streams[index] = before
+    def stream(self, stream: Stream) -> Stream:
+        return stream
 
     def synchronize(self, device: Any = None) -> None:
         index = _index(device)
@@ -426,7 +430,7 @@ class Module:
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _VIEWS = {
     "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::set_.source_Storage_storage_offset",
-    "aten::set_.source_Tensor", "aten::unfold",
+    "aten::set_.source_Storage",    "aten::set_.source_Tensor", "aten::unfold",
 }  # fmt: skip
 
 
@@ -562,6 +566,8 @@ def _enqueue(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if made is not None:
         return made
     returned = [argument.name for argument in op._schema.arguments if argument.alias_info is not None]
+    if len(op._schema.returns) > 1:
+        return tuple(bound[name] for name in returned)
     return bound[returned[0]] if op._schema.returns else None
 
 
@@ -684,10 +690,6 @@ def _storage_words() -> tuple[int, int]:
 
 SIM = Simulation.__new__(Simulation)
 _library: torch.library.Library | None = None
-
-
-def is_installed() -> bool:
-    return _library is not None
 
 
 def install() -> Simulation:

@@ -77,6 +77,39 @@ def test_tensors_of_a_device_without_streams_are_copied_while_save_waits_and_non
     ]
 
 
+def test_a_device_that_publishes_no_more_than_is_needed_is_copied_from_beside_the_training(
+    tmp_path, sim, monkeypatch
+):
+    for name in (
+        "stream",
+        "current_device",
+        "get_rng_state",
+        "is_initialized",
+        "is_current_stream_capturing",
+    ):
+        monkeypatch.delattr(simulated.Module, name)
+    p = torch.nn.Parameter(torch.full((4 * ITEMS,), 3.0, device="sim"))
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    state = {"p": p, "rng": RngState("verl")}
+    with open_run(tmp_path, guard=optimizer) as ckpt:
+        ckpt.prewarm(state)
+        with sim.ahead():
+            handle = ckpt.save(state, step=1)
+            optimizer.step()
+            assert not handle.staging_completion.done()
+        handle.result()
+        async_ckpt.wrap(torch.save)(state["p"], str(tmp_path / "p.pt")).result()
+        loaded = ckpt.load(1)
+    assert bool((loaded["p"] == 3).all())
+    assert "sim" not in loaded["rng"]
+
+
+@pytest.mark.parametrize(("kind", "lacks"), [("cuda", False), ("xpu", False), ("mps", True)])
+def test_what_torch_publishes_of_each_maker_is_what_is_asked_for(kind, lacks):
+    assert bool(Backend.lacks(torch.get_device_module(kind))) is lacks
+
+
 def test_memory_is_page_locked_by_the_names_that_the_runtime_of_each_maker_has():
     called: list[tuple[Any, ...]] = []
     runtime = SimpleNamespace(

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 # What copies beside the training cannot do without.
-_NEEDED: Final = ("Stream", "Event", "current_stream", "stream", "device", "current_device")
+_NEEDED: Final = ("Stream", "Event", "current_stream", "device")
 # For a runtime without one of its own: nothing there page-locks memory.
 UNSUPPORTED: Final = -1
 
@@ -40,7 +40,8 @@ class Backend:
     @staticmethod
     def lacks(module: Any) -> list[str]:
         """What a device's module would need for copies beside the training, and has not."""
-        return [name for name in _NEEDED if not hasattr(module, name)]
+        enters = hasattr(module, "stream") or hasattr(getattr(module, "Stream", None), "__enter__")
+        return [name for name in _NEEDED if not hasattr(module, name)] + ([] if enters else ["stream"])
 
     # --- where this thread works --------------------------------------------------------------------------------
 
@@ -50,9 +51,10 @@ class Backend:
         return context
 
     def current_device(self) -> torch.device | None:
-        """The device that this thread works on; None in a process that has used none."""
+        """The device that this thread works on; None in a process that has used none, and where nobody tells."""
         is_initialized = getattr(self.module, "is_initialized", lambda: True)
-        return torch.device(self.kind, self.module.current_device()) if is_initialized() else None
+        asked = getattr(self.module, "current_device", None)
+        return None if asked is None or not is_initialized() else torch.device(self.kind, asked())
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph, which replays no hooks and takes no foreign events."""
@@ -73,7 +75,8 @@ class Backend:
         """Enqueue on this stream. The device is set around it, or leaving it on a thread that has none yet would make a
         context on the first one.
         """
-        with self.on_device(device), self.module.stream(stream):
+        enter = getattr(self.module, "stream", lambda entered: entered)  # which torch's own are from 2.7 on
+        with self.on_device(device), enter(stream):
             yield
 
     def timing_event(self) -> Any:

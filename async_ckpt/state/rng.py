@@ -123,29 +123,40 @@ def _put_torch(state: Any) -> None:
 
 
 def _module(kind: str) -> Any:
-    """`torch.cuda`, or the like; None where there is no such device."""
+    """`torch.cuda`, or the like; None where there is no such device, or nobody tells what its generators hold."""
     module = getattr(torch, kind, None)  # torch.npu is there once its package is imported
-    return module if module is not None and module.is_available() else None
+    return (
+        module if module is not None and hasattr(module, "get_rng_state") and module.is_available() else None
+    )
+
+
+def _of_process() -> tuple[str, Any] | None:
+    """The accelerator's kind, and its module."""
+    kind = accelerator()
+    module = None if kind is None else _module(kind)
+    return None if kind is None or module is None else (kind, module)
 
 
 def _get_current() -> Any:
-    kind = accelerator()
-    return None if kind is None else _module(kind).get_rng_state()
+    found = _of_process()
+    return None if found is None else found[1].get_rng_state()
 
 
-def _get_each(kind: str | None) -> Any:
+def _get_each(kind: str) -> Any:
     """The state of every device of a kind."""
-    module = None if kind is None else _module(kind)
+    module = _module(kind)
     if module is None:
         return None
     return [module.get_rng_state(*_where(kind, module, index)) for index in range(module.device_count())]
 
 
 def _get_all_in_use() -> Any:
-    kind = accelerator()
+    found = _of_process()
+    if found is None:
+        return None
+    kind, module = found
     # One that nobody has used yet would make a context on each device.
-    used = kind is not None and getattr(_module(kind), "is_initialized", lambda: True)()
-    return _get_each(kind) if used else None
+    return _get_each(kind) if getattr(module, "is_initialized", lambda: True)() else None
 
 
 def _get_all() -> Any:
@@ -157,7 +168,7 @@ def _get_all_by_name() -> Any:
     return None if states is None else {f"cuda:{index}": state for index, state in enumerate(states)}
 
 
-def _where(kind: str | None, module: Any, index: int) -> tuple[str, ...]:
+def _where(kind: str, module: Any, index: int) -> tuple[str, ...]:
     """What names a device to its module; the only one is not always asked by its number."""
     return () if module.device_count() == 1 else (f"{kind}:{index}",)
 

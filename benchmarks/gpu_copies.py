@@ -1,0 +1,176 @@
+"""From the device to the host: what enqueueing costs, how fast the bytes come, what a call of save takes of its thread.
+
+In: a bench. Out: rows by name. Knows nothing of: trainings, other parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from statistics import median
+from time import perf_counter, thread_time
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from .gpu_bench import Bench, CannotMeasureError, Found, Saves, on_stream
+from .limits import SEGMENT_BYTES
+from .setting import side_by_side
+from .workloads import tensors
+
+_GB: Final = 1e9
+_SMALL_BYTES: Final = 4096
+_BUSY_SECONDS: Final = 0.5
+# A call of copy_ takes microseconds, milliseconds when the machine is busy; one that waits for the kernel, most of its time.
+_BLOCKED_SECONDS: Final = 0.05
+_RUN_BYTES: Final = 256 * 2**20
+_RAW_BYTES: Final = 2**30
+# Of the thread that calls save, for each tensor.
+CPU_MICROSECONDS: Final = {"unguarded": 20.0, "guarded": 12.0}
+
+
+class _Calls(NamedTuple):
+    """The calls of copy_ behind one kernel: how many were pending before one blocked, and microseconds by how many."""
+
+    num_pending: int
+    microseconds: dict[str, list[float]]
+    """Median and longest of the calls with 1, 2 to 3, 4 to 7 … pending before them."""
+
+
+def latency(bench: Bench) -> Mapping[str, Found]:
+    """Small copies to pinned memory, enqueued behind a busy kernel, until one of the calls blocks."""
+    on_busy = [_enqueued(bench, on_other=False) for _ in bench.rounds()]
+    on_other = [_enqueued(bench, on_other=True) for _ in bench.rounds()]
+    num_gib = 16
+    wanted = _num_operations(num_gib * 2**30, num_gib * 64)
+    most = f"of at most {bench.setting.num_pending:,}"
+    return {
+        "gpu_pending": Found(
+            [(calls.num_pending, wanted) for calls in on_busy], most, {"calls": [c._asdict() for c in on_busy]}
+        ),
+        "gpu_pending_behind": Found(
+            [(calls.num_pending, wanted) for calls in on_other], most, {"calls": [c._asdict() for c in on_other]}
+        ),
+        "gpu_enqueue": Found([(calls.microseconds["1"][0], 10.0) for calls in on_busy]),
+    }  # fmt: skip
+
+
+def _enqueued(bench: Bench, *, on_other: bool) -> _Calls:
+    """On the stream that is busy; or on another one that waits for it, as a save's copies do."""
+    device, count = bench.device, bench.setting.num_pending
+    source = torch.ones(count * _SMALL_BYTES, dtype=torch.uint8, device=device.kind)
+    target = device.pinned(count * _SMALL_BYTES)
+    copies = list(zip(target.split(_SMALL_BYTES), source.split(_SMALL_BYTES), strict=True))
+    other = device.stream() if on_other else None
+    copies[0][0].copy_(copies[0][1], non_blocking=True)
+    device.synchronize()
+    device.busy(_BUSY_SECONDS)
+    ended = device.module.Event()
+    ended.record()
+    seconds = []
+    with nullcontext() if other is None else on_stream(device, other):
+        if other is not None:
+            other.wait_event(ended)
+        for into, of in copies:
+            begin = perf_counter()
+            into.copy_(of, non_blocking=True)
+            seconds.append(perf_counter() - begin)
+    was_busy = not ended.query()
+    device.synchronize()
+    blocked = next((n for n, taken in enumerate(seconds) if taken > _BLOCKED_SECONDS), None)
+    if blocked is None and not was_busy:
+        raise CannotMeasureError(f"the kernel of about {_BUSY_SECONDS} s ended first")
+    by_number: dict[str, list[float]] = {}
+    begin_at = 1
+    while begin_at < count:
+        some = [taken * 1e6 for taken in seconds[begin_at : 2 * begin_at]]
+        by_number[str(begin_at)] = [median(some), max(some)]
+        begin_at *= 2
+    return _Calls(count if blocked is None else blocked, by_number)
+
+
+def _num_operations(num_bytes: int, num_tensors: int) -> int:
+    """What a save is to enqueue at most: a copy of each tensor, and one more in each run of memory."""
+    return num_tensors + -(-num_bytes // _RUN_BYTES)
+
+
+def copies(bench: Bench, num_gib: int) -> Mapping[str, Found]:
+    """The bytes of a state by a save, and by copies to pinned memory that is there."""
+    bench.require_room(bench.gib(num_gib))
+    device = bench.device
+    state = tensors(bench.gib(num_gib), device=device.kind)
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    flat = torch.ones(min(num_bytes, _RAW_BYTES), dtype=torch.uint8, device=device.kind)
+    # As large as it can be without doubling what the state takes of the host.
+    pinned = device.pinned(flat.numel())
+    durable: list[float] = []
+
+    def saved() -> float:
+        device.synchronize()
+        begin = perf_counter()
+        handle = saves.begin()
+        handle.wait_staged()
+        seconds = perf_counter() - begin
+        durable.append(saves.end(handle).total_seconds)
+        return num_bytes / seconds / _GB
+
+    def copied() -> float:
+        device.synchronize()
+        begin = perf_counter()
+        for _ in range(num_bytes // flat.numel()):
+            pinned.copy_(flat, non_blocking=True)
+        device.synchronize()
+        return num_bytes // flat.numel() * flat.numel() / (perf_counter() - begin) / _GB
+
+    with Saves(bench.setting.folder / "run", {"model": state}) as saves:
+        saves.checkpointer.prewarm(saves.state)
+        copied()
+        pairs = side_by_side(bench.rounds(), saved, copied)
+    details = {"num_bytes": num_bytes, "durable_seconds": durable}
+    return {f"gpu_copy_{num_gib}": Found(pairs, details=details)}
+
+
+def calls(bench: Bench) -> Mapping[str, Found]:
+    """The call of save, with and without a guard: its seconds, those that its thread computes, what is enqueued."""
+    bench.require_room(bench.gib(4))
+    count = bench.setting.num_pending // 8
+    items = bench.gib(4) // count // 4
+    parameters = [torch.nn.Parameter(torch.rand(items, device=bench.device.kind)) for _ in range(count)]
+    # Without a state of its own: the parameters are all there is.
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    found: dict[str, Found] = {}
+    for kind, guard in (("unguarded", None), ("guarded", optimizer)):
+        found |= _calls(bench, kind, parameters, guard)
+    return found
+
+
+def _calls(bench: Bench, kind: str, parameters: list[torch.nn.Parameter], guard: Any) -> Mapping[str, Found]:
+    num_bytes = sum(parameter.nbytes for parameter in parameters)
+    seconds, processor = [], []
+    counted: dict[str, int] = {}
+    note = ""
+    with Saves(bench.setting.folder / kind, {"model": parameters}, {"guard": guard}) as saves:
+        saves.checkpointer.prewarm(saves.state)
+        saves.end(saves.begin())
+        for _ in bench.rounds():
+            bench.device.synchronize()
+            begin, own = perf_counter(), thread_time()
+            handle = saves.begin()
+            seconds.append(perf_counter() - begin)
+            processor.append(thread_time() - own)
+            saves.end(handle)
+        try:
+            with bench.device.operations() as counted:
+                handle = saves.begin()
+                handle.wait_staged()
+            saves.end(handle)
+        except CannotMeasureError as error:
+            note = f"not measured: {error}"
+    count = len(parameters)
+    allowed = 20e-3 * (count + -(-num_bytes // SEGMENT_BYTES))
+    enqueued = [(sum(counted.values()), _num_operations(num_bytes, count))] if not note else []
+    return {
+        f"gpu_call_{kind}": Found([(taken * 1e3, allowed) for taken in seconds]),
+        f"gpu_call_cpu_{kind}": Found([(taken * 1e6 / count, CPU_MICROSECONDS[kind]) for taken in processor]),
+        f"gpu_operations_{kind}": Found(enqueued, note, {"operations": counted}),
+    }
