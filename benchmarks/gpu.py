@@ -108,6 +108,10 @@ def _parts() -> dict[str, Part]:
             "gpu_pending_behind": _row("the same on a stream that waits for a busy one", "", pending, once),
             "gpu_enqueue": _row("the first copy_ behind a busy kernel", "µs", "fixed"),
         }),
+        "gpu_pinning": Part(20, gpu_copies.pinning, {
+            "gpu_pinning_run": _row("longest call of the training while a thread page-locks 1 GiB at once", "ms", "a time as long without", None),
+            "gpu_pinning_segment": _row("the same in parts of 32 MiB", "ms", "a time as long without", None),
+        }),
         "gpu_copy_1": Part(20, partial(gpu_copies.copies, num_gib=1), _copy_rows(1)),
         "gpu_copy_16": Part(75, partial(gpu_copies.copies, num_gib=16), _copy_rows(16)),
         "gpu_inflation": Part(25, partial(gpu_training.inflation, guarded=True), {

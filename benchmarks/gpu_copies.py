@@ -5,13 +5,20 @@ In: a bench. Out: rows by name. Knows nothing of: trainings, other parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, Final, NamedTuple
 
 import torch
+
+from async_ckpt.backends import claim_thread
+from async_ckpt.host.memory import Memory
+from async_ckpt.host.pool import MAX_RUN_BYTES
+from async_ckpt.spec import GIB
 
 from .gpu_bench import Bench, CannotMeasureError, Found, Saves, on_stream
 from .limits import SEGMENT_BYTES
@@ -53,6 +60,64 @@ def latency(bench: Bench) -> Mapping[str, Found]:
         ),
         "gpu_enqueue": Found([(calls.microseconds["1"][0], 10.0) for calls in on_busy]),
     }  # fmt: skip
+
+
+def pinning(bench: Bench) -> Mapping[str, Found]:
+    """The longest call of the training while another thread page-locks memory, at once or in small parts: the driver
+    may have calls wait meanwhile, which is what the size of the pool's runs rests on.
+    """
+    device = torch.device(bench.device.kind, bench.device.module.current_device())
+    sizes = {
+        "run": bench.gib(MAX_RUN_BYTES / GIB),
+        "segment": min(SEGMENT_BYTES, bench.gib(MAX_RUN_BYTES / GIB)),
+    }
+    target = torch.zeros(1, device=device)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sizes}
+    rates: dict[str, list[float]] = {name: [] for name in sizes}
+    for _ in bench.rounds():
+        for name, num_bytes in sizes.items():
+            memories = [Memory(num_bytes) for _ in range(sizes["run"] // num_bytes)]
+            for memory in memories:
+                memory.touch()
+            seconds: list[float] = []
+
+            def pin(memories: list[Memory] = memories, seconds: list[float] = seconds) -> None:
+                claim_thread()
+                begin = perf_counter()
+                codes = [memory.pin(device) for memory in memories]
+                seconds.append(perf_counter() - begin if not any(codes) else float("nan"))
+
+            thread = threading.Thread(target=pin)
+            thread.start()
+            beside = _longest_call(target, thread.is_alive)
+            thread.join()
+            alone = _longest_call(target, partial(_is_before, perf_counter() + seconds[0]))
+            bench.device.synchronize()
+            found[name].append((beside * 1e3, alone * 1e3))
+            rates[name].append(sizes["run"] / seconds[0] / _GB)
+            for memory in memories:
+                memory.free()
+    return {
+        f"gpu_pinning_{name}": Found(
+            pairs, f"{median(rates[name]):.1f} GB/s page-locked", {"rates": rates[name]}
+        )
+        for name, pairs in found.items()
+    }
+
+
+def _is_before(end: float) -> bool:
+    return perf_counter() < end
+
+
+def _longest_call(target: torch.Tensor, goes_on: Callable[[], bool]) -> float:
+    """Seconds of the longest of the calls that enqueue something small, one at least."""
+    longest = 0.0
+    while True:
+        begin = perf_counter()
+        target.add_(1)
+        longest = max(longest, perf_counter() - begin)
+        if not goes_on():
+            return longest
 
 
 def _enqueued(bench: Bench, *, on_other: bool) -> _Calls:
