@@ -375,7 +375,7 @@ class AsyncCheckpointer:
 
             weights = ckpt.load(100, select="model")["model"]
 
-        Raises NotCommittedError when there is no such step.
+        Raises NotCommittedError when there is no such step, and when the newest goes by another `naming`.
         """
 
         def build(parts: Sequence[Part]) -> Any:
@@ -388,7 +388,8 @@ class AsyncCheckpointer:
             return from_step(self._roots, step, build, verify=verify)
         found = from_newest(self._roots, build, verify=verify)
         if found is None:
-            raise NotCommittedError(f"{self.root}: nothing is committed yet", path=self.root, step=None)
+            told = "; ".join(self._roots.told_of_others()) or f"{self.root}: nothing is committed yet"
+            raise NotCommittedError(told, path=self.root, step=None)
         return found[1]
 
     def restore(
@@ -422,7 +423,7 @@ class AsyncCheckpointer:
             types: as for `async_ckpt.load`.
 
         Raises StateMismatchError before anything is written, CorruptCheckpointError, and NotCommittedError for a `step`
-        that is not committed.
+        that is not committed, and when the newest goes by another `naming` than this checkpointer's.
         """
 
         def put_back(parts: Sequence[Part]) -> None:
@@ -449,7 +450,7 @@ class AsyncCheckpointer:
             found = from_newest(self._roots, put_back, verify=bool(verify), passed_over=tell)
             if found is None:
                 for told in self._roots.told_of_others():
-                    warnings.warn(told, RuntimeWarning, stacklevel=2)
+                    warnings.warn(f"nothing was restored: {told}", RuntimeWarning, stacklevel=2)
                 self._saver.warm(state)
                 return None
             step = found[0]
