@@ -41,8 +41,8 @@ from .saving.targets import StepTarget
 from .spans import wall_time
 from .spec import Keep
 from .staging.guard import unwrapped
-from .staging.held import guard_beside
-from .state.held import Held
+from .staging.held import refuse_guard
+from .state.capture import Capture
 from .state.names import Select
 from .storage.place import Anywhere
 
@@ -209,17 +209,22 @@ class AsyncCheckpointer:
         if driver is not None:
             contents.driver = driver_of(driver, state, step=step)
 
+        def captured_as(captured: Capture) -> None:
+            if guard is not _INHERITED:
+                refuse_guard(captured.held, guard)
+            if select is None:  # what was saved in part is nothing to borrow from
+                contents.captured(captured)
+
         line, runs = self._line, self._roots.runs
         groups = [unchanged] if isinstance(unchanged, str) else unchanged
         handle = self._saver.save(
             lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs),
             lambda: [StepTarget(line, run, step, token, overwrite, plain, contents) for run in runs],
             select=select,
-            # What was saved in part is nothing to borrow from.
-            captured_as=contents.captured if select is None else lambda _: None,
+            captured_as=captured_as,
             step=step,
             needs=contents.lenders,
-            guard=self._guard_of(state, guard),
+            guard=self._guard if guard is _INHERITED else guard,
             rule=line.rule,
             skipped_path=runs[0].storage.locate(runs[0].folder(step)),
             unchanged_in=lambda digests: line.unchanged_in(digests, contents.borrowed_groups),
@@ -467,12 +472,6 @@ class AsyncCheckpointer:
         return step
 
     # --- parts ------------------------------------------------------------------------------------------------
-
-    def _guard_of(self, state: Any, guard: Any) -> Any:
-        """A snapshot was guarded when it was taken, or was not."""
-        if guard is not _INHERITED:
-            return guard_beside(state, guard)
-        return None if isinstance(state, Held) else self._guard
 
     def __repr__(self) -> str:
         steps = sorted({step for run in self._roots.runs for step in run.known_steps()})

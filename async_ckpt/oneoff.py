@@ -21,7 +21,7 @@ from .saving.targets import Compression, FileTarget
 from .saving.worker import get_worker
 from .spans import monotonic
 from .staging.guard import unwrapped
-from .staging.held import HeldSnapshot, guard_beside
+from .staging.held import HeldSnapshot, refuse_guard
 from .state.names import Select
 from .storage.place import Anywhere, written_at
 
@@ -63,7 +63,12 @@ def save(
             f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one"
         )
     return default.one_off_saver().save(
-        lambda: obj, lambda: [target], step=None, guard=guard_beside(obj, guard), select=select
+        lambda: obj,
+        lambda: [target],
+        step=None,
+        guard=guard,
+        select=select,
+        captured_as=lambda captured: refuse_guard(captured.held, guard),
     )
 
 

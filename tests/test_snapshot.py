@@ -291,13 +291,11 @@ def test_a_bare_tensor_and_a_list_are_states_too(tmp_path):
 
 
 def test_a_part_may_stand_in_a_state_beside_what_is_live(tmp_path):
-    model, optimizer = trained(8)
+    model, _ = trained(8)
     wanted, live = state_of(model), torch.ones(5)
     with async_ckpt.snapshot({"model": model, "other": 1}) as snap:
         spoil(model)
-        handle = async_ckpt.save(
-            {"model": snap["model"], "live": live, "epoch": 2}, tmp_path / "x.tar", guard=optimizer
-        )
+        handle = async_ckpt.save({"model": snap["model"], "live": live, "epoch": 2}, tmp_path / "x.tar")
     live.fill_(7)
     handle.result()
     loaded = async_ckpt.load(tmp_path / "x.tar")
@@ -369,15 +367,23 @@ def test_unchanged_goes_by_what_the_snapshot_saw(tmp_path):
 def test_a_guard_beside_a_snapshot_is_refused_and_that_of_the_run_is_left_aside(tmp_path):
     model, optimizer = trained()
     with open_run(tmp_path / "run", guard=optimizer) as ckpt, async_ckpt.snapshot({"model": model}) as snap:
+        part = {"model": snap["model"], "live": torch.ones(3)}
+        save = async_ckpt.wrap(torch.save, guard=optimizer)
         for use in (
             lambda: async_ckpt.save(snap, tmp_path / "x.tar", guard=optimizer),
+            lambda: async_ckpt.save(part, tmp_path / "x.tar", guard=optimizer),
             lambda: ckpt.save(snap, step=1, guard=optimizer),
+            lambda: ckpt.save(part, step=1, guard=[optimizer]),
             lambda: async_ckpt.export_hf(snap["model"], tmp_path / "hf", guard=optimizer),
+            lambda: save(snap, tmp_path / "x.pt"),
+            lambda: save(part, tmp_path / "x.pt"),
         ):
             with pytest.raises(ValueError, match="guard= was for the snapshot"):
                 use()
         ckpt.save(snap, step=1).result()
-        assert ckpt.steps() == [1]
+        ckpt.save(part, step=2).result()
+        assert ckpt.steps() == [1, 2]
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_a_snapshot_of_a_snapshot_is_refused():

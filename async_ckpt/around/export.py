@@ -26,7 +26,7 @@ from ..saving.handle import SaveHandle
 from ..spans import Spans
 from ..staging.device import dense_blocks
 from ..staging.guard import Optimizers, unwrapped
-from ..staging.held import guard_beside
+from ..staging.held import refuse_guard
 from ..state.dtypes import dtype_name
 from ..state.held import Held
 from ..storage.append import Appender
@@ -97,6 +97,7 @@ def export_hf(
     try:
         beside = {} if config_folder is None else _files_of(Path(config_folder))
         held = state_or_model if isinstance(state_or_model, Held) else None
+        refuse_guard([held] if held is not None else [], guard)
         weights = weights_of(state_or_model, beside)
         export = _Export(
             storage,
@@ -104,7 +105,7 @@ def export_hf(
             beside,
             max_shard_bytes,
             held,
-            unwrapped(guard_beside(held, guard)),
+            unwrapped(guard),
             spans,
             called,
         )

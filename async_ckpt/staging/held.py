@@ -6,6 +6,7 @@ In: a state. Out: its parts by name, until it is closed. Knows nothing of: what 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any, Self
 
@@ -79,8 +80,10 @@ class HeldSnapshot(Held):
         self.close()
 
 
-def guard_beside(state: Any, guard: Any) -> Any:
-    """The guard of a save. Raises ValueError for one beside a snapshot, whose copy was guarded, or was not."""
-    if isinstance(state, Held) and guard is not None:
-        raise ValueError("guard= was for the snapshot, which is taken already; leave it out here")
-    return guard
+def refuse_guard(held: Collection[Held], guard: Any) -> None:
+    """Raises ValueError for a guard beside snapshots, whose copies were guarded, or were not."""
+    if held and guard:
+        raise ValueError(
+            "guard= was for the snapshot, which is taken already; leave it out here, also where the snapshot is a part "
+            "of the state"
+        )
