@@ -194,6 +194,7 @@ def test_a_snapshot_that_is_torn_fails_all_who_read_it(tmp_path, no_copying):
             error = failed.exception()
             assert isinstance(error, TornSnapshotError)
             assert error.names == ("model.w.weight",)
+            assert "leave guard= out, or wait until all is copied: snap.completion.result()" in str(error)
         with pytest.raises(TornSnapshotError):
             snap["model"]["w.weight"]
         assert ckpt.steps() == []

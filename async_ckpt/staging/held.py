@@ -53,6 +53,7 @@ class HeldSnapshot(Held):
             crew=crew,
             clock=clock,
             max_bytes=max_bytes,
+            waited_for_by="snap.completion.result()",
         )
         self.num_bytes = copy.num_bytes
         # Of what it shares with its parts, so that none of them is left without its memory.

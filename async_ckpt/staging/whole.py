@@ -230,6 +230,7 @@ class HostCopy:
         crew: Crew,
         clock: Clock,
         max_bytes: int | None = None,
+        waited_for_by: str = "handle.wait_staged()",
     ) -> None:
         sources: dict[_Key, _Source] = {}
         of_each: list[_Source] = []
@@ -251,7 +252,7 @@ class HostCopy:
         owner = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer._map, buffer._begin)
         weakref.finalize(owner, memory.give_back, buffer, taken_bytes).atexit = False
         try:
-            self.snapshot = self._stage(parts, optimizers, crew, clock)
+            self.snapshot = self._stage(parts, optimizers, crew, clock, waited_for_by)
             self.tensors = _rebuilt(tensors, of_each, owner)
             # Whoever asked for them may lose interest while they are being filled.
             self.snapshot.keeps = self.tensors
@@ -259,7 +260,9 @@ class HostCopy:
             self.release()
             raise
 
-    def _stage(self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock) -> Snapshot:
+    def _stage(
+        self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock, waited_for_by: str
+    ) -> Snapshot:
         assert self._buffer is not None
         specs = [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts]
         sources = [part.tensor for part in parts]
@@ -280,6 +283,7 @@ class HostCopy:
             clock=clock,
             put=lambda _, lease: lease.release(),
             check=lambda: None,
+            waited_for_by=waited_for_by,
         )
 
     @property
