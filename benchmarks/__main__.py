@@ -44,6 +44,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "shapes": _shapes,
         "stores": _stores,
         "trace": lambda: Table({"trace": trace}),
+        "groups": _groups,
         "gpu": _gpu,
     }
 
@@ -90,6 +91,12 @@ def _gpu() -> Table:
     from . import compare, gpu
 
     return Table({"gpu": gpu.gpu, "gpu_comparison": gpu.gpu_comparison}, compare.PACKAGES)
+
+
+def _groups() -> Table:
+    from . import groups
+
+    return Table({"groups": groups.groups})
 
 
 def _growth() -> Table:
