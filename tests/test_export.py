@@ -244,8 +244,9 @@ def test_a_wrapped_model_is_exported_as_the_model_in_it(wrap, out, tmp_path):
 def test_a_submodule_that_is_really_called_so_keeps_its_name(out):
     """Wrappers are known by their class."""
     model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 3)})
-    async_ckpt.export_hf(torch.nn.DataParallel(model), out).result()
-    assert sorted(weights_in(out)) == ["module.bias", "module.weight"]
+    for given in (model, torch.nn.DataParallel(model)):
+        async_ckpt.export_hf(given, out).result()
+        assert sorted(weights_in(out)) == ["module.bias", "module.weight"]
 
 
 @pytest.mark.parametrize("wrap", [compiled, torch.nn.DataParallel], ids=["compiled", "parallel"])

@@ -110,13 +110,13 @@ def steps_of_verl(root: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "told"),
     [
-        (dcp_folder, r"there is a checkpoint of torch\.distributed\.checkpoint; load it by that"),
-        (dcp_steps, "there is checkpoint-2, checkpoint-1; another program has written that"),
+        (dcp_folder, r"the folder holds a checkpoint of torch\.distributed\.checkpoint; load it by that"),
+        (dcp_steps, "the folder holds checkpoint-2, checkpoint-1; another program has written that"),
         (
             weights,
-            r"there is safetensors files, which async_ckpt\.load reads; load one .* model\.safetensors",
+            r"the folder holds safetensors files, which async_ckpt\.load reads; load one .* model\.safetensors",
         ),
-        (steps_of_verl, "there is global_step_7; another program has written that"),
+        (steps_of_verl, "the folder holds global_step_7; another program has written that"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")

@@ -51,7 +51,7 @@ class Roots:
                 there = run.written_by_others()
                 if there is not None:
                     told.append(
-                        f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but there is "
+                        f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but the folder holds "
                         f"{there}"
                     )
         return told
