@@ -32,6 +32,7 @@ from .runs.naming import Naming
 from .saving.handle import SaveHandle
 from .saving.policy import Due
 from .spec import Keep
+from .staging.held import HeldSnapshot
 from .state.rng import RngState
 from .storage.compressed import Zstd
 from .storage.place import Place
@@ -43,6 +44,7 @@ __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "Due",
+    "HeldSnapshot",
     "Keep",
     "Naming",
     "NotCommittedError",

@@ -41,8 +41,8 @@ from .saving.targets import StepTarget
 from .spans import wall_time
 from .spec import Keep
 from .staging.guard import unwrapped
-from .staging.held import guard_beside
-from .state.held import Held
+from .staging.held import refuse_guard
+from .state.capture import Capture
 from .state.names import Select
 from .storage.place import Anywhere
 
@@ -209,17 +209,22 @@ class AsyncCheckpointer:
         if driver is not None:
             contents.driver = driver_of(driver, state, step=step)
 
+        def captured_as(captured: Capture) -> None:
+            if guard is not _INHERITED:
+                refuse_guard(captured.held, guard)
+            if select is None:  # what was saved in part is nothing to borrow from
+                contents.captured(captured)
+
         line, runs = self._line, self._roots.runs
         groups = [unchanged] if isinstance(unchanged, str) else unchanged
         handle = self._saver.save(
             lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs),
             lambda: [StepTarget(line, run, step, token, overwrite, plain, contents) for run in runs],
             select=select,
-            # What was saved in part is nothing to borrow from.
-            captured_as=contents.captured if select is None else lambda _: None,
+            captured_as=captured_as,
             step=step,
             needs=contents.lenders,
-            guard=self._guard_of(state, guard),
+            guard=self._guard if guard is _INHERITED else guard,
             rule=line.rule,
             skipped_path=runs[0].storage.locate(runs[0].folder(step)),
             unchanged_in=lambda digests: line.unchanged_in(digests, contents.borrowed_groups),
@@ -375,7 +380,7 @@ class AsyncCheckpointer:
 
             weights = ckpt.load(100, select="model")["model"]
 
-        Raises NotCommittedError when there is no such step.
+        Raises NotCommittedError when there is no such step, and when the newest goes by another `naming`.
         """
 
         def build(parts: Sequence[Part]) -> Any:
@@ -388,7 +393,8 @@ class AsyncCheckpointer:
             return from_step(self._roots, step, build, verify=verify)
         found = from_newest(self._roots, build, verify=verify)
         if found is None:
-            raise NotCommittedError(f"{self.root}: nothing is committed yet", path=self.root, step=None)
+            told = "; ".join(self._roots.told_of_others()) or f"{self.root}: nothing is committed yet"
+            raise NotCommittedError(told, path=self.root, step=None)
         return found[1]
 
     def restore(
@@ -422,7 +428,7 @@ class AsyncCheckpointer:
             types: as for `async_ckpt.load`.
 
         Raises StateMismatchError before anything is written, CorruptCheckpointError, and NotCommittedError for a `step`
-        that is not committed.
+        that is not committed, and when the newest goes by another `naming` than this checkpointer's.
         """
 
         def put_back(parts: Sequence[Part]) -> None:
@@ -449,7 +455,7 @@ class AsyncCheckpointer:
             found = from_newest(self._roots, put_back, verify=bool(verify), passed_over=tell)
             if found is None:
                 for told in self._roots.told_of_others():
-                    warnings.warn(told, RuntimeWarning, stacklevel=2)
+                    warnings.warn(f"nothing was restored: {told}", RuntimeWarning, stacklevel=2)
                 self._saver.warm(state)
                 return None
             step = found[0]
@@ -466,12 +472,6 @@ class AsyncCheckpointer:
         return step
 
     # --- parts ------------------------------------------------------------------------------------------------
-
-    def _guard_of(self, state: Any, guard: Any) -> Any:
-        """A snapshot was guarded when it was taken, or was not."""
-        if guard is not _INHERITED:
-            return guard_beside(state, guard)
-        return None if isinstance(state, Held) else self._guard
 
     def __repr__(self) -> str:
         steps = sorted({step for run in self._roots.runs for step in run.known_steps()})

@@ -20,8 +20,9 @@ from .saving.handle import SaveHandle
 from .saving.targets import Compression, FileTarget
 from .saving.worker import get_worker
 from .spans import monotonic
+from .spec import whole_bytes
 from .staging.guard import unwrapped
-from .staging.held import HeldSnapshot, guard_beside
+from .staging.held import HeldSnapshot, refuse_guard
 from .state.names import Select
 from .storage.place import Anywhere, written_at
 
@@ -63,7 +64,12 @@ def save(
             f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one"
         )
     return default.one_off_saver().save(
-        lambda: obj, lambda: [target], step=None, guard=guard_beside(obj, guard), select=select
+        lambda: obj,
+        lambda: [target],
+        step=None,
+        guard=guard,
+        select=select,
+        captured_as=lambda captured: refuse_guard(captured.held, guard),
     )
 
 
@@ -82,20 +88,19 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
     Args:
         state: as for `save`. Storages are copied whole, so a view of a large one takes as much memory.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: as for `save`.
-        host_bytes: the most that this snapshot may take, together with those that are still open; by default half of the
-            free memory. What a reader still holds of a closed one is not counted.
+        host_bytes: the most that this snapshot may take, together with all others that are open, or still read; by default
+            half of the free memory.
 
-    The time that this call takes is in no report of its readers.
+    A guard is for the snapshot: `guard=` beside it, or beside a state that it is a part of, is an error. The time for
+    which this held the caller is `snap.stall_seconds`; it is in no report of the readers.
 
-    Raises UnsupportedStateError as `save` does, MemoryError when there is not enough memory, ClosedError at the end of
-    the interpreter. A snapshot that is not closed is let go of when nobody refers to it any more.
+    Raises UnsupportedStateError as `save` does, MemoryError when there is not enough memory, ValueError for a
+    `host_bytes` that is no size, TypeError for two classes of one name, and ClosedError at the end of the interpreter. A snapshot that is not closed is let go of when nobody refers to it any more.
     """
-    if host_bytes is not None and (isinstance(host_bytes, bool) or not isinstance(host_bytes, int | float)):
-        raise ValueError(f"host_bytes must be a number of bytes, such as 4 * 2**30, got {host_bytes!r}")
     held = HeldSnapshot(
         state,
         optimizers=unwrapped(guard),
-        max_bytes=None if host_bytes is None else int(host_bytes),
+        max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
         memory=default.held_memory(),
         crew=get_worker().copiers,
         clock=monotonic,

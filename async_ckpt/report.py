@@ -69,7 +69,7 @@ class SaveReport:
 
     `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the commit
     before, if this checkpointer made it. All of them are named when a training stands still, or a snapshot is stale.
-    Tensors at the top level are one group, "model" or "state". A group of several MiB that has moved in the archive,
+    Tensors at the top level are one group, "model" or "state"; tied tensors belong to each group that has them. A group of several MiB that has moved in the archive,
     because what comes before it has grown, is not compared.
     """
 

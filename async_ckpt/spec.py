@@ -153,6 +153,13 @@ def _is_best(best: object) -> bool:
     return isinstance(metric, str) and mode in ("min", "max") and isinstance(count, int) and count >= 1
 
 
+def whole_bytes(name: str, given: Any) -> int:
+    """A size that the user gives. Raises ValueError for what is none."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < inf:
+        raise ValueError(f"{name} must be a number of bytes above 0, such as 4 * 2**30, got {given!r}")
+    return int(given)
+
+
 def align_up(value: int, to: int) -> int:
     """The smallest multiple of `to` that is not below `value`."""
     return -(-value // to) * to

@@ -47,6 +47,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "shapes": _shapes,
         "stores": _stores,
         "trace": lambda: Table({"trace": trace}),
+        "groups": _groups,
         "gpu": _gpu,
     }
 
@@ -93,6 +94,12 @@ def _gpu() -> Table:
     from . import gpu
 
     return Table(gpu.measures(), gpu.PACKAGES, gpu.CLOSING)
+
+
+def _groups() -> Table:
+    from . import groups
+
+    return Table({"groups": groups.groups})
 
 
 def _growth() -> Table:

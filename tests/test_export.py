@@ -233,11 +233,30 @@ def test_a_wrapped_model_is_exported_as_the_model_in_it(wrap, out, tmp_path):
     wanted = state_of(model)
     model.transformer.h[1] = compiled(model.transformer.h[1])
     async_ckpt.export_hf(wrap(model), out).result()
-    async_ckpt.export_hf(wrap(model).state_dict(), tmp_path / "state", out).result()
+    with async_ckpt.snapshot({"model": wrap(model)}) as snap:
+        async_ckpt.export_hf(snap["model"], tmp_path / "held").result()
 
-    assert_loads(out, wanted, transformers.GPT2LMHeadModel)
-    assert json.loads((out / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
-    assert_same(weights_in(tmp_path / "state"), weights_in(out))
+    for folder in (out, tmp_path / "held"):
+        assert_loads(folder, wanted, transformers.GPT2LMHeadModel)
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+
+
+def test_a_submodule_that_is_really_called_so_keeps_its_name(out):
+    """Wrappers are known by their class."""
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 3)})
+    for given in (model, torch.nn.DataParallel(model)):
+        async_ckpt.export_hf(given, out).result()
+        assert sorted(weights_in(out)) == ["module.bias", "module.weight"]
+
+
+@pytest.mark.parametrize("wrap", [compiled, torch.nn.DataParallel], ids=["compiled", "parallel"])
+def test_the_names_of_a_mapping_are_written_as_they_are_and_warned_of_if_they_look_wrapped(wrap, out):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    state = wrap(model).state_dict()
+    with pytest.warns(RuntimeWarning, match="look like those of a wrapped model"):
+        async_ckpt.export_hf(state, out).result()
+    assert_same(weights_in(out), dict(state))
+    async_ckpt.export_hf({"a": torch.ones(2), "module.b": torch.ones(2)}, out).result()
 
 
 def test_every_dtype_that_safetensors_knows_keeps_every_bit(out):

@@ -377,7 +377,7 @@ def test_a_buffer_may_come_back_in_the_middle_of_anything(memory, crew):
     """Finalizers run wherever Python collects garbage: also where the lock is held."""
     segment = memory.take(1000, device=None, crew=crew)
     memory.returned(1000)
-    giving = threading.Thread(target=memory.give_back, args=(segment,), daemon=True)
+    giving = threading.Thread(target=memory.give_back, args=(segment, 1000), daemon=True)
     with memory._changed:
         giving.start()
         giving.join(60)

@@ -16,6 +16,7 @@ NAMES = [
     "CheckpointError",
     "CorruptCheckpointError",
     "Due",
+    "HeldSnapshot",
     "Keep",
     "Naming",
     "NotCommittedError",

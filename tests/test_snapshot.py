@@ -20,7 +20,7 @@ import numpy
 import pytest
 import torch
 from exported import assert_same, gpt2, spoil, state_of, weights_in
-from racing import Call, Gate
+from racing import Call, Gate, until
 from states import MIB, difference, open_run
 
 import async_ckpt
@@ -131,6 +131,17 @@ def test_an_export_knows_the_config_and_the_ties_of_the_model_that_the_snapshot_
             assert json.loads((tmp_path / name / "config.json").read_text())["model_type"] == "gpt2"
 
 
+def test_an_export_of_a_part_that_is_found_from_the_end_of_a_list_knows_its_model(tmp_path):
+    with async_ckpt.snapshot({"models": [torch.nn.Linear(2, 2), gpt2()]}) as snap:
+        with pytest.raises(ReferenceError, match=r"models\.1 is a snapshot of was deleted; keep it"):
+            async_ckpt.export_hf(snap["models"][-1], tmp_path / "hf")
+        assert not (tmp_path / "hf").exists()
+    model = gpt2()
+    with async_ckpt.snapshot({"models": [torch.nn.Linear(2, 2), model]}) as snap:
+        async_ckpt.export_hf(snap["models"][-1], tmp_path / "hf").result()
+    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "gpt2"
+
+
 def test_an_export_of_a_snapshot_of_a_state_dict_has_its_names(tmp_path):
     weights = {"a": torch.ones(3), "b": torch.zeros(2)}
     with async_ckpt.snapshot({"weights": weights, "step": 1}) as snap:
@@ -166,6 +177,8 @@ def test_what_is_read_first_does_not_wait_for_what_is_still_copied(tmp_path, no_
 
 
 def test_a_snapshot_that_is_torn_fails_all_who_read_it(tmp_path, no_copying):
+    gc.collect()
+    before = lent_bytes()
     model, optimizer = trained(8)
     with open_run(tmp_path / "run") as ckpt, async_ckpt.snapshot({"model": model}, guard=optimizer) as snap:
         handles = [
@@ -181,12 +194,15 @@ def test_a_snapshot_that_is_torn_fails_all_who_read_it(tmp_path, no_copying):
             error = failed.exception()
             assert isinstance(error, TornSnapshotError)
             assert error.names == ("model.w.weight",)
+            assert "leave guard= out, or wait until all is copied: snap.completion.result()" in str(error)
         with pytest.raises(TornSnapshotError):
             snap["model"]["w.weight"]
         assert ckpt.steps() == []
         with pytest.raises(TornSnapshotError):  # also who comes later
             async_ckpt.save(snap, tmp_path / "x.tar").result()
 
+    gc.collect()
+    assert lent_bytes() == before  # though the handles are here, and the error that all of them have
     assert not (tmp_path / "x.tar").exists()
     assert not (tmp_path / "x.pt").exists()
     assert not (tmp_path / "outer").exists() or os.listdir(tmp_path / "outer") == []
@@ -277,9 +293,78 @@ def test_it_is_indexed_by_name():
         for part, key in ((snap, "other"), (snap["list"], 2), (snap["list"], "x"), (snap["model"], 0)):
             with pytest.raises(KeyError, match="is not in"):
                 part[key]
-        with pytest.raises(TypeError, match="no keys"):
+        with pytest.raises(TypeError, match="have no names"):
             snap["list"].keys()
     assert "closed" in repr(snap)
+
+
+def test_the_entries_of_a_list_are_found_from_its_end_and_what_has_none_says_so(tmp_path):
+    state = {"list": [torch.nn.Linear(2, 3), torch.ones(2)], "w": torch.ones(3)}
+    with async_ckpt.snapshot(state) as snap, async_ckpt.snapshot(torch.ones(3)) as alone:
+        layers = snap["list"]
+        assert torch.equal(layers[-1], torch.ones(2))
+        assert layers[-2].module is layers[numpy.int64(0)].module is state["list"][0]
+        for key in (-3, 2, slice(0, 1), "x", 0.0):
+            with pytest.raises(KeyError, match="is not in list; there are 2 entries"):
+                layers[key]
+        for ask in (
+            lambda: alone[0],
+            alone.keys,
+            lambda: len(alone),
+            lambda: list(alone),
+            lambda: 0 in alone,
+        ):
+            with pytest.raises(TypeError, match="the state is one value, without parts"):
+                ask()
+        for ask in (lambda: torch.ones(2) in layers, layers.keys):
+            with pytest.raises(TypeError, match="list is a list, whose entries have no names"):
+                ask()
+        assert torch.ones(3) not in snap
+        assert torch.equal(alone.state_dict(), torch.ones(3))
+
+
+def test_what_one_reader_does_to_what_it_is_given_no_other_sees(tmp_path):
+    """Containers, sets, objects that were pickled, the metadata of modules: all but the tensors."""
+    state = {"object": Thing([1]), "set": {1}, "list": [1], "model": torch.nn.Linear(2, 2)}
+
+    def spoil_and_save(given: Any, path: str) -> None:
+        given["object"].inner.append(2)
+        given["set"].add(2)
+        given["list"].append(2)
+        torch.nn.Linear(2, 2).load_state_dict(given["model"], assign=True)
+        Path(path).write_text("done")
+
+    with async_ckpt.snapshot(state) as snap:
+        before = snap.state_dict()
+        async_ckpt.wrap(spoil_and_save)(snap, str(tmp_path / "x")).result()
+        snap["object"].inner.append(3)
+        after = snap.state_dict()
+        async_ckpt.save(snap, tmp_path / "x.tar").result()
+    loaded = async_ckpt.load(tmp_path / "x.tar", trust=True)
+
+    for seen in (before, after, loaded):
+        assert (seen["object"].inner, seen["set"], seen["list"]) == ([1], {1}, [1])
+        assert seen["model"]._metadata == state["model"].state_dict()._metadata
+    assert before["object"] is not after["object"]
+
+
+def test_two_classes_of_one_name_are_refused_before_anything_is_copied(tmp_path):
+    def of_a_name() -> type:
+        @dataclasses.dataclass
+        class Local:
+            x: int
+
+        return Local
+
+    one, other = of_a_name(), of_a_name()
+    before = lent_bytes()
+    with pytest.raises(TypeError, match=r"two classes are called .*Local, and only the name is saved"):
+        async_ckpt.snapshot({"a": one(1), "b": other(2), "w": torch.ones(1000)})
+    assert lent_bytes() == before
+    async_ckpt.save({"a": one(1)}, tmp_path / "x.tar").result()
+    with pytest.raises(TypeError, match="two classes are called"):
+        async_ckpt.load(tmp_path / "x.tar", types=[one, other])
+    assert async_ckpt.load(tmp_path / "x.tar", types=[one, one])["a"] == one(1)
 
 
 def test_a_bare_tensor_and_a_list_are_states_too(tmp_path):
@@ -291,13 +376,11 @@ def test_a_bare_tensor_and_a_list_are_states_too(tmp_path):
 
 
 def test_a_part_may_stand_in_a_state_beside_what_is_live(tmp_path):
-    model, optimizer = trained(8)
+    model, _ = trained(8)
     wanted, live = state_of(model), torch.ones(5)
     with async_ckpt.snapshot({"model": model, "other": 1}) as snap:
         spoil(model)
-        handle = async_ckpt.save(
-            {"model": snap["model"], "live": live, "epoch": 2}, tmp_path / "x.tar", guard=optimizer
-        )
+        handle = async_ckpt.save({"model": snap["model"], "live": live, "epoch": 2}, tmp_path / "x.tar")
     live.fill_(7)
     handle.result()
     loaded = async_ckpt.load(tmp_path / "x.tar")
@@ -369,15 +452,23 @@ def test_unchanged_goes_by_what_the_snapshot_saw(tmp_path):
 def test_a_guard_beside_a_snapshot_is_refused_and_that_of_the_run_is_left_aside(tmp_path):
     model, optimizer = trained()
     with open_run(tmp_path / "run", guard=optimizer) as ckpt, async_ckpt.snapshot({"model": model}) as snap:
+        part = {"model": snap["model"], "live": torch.ones(3)}
+        save = async_ckpt.wrap(torch.save, guard=optimizer)
         for use in (
             lambda: async_ckpt.save(snap, tmp_path / "x.tar", guard=optimizer),
+            lambda: async_ckpt.save(part, tmp_path / "x.tar", guard=optimizer),
             lambda: ckpt.save(snap, step=1, guard=optimizer),
+            lambda: ckpt.save(part, step=1, guard=[optimizer]),
             lambda: async_ckpt.export_hf(snap["model"], tmp_path / "hf", guard=optimizer),
+            lambda: save(snap, tmp_path / "x.pt"),
+            lambda: save(part, tmp_path / "x.pt"),
         ):
             with pytest.raises(ValueError, match="guard= was for the snapshot"):
                 use()
         ckpt.save(snap, step=1).result()
-        assert ckpt.steps() == [1]
+        ckpt.save(part, step=2).result()
+        assert ckpt.steps() == [1, 2]
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_a_snapshot_of_a_snapshot_is_refused():
@@ -392,7 +483,7 @@ def test_it_is_not_pickled_or_copied_by_accident(tmp_path):
         torch.save(snap, tmp_path / "x.pt")
 
 
-@pytest.mark.parametrize("wrong", ["4 GiB", True, object()])
+@pytest.mark.parametrize("wrong", ["4 GiB", "3", True, object(), -1, 0, float("nan"), float("inf")])
 def test_a_budget_that_is_no_number_is_refused(wrong):
     with pytest.raises(ValueError, match="host_bytes must be a number of bytes"):
         async_ckpt.snapshot({"a": torch.ones(3)}, host_bytes=wrong)
@@ -403,10 +494,55 @@ def test_a_snapshot_that_is_too_large_for_its_budget_is_an_error_at_the_call():
     with pytest.raises(MemoryError, match=r"needs 3,145,728 bytes, and host_bytes allows 3,145,727;"):
         async_ckpt.snapshot(state, host_bytes=3 * MIB - 1)
     with async_ckpt.snapshot(state, host_bytes=3 * MIB):
-        with pytest.raises(MemoryError, match=r"beside 3,145,728 that open snapshots hold"):
+        with pytest.raises(MemoryError, match=r"beside 3,145,728 of others, open or still read"):
             async_ckpt.snapshot(state, host_bytes=5 * MIB)
         async_ckpt.snapshot(state, host_bytes=6 * MIB).close()
     async_ckpt.snapshot(state, host_bytes=3 * MIB).close()
+
+
+def test_what_a_reader_still_holds_of_a_closed_one_is_counted(tmp_path):
+    state = {"a": torch.ones(3 * MIB // 4)}
+    gate = Gate()
+
+    def write(state: Any, path: str) -> None:
+        gate.passed()
+        Path(path).write_text("done")
+
+    snap = async_ckpt.snapshot(state, host_bytes=3 * MIB)
+    handle = async_ckpt.wrap(write)(snap, str(tmp_path / "x"))
+    kept = snap["a"]
+    gate.wait_reached()
+    snap.close()
+    for told in ("a reader", "a tensor"):
+        with pytest.raises(MemoryError, match=r"beside 3,145,728 of others"):
+            async_ckpt.snapshot(state, host_bytes=5 * MIB)
+        if told == "a reader":
+            gate.open()
+            handle.result()
+    del kept
+    async_ckpt.snapshot(state, host_bytes=3 * MIB).close()
+
+
+def test_its_stall_is_the_call_and_the_guard(no_copying, monkeypatch):
+    model, optimizer = trained(8)
+    now = [0.0]
+    monkeypatch.setattr(async_ckpt.oneoff, "monotonic", lambda: now[0])
+    look = Snapshot._look_at_tensors
+
+    def slowly(snapshot: Snapshot) -> None:
+        now[0] += 3
+        look(snapshot)
+
+    monkeypatch.setattr(Snapshot, "_look_at_tensors", slowly)
+    with async_ckpt.snapshot({"model": model}, guard=optimizer) as snap:
+        assert snap.stall_seconds == 3
+        stepping = Call(optimizer.step)
+        stepping.wait_until_inside("hold")
+        until(lambda: bool(snap._copy.snapshot._held_since))
+        now[0] += 4
+        no_copying.set()
+        stepping.outcome()
+        assert snap.stall_seconds == 7
 
 
 def test_without_a_budget_it_is_what_is_free_of_the_memory(monkeypatch):
@@ -553,6 +689,13 @@ def test_a_wrapped_function_waits_for_the_copy_and_sees_plain_containers(tmp_pat
     handle.result()
 
     assert seen == [(dict, type(model.state_dict()), wanted, ["w.weight", "v.weight", "v.bias"])]
+
+
+class Thing:
+    """What only a pickle takes."""
+
+    def __init__(self, inner: list[int]) -> None:
+        self.inner = inner
 
 
 class Colour(enum.Enum):

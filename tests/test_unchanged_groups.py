@@ -39,6 +39,8 @@ def files(draw: Any) -> tuple[int, dict[str, list[Extent]]]:
     for extent in extents:
         groups.setdefault(draw(st.sampled_from("abcd-")), []).append(extent)
     groups.pop("-", None)  # what belongs to no group
+    tied = draw(st.sampled_from(extents))  # a group may have the first tensors of another one, too
+    groups["tied"] = [Extent(tied.offset, draw(st.integers(1, tied.length)))]
     return file_bytes, groups
 
 
@@ -91,6 +93,33 @@ def test_a_report_names_the_groups_whose_bytes_are_those_of_the_commit_before(tm
         state["tensor"][0] = 7
         assert unchanged(4) == ("ref",)
         assert unchanged(5) == ("model", "policy", "ref")
+
+
+def test_a_group_is_compared_with_the_tensors_that_it_shares_with_others(tmp_path):
+    """They are stored once, in the group that comes first; one group here has no others."""
+    policy, own = torch.nn.Linear(1024, 1024), torch.ones(3)
+    state = {
+        "policy": policy,
+        "actor": policy,
+        "head": {"tied": policy.bias, "own": own},
+        "tied": policy.weight,
+        "other": {"w": torch.ones(5)},
+    }
+    with open_run(tmp_path) as ckpt:
+
+        def unchanged(step: int) -> tuple[str, ...]:
+            return ckpt.save(state, step=step).result().unchanged_groups
+
+        assert unchanged(1) == ()
+        assert unchanged(2) == ("actor", "head", "model", "other", "policy")
+        own.add_(1)
+        assert unchanged(3) == ("actor", "model", "other", "policy")
+        with torch.no_grad():
+            policy.bias.add_(1)
+        assert unchanged(4) == ("model", "other")
+        with torch.no_grad():
+            policy.weight[-1, -1] += 1
+        assert unchanged(5) == ("head", "other")
 
 
 def test_plain_values_that_grow_a_little_every_time_hide_nothing(tmp_path):

@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import os
+import pickle
 import sys
 import threading
 import types
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint
 from racing import Call, Thrown
 from states import MIB
 from wrapped import loaded, names, records, save_text
@@ -154,10 +156,23 @@ def test_what_does_not_write_when_it_is_called_cannot_be_wrapped(fn):
         wrap(fn)
 
 
-@pytest.mark.parametrize("fn", [torch.load, np.load, async_ckpt.load])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        torch.load, torch.jit.load, torch.distributed.checkpoint.load, np.load, json.load, pickle.load,
+        safetensors.torch.load_file, async_ckpt.load, functools.partial(functools.partial(torch.load), weights_only=True),
+    ],
+)  # fmt: skip
 def test_a_function_that_reads_cannot_be_wrapped(fn):
-    with pytest.raises(TypeError, match="load reads, and wrap is for functions that write"):
+    with pytest.raises(TypeError, match=r"load\w* reads, and wrap is for functions that write"):
         wrap(fn)
+
+
+def test_the_methods_that_read_a_run_cannot_be_wrapped(tmp_path):
+    with async_ckpt.AsyncCheckpointer(tmp_path) as ckpt:
+        for fn in (ckpt.load, ckpt.restore):
+            with pytest.raises(TypeError, match=r"AsyncCheckpointer\.\w+ reads, and wrap is for functions"):
+                wrap(fn)
 
 
 def test_arguments_that_are_swapped_are_told_apart_at_once(tmp_path):
@@ -172,9 +187,10 @@ def test_arguments_that_are_swapped_are_told_apart_at_once(tmp_path):
     assert torch.load(path) == path
 
 
-@pytest.mark.parametrize("value", ["out.pt", 3, {"w": 1}])
+@pytest.mark.parametrize("value", ["out.pt", 3, {"w": 1}, None])
 def test_what_is_no_function_cannot_be_wrapped(value):
-    with pytest.raises(TypeError, match=r"wrap takes a function, not a .*; write wrap"):
+    told = "None" if value is None else f"a {type(value).__name__}"
+    with pytest.raises(TypeError, match=f"wrap takes a function, not {told}; pass the function itself"):
         wrap(value)
 
 

@@ -36,7 +36,17 @@ async def once(path: Path) -> async_ckpt.SaveReport:
     return await async_ckpt.save({"w": torch.ones(3)}, path)
 
 
+def read(snap: async_ckpt.HeldSnapshot, path: str) -> async_ckpt.SaveHandle:
+    return async_ckpt.save(snap, path)
+
+
 save = async_ckpt.wrap(torch.save)
+
+
+@async_ckpt.wrap(destination="path")
+def save_text(text: str, path: Path) -> None:
+    path.write_text(text)
+
 
 if __name__ == "__main__":
     print(train(Path("runs")))
@@ -44,7 +54,8 @@ if __name__ == "__main__":
     print(report.num_bytes, report.bandwidth > 0, report.as_dict("a/")["a/num_bytes"])
     save({"w": torch.ones(3)}, "x.pt").result()
     with async_ckpt.snapshot({"w": torch.ones(3)}) as snap:
-        async_ckpt.save(snap, "y.tar").result(timeout=60)
+        read(snap, "y.tar").result(timeout=60)
+        save_text("y", Path("y.txt")).result(timeout=60)
         print(snap["w"].sum())
     with async_ckpt.pack("z.tar") as folder:
         (folder / "a").write_text("b")

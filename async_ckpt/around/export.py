@@ -26,7 +26,7 @@ from ..saving.handle import SaveHandle
 from ..spans import Spans
 from ..staging.device import dense_blocks
 from ..staging.guard import Optimizers, unwrapped
-from ..staging.held import guard_beside
+from ..staging.held import refuse_guard
 from ..state.dtypes import dtype_name
 from ..state.held import Held
 from ..storage.append import Appender
@@ -60,8 +60,8 @@ def export_hf(
 ) -> SaveHandle:
     """Write a model as a folder that `from_pretrained` loads; returns a handle at once.
 
-    One `model.safetensors`, or shards with their index, under the names that `save_pretrained` gives, without what
-    `torch.compile` and DistributedDataParallel put before them. Weights that the model ties are written once. Of a
+    One `model.safetensors`, or shards with their index, under the names that `save_pretrained` gives: those of the plain
+    model, also of one that is wrapped (DDP, DataParallel, FSDP1, `torch.compile`). Weights that the model ties are written once. Of a
     PEFT model, or of LoRA weights with an `adapter_config.json` in `config_folder`, it is the adapter in use:
     `adapter_model.safetensors`. The weights may change as soon as the call returns.
 
@@ -76,8 +76,9 @@ def export_hf(
             async_ckpt.export_hf(snap["model"], "hf")
 
     Args:
-        state_or_model: a module, a flat mapping of names to tensors, which are then written as they are called, or one of
-            these in a snapshot.
+        state_or_model: a module; a flat mapping of names to tensors; or one of these in a snapshot. The names of a mapping
+            are written as they are, so it must be the state dict of the plain model. A warning says when they look
+            otherwise. A module knows its config and which weights it ties; a mapping does not.
         destination: a folder, or the URL of one.
         config_folder: whose files (config, tokenizer, generation config, chat templates; no weights, no other folders)
             are put beside the weights. They win over what the model knows of its own config.
@@ -85,7 +86,8 @@ def export_hf(
         guard: as for `save`.
 
     Raises UnsupportedStateError for what is no plain tensor, or of a dtype that safetensors does not know, and
-    NotADirectoryError for a `config_folder` or destination that is none. A model is not put beside an adapter, which
+    NotADirectoryError for a `config_folder` or destination that is none, and ReferenceError for a snapshot whose module
+    was deleted. A model is not put beside an adapter, which
     would be loaded in its place: that ends in the handle, with FileExistsError.
     """
     if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
@@ -97,6 +99,7 @@ def export_hf(
     try:
         beside = {} if config_folder is None else _files_of(Path(config_folder))
         held = state_or_model if isinstance(state_or_model, Held) else None
+        refuse_guard([held] if held is not None else [], guard)
         weights = weights_of(state_or_model, beside)
         export = _Export(
             storage,
@@ -104,7 +107,7 @@ def export_hf(
             beside,
             max_shard_bytes,
             held,
-            unwrapped(guard_beside(held, guard)),
+            unwrapped(guard),
             spans,
             called,
         )

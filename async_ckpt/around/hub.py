@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -22,6 +23,7 @@ from ..spec import DTYPES
 from ..state.capture import why_not
 from ..state.dtypes import dtype_name
 from ..state.held import Held
+from ..state.wrappers import look_wrapped, plain_model, plain_state_dict
 
 CONFIG: Final = "config.json"
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -68,15 +70,23 @@ def weights_of(given: Any, beside: Mapping[str, bytes]) -> Weights:
 
     Raises UnsupportedStateError for what is no plain tensor, or of a dtype that safetensors does not know.
     """
+    live, named = given, given
     if isinstance(given, Held):
-        model, named = _unwrapped(given.module), given.tree()
+        live, named = given.module, given.tree()
         if not isinstance(named, Mapping):
             raise UnsupportedStateError(
                 f"{given!r} cannot be exported; give the part that is a model", path=""
             )
-    else:
-        model, named = (None if isinstance(given, Mapping) else _unwrapped(given)), given
+    model: Any = plain_model(live) if isinstance(live, torch.nn.Module) else None
     tensors = _tensors_of(named)
+    if model is None and look_wrapped(tensors):
+        name = next(iter(tensors))
+        warnings.warn(
+            f"names such as {name!a} are written as they are, and look like those of a wrapped model, which nobody loads "
+            "by them; export the model itself, whose names are then those of the plain model, or rename them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
     if getattr(model, "peft_config", None) or ADAPTER_CONFIG in beside:
@@ -99,37 +109,27 @@ def json_bytes(value: Any) -> bytes:
 # --- any model ----------------------------------------------------------------------------------------------------
 
 
-def _unwrapped(model: Any) -> Any:
-    """The model itself, behind torch.compile and what trains it in parallel."""
-    while True:
-        children = getattr(model, "_modules", {})
-        inner = children.get("_orig_mod")
-        if inner is None and not hasattr(model, "config"):
-            inner = children.get("module")
-        if inner is None:
-            return model
-        model = inner
-
-
 def _tensors_of(given: Any) -> Tensors:
-    """The tensors by their names in the model itself, without what wrappers put before and between."""
-    if not isinstance(given, Mapping) and not hasattr(given, "state_dict"):
+    """The tensors of a model by their names in the plain one, and those of a mapping by their names there."""
+    if isinstance(given, torch.nn.Module):
+        named = plain_state_dict(given)
+    elif isinstance(given, Mapping):
+        named = given
+    elif hasattr(given, "state_dict"):
+        named = given.state_dict()
+    else:
         raise UnsupportedStateError(
             f"a {type(given).__qualname__} cannot be exported; give a model, or a flat mapping of names to tensors",
             path="",
         )
-    found: Tensors = {}
-    for name, value in (given if isinstance(given, Mapping) else given.state_dict()).items():
+    for name, value in named.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise UnsupportedStateError(
                 f"{name!r:.200} is a {type(value).__qualname__}; give a model, or a flat mapping of names to tensors "
                 'such as state["model"]',
                 path=str(name),
             )
-        found[".".join(part for part in name.split(".") if part != "_orig_mod")] = value
-    if all(name.startswith("module.") for name in found):
-        return {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    return found
+    return dict(named)
 
 
 def _tied_by_loading(model: Any) -> frozenset[str] | None:

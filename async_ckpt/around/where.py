@@ -36,8 +36,11 @@ TAKE_FILES: Final = {
 }
 # Functions that somebody wraps who has read too fast.
 _READ: Final = {
-    ("torch.serialization", "load"), ("numpy", "load"), ("json", "load"), ("safetensors.torch", "load_file"),
-    ("async_ckpt.oneoff", "load"),
+    ("torch.serialization", "load"), ("torch.jit._serialization", "load"), ("torch.export", "load"),
+    ("torch.distributed.checkpoint.state_dict_loader", "load"), ("numpy", "load"), ("json", "load"), ("_pickle", "load"),
+    ("safetensors.torch", "load_file"), ("safetensors.torch", "load_model"), ("safetensors.numpy", "load_file"),
+    ("async_ckpt.oneoff", "load"), ("async_ckpt.checkpointer", "AsyncCheckpointer.load"),
+    ("async_ckpt.checkpointer", "AsyncCheckpointer.restore"),
 }  # fmt: skip
 
 
@@ -201,14 +204,19 @@ def ending_of(fn: Callable[..., Any]) -> str | None:
 
 
 def is_reader(fn: Callable[..., Any]) -> bool:
-    """Whether this is a function that is known to read."""
-    return _known_as(fn) in _READ
+    """Whether this is a function that is known to read, or a method; also with some of its arguments given."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return _known_as(getattr(fn, "__func__", fn)) in _READ
 
 
 def _known_as(fn: Callable[..., Any]) -> tuple[str, str]:
     """Module and name, if it is really the one that goes by them: what functools.wraps makes does, too."""
-    module, name = getattr(fn, "__module__", None) or "", getattr(fn, "__name__", "")
-    return (module, name) if getattr(sys.modules.get(module), name, None) is fn else ("", "")
+    module, name = getattr(fn, "__module__", None) or "", getattr(fn, "__qualname__", "")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return (module, name) if found is fn else ("", "")
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -39,6 +39,7 @@ from ..spans import Spans
 from ..spec import GIB, MIB
 from ..staging.files import FilesImage, source_of
 from ..staging.guard import Optimizers, unwrapped
+from ..staging.held import refuse_guard
 from ..storage.append import Appender
 from ..storage.disk import translated
 from ..storage.local import LocalStorage
@@ -57,6 +58,16 @@ _LIMIT_BYTES: Final = GIB
 _SMALL_BYTES: Final = MIB
 
 
+class _ToDecorate:
+    """Stands for the function that the decorator with arguments will be given."""
+
+    def __repr__(self) -> str:
+        return "the decorated one"
+
+
+_TO_DECORATE: Final[Any] = _ToDecorate()
+
+
 @overload
 def wrap(
     fn: Callable[P, Any],
@@ -71,8 +82,6 @@ def wrap(
 
 @overload
 def wrap(
-    fn: None = None,
-    /,
     *,
     destination: str | int | None = None,
     guard: Any = None,
@@ -82,7 +91,7 @@ def wrap(
 
 
 def wrap(
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[..., Any] = _TO_DECORATE,
     /,
     *,
     destination: str | int | None = None,
@@ -112,16 +121,18 @@ def wrap(
         fn: any function that writes to a path.
         destination: the name or position of the argument that says where to write. By default it is found by its name
             (`path`, `f`, `filename`, `save_directory`, …), or is the only one that is a path. A link is followed.
-        guard: as for `save`.
+        guard: as for `save`. With it, no argument may be a snapshot, or have one in it.
         file_object: whether the function takes an open file as well. What it writes is then streamed without a
             temporary file. This is known of `torch.save` and numpy's functions.
         scratch: the folder for what goes to a URL; by default the system's temp folder.
+
+    Raises TypeError for what is no function, and for one that reads, such as `torch.load`.
 
     The call raises TypeError when the destination cannot be told, DestinationBusyError while an earlier call writes to
     the same one, UnsupportedStateError for arguments that cannot be copied and for a function that closes over tensors,
     and what the destination itself gives reason for (as `save` does).
     """
-    if fn is None:
+    if fn is _TO_DECORATE:
         return functools.partial(
             wrap, destination=destination, guard=guard, file_object=file_object, scratch=scratch
         )
@@ -146,8 +157,10 @@ def wrap(
 
 def _refuse_what_cannot_be_called(fn: Any) -> None:
     if not callable(fn):
+        given = "None" if fn is None else f"a {type(fn).__qualname__}"
         raise TypeError(
-            f"wrap takes a function, not a {type(fn).__qualname__}; write wrap(torch.save)(state, path)"
+            f"wrap takes a function, not {given}; pass the function itself and call what wrap returns: "
+            "wrap(torch.save)(state, path)"
         )
     if is_reader(fn):
         raise TypeError(
@@ -224,6 +237,7 @@ class _Call(CopyErrand):
         _refuse_closed_over(fn, options.name)
         given = {bound.names[key]: value for key, value in bound.others.items()}
         names, tensors, held = tensors_in({options.name: fn, **given})
+        refuse_guard(held, optimizers)
         in_held = [tensor for part in held for tensor in tensors_in({"": part.tree()})[1]]
         super().__init__(
             where.path,

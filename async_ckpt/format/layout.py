@@ -120,9 +120,11 @@ class TensorPlan:
         self.slices: list[tuple[int, ...]] = [()] * len(self.specs)
         self._rows: list[str] = [""] * len(self.specs)
         position = 0
-        for name, group, chosen in _grouped(self.specs):
+        parts = list(_grouped(self.specs))
+        for name, group, chosen in parts:
             position = self._add_member(name, group, chosen, position)
         self.num_bytes = position
+        self.tied = self._tied({i: group for _, group, chosen in parts for i in chosen})
         self.rows = ",\n".join(self._rows)
         del self._rows
         self._last_cut: tuple[int, int, dict[int, list[Piece]]] | None = None
@@ -175,6 +177,16 @@ class TensorPlan:
         self.members.append(_MemberPlan(name, group, position, len(head) + begin, head))
         return align_up(data_offset + len(head) + begin, tar.BLOCK)
 
+    def _tied(self, groups: Mapping[int, str]) -> dict[str, list[Extent]]:
+        """Where the tensors lie, from the end of the index, that groups have only by aliases: in other groups' members."""
+        found: dict[str, set[tuple[int, int]]] = {}
+        for i, group in groups.items():
+            of = self.specs[i].alias_of
+            if of is not None and groups[of] != group and self.specs[i].num_bytes:
+                (offset,) = self.slices[of]
+                found.setdefault(group, set()).add((offset, self.specs[of].num_bytes))
+        return {group: list(_joined(sorted(parts))) for group, parts in found.items()}
+
     @cached_property
     def in_file_order(self) -> list[tuple[int, int, int]]:
         """(offset from the end of the index, bytes, tensor) of every slice that has bytes."""
@@ -209,12 +221,17 @@ class Layout:
 
     @cached_property
     def groups(self) -> dict[str, list[Extent]]:
-        """Where in the file the tensors of each entry of the state lie; those that hang at the top are one group."""
+        """Where in the file the tensors of each entry of the state lie; those that hang at the top are one group.
+
+        Tied tensors are in each group that has them, though stored once.
+        """
         found: dict[str, list[Extent]] = {}
         for member in self.plan.members:
             data = self.base + member.offset + tar.BLOCK + len(member.head)
             length = member.num_bytes - len(member.head)
             found.setdefault(member.group, []).append(Extent(data, length))
+        for group, extents in self.plan.tied.items():
+            found.setdefault(group, []).extend(Extent(self.base + e.offset, e.length) for e in extents)
         return found
 
     def segments(self, segment_bytes: int) -> list[SegmentPlan]:
@@ -251,6 +268,17 @@ def lay_out(
     )
     literals.append((end, tail))
     return Layout(plan, base, tuple(literals), digest, file_bytes)
+
+
+def _joined(parts: Iterable[tuple[int, int]]) -> Iterator[Extent]:
+    """Of parts (offset, bytes) in order, those that follow one another without a hole as one."""
+    begin = end = 0
+    for offset, num_bytes in parts:
+        if offset != end and end > begin:
+            yield Extent(begin, end - begin)
+        begin, end = (begin if offset == end else offset), offset + num_bytes
+    if end > begin:
+        yield Extent(begin, end - begin)
 
 
 def _grouped(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, str, list[int]]]:

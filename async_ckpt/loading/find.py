@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self, TypeVar
@@ -20,9 +19,10 @@ from ..errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ..format import digests, index
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
+from ..runs.naming import numbered
+from ..runs.others import foreign_kind, newest_named_otherwise
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -47,8 +47,9 @@ def from_newest(
 
     A step that is deleted while it is read is followed by what is the newest then. With `passed_over`, which is told of
     it, a corrupt step is followed by the next older one; when all of them are corrupt, that error is raised.
-    Raises CorruptCheckpointError, StorageUnavailableError.
+    Raises NotCommittedError when the newest step goes by another naming, CorruptCheckpointError, StorageUnavailableError.
     """
+    roots.check_naming()
     corrupt: dict[int, CorruptCheckpointError] = {}
 
     def newest() -> int | None:
@@ -104,9 +105,9 @@ def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: boo
     if step is not None:
         return from_committed(step, use, verify=verify)
     num_gone = 0
-    while newest := next(committed_folders(storage), None):
+    while (newest := _newest_folder(storage)) is not None:
         try:
-            return from_committed(Committed.at(storage, newest[1], lambda: storage), use, verify=verify)
+            return from_committed(Committed.at(storage, newest, lambda: storage), use, verify=verify)
         except NotCommittedError as error:
             num_gone += 1
             if num_gone == TRIES:
@@ -247,23 +248,30 @@ def _read_again(step: Committed, made: Manifest, error: CheckpointError) -> Mani
 def _what_is_there(storage: Storage) -> str:
     """Instead of a checkpoint."""
     names = storage.names("")
-    if ".metadata" in names:
-        return "no committed checkpoint there, but a checkpoint of torch.distributed.checkpoint; load it by that, and save once"
-    if {index.MEMBER, digests.MEMBER} <= {*names}:
-        return (
-            "no committed checkpoint there, but the members of an archive that was extracted: they load, and only the "
-            "archive itself can be verified"
-        )
-    files = [name for name in names if name.endswith(".safetensors")]
-    if files:
-        return (
-            f"no committed checkpoint there, but safetensors files; load one of them: {', '.join(files[:5])}"
-        )
+    kind = foreign_kind(names)
+    if kind is not None:
+        return f"no committed checkpoint there, but {kind}"
     if names:
         shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
         return f"no committed checkpoint there, but {shown}"
     is_folder = not storage.remote and storage.exists("")
     return "the folder is empty" if is_folder else "there is nothing at this path"
+
+
+def _newest_folder(storage: Storage) -> str | None:
+    """The folder of a run's newest committed step; of several namings, of that which was committed last."""
+    newest = next(committed_folders(storage), None)
+    if newest is None:
+        return None
+    folder = newest[1]
+    other = newest_named_otherwise(storage, lambda name: _naming_of(name) == _naming_of(folder))
+    made = None if other is None else _made(storage, folder)
+    return other.folder if other and made and other.made.created > made.created else folder
+
+
+def _naming_of(folder: str) -> str | None:
+    told = numbered(folder)
+    return told and told.rest
 
 
 def committed_folders(storage: Storage) -> Iterator[tuple[int, str]]:
@@ -275,23 +283,18 @@ def committed_folders(storage: Storage) -> Iterator[tuple[int, str]]:
     before: list[str] | None = None
     for _ in range(TRIES):
         names = storage.names("")
-        numbered = [(int(found[-1]), name) for name in names if (found := numbers_in(name))]
-        retired = _retired(storage, names, numbered)
+        folders = [(told.step, name) for name in names if (told := numbered(name))]
+        retired = _retired(storage, names, folders)
         ranked = (
             (step, name)
-            for step, name in sorted(numbered, reverse=True)
+            for step, name in sorted(folders, reverse=True)
             if _is_committed(storage, step, name, retired)
         )
         newest = next(ranked, None)
-        if names == before or (numbered and newest == max(numbered)):
+        if names == before or (folders and newest == max(folders)):
             return itertools.chain(() if newest is None else (newest,), ranked)
         before = names
     raise overtaken(storage.locate(""))
-
-
-def numbers_in(text: str) -> list[str]:
-    """The runs of digits in a name."""
-    return re.findall(r"[0-9]{1,255}", text)
 
 
 def _is_committed(storage: Storage, step: int, folder: str, retired: Mapping[int, str]) -> bool:
@@ -301,11 +304,11 @@ def _is_committed(storage: Storage, step: int, folder: str, retired: Mapping[int
     return made is not None and made.attempt != retired[step]
 
 
-def _retired(storage: Storage, names: Sequence[str], numbered: Sequence[tuple[int, str]]) -> dict[int, str]:
+def _retired(storage: Storage, names: Sequence[str], folders: Sequence[tuple[int, str]]) -> dict[int, str]:
     """The attempts that announced rollbacks have taken out of the run, by step."""
 
     def made(step: int) -> Iterable[Manifest | None]:
-        return (_made(storage, name) for number, name in numbered if number == step)
+        return (_made(storage, name) for number, name in folders if number == step)
 
     return taken_out(filter(None, map(parse_intent, names)), made)
 

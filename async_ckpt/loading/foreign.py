@@ -20,6 +20,7 @@ from typing import ClassVar, Final, Self
 
 from ..errors import CorruptCheckpointError
 from ..format import digests, index, safetensors, tar
+from ..runs.others import OF_DCP
 from ..spec import BLOCK_BYTES, Json
 from ..state.tree import flat
 from ..storage.base import Reader, Storage
@@ -28,7 +29,6 @@ from .open import OpenArchive, first_block
 
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
-_OF_DCP: Final = ".metadata"
 # What a file may name is what lies beside it.
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._~ -]{0,254}")
 
@@ -47,7 +47,7 @@ def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitSta
     What is opened is closed with `stack`. Raises CorruptCheckpointError.
     """
     names = storage.names("")
-    if _OF_DCP in names:
+    if OF_DCP in names:
         return None  # its safetensors files hold pieces of tensors
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return [Part(_extracted(storage, verify, stack))]

@@ -20,7 +20,7 @@ from ..errors import (
 )
 from ..host.memory import Segment
 from ..report import VerifyReport
-from ..runs.naming import TRACKERS
+from ..runs.naming import TRACKERS, numbered
 from ..runs.root import TRIES, overtaken
 from ..spans import Clock, monotonic
 from ..spec import Extent
@@ -34,7 +34,6 @@ from .find import (
     committed_folders,
     from_committed,
     nothing_committed,
-    numbers_in,
     opened_as_file,
     step_at,
 )
@@ -181,11 +180,11 @@ def _notes(trackers: Mapping[str, str], steps: Sequence[int]) -> tuple[str, ...]
     """Where a tracker does not name the newest step; it may be another program's word."""
     notes = []
     for name, text in trackers.items():
-        numbers = numbers_in(text)
-        if not numbers:
+        told = numbered(text)
+        if told is None:
             notes.append(f"the tracker {name} names no step: {text!r}")
-        elif int(numbers[-1]) not in steps:
-            notes.append(f"the tracker {name} names step {int(numbers[-1])}, which is not committed here")
-        elif int(numbers[-1]) != steps[-1]:
-            notes.append(f"the tracker {name} names step {int(numbers[-1])}, not the newest, {steps[-1]}")
+        elif told.step not in steps:
+            notes.append(f"the tracker {name} names step {told.step}, which is not committed here")
+        elif told.step != steps[-1]:
+            notes.append(f"the tracker {name} names step {told.step}, not the newest, {steps[-1]}")
     return tuple(notes)

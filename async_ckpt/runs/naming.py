@@ -6,8 +6,9 @@ In: formats from the user, steps. Out: texts, and the step back from what may be
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 STEP_FORMAT: Final = "step_{:08d}"
 TRACKER: Final = "latest"
@@ -17,6 +18,7 @@ TRACKER: Final = "latest"
 _FORMAT: Final = re.compile(r"([^{}]*)\{0?(?::(?:0\d{1,2})?d?)?\}([^{}]*)")
 # No step has more, and Python reads no number of thousands of digits.
 _STEP: Final = r"([0-9]{1,255})"
+_NUMBERED: Final = re.compile(r"(.*?)([0-9]{1,255})([^0-9]*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,44 @@ NAMINGS: Final = {
     "open-instruct": _DEEPSPEED,
     "deepspeed": _DEEPSPEED,
 }
+
+
+class Numbered(NamedTuple):
+    """A name with a number in it: the last one, and what is around that, which the steps of one naming share."""
+
+    step: int
+    digits: str
+    rest: str  # with `{}` in the place of the number
+
+
+def numbered(name: str) -> Numbered | None:
+    """What a name may say of a step, whatever naming it is of; None for one without a number."""
+    found = _NUMBERED.fullmatch(name)
+    return found and Numbered(int(found[2]), found[2], f"{found[1]}{{}}{found[3]}")
+
+
+def words_for(folder: str) -> list[str]:
+    """The words for the namings of other programs that call a step so."""
+    told = numbered(folder)
+    return [
+        word for word, naming in NAMINGS.items() if told and naming.step_format.format(told.step) == folder
+    ]
+
+
+def how_to_open(folder: str, beside: Collection[str]) -> str:
+    """What to do for a checkpointer whose steps have such names; `beside` are the names in the run's folder."""
+    told = numbered(folder)
+    assert told is not None
+    if STEP_FORMAT.format(told.step) == folder:
+        return "open it without naming="
+    words = words_for(folder)
+    if words:
+        trackers = {word: tracker_of(NAMINGS[word].tracker, NAMINGS[word].step_format) for word in words}
+        tracked = [word for word, tracker in trackers.items() if tracker and tracker.name in beside]
+        return "open it with " + " or ".join(f'naming="{word}"' for word in tracked or words)
+    # Whether a number without zeros before it was filled up is not to be seen.
+    field = f"{{:0{len(told.digits)}d}}" if told.digits.startswith("0") and told.step else "{}"
+    return f'open it with naming=Naming("{told.rest.replace("{}", field)}")'
 
 
 def naming_of(naming: Naming | str | None) -> Naming:

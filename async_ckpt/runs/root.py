@@ -25,6 +25,7 @@ from ..storage.base import Storage
 from . import manifest
 from .manifest import Archive, Manifest, intent_name, parse_intent, retired_name, taken_out
 from .naming import STEP_FORMAT, folder_pattern
+from .others import newest_named_otherwise
 from .retention import Commits
 
 # A writer that keeps one step deletes it with its next save: whoever reads that slowly comes too late many times.
@@ -106,10 +107,17 @@ class Root:
         if intent := parse_intent(name):  # they come and go, and are of interest each time
             intents.append(intent)
             return -1
-        match = self._step_pattern.fullmatch(name)
-        step = int(match[1]) if match and self.folder(int(match[1])) == name else -1
-        self._parsed[name] = step
+        step = self._parsed[name] = self.step_of(name)
         return step
+
+    def step_of(self, name: str) -> int:
+        """The step that has a folder of this name, or -1."""
+        match = self._step_pattern.fullmatch(name)
+        return int(match[1]) if match and self.folder(int(match[1])) == name else -1
+
+    def is_step(self, name: str) -> bool:
+        """Whether a step of this run has a folder of this name."""
+        return self.step_of(name) >= 0
 
     def settled(self, look: Callable[[Listing], list[int]]) -> list[int]:
         """What `look` finds, ascending, in a listing, or in the next one: what is listed and not committed may have been
@@ -220,6 +228,9 @@ class Root:
     def not_committed(self, step: int) -> NotCommittedError:
         steps = self.steps()
         have = f"committed: {', '.join(map(str, steps[-5:]))}" if steps else "nothing is committed yet"
+        other = newest_named_otherwise(self.storage, self.is_step)
+        if other is not None:
+            have += f"; but {other.folder} is, under another naming; {other.advice}"
         return NotCommittedError(
             f"{self.storage.locate('')}: no step {step}; {have}", path=self.manifest_path(step), step=step
         )

@@ -37,6 +37,12 @@ class Roots:
         """The roots as people know them."""
         return tuple(run.storage.locate("").rstrip("/") or "/" for run in self.runs)
 
+    def check_naming(self) -> None:
+        """Raises NotCommittedError when the newest step of a root goes by another naming than this run's."""
+        for run in self.runs:
+            with suppress(StorageUnavailableError):  # whoever asks for a step will hear of it
+                run.check_naming()
+
     def told_of_others(self) -> list[str]:
         """What other programs have written there: a run that a trainer has saved without us must not look like none."""
         told = []
@@ -45,9 +51,8 @@ class Roots:
                 there = run.written_by_others()
                 if there is not None:
                     told.append(
-                        f"{name}: nothing was restored, for no step there was committed by async_ckpt (a step has a "
-                        f"manifest.json); another program has written {there}; load that by the program's own means, "
-                        "and save once to go on from here"
+                        f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but the folder holds "
+                        f"{there}"
                     )
         return told
 

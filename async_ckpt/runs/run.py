@@ -21,7 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from itertools import takewhile
-from typing import Any, Final
+from typing import Any
 
 from ..errors import (
     CheckpointError,
@@ -36,12 +36,10 @@ from . import journal
 from .announce import Announcer
 from .manifest import Archive, Elsewhere, Manifest, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of
+from .others import foreign_kind, foreign_steps, newest_named_otherwise
 from .retention import Commits, doomed_by, lacking, unheard_metric
 from .root import Listing, Root
 from .sweep import Sweeper, is_ours
-
-# Folders that are looked into for what other programs have written: those of the newest steps.
-_LOOKED_INTO: Final = 10
 
 
 class Run:
@@ -117,22 +115,38 @@ class Run:
         """The committed steps with their manifests, ascending; None for one that is damaged. Known ones are not read again."""
         return self._root.view(self._root.relist())
 
-    def written_by_others(self) -> str | None:
-        """What looks like a run here though nothing is committed: folders of steps, or a tracker, of another program."""
-        folders = []
-        for step in self._root.relist().steps[: -_LOOKED_INTO - 1 : -1]:
-            names = self._root.storage.names(self._root.folder(step))
-            if not all(map(is_ours, names)):
-                folders.append(self._root.folder(step))
-        told = (
-            [", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")]
-            if folders
-            else []
+    def check_naming(self) -> None:
+        """Raises NotCommittedError when the newest step here goes by another naming than this run's.
+
+        Whoever went on without it would begin anew, or from an old step, and mix two namings in one folder.
+        """
+        other = newest_named_otherwise(self.storage, self._root.is_step)
+        newest = None if other is None else self.latest()
+        own = None if newest is None else self.committed(newest)
+        if other is None or (newest is not None and (own is None or own.created >= other.made.created)):
+            return
+        where = self.storage.locate("")
+        have = "nothing is committed" if newest is None else f"step {newest} is the newest"
+        raise NotCommittedError(
+            f"{where}: {have} under this naming, but {other.folder} was committed{' later' if newest is not None else ''} "
+            f"under another; {other.advice}, or name the step, or give a new run another folder",
+            path=where,
+            step=None,
         )
+
+    def written_by_others(self) -> str | None:
+        """What looks like a run or a checkpoint here though nothing is committed, and what to do with it."""
+        kind = foreign_kind(self.storage.names(""))
+        folders = foreign_steps(self.storage, self._root.is_step, is_ours)
+        shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
         tracker = self._announcer.tracker_text()
-        if tracker is not None:
-            told.append(f"{tracker[0]}, which says {tracker[1]!r}")
-        return " and ".join(told) or None
+        tracked = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
+        if kind is not None or not (shown or tracked):
+            return kind
+        return (
+            f"{' and '.join(filter(None, (shown, tracked)))}; another program has written that: load it by the "
+            "program's own means, and save once to go on from here"
+        )
 
     # --- committing -------------------------------------------------------------------------------------------
 

@@ -21,17 +21,17 @@ class GroupDigests:
 
     def __init__(self, groups: Mapping[str, Sequence[Extent]]) -> None:
         self._groups = groups
-        # By block: what of it is one group's, from where to where.
-        self._shared: dict[int, list[tuple[int, int]]] = {}
+        # By block: what of it is a group's, from where to where. Groups with tied tensors may share it.
+        self._shared: dict[int, set[tuple[int, int]]] = {}
         for extent in (extent for extents in groups.values() for extent in extents):
             for number, begin, end in _ends(extent):
-                self._shared.setdefault(number, []).append((begin, end))
-        self._parts: dict[tuple[int, int], bytes] = {}
+                self._shared.setdefault(number, set()).add((begin, end))
+        self._parts: dict[tuple[int, int, int], bytes] = {}
 
     def note(self, number: int, block: memoryview) -> None:
         """This is block `number` of the file."""
         for begin, end in self._shared.get(number, ()):
-            self._parts[number, begin] = digests.block_digest(block[begin:end])
+            self._parts[number, begin, end] = digests.block_digest(block[begin:end])
 
     def result(self, of_blocks: bytes | bytearray) -> dict[str, bytes]:
         """One digest for each group that has bytes, once all its blocks were noted; `of_blocks`: the blocks' own."""
@@ -44,11 +44,11 @@ class GroupDigests:
     def _pieces(self, extents: Sequence[Extent], of_blocks: bytes | bytearray) -> list[bytes]:
         found = []
         for extent in extents:
-            ends = {(number, begin) for number, begin, _ in _ends(extent)}
+            ends = _ends(extent)
             first, last = -(-extent.offset // BLOCK_BYTES), extent.end // BLOCK_BYTES
             whole = of_blocks[first * digests.DIGEST_BYTES : last * digests.DIGEST_BYTES]
-            before = [self._parts[key] for key in sorted(ends) if key[0] < first]
-            after = [self._parts[key] for key in sorted(ends) if key[0] >= first]
+            before = [self._parts[key] for key in ends if key[0] < first]
+            after = [self._parts[key] for key in ends if key[0] >= first]
             found += [extent.length.to_bytes(8, "big"), *before, bytes(whole), *after]
         return found
 

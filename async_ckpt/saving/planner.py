@@ -13,7 +13,7 @@ from ..format.layout import Image, Layout, TensorPlan, lay_out
 from ..host.pool import MIN_SEGMENTS, SegmentPool
 from ..host.threads import Crew
 from ..spans import wall_time
-from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up
+from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up, whole_bytes
 from ..staging.device import fill_image, first_device
 from ..state.capture import Capture, capture
 
@@ -101,9 +101,8 @@ def small_archive(state: object, *, step: int, max_bytes: int) -> tuple[bytes, s
 
 def pool_for(segment_bytes: int | None, host_bytes: int | None) -> SegmentPool:
     """The pool that the user has asked for. Raises ValueError for sizes that make none."""
-    for name, given in (("segment_bytes", segment_bytes), ("host_bytes", host_bytes)):
-        if given is not None and not isinstance(given, int | float):
-            raise ValueError(f"{name} must be a number of bytes, such as 4 * 2**30, got {given!r}")
+    segment_bytes = None if segment_bytes is None else whole_bytes("segment_bytes", segment_bytes)
+    host_bytes = None if host_bytes is None else whole_bytes("host_bytes", host_bytes)
     if host_bytes is not None and host_bytes < MIN_SEGMENTS * BLOCK_BYTES:
         raise ValueError(
             f"host_bytes must be at least {MIN_SEGMENTS * BLOCK_BYTES // MIB} MiB, got {host_bytes:,}"

@@ -6,19 +6,24 @@ In: a state. Out: its parts by name, until it is closed. Knows nothing of: what 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any, Self
 
 from ..host.threads import Crew
 from ..spans import Clock
 from ..state.capture import capture
-from ..state.held import Held, Source
+from ..state.held import Held, Source, structure_of
 from .guard import Optimizers
 from .whole import HostCopy, HostMemory
 
 
 class HeldSnapshot(Held):
-    """A state as it was at one instant, whole, in host memory: see `async_ckpt.snapshot`.
+    """A state as it was at one instant, whole, in host memory: what `async_ckpt.snapshot` returns.
+
+        def write_all(snap: async_ckpt.HeldSnapshot) -> None:
+            ckpt.save(snap, step=100)
+            async_ckpt.export_hf(snap["model"], "out/hf")
 
     A context manager, and indexable by name. Whoever is given it keeps what it reads until it has done so, also after
     `close`; a snapshot that nobody holds any more closes itself. In a forked child it is not there.
@@ -34,9 +39,11 @@ class HeldSnapshot(Held):
         crew: Crew,
         clock: Clock,
     ) -> None:
+        self._clock, self._began, self._call_seconds = clock, clock(), 0.0
         captured = capture(state)
         if captured.held:
             raise TypeError("this is a snapshot already, or has one in it; use that")
+        structure = structure_of(captured)  # refused before anything is copied
         names = [spec.dotted for spec in captured.specs]
         copy = HostCopy(
             captured.tensors,
@@ -46,6 +53,7 @@ class HeldSnapshot(Held):
             crew=crew,
             clock=clock,
             max_bytes=max_bytes,
+            waited_for_by="snap.completion.result()",
         )
         self.num_bytes = copy.num_bytes
         # Of what it shares with its parts, so that none of them is left without its memory.
@@ -53,16 +61,20 @@ class HeldSnapshot(Held):
         self._release = weakref.finalize(source, copy.release_by_finalizer)
         self._release.atexit = False
         self._copy = copy
-        super().__init__(source, source.structure)
+        super().__init__(source, structure)
 
     def begin(self) -> None:
         """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
         self._copy.begin()
+        self._call_seconds = self._clock() - self._began
 
     @property
     def stall_seconds(self) -> float:
-        """How long the guard has held the thread, and the copies the streams, so far."""
-        return self._copy.snapshot.stall_seconds
+        """How long the snapshot has held the caller's thread or stream so far: the call, and the guard.
+
+        It is in no report of its readers, each of which tells of its own call.
+        """
+        return self._call_seconds + self._copy.snapshot.stall_seconds
 
     def close(self) -> None:
         """Let go of the memory, but for what is being read. Idempotent."""
@@ -79,8 +91,10 @@ class HeldSnapshot(Held):
         self.close()
 
 
-def guard_beside(state: Any, guard: Any) -> Any:
-    """The guard of a save. Raises ValueError for one beside a snapshot, whose copy was guarded, or was not."""
-    if isinstance(state, Held) and guard is not None:
-        raise ValueError("guard= was for the snapshot, which is taken already; leave it out here")
-    return guard
+def refuse_guard(held: Collection[Held], guard: Any) -> None:
+    """Raises ValueError for a guard beside snapshots, whose copies were guarded, or were not."""
+    if held and guard:
+        raise ValueError(
+            "guard= was for the snapshot, which is taken already; leave it out here, also where the snapshot is a part "
+            "of the state"
+        )

@@ -65,11 +65,13 @@ class Snapshot(Holds):
         trace: Trace = NO_TRACE,
         frozen: frozenset[int] = frozenset(),
         after: Sequence[Future[None]] = (),
+        waited_for_by: str = "handle.wait_staged()",
     ) -> None:
         self._specs, self._tensors = specs, tensors
         self._order, self._deferred, self._gates = order, deferred, gates
         self._pool, self._crew, self._clock = pool, crew, clock
         self._put, self._check, self._trace = put, check, trace
+        self._waited_for_by = waited_for_by  # what the caller is told to call
         self.completion = running_future()
         self.stage_seconds = 0.0
         self._begun = clock()
@@ -402,7 +404,8 @@ class Snapshot(Holds):
         names = tuple(self._specs[i].dotted for i in sorted(gone.union(numbers)))
         return TornSnapshotError(
             f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} changed or was freed outside of the "
-            "guarded optimizer's step() while being copied; save without guard=, or wait until all is copied (handle.wait_staged())",
+            "guarded optimizer's step() while being copied; leave guard= out, or wait until all is copied: "
+            f"{self._waited_for_by}",
             names=names,
         )
 

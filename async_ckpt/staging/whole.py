@@ -10,6 +10,7 @@ streams, guard, tripwires - is the stager's. Storages are copied, not tensors: w
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 import weakref
@@ -44,8 +45,9 @@ class HostMemory:
     """Buffers for host copies, used again and again. From any thread.
 
     Copies that are under way hold no more than `max_bytes` together, by default half of what is free: the next one
-    waits; or is refused where they are `held` for as long as somebody likes. What code keeps of a copy after its end is that code's memory. Kept for the next copies is no more than
-    twice what was ever needed at one time, which is enough for several that differ in size.
+    waits. What code keeps of a copy after its end is that code's memory. Where copies are `held` for as long as somebody
+    likes, the next one is refused, and a copy counts until nobody looks at it any more. Kept for the next copies is no
+    more than twice what was ever needed at one time, which is enough for several that differ in size.
     """
 
     def __init__(self, max_bytes: int | None = None, *, held: bool = False) -> None:
@@ -53,7 +55,7 @@ class HostMemory:
         self._pid = os.getpid()
         # Finalizers add to it, and they may run in the middle of anything, so it is used without the lock.
         self._idle: deque[Memory] = deque()
-        self._unsettled: deque[int] = deque()  # bytes of copies that were dropped rather than released
+        self._unsettled: deque[int] = deque()  # bytes of copies whose end a finalizer has told of
         self._changed = threading.Condition()
         self._num_lent = 0  # under _changed, like all below
         self._lent_bytes = 0
@@ -68,6 +70,8 @@ class HostMemory:
         """
         # In a callback, or in a function that runs on a copy, it would wait for itself.
         may_wait = not is_library_thread() and not self._held
+        if self._held and self._is_too_much(num_bytes, max_bytes):
+            gc.collect()  # what nobody looks at any more may still wait for that
         with self._changed:
             self._settle()
             while may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
@@ -82,12 +86,14 @@ class HostMemory:
             if device is not None and not segment.pinned:
                 segment.lock_by(crew, device)
         except BaseException:
-            self.returned(num_bytes)
+            self._unsettled.append(num_bytes)
             raise
         return segment
 
     def returned(self, num_bytes: int) -> None:
-        """A copy of this size has ended: what is still held of it does not count here."""
+        """A copy of this size has ended: what is still looked at of it counts only where copies are held."""
+        if self._held:
+            return
         with self._changed:
             self._num_lent -= 1
             self._lent_bytes -= num_bytes
@@ -95,7 +101,13 @@ class HostMemory:
 
     def returned_by_finalizer(self, num_bytes: int) -> None:
         """The same for a finalizer, which may run in the middle of anything: counted when the next one is taken."""
-        self._unsettled.append(num_bytes)
+        if not self._held:
+            self._unsettled.append(num_bytes)
+
+    @property
+    def lent_bytes(self) -> int:
+        """What copies hold now."""
+        return self._lent_bytes - sum(self._unsettled.copy())
 
     def _settle(self) -> None:
         with suppress(IndexError):
@@ -103,21 +115,26 @@ class HostMemory:
                 self._lent_bytes -= self._unsettled.popleft()
                 self._num_lent -= 1
 
+    def _is_too_much(self, num_bytes: int, max_bytes: int | None) -> bool:
+        return self.lent_bytes + num_bytes > (self._limit() if max_bytes is None else max_bytes)
+
     def _refuse_too_much(self, num_bytes: int, max_bytes: int | None) -> None:
-        limit = self._limit() if max_bytes is None else max_bytes
-        if self._lent_bytes + num_bytes <= limit:
+        if not self._is_too_much(num_bytes, max_bytes):
             return
-        others = f", beside {self._lent_bytes:,} that open snapshots hold" if self._lent_bytes else ""
+        limit = self._limit() if max_bytes is None else max_bytes
+        others = f", beside {self._lent_bytes:,} of others, open or still read" if self._lent_bytes else ""
         told = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
         raise MemoryError(
-            f"the snapshot needs {num_bytes:,} bytes{others}, and {told} {limit:,}; close other snapshots, leave out "
-            "what nobody reads, or raise host_bytes"
+            f"the snapshot needs {num_bytes:,} bytes{others}, and {told} {limit:,}; close other snapshots and wait for "
+            "their readers, leave out what nobody reads, or raise host_bytes"
         )
 
-    def give_back(self, segment: Memory) -> None:
-        """Nobody looks at it any more."""
+    def give_back(self, segment: Memory, num_bytes: int) -> None:
+        """Nobody looks at it any more, nor at the copy of this size that was in it. In the middle of anything."""
         if os.getpid() != self._pid or segment.is_leaked:  # forked since: the memory was left behind
             return
+        if self._held:
+            self._unsettled.append(num_bytes)
         self._idle.append(segment)
         with suppress(IndexError):  # another thread has taken the last one
             while len(self._idle) > _MAX_IDLE or self._idle_bytes() > 2 * self._most_bytes:
@@ -160,7 +177,7 @@ class HostMemory:
         return int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size())
 
     def __repr__(self) -> str:
-        return f"<HostMemory {self._lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
+        return f"<HostMemory {self.lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
 
 
 class _Slices:
@@ -220,6 +237,7 @@ class HostCopy:
         crew: Crew,
         clock: Clock,
         max_bytes: int | None = None,
+        waited_for_by: str = "handle.wait_staged()",
     ) -> None:
         sources: dict[_Key, _Source] = {}
         of_each: list[_Source] = []
@@ -234,16 +252,14 @@ class HostCopy:
         parts = list(sources.values())
         self.num_bytes = _place(parts)
         device = first_device(source.tensor for source in parts)
-        self._buffer: Memory | None = memory.take(
-            max(1, self.num_bytes), device=device, crew=crew, max_bytes=max_bytes
-        )
+        taken_bytes = max(1, self.num_bytes)
+        buffer = memory.take(taken_bytes, device=device, crew=crew, max_bytes=max_bytes)
+        self._buffer: Memory | None = buffer
+        # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
+        owner = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer._map, buffer._begin)
+        weakref.finalize(owner, memory.give_back, buffer, taken_bytes).atexit = False
         try:
-            self.snapshot = self._stage(parts, optimizers, crew, clock)
-            # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
-            owner = (ctypes.c_ubyte * self._buffer.num_bytes).from_buffer(
-                self._buffer._map, self._buffer._begin
-            )
-            weakref.finalize(owner, memory.give_back, self._buffer).atexit = False
+            self.snapshot = self._stage(parts, optimizers, crew, clock, waited_for_by)
             self.tensors = _rebuilt(tensors, of_each, owner)
             # Whoever asked for them may lose interest while they are being filled.
             self.snapshot.keeps = self.tensors
@@ -251,7 +267,9 @@ class HostCopy:
             self.release()
             raise
 
-    def _stage(self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock) -> Snapshot:
+    def _stage(
+        self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock, waited_for_by: str
+    ) -> Snapshot:
         assert self._buffer is not None
         specs = [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts]
         sources = [part.tensor for part in parts]
@@ -272,6 +290,7 @@ class HostCopy:
             clock=clock,
             put=lambda _, lease: lease.release(),
             check=lambda: None,
+            waited_for_by=waited_for_by,
         )
 
     @property

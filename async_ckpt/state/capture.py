@@ -27,7 +27,7 @@ from .dtypes import dtype_name, is_describable
 from .held import Held
 from .names import Path, Select, selector, shown
 from .tree import Encoder, is_omitted
-from .wrappers import StateDicts
+from .wrappers import StateDicts, plain_model
 
 Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -125,7 +125,7 @@ class _Walk:
             self._held_marks.update(value.marks)
             return value.tree()
         if isinstance(value, torch.nn.Module):
-            self.modules[path] = weakref.ref(value)
+            self.modules[path] = weakref.ref(plain_model(value))  # a wrapper may be made for the call alone
         return self._state_dicts.of(value)
 
     def leaf(self, value: Any, path: Path) -> Json:

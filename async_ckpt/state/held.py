@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import io
 import json
+import operator
 import os
 import weakref
 from collections import deque
 from collections.abc import Iterator, KeysView, Mapping
 from concurrent.futures import Future
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +26,18 @@ if TYPE_CHECKING:  # a capture may be of a state that was held before
     from .capture import Capture, Mark
 
 
+def structure_of(captured: Capture) -> Any:
+    """The state, with a `Stored` for what is not in the skeleton itself. Raises TypeError for two classes of one name."""
+    return decode(json.loads(captured.skeleton), types=captured.types)[0]
+
+
 class Source:
     """What all parts of one snapshot share: the copies, until it is closed."""
 
     def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
         self.completion = completion
         self.modules: Mapping[Path, weakref.ref[torch.nn.Module]] = captured.modules
-        self._skeleton, self._types, self._pickled = captured.skeleton, captured.types, captured.objects
+        self._pickled = captured.objects
         self._copies: list[torch.Tensor] | None = copies
         self._specs, self._marks = captured.specs, captured.marks
         self._pid = os.getpid()
@@ -58,23 +63,19 @@ class Source:
         """What the copied tensors were at that instant, by the id of each copy."""
         return {id(copy): mark for copy, mark in zip(self.copies(), self._marks, strict=True)}
 
-    @cached_property
-    def structure(self) -> Any:
-        """The state, with a `Stored` for what is not in the skeleton itself."""
-        return decode(json.loads(self._skeleton), types=self._types)[0]
-
-    @cached_property
     def _objects(self) -> list[Any]:
         # They were pickled here, of objects of this very process.
         return torch.load(io.BytesIO(self._pickled or b""), weights_only=False)  # type: ignore[no-any-return]
 
     def filled(self, structure: Any) -> Any:
-        """A part of the structure, in containers of its own."""
+        """A part of the structure, in containers of its own, and with objects of its own: whoever has it may change them."""
         copies = self.copies()
+        objects: list[Any] = []
 
         def give(stored: Stored) -> Any:
             if stored.kind == "object":
-                return self._objects[stored.number]
+                objects[:] = objects or self._objects()
+                return objects[stored.number]
             copy = copies[stored.number]
             if stored.kind == "tensor":
                 return copy
@@ -104,9 +105,14 @@ class Held:
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The live module whose state this is, as long as there is one."""
+        """The live module whose state this is, without wrappers; None where it is the state of none. Raises ReferenceError if it is gone."""
         known = self._source.modules.get(self._path)
-        return None if known is None else known()
+        module = None if known is None else known()
+        if known is not None and module is None:
+            raise ReferenceError(
+                f"the module that {shown(self._path)} is a snapshot of was deleted; keep it, or use the state_dict() of this part"
+            )
+        return module
 
     @property
     def marks(self) -> Mapping[int, Mark | None]:
@@ -120,25 +126,47 @@ class Held:
     def state_dict(self) -> Any:
         """The state in plain containers. Waits for `completion`, and raises ClosedError, TornSnapshotError."""
         tree = self.tree()
-        self.completion.result()
+        error = self.completion.exception()
+        if error is not None:
+            del (
+                tree
+            )  # or the error, which a handle may keep for long, would keep the copies by way of its traceback
+            raise error
         return tree
 
     @property
     def is_leaf(self) -> bool:
         """Whether it is one tensor, or one value."""
-        return not isinstance(self._entries, dict | list | tuple | deque) or isinstance(
-            self._entries, torch.Size
+        return not isinstance(self._structure, dict | list | tuple | deque | SavedRecord) or isinstance(
+            self._structure, torch.Size
         )
 
     @property
     def _entries(self) -> Any:
+        """Raises TypeError where there are none."""
+        if self.is_leaf:
+            raise TypeError(
+                f"{shown(self._path)} is one value, without parts; its state_dict() is that value"
+            )
         structure = self._structure
         return structure.fields if isinstance(structure, SavedRecord) else structure
 
+    @property
+    def _names(self) -> dict[Any, Any]:
+        """Raises TypeError where there are none."""
+        entries = self._entries
+        if not isinstance(entries, dict):
+            raise TypeError(f"{shown(self._path)} is a {type(entries).__name__}, whose entries have no names")
+        return entries
+
     def inner(self, key: Any) -> Held:
-        """What is called so in it. Raises KeyError."""
+        """What is called so in it. Raises KeyError, and TypeError where it has no parts."""
         entries = self._entries
         try:
+            if not isinstance(entries, dict):
+                key = range(len(entries))[
+                    operator.index(key)
+                ]  # by which the parts are known, also from the end
             inner = entries[key]
         except (KeyError, IndexError, TypeError):
             there = ", ".join(map(repr, entries)) if isinstance(entries, dict) else f"{len(self)} entries"
@@ -152,9 +180,7 @@ class Held:
 
     def keys(self) -> KeysView[Any]:
         """The names in it. Raises TypeError when it is no dict."""
-        if not isinstance(self._entries, dict):
-            raise TypeError(f"{shown(self._path)} is no dict; it has no keys")
-        return self._entries.keys()
+        return self._names.keys()
 
     def __iter__(self) -> Iterator[Any]:
         """The names of a dict, and what is in a list."""
@@ -162,8 +188,9 @@ class Held:
             return iter(self._entries)
         return (self[i] for i in range(len(self)))
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
+    def __contains__(self, name: object) -> bool:
+        """Whether there is an entry of this name. Raises TypeError when it is no dict."""
+        return name in self._names
 
     def __len__(self) -> int:
         return len(self._entries)

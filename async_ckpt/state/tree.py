@@ -218,14 +218,26 @@ def decode(
     value, and a dataclass's instance, which is a `SavedRecord` at first, else a dict. Leaves whose path `keep` turns
     down are left out, and so are containers that end up without any; the whole is None when nothing is left.
     Raises ValueError for a node that `encode` would not have made: nothing in a skeleton can make it raise another
-    error, or allocate more than the skeleton's own size. Raises TypeError for a class that it could not rebuild.
+    error, or allocate more than the skeleton's own size. Raises TypeError for a class that it could not rebuild, and for
+    two of one name.
     """
-    decoder = _Decoder({class_name(cls): cls for cls in map(_rebuilt, types)}, keep)
+    decoder = _Decoder(_by_name(types), keep)
     try:
         value = decoder.decode(node)
     except Exception as error:
         raise _malformed(error) from error
     return (None if value is _OMITTED else value), decoder.stored
+
+
+def _by_name(types: Iterable[type]) -> dict[str, type]:
+    found: dict[str, type] = {}
+    for cls in map(_rebuilt, types):
+        name = class_name(cls)
+        if found.setdefault(name, cls) is not cls:
+            raise TypeError(
+                f"two classes are called {name}, and only the name is saved; rename one of them, or use only one"
+            )
+    return found
 
 
 def _rebuilt(cls: Any) -> Any:
@@ -265,10 +277,13 @@ def replaced(value: Any, give: Callable[[Stored], Any]) -> Any:
     if isinstance(value, dict):
         made = type(value)((key, replaced(item, give)) for key, item in value.items())
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
-            made._metadata = value._metadata  # type: ignore[attr-defined]
+            # Its dicts, too: load_state_dict(assign=True) writes to them.
+            made._metadata = replaced(value._metadata, give)  # type: ignore[attr-defined]
         return made
     if type(value) is list:
         return [replaced(item, give) for item in value]
+    if type(value) is set:
+        return set(value)
     if type(value) is deque:
         return deque((replaced(item, give) for item in value), value.maxlen)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ _WRAPPERS: Final = (
     ),
 )
 _ATTRIBUTES: Final = frozenset(attribute for _, _, attribute in _WRAPPERS)
+# What nobody calls a submodule of his own.
+_UNLIKELY: Final = _ATTRIBUTES - {"module"}
 # Taken off by these wrappers themselves, though not in the metadata.
 _HIDDEN: Final = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
@@ -91,12 +93,8 @@ class PlainNames:
         self._open.discard(id(module))
 
     def _attribute(self, cls: type) -> str | None:
-        """Where instances of a class hold what they wrap; None where it is no wrapper."""
         if cls not in self._classes:
-            known = ((getattr(sys.modules.get(where), name, None), inner) for where, name, inner in _WRAPPERS)
-            self._classes[cls] = next(
-                (inner for kind, inner in known if kind and issubclass(cls, kind)), None
-            )
+            self._classes[cls] = _attribute_of(cls)
         return self._classes[cls]
 
     def _without_wrappers(self, parts: list[str]) -> str:
@@ -108,6 +106,28 @@ class PlainNames:
             if left:
                 at = _joined(at, left.popleft())
         return at
+
+
+def plain_model(module: torch.nn.Module) -> torch.nn.Module:
+    """The model itself, behind the wrappers that are around all of it."""
+    while (attribute := _attribute_of(type(module))) is not None:
+        inner = module._modules.get(attribute)
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def plain_state_dict(module: torch.nn.Module) -> Any:
+    """What its `state_dict` gives, by the names of the plain model."""
+    return _plain_state(PlainNames(module), module.state_dict())
+
+
+def look_wrapped(names: Collection[str]) -> bool:
+    """Whether names without a module look like those of a wrapper's state dict. A guess by words: to warn of, not to act on."""
+    return (bool(names) and all(name.startswith("module.") for name in names)) or any(
+        not _UNLIKELY.isdisjoint(name.split(".")) for name in names
+    )
 
 
 class StateDicts:
@@ -199,6 +219,12 @@ def live_metadata(module: torch.nn.Module, names: PlainNames, saved: dict[str, A
 def may_be_wrapped(names: Iterable[Any]) -> bool:
     """Whether one of these names has in it what a wrapper puts there."""
     return any(isinstance(name, str) and _bare(name) != name for name in names)
+
+
+def _attribute_of(cls: type) -> str | None:
+    """Where instances of a class hold what they wrap; None where it is no wrapper."""
+    known = ((getattr(sys.modules.get(where), name, None), inner) for where, name, inner in _WRAPPERS)
+    return next((inner for kind, inner in known if kind and issubclass(cls, kind)), None)
 
 
 def _plain_state(names: PlainNames, given: Any) -> Any:

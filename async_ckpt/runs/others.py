@@ -1,0 +1,102 @@
+"""What lies in the folder of a run beside its own steps: those of another naming, and what other programs have written.
+
+In: a storage, and which names are the run's own. Out: the newest of the others, and what it all is, for people.
+Knows nothing of: what is restored from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Final, NamedTuple
+
+from ..errors import CorruptCheckpointError, FormatVersionError
+from ..format import digests, index
+from ..storage.base import Storage
+from . import manifest
+from .manifest import Manifest, parse_intent
+from .naming import how_to_open, numbered, words_for
+
+# Folders that are looked into, of each naming: those of the newest steps.
+_LOOKED_INTO: Final = 10
+# What torch.distributed.checkpoint writes last.
+OF_DCP: Final = ".metadata"
+
+
+class NamedOtherwise(NamedTuple):
+    """A committed step that goes by another naming."""
+
+    folder: str
+    made: Manifest
+    advice: str  # how to open the run by it
+
+
+def newest_named_otherwise(storage: Storage, is_own: Callable[[str], bool]) -> NamedOtherwise | None:
+    """Of the newest committed step of each other naming, the one that was committed last.
+
+    Numbers of two namings cannot be compared: a run that has begun anew under another one counts from 0 again.
+    """
+    names = storage.names("")
+    others = list(_by_naming(name for name in names if not is_own(name)))
+    paths = {f"{folder}/{manifest.NAME}": folder for folders in others for folder in folders}
+    committed = {paths[path] for path in storage.existing(list(paths))}
+    found = []
+    for folders in others:
+        newest = next((folder for folder in folders if folder in committed), None)
+        made = None if newest is None else _read(storage, newest)
+        if newest is not None and made is not None:
+            found.append(NamedOtherwise(newest, made, how_to_open(newest, names)))
+    return max(found, key=lambda other: other.made.created, default=None)
+
+
+def foreign_kind(names: Collection[str]) -> str | None:
+    """What a folder with these names holds, and what to do with it; None for what is not known, and for steps."""
+    if OF_DCP in names:
+        return "a checkpoint of torch.distributed.checkpoint; load it by that, and save once"
+    if {index.MEMBER, digests.MEMBER} <= {*names}:
+        return (
+            "the members of an archive that was extracted: async_ckpt.load reads them, and only the archive itself can be "
+            "verified"
+        )
+    files = [name for name in names if name.endswith(".safetensors")]
+    if files:
+        return f"safetensors files, which async_ckpt.load reads; load one of them: {', '.join(files[:5])}"
+    return None
+
+
+def foreign_steps(
+    storage: Storage, is_own: Callable[[str], bool], is_ours: Callable[[str], bool]
+) -> list[str]:
+    """The folders of steps, of any naming that is known, with files of other programs in them; the newest first.
+
+    `is_ours` knows what a process of this library leaves that was killed.
+    """
+    found = []
+    for folders in _by_naming(storage.names("")):
+        for folder in folders:
+            inside = storage.names(folder)
+            known = is_own(folder) or words_for(folder)
+            if OF_DCP in inside or (known and not all(map(is_ours, inside))):
+                found.append(folder)
+    return found
+
+
+def _by_naming(names: Iterable[str]) -> Iterator[list[str]]:
+    """The newest folders of each naming, the newest first."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        told = None if parse_intent(name) else numbered(name)
+        if told is not None:
+            found.setdefault(told.rest, []).append((told.step, name))
+    for rows in found.values():
+        yield [name for _, name in sorted(rows)[: -_LOOKED_INTO - 1 : -1]]
+
+
+def _read(storage: Storage, folder: str) -> Manifest | None:
+    """The manifest in a folder; None for that of another program, and for one that is damaged or gone by now."""
+    path = f"{folder}/{manifest.NAME}"
+    try:
+        made = manifest.parse(storage.read(path)[0], path=storage.locate(path))
+    except (FileNotFoundError, CorruptCheckpointError, FormatVersionError):
+        return None
+    told = numbered(folder)
+    return made if told is not None and told.step == made.step else None

@@ -1,0 +1,76 @@
+"""What `unchanged_groups` costs: digests of groups beside those of blocks, which every save makes.
+
+In: a setting. Out: figures by name. Knows nothing of: what is done with the digests.
+
+A group adds the digests of the two blocks that it shares with others, so its cost is in their number. The library has no
+switch for it: a save without it is one of an archive that says that it has no groups.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from time import process_time, thread_time
+from typing import Final
+from unittest.mock import patch
+
+from async_ckpt.format import digests
+from async_ckpt.format.layout import Layout
+from async_ckpt.saving.groups import GroupDigests
+from async_ckpt.spec import BLOCK_BYTES, PAGE_BYTES, Extent
+
+from .figures import Saves
+from .setting import Setting, side_by_side
+from .table import Figure
+from .workloads import tensors
+
+_NUM_GROUPS: Final = (2, 10, 100)
+
+
+def groups(setting: Setting) -> dict[str, Figure]:
+    rows = {f"group_digests_{number}": _digests(setting, number) for number in _NUM_GROUPS}
+    durable, processor = _saves(setting)
+    return rows | {"group_saves": durable, "group_saves_cpu": processor}
+
+
+def _digests(setting: Setting, number: int) -> Figure:
+    data = memoryview(bytearray(setting.state_bytes))
+    blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+    share = len(data) // number
+    extents = {str(i): [Extent(i * share + PAGE_BYTES, share - 2 * PAGE_BYTES)] for i in range(number)}
+
+    def seconds(of: dict[str, list[Extent]]) -> float:
+        begin = thread_time()
+        found, of_blocks = GroupDigests(of), bytearray()
+        for i, block in enumerate(blocks):
+            found.note(i, block)
+            of_blocks += digests.block_digest(block)
+        found.result(of_blocks)
+        return 1e3 * (thread_time() - begin)
+
+    seconds({})  # its memory is touched
+    return Figure(
+        f"processor time of all digests of {len(data) / 1e9:.2g} GB, {number} groups among them",
+        "ms",
+        "those of the blocks alone",
+        None,
+        side_by_side(setting.kept_rounds, lambda: seconds(extents), lambda: seconds({})),
+    )
+
+
+def _saves(setting: Setting) -> tuple[Figure, Figure]:
+    count = setting.state_bytes // 2
+    saves = Saves(setting.folder, {"model": tensors(count), "optimizer": tensors(count)})
+
+    def cost(*, with_groups: bool) -> tuple[float, float]:
+        with nullcontext() if with_groups else patch.object(Layout, "groups", {}):
+            begin = process_time()
+            report = saves.run()
+            return report.total_seconds, process_time() - begin
+
+    pairs = side_by_side(setting.kept_rounds, lambda: cost(with_groups=True), lambda: cost(with_groups=False))
+    saves.checkpointer.close()
+    what = f"a save of {2 * count / 1e9:.2g} GB in two groups"
+    return (
+        Figure(f"{what}, call to durable", "s", "without their digests", None, [(a[0], b[0]) for a, b in pairs]),
+        Figure(f"{what}, processor time", "s", "without their digests", None, [(a[1], b[1]) for a, b in pairs]),
+    )  # fmt: skip
