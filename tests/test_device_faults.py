@@ -70,6 +70,7 @@ def test_memory_of_a_failed_save_is_lent_to_nobody_while_copies_still_write_to_i
     sim.sim.sync_debug = "error"
     p, optimizer = guarded(items=32 * ITEMS)
     with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        ckpt.prewarm({"p": p})  # a call that waits for memory learns of the failure, and ends with it
         disk.fail("create", error=StorageUnavailableError("gone", path="/ckpt"))
         writing = disk.stop("write")
         with sim.ahead():

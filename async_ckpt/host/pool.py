@@ -326,7 +326,9 @@ class SegmentPool:
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         num_new = min(num_segments, self._max_segments) - self._num_segments
         num_threads = 1 if crew is None else max(0, min(num_new, crew.max_threads, _MAX_MAKERS))
-        at_once = max(_MIN_RUN_BYTES // self.segment_bytes, num_new // max(1, num_threads))
+        # In the background little at once: whoever needs memory at once waits for what is being made.
+        share = 0 if crew is None else num_new // max(1, num_threads)
+        at_once = max(1, _MIN_RUN_BYTES // self.segment_bytes, share)
 
         def make() -> None:
             error: BaseException | None = None
