@@ -161,7 +161,7 @@ def verify(path: Anywhere) -> VerifyReport:
     """Read every byte of an archive, a committed step or a whole run, and compare it with its digest.
 
         print(async_ckpt.verify("runs/a"))
-        # runs/a: 3 steps, 100 to 300, are sound, 41.200 GB read in 9.81 s at 4.200 GB/s
+        # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in 9.81 s at 4.20 GB/s
 
     Nothing is unpickled and no tensor is made, so this is safe for any file; it takes about 128 MiB of memory, however
     large the archive is. A plain archive, one of `.tar.zst`, and a step with the archives that it borrows groups from

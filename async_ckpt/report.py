@@ -12,6 +12,14 @@ from typing import Any, Final, Literal
 _NO_NUMBERS: Final = ("status", "step", "path", "destinations", "unchanged_groups")
 
 
+def sized(num_bytes: float) -> str:
+    """A number of bytes as people read it; a bandwidth is `sized(…)` + "/s"."""
+    for unit, factor, digits in (("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
+        if num_bytes >= factor - 0.5 * factor / 1000:  # 999.96 kB is 1.0 MB
+            return f"{num_bytes / factor:.{digits}f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a save is, in bytes of the finished archive."""
@@ -27,12 +35,8 @@ class Progress:
 
     def __str__(self) -> str:
         if not self.total_bytes:  # of some saves it is not known ahead
-            return f"{_sized(self.written_bytes)} written"
-        return f"{self.fraction:.0%} written, {_sized(self.written_bytes)} of {_sized(self.total_bytes)}"
-
-
-def _sized(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+            return f"{sized(self.written_bytes)} written"
+        return f"{self.fraction:.0%} written, {sized(self.written_bytes)} of {sized(self.total_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Destination:
 class SaveReport:
     """One save, measured. The durations overlap: staging and writing run at the same time.
 
-        print(handle.result())  # step 100: 1.490 GB, stall 12.1 ms, durable after 0.84 s at 1.774 GB/s
+        print(handle.result())  # step 100: 1.49 GB, stall 12.1 ms, durable after 0.84 s at 1.77 GB/s
 
     `num_bytes` counts every object of the step. `stall_seconds` is how long the caller's thread or stream was held: the
     call, waiting for an earlier save, and the guard. `bandwidth` is in bytes per second, from the call until the
@@ -115,8 +119,8 @@ class SaveReport:
             return f"step {self.step} skipped: an earlier save is still in flight"
         what = self.path if self.step is None else f"step {self.step}"
         return (
-            f"{what}: {self.num_bytes / 1e9:.3f} GB, stall {self.stall_seconds * 1e3:.1f} ms, "
-            f"durable after {self.total_seconds:.2f} s at {self.bandwidth / 1e9:.3f} GB/s"
+            f"{what}: {sized(self.num_bytes)}, stall {self.stall_seconds * 1e3:.1f} ms, "
+            f"durable after {self.total_seconds:.2f} s at {sized(self.bandwidth)}/s"
         )
 
 
@@ -161,6 +165,6 @@ class VerifyReport:
             what = f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}, are"
         notes = "".join(f"; {note}" for note in self.notes)
         return (
-            f"{self.path}: {what} sound, {self.num_bytes / 1e9:.3f} GB read in {self.seconds:.2f} s "
-            f"at {self.bandwidth / 1e9:.3f} GB/s{notes}"
+            f"{self.path}: {what} sound, {sized(self.num_bytes)} read in {self.seconds:.2f} s "
+            f"at {sized(self.bandwidth)}/s{notes}"
         )

@@ -22,7 +22,7 @@ HEAD = """
 import atexit, errno, os, signal, sys, threading
 import torch
 import async_ckpt
-import async_ckpt.saving.saver, async_ckpt.saving.waiting, async_ckpt.saving.worker
+import async_ckpt.host.waiting, async_ckpt.saving.saver, async_ckpt.saving.worker
 from async_ckpt import AsyncCheckpointer
 from async_ckpt.storage.local import LocalSink
 from children import hold_writes
@@ -59,7 +59,7 @@ def slow_disk():
         return real_abandon(pending, why)
 
     told = []
-    async_ckpt.saving.worker.wait_for = async_ckpt.saving.waiting.wait_for = wait_for
+    async_ckpt.saving.worker.wait_for = async_ckpt.host.waiting.wait_for = wait_for
     async_ckpt.saving.worker.abandon = async_ckpt.saving.saver.abandon = abandon
     return go
 """

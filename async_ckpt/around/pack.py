@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import ClosedError, NothingWrittenError, StorageUnavailableError
 from ..format.tarball import Tarball
 from ..host.threads import running_future
+from ..host.waiting import Completion
 from ..report import Progress, SaveReport
 from ..saving.default import files_saver
 from ..saving.delivery import OffLoop
@@ -148,7 +149,7 @@ class _Packing:
     def __init__(self, saver: Saver, folder: Path, target: FileTarget, scratch: Scratch | None) -> None:
         self.saver, self._folder, self._target, self._scratch = saver, folder, target, scratch
         self.path = target.path
-        self.staged = running_future()
+        self.staged: Future[None] = Completion(lambda: f"the files of {self.path}: {self.progress}")
         self.spans, self.called = Spans(), running_future()  # `called` is when the caller has its handle
         self._order: Order | None = None
         self._attempt: Attempt | None = None

@@ -26,9 +26,10 @@ from ..around.pack import pack
 from ..around.unpack import unpack
 from ..around.wrap import wrap
 from ..errors import CheckpointError, ClosedError
+from ..host.waiting import ENDS_THE_WAIT, Wait
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
-from ..saving.waiting import ENDS_THE_WAIT, Wait, wait_for_saves
+from ..saving.waiting import wait_for_saves
 from ..saving.worker import Pending
 from ..storage.place import Place
 from ..storage.url import Where

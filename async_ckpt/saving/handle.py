@@ -16,8 +16,9 @@ from typing import Any
 
 from ..errors import ClosedError
 from ..host.threads import Task, is_library_thread
+from ..host.waiting import ENDS_THE_WAIT, Wait, wait_for
 from ..report import Progress, SaveReport
-from .waiting import ENDS_THE_WAIT, Wait, wait_for
+from .waiting import told
 
 _log = logging.getLogger("async_ckpt")
 
@@ -153,7 +154,7 @@ class SaveHandle(Future[SaveReport]):
     def _wait(self, where: str, timeout: float | None) -> None:
         self._refuse_to_wait_for_itself()
         wait = Wait(where, ENDS_THE_WAIT)
-        wait_for(self, timeout, lambda: wait.goes_on(lambda: [self]))
+        wait_for(self, timeout, lambda: wait.goes_on(lambda: told([self])))
 
     def _refuse_to_wait_for_itself(self, future: Future[Any] | None = None) -> None:
         if (future or self).done():

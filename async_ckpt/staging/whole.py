@@ -25,6 +25,8 @@ from ..format.layout import cut, slices
 from ..host.limits import free_memory_bytes, local_world_size
 from ..host.pool import LIVENESS_SECONDS, Lease, Segment, SegmentSlice
 from ..host.threads import Crew, is_library_thread
+from ..host.waiting import ENDS_THE_CALL, Wait
+from ..report import sized
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
 from .device import first_device
@@ -65,15 +67,13 @@ class HostMemory:
         """
         # In a callback, or in a function that runs on a copy, it would wait for itself.
         may_wait = not is_library_thread() and not self._held
-        with self._changed:
-            self._settle()
-            while may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
-                self._changed.wait(LIVENESS_SECONDS)
-            if self._held:
-                self._refuse_too_much(num_bytes, max_bytes)
-            self._num_lent += 1
-            self._lent_bytes += num_bytes
-            self._most_bytes = max(self._most_bytes, self._lent_bytes)
+        wait = Wait("", ENDS_THE_CALL)
+        while not self._lend(num_bytes, may_wait, max_bytes):
+            wait.goes_on(
+                lambda: (
+                    f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self._lent_bytes)}"
+                )
+            )
         try:
             segment = self._fitting(num_bytes) or self._new(num_bytes, device)
             if device is not None and not segment.pinned:
@@ -82,6 +82,21 @@ class HostMemory:
             self.returned(num_bytes)
             raise
         return segment
+
+    def _lend(self, num_bytes: int, may_wait: bool, max_bytes: int | None) -> bool:
+        """Count a copy as lent; False when another has to end before it, after having waited a moment for that."""
+        with self._changed:
+            self._settle()
+            if may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
+                self._changed.wait(LIVENESS_SECONDS)
+                if self._lent_bytes + num_bytes > self._limit() and self._num_lent:
+                    return False
+            if self._held:
+                self._refuse_too_much(num_bytes, max_bytes)
+            self._num_lent += 1
+            self._lent_bytes += num_bytes
+            self._most_bytes = max(self._most_bytes, self._lent_bytes)
+            return True
 
     def returned(self, num_bytes: int) -> None:
         """A copy of this size has ended: what is still held of it does not count here."""
@@ -213,7 +228,9 @@ class HostCopy:
         crew: Crew,
         clock: Clock,
         max_bytes: int | None = None,
+        what: str = "a snapshot",
     ) -> None:
+        self._what = what
         sources: dict[_Key, _Source] = {}
         of_each: list[_Source] = []
         for tensor, name in zip(tensors, names, strict=True):
@@ -263,6 +280,7 @@ class HostCopy:
             clock=clock,
             put=lambda _, lease: lease.release(),
             check=lambda: None,
+            what=f"the copy of {self._what}",
         )
 
     @property

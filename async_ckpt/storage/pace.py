@@ -39,4 +39,4 @@ class Pace:
             return self._free_at - now
 
     def __repr__(self) -> str:
-        return f"<Pace {self._max_bandwidth / 1e6:,.0f} MB/s>"
+        return f"<Pace {sized(self._max_bandwidth)}/s>"
