@@ -27,7 +27,7 @@ from .loading.match import is_looked_into
 from .loading.restore import restore_state
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
-from .runs.retention import best_of, keep_of, lacking
+from .runs.retention import best_of, lacking
 from .runs.roots import opened
 from .saving.admission import OnOverlap
 from .saving.borrowed import Contents, check_entries, driver_of
@@ -39,7 +39,7 @@ from .saving.signals import Notice
 from .saving.story import CommitRule
 from .saving.targets import StepTarget
 from .spans import wall_time
-from .spec import Keep
+from .spec import Keep, keep_of
 from .staging.guard import unwrapped
 from .staging.held import guard_beside
 from .state.held import Held

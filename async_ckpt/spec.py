@@ -5,6 +5,7 @@ In: plain values. Out: frozen values that cannot be wrong. Knows nothing of: tor
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -143,6 +144,16 @@ class Keep:
                 'Keep(best=…) must be a metric of the records, "min" or "max", and how many to keep, such as '
                 f'("loss", "min", 3); got {self.best!r}'
             )
+
+
+def keep_of(keep: Keep | int | None) -> Keep:
+    """What the user means. Raises TypeError for anything but a number of steps, and ValueError as `Keep` does."""
+    if isinstance(keep, Keep) or keep is None:
+        return keep or Keep()
+    try:
+        return Keep(last=-1 if isinstance(keep, bool) else operator.index(keep))
+    except TypeError:
+        raise TypeError(f"keep must be a number of steps, or Keep(…), got {keep!r:.100}") from None
 
 
 def _is_best(best: object) -> bool:

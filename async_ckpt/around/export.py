@@ -33,7 +33,7 @@ from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.local import LocalStorage
-from ..storage.place import Anywhere, written_at
+from ..storage.place import Anywhere, local_place, written_at
 from ..storage.scratch import Scratch, publish
 from .hub import ADAPTER_CONFIG, Weights, json_bytes, weights_of
 
@@ -95,7 +95,7 @@ def export_hf(
         storage = LocalStorage(_replaceable(storage.locate("")))
     spans, called = Spans(), running_future()
     try:
-        beside = {} if config_folder is None else _files_of(Path(config_folder))
+        beside = {} if config_folder is None else _files_of(local_place(config_folder))
         held = state_or_model if isinstance(state_or_model, Held) else None
         weights = weights_of(state_or_model, beside)
         export = _Export(
@@ -130,7 +130,7 @@ def _files_of(folder: Path) -> dict[str, bytes]:
     """Config, tokenizer and the like. Read now, so that the folder may go as soon as the call returns."""
     if not folder.is_dir():
         raise NotADirectoryError(
-            f"config_folder {folder} is no folder; give the one with the model's config.json"
+            f"config_folder {folder} is not a folder; give the one with the model's config.json"
         )
     paths = [path for path in folder.iterdir() if not _NOT_COPIED.fullmatch(path.name) and not path.is_dir()]
     paths += (folder / _TEMPLATES).glob("*.jinja")

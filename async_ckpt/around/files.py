@@ -24,8 +24,8 @@ from ..storage.bulk import Parcel, copy
 from ..storage.disk import sync_folder
 from ..storage.local import LocalStorage
 from ..storage.locks import TEMP_SUFFIX, temp_stem
-from ..storage.place import Anywhere, Place, place_of, written_at
-from ..storage.url import local_path, scheme_of, shown, unusable_name
+from ..storage.place import Anywhere, Place, local_place, place_of, written_at
+from ..storage.url import local_path, scheme_of, unusable_name
 from .pack import pack_folder
 from .streams import BUFFER_BYTES, Ranges, Upload, open_local
 from .unpack import extract
@@ -79,7 +79,7 @@ def local_read_dir(path: Anywhere) -> Iterator[str]:
         yield place.text
     else:
         raise FileNotFoundError(
-            f"{place.text} is no folder, no URL and no id of the Hugging Face hub (org/name); correct the path"
+            f"{place.shown} is no folder, no URL and no id of the Hugging Face hub (org/name); correct the path"
         )
 
 
@@ -152,7 +152,7 @@ def upload_directory(local: Anywhere, cloud: Anywhere) -> None:
     place = written_at(cloud)
     storage, name = place.inside()
     if not storage.remote:
-        raise ValueError(f"{place.text} is no URL to upload to; give one such as s3://bucket/folder")
+        raise ValueError(f"{place.shown} is not a URL to upload to; give one such as s3://bucket/folder")
     folder = _existing_folder(place_of(local))
     sizes = LocalStorage(folder).sizes("")
     if not sizes:
@@ -169,15 +169,11 @@ def download_directory(cloud: Anywhere, local: Anywhere) -> None:
     Raises FileNotFoundError where there is nothing to copy, CorruptCheckpointError for objects that cannot be files of
     one folder, StorageFullError, StorageUnavailableError; then nothing has changed.
     """
-    source, place = place_of(cloud), written_at(local)
+    source, target = place_of(cloud), local_place(written_at(local))
     storage, name = source.inside()
     if not storage.remote:
-        raise ValueError(f"{source.text} is no URL to download from; give one such as s3://bucket/folder")
-    disk, last = place.inside()
-    if disk.remote:
-        raise ValueError(f"{shown(place.text)} is no local folder; give a path")
+        raise ValueError(f"{source.shown} is not a URL to download from; give one such as s3://bucket/folder")
     sizes = _sizes_below(storage, name)
-    target = Path(disk.locate(last))
     _check_target(target, sizes)
     # Where a rename can take it from: what is there already may be a disk of its own, or a link to another.
     beside = target if target.is_dir() else target.parent
@@ -240,9 +236,7 @@ def remove(path: Anywhere) -> None:
     place = place_of(path)
     storage, name = place.inside()
     if not name or (not storage.remote and os.path.ismount(storage.locate(name))):
-        raise ValueError(
-            f"{shown(place.text)} is all that there is in that place; name a file or a folder in it"
-        )
+        raise ValueError(f"{place.shown} is all that there is in that place; name a file or a folder in it")
     where = storage.locate(name)
     there = storage.sizes(name) or _is_object(storage, name) if storage.remote else os.path.lexists(where)
     if not there:
@@ -265,7 +259,7 @@ def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
     """
     encoding = None if "b" in mode else "utf-8"
     place = written_at(path) if "w" in mode else place_of(path)
-    if scheme_of(place.text) in (None, "file") and place.fs is None:
+    if place.is_local:
         return open_local(_as_given(place), mode, encoding)
     if mode not in ("r", "rt", "rb", "w", "wt", "wb"):
         raise ValueError(
@@ -283,16 +277,13 @@ def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
 
 def _as_given(place: Place) -> str:
     """A local path as it was given; a `file://` URL as the path that it names."""
-    text = place.text
-    return os.path.expanduser(text) if scheme_of(text) is None else str(local_path(text))
+    where = local_path(place.text)
+    return os.path.expanduser(place.text) if scheme_of(place.text) is None else str(where)
 
 
 def _existing_folder(place: Place) -> str:
     """Where a local folder lies. Raises FileNotFoundError, NotADirectoryError, and ValueError for a URL."""
-    storage, name = place.inside()
-    if storage.remote:
-        raise ValueError(f"{shown(place.text)} is no local folder; give a path")
-    folder = storage.locate(name)
+    folder = str(local_place(place))
     if not os.path.exists(folder):
         raise FileNotFoundError(f"{folder} is not there; correct the path")
     if not os.path.isdir(folder):

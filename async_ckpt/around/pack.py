@@ -27,7 +27,7 @@ from ..saving.targets import Compression, FileTarget
 from ..spans import Spans
 from ..staging.files import FileFill, FilesImage, scan
 from ..storage.disk import translated
-from ..storage.place import Anywhere, written_at
+from ..storage.place import Anywhere, local_place, written_at
 from ..storage.scratch import Scratch
 
 _PathType: Any = type(Path())
@@ -107,24 +107,24 @@ def pack(
     target = FileTarget.at(written_at(destination), compression)
     name = target.path.rstrip("/").rpartition("/")[2] if target.storage.remote else Path(target.path).name
     beside = Path(tempfile.gettempdir()) if target.storage.remote else Path(target.path).parent
-    return Pack(target, beside if scratch is None else Path(scratch).absolute(), name)
+    return Pack(target, beside if scratch is None else local_place(scratch), name)
 
 
 def pack_folder(
-    folder: str | os.PathLike[str],
+    folder: Anywhere,
     destination: Anywhere,
     *,
     compression: Compression = None,
 ) -> SaveHandle:
-    """Stream a folder that exists, and is kept, as `pack` does. It must not change until the handle is done.
+    """Stream a local folder as `pack` does, and keep it. It must not change until the handle is done.
 
         async_ckpt.files.pack_folder("out/model", "s3://bucket/model.tar").result()
 
-    Raises NotADirectoryError for anything but a folder, and ValueError for a destination inside of it.
+    Raises NotADirectoryError if there is no such folder, and ValueError for a URL, or for a destination inside the folder.
     """
-    source = Path(folder).absolute()
+    source = local_place(folder, "fetch the folder with files.download_directory, then pack it")
     if not source.is_dir():
-        raise NotADirectoryError(f"{source} is no folder; give the folder that is to be packed")
+        raise NotADirectoryError(f"{source} is not a folder; give the folder that is to be packed")
     source = source.resolve()
     target = FileTarget.at(written_at(destination), compression)
     if not target.storage.remote and Path(target.path).resolve().is_relative_to(source):

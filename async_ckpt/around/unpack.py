@@ -29,10 +29,9 @@ from ..format.tarball import stays_inside
 from ..loading.find import opened_as_file
 from ..spec import MIB
 from ..storage.disk import free_bytes_at, full, translated
-from ..storage.place import Anywhere, place_of
+from ..storage.place import Anywhere, local_place, place_of, written_at
 from ..storage.read_ahead import ReadAhead
 from ..storage.scratch import Scratch
-from ..storage.url import shown
 
 # What a checkpoint may be made of; the one of 100,000 files is a tenth of it.
 MAX_MEMBERS: Final = 1_000_000
@@ -49,7 +48,7 @@ _BUFFER_BYTES: Final = MIB
 
 def extract(
     source: Anywhere,
-    folder: str | os.PathLike[str],
+    folder: Anywhere,
     *,
     max_bytes: int | None = None,
     max_file_bytes: int | None = None,
@@ -65,7 +64,9 @@ def extract(
     archive that is a mere marker, StorageFullError, FileExistsError for a folder that holds something, and
     FileNotFoundError when there is nothing at `source`.
     """
-    target = Path(folder).absolute()
+    target = local_place(
+        written_at(folder), "extract to a local folder, and copy it with files.upload_directory"
+    )
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"{target} is there already, and not an empty folder; give a new one")
     place = target.resolve()
@@ -95,7 +96,7 @@ def unpack(
 
     The folder lies in the system's temp folder or in `scratch`. All else is as for `async_ckpt.files.extract`.
     """
-    parent = Path(tempfile.gettempdir() if scratch is None else scratch).absolute()
+    parent = local_place(tempfile.gettempdir() if scratch is None else scratch)
     with Scratch(parent, "unpacked") as own:
         limits = _Limits(max_bytes, max_file_bytes, max_members)
         _extract(source, own.folder, limits)
@@ -132,7 +133,7 @@ class _Limits:
 def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
     opened = opened_as_file(source)
     if opened is None:
-        raise FileNotFoundError(f"{shown(place_of(source).text)}: there is no such archive")
+        raise FileNotFoundError(f"{place_of(source).shown}: there is no such archive")
     reader, path = opened
     with ReadAhead(reader) as raw, _damage_told(path):
         content = _Forward(_decompressed(raw, path))

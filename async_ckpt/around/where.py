@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from ..storage.base import Storage
 from ..storage.place import Anywhere, Place, storage_at, written_at
 from ..storage.scratch import refuse_in_running
+from ..storage.url import shown
 
 # What functions that write call the argument that says where.
 _NAMES: Final = {
@@ -139,7 +140,7 @@ class Finder:
             order = ", ".join(self._positional[:2])
             raise TypeError(
                 f"{self._name} was given a {type(value).__qualname__} as {parameter}, which says where it writes, and "
-                f"{str(paths[0])!r} as what to write; its arguments are {self._name}({order})"
+                f"{shown(str(paths[0]))!r} as what to write; its arguments are {self._name}({order})"
             )
 
     def _checked(self, value: Any) -> Anywhere:
@@ -173,7 +174,9 @@ def out_path(given: Anywhere, options: Options) -> OutPath:
     place = written_at(given)
     storage, name = place.object()
     if name in ("", ".."):
-        raise ValueError(f"{place.text} names no file or folder that could be replaced; give it a name")
+        raise ValueError(f"{place.shown} names no file or folder that could be replaced; give it a name")
+    if storage.remote and "?" in name:  # the function's own messages would show what may be a key
+        raise ValueError(f"{place.shown}: a function cannot write to a URL with a query; leave it out")
     if options.streams and not name.endswith(options.ending):
         name += options.ending
     if not storage.remote and os.path.islink(storage.locate(name)):

@@ -44,7 +44,7 @@ from ..storage.append import Appender
 from ..storage.disk import translated
 from ..storage.local import LocalStorage
 from ..storage.locks import temps_of
-from ..storage.place import place_of
+from ..storage.place import local_place, place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from .arguments import closed_over, copied, tensors_in
 from .where import Bound, Finder, Options, OutPath, ending_of, is_reader, name_of, out_path
@@ -129,7 +129,8 @@ def wrap(
     _refuse_what_cannot_be_called(fn)
     ending = ending_of(fn)
     streams = file_object if file_object is not None else ending is not None
-    options = Options(name_of(fn), streams, ending or "", scratch)
+    beside = None if scratch is None else local_place(scratch)
+    options = Options(name_of(fn), streams, ending or "", beside)
     find = Finder(fn, destination)
     optimizers = unwrapped(guard)  # refused now rather than at the first save
 

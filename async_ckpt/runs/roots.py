@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from ..errors import CheckpointError, NotCommittedError, StorageUnavailableError
 from ..spans import Clock
-from ..spec import Keep
+from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, Place, place_of
 from .manifest import Manifest
 from .naming import Naming
-from .retention import Commits, keep_of
+from .retention import Commits
 from .run import Run
 
 T = TypeVar("T")

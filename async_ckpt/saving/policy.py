@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from numbers import Real
 from typing import Final
 
 from ..report import SaveReport
@@ -63,12 +64,12 @@ class Due:
 
     def __post_init__(self) -> None:
         if self.every is not None and (type(self.every) is not int or self.every < 1):
-            raise ValueError(f"a save every {self.every!r} steps: give a whole number from 1 on")
-        if self.seconds is not None and not self.seconds > 0:
-            raise ValueError(f"a save every {self.seconds!r} seconds: give more than 0")
-        if not self.margin_seconds >= 0:
+            raise ValueError(f"Due(every=…) must be a whole number from 1 on, got {self.every!r:.100}")
+        if self.seconds is not None and not (_is_number(self.seconds) and self.seconds > 0):
+            raise ValueError(f"Due(seconds=…) must be a number above 0, got {self.seconds!r:.100}")
+        if not (_is_number(self.margin_seconds) and self.margin_seconds >= 0):
             raise ValueError(
-                f"a margin of {self.margin_seconds!r} seconds before the deadline: give 0 or more"
+                f"Due(margin_seconds=…) must be a number, 0 or more, got {self.margin_seconds!r:.100}"
             )
         _countdown(self.deadline, wall_time)
         if not isinstance(
@@ -212,6 +213,10 @@ class SavePolicy:
             return None
         self._is_deaf = False
         return known
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _countdown(deadline: Deadline | None, wall_clock: Clock) -> Callable[[], float | None] | None:

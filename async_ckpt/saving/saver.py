@@ -29,6 +29,7 @@ from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
 from ..staging.stager import Snapshot, interrupted
 from ..state.capture import Capture, capture
 from ..state.names import Select
+from ..storage.place import local_place
 from ..trace import TraceFile
 from .admission import Admission, OnOverlap, Place
 from .bar import Bars
@@ -72,7 +73,7 @@ class Saver:
         self._strict, self._exit_timeout, self._keep_warm = strict, exit_timeout, keep_warm
         self._clock = clock
         self._bars = Bars() if progress else None
-        self._trace_file = None if trace is None else TraceFile(trace, clock)
+        self._trace_file = None if trace is None else TraceFile(local_place(trace), clock)
         self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()

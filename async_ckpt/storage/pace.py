@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from ..report import sized
 from ..spans import Clock, monotonic
 
 _LOOK_SECONDS: Final = 0.2
