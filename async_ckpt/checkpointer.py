@@ -39,7 +39,7 @@ from .saving.signals import Notice
 from .saving.story import CommitRule
 from .saving.targets import StepTarget
 from .spans import wall_time
-from .spec import Keep, keep_of
+from .spec import Keep, keep_of, with_article
 from .staging.guard import unwrapped
 from .staging.held import guard_beside
 from .state.held import Held
@@ -438,7 +438,7 @@ class AsyncCheckpointer:
             )
 
         def tell(step: int, error: CorruptCheckpointError) -> None:
-            warnings.warn(f"step {step} is passed over: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=4)
 
         check_verify(verify)
         for pending in self._saver.ledger.pending():
@@ -474,11 +474,9 @@ class AsyncCheckpointer:
         return None if isinstance(state, Held) else self._guard
 
     def __repr__(self) -> str:
-        steps = sorted({step for run in self._roots.runs for step in run.known_steps()})
-        told = [f"{', '.join(map(str, steps[-5:]))}" + (f" of {len(steps)} steps" if len(steps) > 5 else "")]
-        pending = [pending.handle for pending in self._saver.ledger.pending() if not pending.handle.done()]
-        told += [f"step {handle.step} is {handle.progress.fraction:.0%} written" for handle in pending]
-        return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(filter(None, told)) or 'no step'}, {self._saver!r}>"
+        under_way = [save.handle for save in self._saver.ledger.pending() if not save.handle.done()]
+        told = [self._roots.known(), *(f"saving step {save.step}: {save.progress}" for save in under_way)]
+        return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(told)}>"
 
 
 def _whole(step: Any) -> int:
@@ -488,7 +486,7 @@ def _whole(step: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        shown = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__qualname__}"
+        shown = repr(step) if isinstance(step, int | float | str) else with_article(type(step).__qualname__)
         raise ValueError(
             f"step must be a whole number from 0 on, got {shown}; the order is save(state, step)"
         )

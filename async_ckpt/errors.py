@@ -114,7 +114,7 @@ class StepExistsError(CheckpointError):
 
 
 class StepBehindError(CheckpointError):
-    """Newer steps than this one are committed, and a run is a line."""
+    """The step is below the newest committed one; the steps of a run must increase."""
 
     step: int
     newest: int

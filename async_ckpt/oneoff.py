@@ -68,27 +68,27 @@ def save(
 
 
 def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) -> HeldSnapshot:
-    """Copy a state to host memory and hold it, for a checkpoint, an export and whatever else is to be of one instant.
+    """Copy a state to host memory and keep it, so that a checkpoint and an export, for example, are of the same instant.
 
         with async_ckpt.snapshot({"model": model, "optimizer": optimizer}, guard=optimizer) as snap:
             handle = ckpt.save(snap, step=100)
             async_ckpt.export_hf(snap["model"], "out/hf")
             wrapped(snap["model"], "out/model.pt")
 
-    Returns as soon as the caller may go on training, as `save` does. Each of these reads it in the background, with its
-    names and versions as at that instant, and keeps what it reads until it is done, also after the block; what it
-    reads is copied from the device once. They fail if the snapshot was torn.
+    Returns as soon as training may go on, as `save` does. The state is copied from the device once. Each of these calls
+    reads it in the background, as it was at that instant, and keeps what it reads until it is done, even after the block.
+    They fail if the snapshot was torn.
 
     Args:
         state: as for `save`. Storages are copied whole, so a view of a large one takes as much memory.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: as for `save`.
-        host_bytes: the most that this snapshot may take, together with those that are still open; by default half of the
-            free memory. What a reader still holds of a closed one is not counted.
+        host_bytes: the most memory that this snapshot may take, together with other open ones; by default half of the
+            free memory. Parts of a closed snapshot that are still being read are not counted.
 
-    The time that this call takes is in no report of its readers.
+    The time that this call takes is not part of the reports of its readers.
 
-    Raises UnsupportedStateError as `save` does, MemoryError when there is not enough memory, ClosedError at the end of
-    the interpreter. A snapshot that is not closed is let go of when nobody refers to it any more.
+    Raises UnsupportedStateError as `save` does, MemoryError if there is not enough memory, and ClosedError if the
+    interpreter is exiting. A snapshot that is not closed is given back when it is no longer referenced.
     """
     if host_bytes is not None and (isinstance(host_bytes, bool) or not isinstance(host_bytes, int | float)):
         raise ValueError(f"host_bytes must be a number of bytes, such as 4 * 2**30, got {host_bytes!r}")

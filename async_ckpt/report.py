@@ -43,9 +43,9 @@ class Progress:
 class Destination:
     """What happened at one place that a save wrote to.
 
-    `write_seconds` run from the call until the archive was durable there. `retryable`: until then all of it was in
-    memory, so that a failed upload could have been sent again as a whole. `error`: why the step is not, or was not
-    yet, committed at this place when it was at another.
+    `write_seconds` is the time from the call until the archive was durable there. `retryable` says whether all of it
+    was in memory until then, so that a failed upload could have been sent again as a whole. `error` says why the step
+    was not committed at this place when it was committed at another.
     """
 
     path: str
@@ -71,10 +71,10 @@ class SaveReport:
     call, waiting for an earlier save, and the guard. `bandwidth` is in bytes per second, from the call until the
     checkpoint is durable and committed.
 
-    `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the commit
-    before, if this checkpointer made it. All of them are named when a training stands still, or a snapshot is stale.
-    Tensors at the top level are one group, "model" or "state". A group of several MiB that has moved in the archive,
-    because what comes before it has grown, is not compared.
+    `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the previous
+    commit, if this checkpointer made it. If it names all of them, training stands still, or a snapshot is stale. Tensors
+    at the top level are one group, "model" or "state". A group of several MiB is not compared if its place in the archive
+    has changed, because what comes before it has grown.
     """
 
     status: Literal["committed", "skipped"]
@@ -101,7 +101,7 @@ class SaveReport:
 
             wandb.log(report.as_dict("ckpt/"))
 
-        NaN stands for what there is no number for: the step of a one-off save, and what a skipped save did not measure.
+        NaN stands for a missing number: the step of a one-off save, and what a skipped save did not measure.
         """
         skipped = self.status == "skipped"
         names = [f.name for f in fields(self) if f.name not in _NO_NUMBERS]
@@ -126,12 +126,14 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` has read and found sound.
+    """What `verify` has read. Everything in it is sound.
 
-    `steps` are the committed steps, ascending; none for a single archive. `num_archives` and `num_bytes` count each
-    archive once, with those that a step borrows from; a compressed one counts with the bytes that it was made of.
-    `bandwidth` is bytes per second. `notes` tells of what is no damage but may surprise, such as a tracker that names no
-    committed step.
+        print(async_ckpt.verify("runs/a"))  # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in …
+
+    `steps` are the committed steps, in ascending order; empty for a single archive. `num_archives` and `num_bytes` count
+    each archive once, including those that a step borrows from. A compressed archive counts with its size before
+    compression. `bandwidth` is in bytes per second. `notes` lists what is not damage but may be a surprise, such as a
+    tracker that does not name a committed step.
     """
 
     path: str
@@ -146,7 +148,10 @@ class VerifyReport:
         return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
-        """Flat, for a logger: numbers only, and the same keys on every call."""
+        """The report as numbers for a logger, with the same keys on every call.
+
+        wandb.log(async_ckpt.verify("runs/a").as_dict("verify/"))
+        """
         row = {"num_steps": float(len(self.steps)), "num_notes": float(len(self.notes))}
         for name in ("num_archives", "num_bytes", "seconds", "bandwidth"):
             row[name] = float(getattr(self, name))

@@ -291,7 +291,7 @@ def test_a_store_that_refuses_every_move_is_told_of_and_the_save_is_committed(tm
         assert ckpt.save(state_at(2), step=2).result().status == "committed"
         ckpt.wait()
         assert ckpt.metrics()["cleanup_failures"] == 1
-        assert "is not moved to step 2" in caplog.text
+        assert "was not moved to step 2" in caplog.text
 
 
 # --- the record ------------------------------------------------------------------------------------------------

@@ -99,12 +99,12 @@ def test_the_folder_is_a_path(out):
 
 def test_there_is_no_handle_before_the_block_is_left(out):
     packing = pack(out / "x.tar")
-    with pytest.raises(RuntimeError, match="no handle before the block"):
+    with pytest.raises(RuntimeError, match="no handle until the"):
         packing.handle  # noqa: B018
     with packing as folder:
         (folder / "a").write_text("b")
         for either in (packing, folder):
-            with pytest.raises(RuntimeError, match="no handle before the block"):
+            with pytest.raises(RuntimeError, match="no handle until the"):
                 either.handle  # noqa: B018
         assert "x.tar" in repr(packing)
     assert packing.handle is folder.handle

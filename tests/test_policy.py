@@ -359,7 +359,7 @@ def test_a_function_that_fails_is_told_of_once_and_asked_again(caplog):
 
     assert [training.run() for _ in range(5)] == [False, False, False, True, False]
     assert [record.message for record in caplog.records] == [
-        "the function given as deadline failed; until it answers, there is none"
+        "the deadline function raised; there is no deadline until it returns one"
     ] * 2
 
 
@@ -382,8 +382,8 @@ def test_without_a_rule_the_answer_is_what_to_give():
         ({"seconds": True}, "above 0, got True"),
         ({"margin_seconds": -1}, r"Due\(margin_seconds=…\) must be a number, 0 or more, got -1"),
         ({"margin_seconds": None}, "0 or more, got None"),
-        ({"deadline": 3600}, r"3600 is no time .* add it to time\.time"),
-        ({"deadline": math.nan}, "nan is no time"),
+        ({"deadline": 3600}, r"3600 is not a time .* add it to time\.time"),
+        ({"deadline": math.nan}, "nan is not a time"),
         ({"deadline": datetime(2026, 8, 1)}, "no time zone"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import inspect
 import pydoc
 
@@ -9,7 +11,8 @@ import pytest
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CheckpointError, RngState, SaveHandle, SaveReport
-from async_ckpt.report import Progress
+from async_ckpt.report import Progress, VerifyReport
+from async_ckpt.staging.held import HeldSnapshot
 
 NAMES = [
     "AsyncCheckpointer",
@@ -157,6 +160,43 @@ def test_every_public_name_says_what_it_is(name):
         inherited = {member for base in value.__mro__[1:] for member in vars(base)}
         for member, found in members(value):
             assert inspect.getdoc(found) or member in inherited or member == "bandwidth", f"{name}.{member}"
+
+
+def has_example(text: str) -> bool:
+    """Whether a line of a docstring is a call, or what it gives, in Python."""
+    for line in text.splitlines()[1:]:
+        with contextlib.suppress(SyntaxError):
+            tree = ast.parse(line.strip() + (" pass" if line.rstrip().endswith(":") else ""))
+            if any(isinstance(node, ast.Call | ast.Await | ast.Subscript) for node in ast.walk(tree)):
+                return True
+    return False
+
+
+def callables() -> dict[str, object]:
+    """What users call, by its name: functions, classes, and their methods and properties."""
+    named = {name: getattr(async_ckpt, name) for name in NAMES}
+    found = {
+        name: value
+        for name, value in named.items()
+        if not inspect.ismodule(value) and not (inspect.isclass(value) and issubclass(value, Exception))
+    }
+    found |= {f"files.{name}": getattr(async_ckpt.files, name) for name in async_ckpt.files.__all__}
+    classes = [AsyncCheckpointer, SaveHandle, SaveReport, RngState, VerifyReport]
+    for owner in classes:
+        found |= {f"{owner.__name__}.{name}": value for name, value in members(owner) if name != "bandwidth"}
+    for name in ("completion", "state_dict", "keys", "stall_seconds", "close"):
+        found[f"HeldSnapshot.{name}"] = getattr(HeldSnapshot, name)
+    return found | {"HeldSnapshot": HeldSnapshot, "VerifyReport": VerifyReport}
+
+
+def test_everything_that_is_called_shows_an_example():
+    lacking = [name for name, value in callables().items() if not has_example(inspect.getdoc(value) or "")]
+    assert lacking == []
+
+
+def test_what_is_no_example_is_not_taken_for_one():
+    assert not has_example("Wait.\n\nIdempotent. Raises KeyError.\nReturns (at once) what is there.")
+    assert has_example("Wait.\n\n    with ckpt.wait() as x:")
 
 
 def test_every_option_is_explained():

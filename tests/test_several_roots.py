@@ -414,7 +414,7 @@ def test_a_root_that_hangs_when_it_is_opened_is_not_asked_again_until_it_has_ans
                 stop.wait_reached()
                 assert report.destinations[0].error is None
                 error = report.destinations[1].error or ""
-                assert ("does not answer" if step == 1 else "still hang") in error
+                assert ("does not answer" if step == 1 else "have not returned") in error
             ckpt.wait()
             assert [call for call, _ in disk.calls].count("create") == 1
             stop.release()

@@ -363,7 +363,7 @@ def test_a_lender_without_the_group_is_damage(borrowing: Path) -> None:
             row["group"] = row["group"].replace("ref", "reference")
 
     forge_manifest(borrowing / "step_00000002" / "manifest.json", lie)
-    assert refused(borrowing, "'reference' is in it, and it is not").damaged_steps == (2,)
+    assert refused(borrowing, "'reference' is in it, but it is not").damaged_steps == (2,)
 
 
 def test_a_damaged_archive_of_a_driver_is_found(borrowing: Path) -> None:

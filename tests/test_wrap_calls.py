@@ -187,7 +187,7 @@ def test_a_wrapped_function_looks_like_the_one_that_it_wraps():
 
 
 def test_arguments_that_cannot_be_copied_are_refused_and_nothing_is_kept(tmp_path):
-    with pytest.raises(UnsupportedStateError, match="save_text cannot be called later"):
+    with pytest.raises(UnsupportedStateError, match="save_text cannot be called in the background"):
         wrap(save_text)(threading.Lock(), str(tmp_path / "x"))
     assert names(tmp_path) == []
 

@@ -34,7 +34,7 @@ _PathType: Any = type(Path())
 
 
 class Folder(_PathType):  # type: ignore[misc]
-    """A `pathlib.Path`; once the block that it belongs to is left, `handle` is that of the save."""
+    """A `pathlib.Path` with the handle of the save, which exists once the `with` block has ended."""
 
     _handle: SaveHandle | None = None
 
@@ -42,7 +42,7 @@ class Folder(_PathType):  # type: ignore[misc]
     def handle(self) -> SaveHandle:
         """The save, once the block has been left."""
         if self._handle is None:
-            raise RuntimeError("there is no handle before the block has been left without an exception")
+            raise RuntimeError("there is no handle until the `with` block has ended without an exception")
         return self._handle
 
 
@@ -73,9 +73,7 @@ class Pack:
         if error is not None:
             self._scratch.__exit__(kind, error, trace)
         elif not self._scratch.belongs_here:
-            raise ClosedError(
-                f"{self._folder} belongs to the process that was forked from; leave the block there"
-            )
+            raise ClosedError(f"{self._folder} belongs to the parent process; leave the block there")
         else:
             self._folder._handle = _stream(self._scratch.folder, self._target, self._scratch)
 
@@ -97,12 +95,12 @@ def pack(
         report = folder.handle.result()
 
     Leaving the block returns at once. The folder is then streamed as one plain tar (members `./…`, with their modes,
-    links and holes), and removed once the archive is committed. If the block raises, nothing is published. If the save
-    fails, the folder is kept, and the error says where. Packs are streamed one after the other, in the order in which
-    their blocks were left: if two have the same destination, the later one stays there.
+    links and holes), and removed once the archive is committed. If the block raises an exception, nothing is published.
+    If the save fails, the folder is kept, and the error says where it is. Packs are streamed one after the other, in the
+    order in which their blocks ended: if two have the same destination, the later one replaces the other.
 
-    The folder lies beside a local destination, where every node sees it, otherwise in the system's temp folder or in
-    `scratch`. `compression` is as for `save`.
+    The folder is created in `scratch`; by default beside a local destination, where every node sees it, and in the
+    system's temp folder for a URL. `compression` is as for `save`.
     """
     target = FileTarget.at(written_at(destination), compression)
     name = target.path.rstrip("/").rpartition("/")[2] if target.storage.remote else Path(target.path).name
@@ -128,7 +126,9 @@ def pack_folder(
     source = source.resolve()
     target = FileTarget.at(written_at(destination), compression)
     if not target.storage.remote and Path(target.path).resolve().is_relative_to(source):
-        raise ValueError(f"{target.path} lies in {source}, which would pack itself; write it elsewhere")
+        raise ValueError(
+            f"{target.path} is inside {source}, so the archive would contain itself; write it elsewhere"
+        )
     return _stream(source, target, None)
 
 

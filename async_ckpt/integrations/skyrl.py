@@ -76,7 +76,7 @@ class CheckpointBackend:
         lora: the models are adapters of one base, so that the inference engines have to be told whose weights they get.
         scratch: the folder below which the workers write and read; by default beside an archive on a disk. For a URL it is
             the system's temp folder, which workers on other nodes do not see: give a shared one.
-        place: called with every path, it gives the Place to use, such as `lambda path: Place(path, options=…)`.
+        place: called with every URL, it gives the Place to use, such as `lambda url: Place(url, options=…)`.
 
     Paths are strings, Paths, URLs, or objects of cloudpathlib. The dispatch is called on the caller's thread, as ever; give
     it one call at a time. Archives are streamed one after the other, in the order of the calls. A save that failed is a
@@ -101,7 +101,7 @@ class CheckpointBackend:
         self._send = _optional(dispatch, "save_weights_for_sampler")
         self._role, self._validate, self._tokenizer, self._lora = role, validate, tokenizer, lora
         self._scratch = scratch
-        self._place = place
+        self._place_of = place
         # Whatever is under way, or has failed unseen, is held by the saver of all files; the rest may go.
         self._handles: WeakSet[SaveHandle] = WeakSet()
         self._newest: WeakValueDictionary[str, SaveHandle] = WeakValueDictionary()  # by path
@@ -178,6 +178,10 @@ class CheckpointBackend:
         """Wait for every save begun so far, the removal of its files included, and raise the first error not yet seen."""
         wait_for_saves(self._pending(), Wait("in wait()", ENDS_THE_WAIT), timeout)
         self._raise_unseen()
+
+    def _place(self, path: Where) -> Place:
+        there = Place(path)
+        return there if there.is_local else self._place_of(path)
 
     def close(self) -> None:
         """Wait for every save and raise the first error nobody has looked at; save no more. Idempotent."""
@@ -311,7 +315,7 @@ def _refuse_running_loop() -> None:
     except RuntimeError:
         return
     raise RuntimeError(
-        "an event loop runs on this thread, and sending weights would hold it; "
+        "an event loop runs on this thread, and sending weights would block it; "
         "await save_sampler_checkpoint_async instead"
     )
 

@@ -37,6 +37,15 @@ class Roots:
         """The roots as people know them."""
         return tuple(run.storage.locate("").rstrip("/") or "/" for run in self.runs)
 
+    def known(self) -> str:
+        """The committed steps in words, as far as they are known without asking for them."""
+        steps = sorted({step for run in self.runs for step in run.known_steps()})
+        if not steps:
+            return "no steps"
+        if len(steps) > 5:
+            return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+        return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
     def told_of_others(self) -> list[str]:
         """What other programs have written there: a run that a trainer has saved without us must not look like none."""
         told = []
@@ -146,7 +155,7 @@ class Roots:
         if errors and not answers:
             raise errors[0]
         for refusal in errors:
-            warnings.warn(f"a root does not answer, and is left out: {refusal}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"a root does not answer and is ignored: {refusal}", RuntimeWarning, stacklevel=2)
         return answers
 
     def __repr__(self) -> str:

@@ -98,10 +98,10 @@ def driver_of(driver: Mapping[str, Any], state: Any, *, step: int) -> Driver:
     for name in driver:
         if not isinstance(name, str) or (isinstance(state, Mapping | Held) and name in state):
             raise ValueError(
-                f"driver={name!r}: its entries need names of their own, which the state does not have"
+                f"driver={name!r}: the state has entries of the same name; rename those of driver="
             )
     if not isinstance(state, Mapping | Held):
-        raise ValueError("driver= adds entries to a state, which must be a dict then")
+        raise ValueError("driver= adds entries to the state, so the state must be a dict")
     image, digest = small_archive(driver, step=step, max_bytes=_MAX_DRIVER_BYTES)
     return Driver(image, digest, tuple(driver))
 

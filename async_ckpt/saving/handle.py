@@ -162,7 +162,7 @@ class SaveHandle(Future[SaveReport]):
         if is_library_thread():
             raise RuntimeError("a thread of async_ckpt must not wait for a save: it would wait for itself")
         if os.getpid() != self._pid:
-            raise ClosedError("this save runs in the process that was forked from; wait for it there")
+            raise ClosedError("this save runs in the parent process; wait for it there")
 
     def __repr__(self) -> str:
         what = self.path if self.step is None else f"step={self.step}"

@@ -381,9 +381,7 @@ class Saver:
 
     def _refuse_if_forked(self) -> None:
         if not self.belongs_here:
-            raise ClosedError(
-                "this checkpointer belongs to the process that was forked from; open one in this process"
-            )
+            raise ClosedError("this checkpointer belongs to the parent process; open one in this process")
 
     def _tell_of_unseen(self, stacklevel: int) -> None:
         if self._strict:

@@ -71,7 +71,7 @@ class Notice:
             return
         if not _is_main_thread():
             raise RuntimeError(
-                "Due(signals=…) installs signal handlers, which Python allows on the main thread alone; construct the "
+                "Due(signals=…) installs signal handlers, which Python allows only on the main thread; construct the "
                 "checkpointer there (it may be used on any thread), or leave signals= out"
             )
         for signum in self._signums:
@@ -133,7 +133,7 @@ def _install(signum: int) -> None:
     if there is None or (there is signal.SIG_DFL and _is_caught(signum)):
         warnings.warn(
             f"{_name_of(signum)} has a handler that was not installed from Python (by faulthandler, for one). It is left "
-            "alone, and this signal makes no save due; name others by Due(signals=…)",
+            "alone, and this signal makes no save due; name others with Due(signals=…)",
             RuntimeWarning,
             stacklevel=4,
         )

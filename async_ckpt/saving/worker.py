@@ -174,7 +174,7 @@ class Worker:
         try:
             self._loop.call_soon_threadsafe(fn)
         except RuntimeError:  # the loop is closed
-            raise ClosedError("the interpreter is exiting; a save must be begun before that") from None
+            raise ClosedError("the interpreter is exiting; a save must begin before that") from None
 
     def sync(self) -> None:
         """Return when the loop's thread has run all that was given to `soon` before."""
@@ -211,7 +211,7 @@ class Worker:
                 ended.get(timeout=LIVENESS_SECONDS)
                 return outcome.result()
             wait.goes_on(lambda: what)
-        raise ClosedError("the interpreter is exiting; a save must be begun before that")
+        raise ClosedError("the interpreter is exiting; a save must begin before that")
 
     def start(
         self,
@@ -386,7 +386,7 @@ def get_worker() -> Worker:
         return worker
     with _worker_lock:
         if _worker is not None and _worker.stopped:
-            raise ClosedError("the interpreter is exiting; a save must be begun before that")
+            raise ClosedError("the interpreter is exiting; a save must begin before that")
         if _worker is None or _worker.pid != os.getpid():
             _note_exit_status()
             _worker = Worker()

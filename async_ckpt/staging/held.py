@@ -18,10 +18,13 @@ from .whole import HostCopy, HostMemory
 
 
 class HeldSnapshot(Held):
-    """A state as it was at one instant, whole, in host memory: see `async_ckpt.snapshot`.
+    """A whole state as it was at one instant, in host memory. `async_ckpt.snapshot` returns it.
 
-    A context manager, and indexable by name. Whoever is given it keeps what it reads until it has done so, also after
-    `close`; a snapshot that nobody holds any more closes itself. In a forked child it is not there.
+        with async_ckpt.snapshot({"model": model}) as snap:
+            handle = ckpt.save(snap, step=100)
+
+    It can be indexed by name. A save or export that reads it keeps what it reads until it is done, even after `close`. A
+    snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
     """
 
     def __init__(
@@ -61,11 +64,17 @@ class HeldSnapshot(Held):
 
     @property
     def stall_seconds(self) -> float:
-        """How long the guard has held the thread, and the copies the streams, so far."""
+        """Seconds that the guard has held the thread, and the copies have held the streams, so far.
+
+        print(snap.stall_seconds)  # 0.012
+        """
         return self._copy.snapshot.stall_seconds
 
     def close(self) -> None:
-        """Let go of the memory, but for what is being read. Idempotent."""
+        """Give the memory back, except for what is still being read. May be called again.
+
+        snap.close()  # leaving the `with` block does it
+        """
         self._source.close()
         if self._release.detach() is not None:
             self._copy.release()
@@ -80,7 +89,7 @@ class HeldSnapshot(Held):
 
 
 def guard_beside(state: Any, guard: Any) -> Any:
-    """The guard of a save. Raises ValueError for one beside a snapshot, whose copy was guarded, or was not."""
+    """The guard of a save. Raises ValueError for a guard beside a snapshot, which was copied with its own guard."""
     if isinstance(state, Held) and guard is not None:
         raise ValueError("guard= was for the snapshot, which is taken already; leave it out here")
     return guard

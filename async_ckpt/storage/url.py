@@ -75,7 +75,7 @@ def split_bucket(url: str) -> tuple[str, str, str]:
     scheme = scheme.lower()
     scheme = SCHEMES.get(scheme, scheme)
     if scheme not in SCHEMES.values():
-        raise ValueError(f"{scheme}:// is no object store; there are {', '.join(sorted(SCHEMES))}")
+        raise ValueError(f"{scheme}:// is not an object store; known are {', '.join(sorted(SCHEMES))}")
     bucket, _, prefix = rest.partition("/")
     user, _, host = bucket.rpartition("@")
     seen = f"{scheme}://{shown(url).partition('://')[2].partition('/')[0]}"
@@ -86,7 +86,7 @@ def split_bucket(url: str) -> tuple[str, str, str]:
     _refuse_query(url)
     prefix = prefix.strip("/")
     if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-        raise ValueError(f"{seen}/{prefix}: a key has no empty part, and none that is . or ..")
+        raise ValueError(f"{seen}/{prefix}: a key must not have an empty part, or one that is . or ..")
     return scheme, bucket, prefix
 
 
@@ -137,14 +137,12 @@ def text_of(path: Where) -> str:
     # What stands for an object in a store (cloudpathlib) has a path as well: that of its copy in a cache on the disk.
     as_uri = None if isinstance(path, str | PurePath) else getattr(path, "as_uri", None)
     if as_uri is None and not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"a checkpoint goes to a path or URL, not to a {type(path).__qualname__}; pass a string or a Path"
-        )
+        raise TypeError(f"expected a path or URL, not {type(path).__qualname__}; pass a string or a Path")
     text = os.fspath(path) if as_uri is None else as_uri()
     if not isinstance(text, str):
-        raise TypeError("a checkpoint goes to a path of text, not of bytes")
+        raise TypeError("a path must be str, not bytes")
     if not text:
-        raise ValueError("the path of a checkpoint is empty")
+        raise ValueError("the path is empty")
     match = _URL.match(text)
     if match and not match[2] and not isinstance(path, str):
         # A Path makes one slash of two. The URL of a bucket has no others that it could have lost.
@@ -160,7 +158,7 @@ def local_path(text: str) -> Path:
     if scheme_of(text) == "file":
         text = unquote(urlsplit(text).path)
     if not text:
-        raise ValueError("the path of a checkpoint is empty")
+        raise ValueError("the path is empty")
     where = Path(text).expanduser().absolute()
     try:
         where.is_dir()

@@ -47,8 +47,8 @@ class FsspecStorage:
             scheme = scheme_of(url)
             if scheme is None:
                 raise ValueError(
-                    f"{shown(url)!r} is no URL such as memory://run or sftp://host/run; a chain of filesystems or a "
-                    "path on one is taken as Place(path, fs=…)"
+                    f"{shown(url)!r} is not a URL such as memory://run or sftp://host/run; pass a chain of filesystems, or a "
+                    "path on one, as Place(path, fs=…)"
                 )
             if scheme in ("s3", "s3a"):
                 split_bucket(url)  # says what is wrong with it
@@ -274,7 +274,7 @@ class FsspecStorage:
             cause = error if clean else OSError(f"{type(error).__name__}: {reason}")
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFullError(
-                    f"{where}: {num_bytes:,} bytes needed, less free; delete old steps or keep fewer (keep=), then save again",
+                    f"{where}: {num_bytes:,} bytes needed, fewer free; delete old steps or keep fewer (keep=), then save again",
                     path=where,
                     needed_bytes=num_bytes,
                     free_bytes=None,
