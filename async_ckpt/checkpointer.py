@@ -87,7 +87,7 @@ class AsyncCheckpointer:
         naming: the layout that other programs read: "skyrl", "verl", "open-instruct", "deepspeed", or
             `Naming(step_format=…, tracker=…)`. By default steps are called "step_{:08d}", and the file `latest` names
             the newest.
-        strict: raise the error of an earlier save that nobody has looked at, at the next `save` and before that starts.
+        strict: at the next `save`, before it starts, raise the error of an earlier save that has not been retrieved yet.
         exit_timeout: how many seconds the interpreter's exit waits for saves. None waits as long as they take.
         progress: draw a bar for each save on stderr, or in the notebook. Needs tqdm.
         commit: with several roots, "all" makes a save wait for all of them, and fail when one fails. With "any" it is
@@ -241,13 +241,13 @@ class AsyncCheckpointer:
 
         The step that was saved last, or restored, is not due. Called again for a step, it returns the same answer. By
         time or by signals the answer differs between processes: ask on rank 0 and broadcast it. `Due(every=…)` alone
-        depends on the step only. Raises ValueError when there is no rule, and nothing else.
+        depends on the step only. Raises ValueError if there is no rule, and nothing else.
         """
         return self._policy.should_save(step)
 
     @property
     def preempted(self) -> bool:
-        """Whether one of the signals of `Due(signals=…)` has come: save, and leave.
+        """Whether one of the signals of `Due(signals=…)` has arrived, so that the process should save and exit.
 
             if ckpt.should_save(step):
                 ckpt.save(state, step)
@@ -259,7 +259,7 @@ class AsyncCheckpointer:
         return self._notice.is_given
 
     def prewarm(self, state: Any) -> None:
-        """Do what the first save would have to wait for: plan the archive, take and page-lock host memory.
+        """Plan the archive, and allocate and page-lock host memory, before the first save.
 
         ckpt.prewarm({"model": model, "optimizer": optimizer})
         """
@@ -273,18 +273,18 @@ class AsyncCheckpointer:
         self._saver.pool.release()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save begun so far, retention included, and raise the first error nobody has looked at.
+        """Wait for every save begun so far, including retention, and raise the first error not retrieved yet.
 
         ckpt.wait(timeout=600)  # seconds; TimeoutError when it has passed
         """
         self._saver.wait(timeout)
 
     def catch_up(self) -> dict[str, list[int]]:
-        """Copy to each root the steps that others have and it lacks, on this thread. Returns the steps of each root.
+        """Copy to each root the steps that only other roots have, on this thread. Returns the steps copied to each root.
 
             ckpt.catch_up()  # {"runs/a": [], "s3://bucket/run": [100, 200]}
 
-        Raises StorageUnavailableError when a root is still away, after the others have been caught up.
+        Raises StorageUnavailableError if a root is still unavailable, after the others have been caught up.
         """
         return self._line.catch_up()
 
@@ -296,7 +296,7 @@ class AsyncCheckpointer:
         return self._saver.metrics(prefix)
 
     def close(self) -> None:
-        """Wait for every save, and raise the first error that nobody has looked at. May be called again.
+        """Wait for every save, and raise the first error not retrieved yet. May be called again.
 
             ckpt.close()  # leaving the `with` block does it
 
@@ -344,12 +344,12 @@ class AsyncCheckpointer:
         return {step: dict(made.record) if made else {} for step, made in self._roots.view().items()}
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
-        """The committed step whose record has the best value of a metric; of equals the newer one.
+        """The committed step whose record has the best value of a metric. If two are equal, the newer one.
 
             ckpt.save(state, step=100, record={"loss": 0.5})
             state = ckpt.load(ckpt.best("loss", mode="min"))
 
-        A value that is no finite number counts for nothing. Raises NotCommittedError when no record has the metric.
+        A value that is not a finite number is ignored. Raises NotCommittedError if no record has the metric.
         """
         if mode not in ("min", "max"):
             raise ValueError(f'mode must be "min" or "max", got {mode!r}')
@@ -371,11 +371,11 @@ class AsyncCheckpointer:
         mmap: bool = False,
         types: Iterable[type] = (),
     ) -> Any:
-        """Read the state of a step, by default the newest. All else is as for `async_ckpt.load`.
+        """Read the state of a step, by default the newest. Everything else is as for `async_ckpt.load`.
 
             weights = ckpt.load(100, select="model")["model"]
 
-        Raises NotCommittedError when there is no such step.
+        Raises NotCommittedError if there is no such step.
         """
 
         def build(parts: Sequence[Part]) -> Any:
@@ -402,7 +402,7 @@ class AsyncCheckpointer:
         verify: Verify = True,
         types: Iterable[type] = (),
     ) -> int | None:
-        """Fill live objects in place from a step, by default the newest. Returns the step; None when there is none.
+        """Fill live objects in place from a step, by default the newest. Returns the step, or None if there is none.
 
             start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
 

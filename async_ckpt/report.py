@@ -15,7 +15,7 @@ _NO_NUMBERS: Final = ("status", "step", "path", "destinations", "unchanged_group
 def sized(num_bytes: float) -> str:
     """A number of bytes as people read it; a bandwidth is `sized(…)` + "/s"."""
     for unit, factor, digits in (("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
-        if num_bytes >= factor - 0.5 * factor / 1000:  # 999.96 kB is 1.0 MB
+        if num_bytes >= 0.99995 * factor:  # 999,950 bytes are 1.0 MB, not 1000.0 kB
             return f"{num_bytes / factor:.{digits}f} {unit}"
     return f"{num_bytes:.0f} bytes"
 

@@ -146,6 +146,29 @@ def test_paths_and_places_may_be_roots_of_one_run(tmp_path, s3, bucket):
         assert_is_state(async_ckpt.load(root), 2)
 
 
+@pytest.mark.parametrize("local", [Place, Path.as_uri, str], ids=["place", "file url", "path"])
+def test_a_folder_to_pack_or_to_extract_to_is_given_as_any_local_path(local, tmp_path):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given/a").write_text("a")
+    async_ckpt.files.pack_folder(local(tmp_path / "given"), tmp_path / "x.tar").result()
+    assert async_ckpt.files.extract(tmp_path / "x.tar", local(tmp_path / "out")) == tmp_path / "out"
+    assert (tmp_path / "out/a").read_text() == "a"
+
+
+@pytest.mark.parametrize("far", ["memory://x/folder", Place("folder", fs=MemoryFileSystem())], ids=str)
+def test_a_folder_elsewhere_is_neither_packed_nor_extracted_to(far, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"is not a local path; fetch the folder with files\.download_directory"
+    ):
+        async_ckpt.files.pack_folder(far, "x.tar")
+    with pytest.raises(ValueError, match=r"is not a local path; .* copy it with files\.upload_directory"):
+        async_ckpt.files.extract("x.tar", far)
+    with pytest.raises(ValueError, match="is not a local path"):
+        async_ckpt.pack("x.tar", scratch=far)
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- what is no place -------------------------------------------------------------------------------------------
 
 

@@ -255,6 +255,25 @@ def test_reports_and_progress_are_frozen_values():
         Progress(1, 1, 1).total_bytes = 2
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (999_949, "999.9 kB"),
+        (999_999, "1.0 MB"),
+        (11_500_000, "11.5 MB"),
+        (1_490_000_000, "1.49 GB"),
+        (2 * 10**12, "2000.00 GB"),
+    ],
+)
+def test_sizes_are_shown_in_a_unit_that_fits_them(num_bytes, shown):
+    report = SaveReport("committed", 1, "x", num_bytes=num_bytes, total_seconds=1.0)
+
+    assert str(report) == f"step 1: {shown}, stall 0.0 ms, durable after 1.00 s at {shown}/s"
+
+
 def test_the_package_is_typed():
     from pathlib import Path
 

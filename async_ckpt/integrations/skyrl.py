@@ -127,9 +127,9 @@ class CheckpointBackend:
     def save_sampler_checkpoint(self, output_path: Where, model_id: str, persist: bool = True) -> SaveHandle:
         """Send the weights to the inference engines, and save them as the export that others can sample from.
 
-        With `persist=False` the archive is a mere marker, which no load takes for weights. The sending, for a dispatch that
-        does it, is waited for. On the thread of a running event loop nothing can wait for it: there this raises RuntimeError,
-        before anything is done, and `save_sampler_checkpoint_async` is for it.
+        With `persist=False` the archive is only a marker, which `load_checkpoint` refuses. The call waits until the weights
+        are sent, if the dispatch does that. It raises RuntimeError, before anything is done, on a thread with a running
+        event loop; use `save_sampler_checkpoint_async` there.
         Raises ValueError, before anything is done, for a model whose role is not "policy".
         """
         role = self._begin_sampler(model_id)
@@ -141,7 +141,7 @@ class CheckpointBackend:
     async def save_sampler_checkpoint_async(
         self, output_path: Where, model_id: str, persist: bool = True
     ) -> SaveHandle:
-        """The same on an event loop, which goes on while the weights are sent: `report = await (await …)`."""
+        """The same on an event loop, which is not blocked while the weights are sent: `report = await (await …)`."""
         role = self._begin_sampler(model_id)
         if self._send is not None:
             await self._send_weights(model_id)
@@ -152,10 +152,10 @@ class CheckpointBackend:
     def load_checkpoint(self, checkpoint_path: Where, model_id: str, load_optimizer: bool = True) -> None:
         """Load a model, with or without its optimizer and scheduler, from any tar: ours, SkyRL's, gzip or not.
 
-        A save to that very path is waited for; where it has failed, and nobody has looked at it, that is raised. What was
-        unpacked is removed, however the dispatch ends.
-        Raises ValueError for a model that is not known, FileNotFoundError, NotCommittedError for a mere marker,
-        CorruptCheckpointError, UnsafeArchiveError, and what the dispatch raises.
+        An unfinished save to the same path is waited for; if it has failed, and its error has not been retrieved yet, that
+        is raised. The unpacked files are removed in any case.
+        Raises ValueError for an unknown model, FileNotFoundError, NotCommittedError for a marker, CorruptCheckpointError,
+        UnsafeArchiveError, and what the dispatch raises.
         """
         role = self._role_of(model_id)
         place = self._place(checkpoint_path)
@@ -184,7 +184,7 @@ class CheckpointBackend:
         return there if there.is_local else self._place_of(path)
 
     def close(self) -> None:
-        """Wait for every save and raise the first error nobody has looked at; save no more. Idempotent."""
+        """Wait for every save and raise the first error not retrieved yet. No more saves are accepted. May be called again."""
         self._closed = True
         self.wait()
 

@@ -11,8 +11,8 @@ Of the rest a step stays if any of the rules of `Keep` that are set wants it, an
 
     last         it is one of this many newest
     every        it is a multiple of this
-    best         it is one of the best by a metric of the records; of equals the newer one. A record without that metric,
-                 or with one that is no finite number, is never among them. While no record has the metric, which is
+    best         it is one of the best by a metric of the records; of two equal ones, the newer. A record without that metric,
+                 or with one that is not a finite number, is never among them. While no record has the metric, which is
                  rather a slip of the pen than a wish, every step is
     seconds      it was committed at most this long ago
 """

@@ -222,7 +222,7 @@ def _is_number(value: object) -> bool:
 
 
 def _countdown(deadline: Deadline | None, wall_clock: Clock) -> Callable[[], float | None] | None:
-    """What tells the seconds left. Raises TypeError, ValueError for a deadline that is no time."""
+    """What tells the seconds left. Raises TypeError and ValueError for a deadline that is not a time."""
     if deadline is None or callable(deadline):
         return deadline
     at = epoch_seconds(deadline)

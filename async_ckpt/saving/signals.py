@@ -32,7 +32,7 @@ _NOT_DEFERRABLE: Final = ("SIGKILL", "SIGSTOP", "SIGABRT", "SIGBUS", "SIGFPE", "
 def signals_of(given: Signals) -> tuple[int, ...]:
     """The numbers of the signals that a user means; for True, those of schedulers that this system has.
 
-    Raises ValueError for a signal that does not exist or that cannot be deferred, TypeError for what is no signal.
+    Raises ValueError for a signal that does not exist or that cannot be deferred, and TypeError for anything else.
     """
     if isinstance(given, bool):
         there = [getattr(signal, name, None) for name in _SENT_BY_SCHEDULERS] if given else []

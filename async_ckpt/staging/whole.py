@@ -44,9 +44,10 @@ _Key = tuple[torch.device, int, int]  # of a storage
 class HostMemory:
     """Buffers for host copies, used again and again. From any thread.
 
-    Copies that are under way hold no more than `max_bytes` together, by default half of what is free: the next one
-    waits; or is refused where they are `held` for as long as somebody likes. What code keeps of a copy after its end is that code's memory. Kept for the next copies is no more than
-    twice what was ever needed at one time, which is enough for several that differ in size.
+    Copies that are under way hold no more than `max_bytes` together, by default half of the free memory. The next one
+    waits, or is refused if copies are `held` for as long as their owner likes. What other code keeps of a copy after its
+    end is not counted. No more than twice what was ever needed at one time is kept for the next copies, which is enough
+    for several that differ in size.
     """
 
     def __init__(self, max_bytes: int | None = None, *, held: bool = False) -> None:

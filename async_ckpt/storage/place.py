@@ -93,8 +93,8 @@ class Place:
         return self.fs is None and scheme_of(self.text) in (None, "file")
 
     def storage(self) -> Storage:
-        """The storage whose root this is. Raises TypeError and ValueError for what is no place, ImportError for a
-        package that is missing.
+        """The storage whose root this is. Raises TypeError and ValueError for an invalid place, and ImportError for a
+        missing package.
         """
         scheme = scheme_of(self.text)
         if self.is_local:

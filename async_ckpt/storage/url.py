@@ -133,7 +133,7 @@ def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
 
 
 def text_of(path: Where) -> str:
-    """A path as text. Raises TypeError and ValueError for what is none."""
+    """A path as text. Raises TypeError and ValueError for anything else."""
     # What stands for an object in a store (cloudpathlib) has a path as well: that of its copy in a cache on the disk.
     as_uri = None if isinstance(path, str | PurePath) else getattr(path, "as_uri", None)
     if as_uri is None and not isinstance(path, str | os.PathLike):
