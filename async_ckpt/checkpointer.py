@@ -68,36 +68,36 @@ class AsyncCheckpointer:
                     ckpt.save({"model": model, "optimizer": optimizer}, step)
 
     Args:
-        root: the run's folder, which the first save makes; a URL such as "s3://bucket/run"; a `Place`; or a list of
+        root: the run's folder, which the first save creates; a URL such as "s3://bucket/run"; a `Place`; or a list of
             these. With a list, every save goes to all of them in one pass, and a step exists if one of them has it.
-        keep: how many of the newest steps are kept, or `Keep(last=…, every=…, best=…, seconds=…)`. None keeps all.
+        keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, seconds=…)`. None keeps all.
             `Place(…, keep=…)` gives one of several roots a retention of its own.
         due: the rules of `should_save`: `Due(every=…, seconds=…, deadline=…, signals=True)`. With signals, the
             checkpointer must be constructed on the main thread.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
             overlaps the next forward and backward, and `step()` waits for the rest of it.
-        host_bytes: hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs, up
-            to half of the free memory. With less than the state needs, `save` waits for the disk.
+        host_bytes: the hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs,
+            up to half of the free memory. If it is less than the state needs, `save` waits for the disk.
         segment_bytes: the unit of copying and writing, a multiple of 4 MiB. 32 MiB unless `host_bytes` is small.
         on_overlap: what `save` does while `max_in_flight` saves are under way: "wait", which is reported as stall, or
             "skip".
-        max_in_flight: how many saves may be under way at once. Each needs host memory of its own.
-        on_rollback: "retire" lets a save below the newest commit take the newer ones out of the run. By default such a
-            save raises StepBehindError.
-        naming: the layout that other programs read: "skyrl", "verl", "open-instruct", "deepspeed", or
+        max_in_flight: how many saves may be under way at once. Each needs its own host memory.
+        on_rollback: "retire" removes newer commits from the run when a lower step is saved. By default such a save
+            raises StepBehindError.
+        naming: the names that other programs expect: "skyrl", "verl", "open-instruct", "deepspeed", or
             `Naming(step_format=…, tracker=…)`. By default steps are called "step_{:08d}", and the file `latest` names
             the newest.
         strict: at the next `save`, before it starts, raise the error of an earlier save that has not been retrieved yet.
-        exit_timeout: how many seconds the interpreter's exit waits for saves. None waits as long as they take.
+        exit_timeout: how many seconds the interpreter waits for saves when it exits. None waits as long as they take.
         progress: draw a bar for each save on stderr, or in the notebook. Needs tqdm.
-        commit: with several roots, "all" makes a save wait for all of them, and fail when one fails. With "any" it is
-            committed where it is durable first, and a root that lags or fails is caught up later.
-        max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments. Each process
-            has this limit for itself. What is copied to catch a root up is not limited.
+        commit: with several roots, "all" makes a save wait for all of them, and fail if one fails. With "any" it is
+            committed at the root where it is durable first; roots that lag or fail are caught up later.
+        max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments. The
+            limit applies to each process separately. Catching up a root is not limited.
         trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced
             when the checkpointer is constructed, and complete after each save. Give each process its own.
 
-    The tracker never moves back, unless a rollback has taken the step that it names out of the run. All methods may be
+    The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
     called from any thread. Opening, listing and reading change nothing on storage.
     """
 
@@ -180,23 +180,23 @@ class AsyncCheckpointer:
             guard: overrides the checkpointer's `guard` for this save.
             record: a small mapping of plain JSON data that is committed with the step and written to its line of
                 `checkpoints.jsonl`. A float that is not finite becomes None there.
-            rolling: delete this step once a newer one is committed, whatever `keep=` says.
-            ttl_seconds: delete this step at the first save after so many seconds, whatever `keep=` says. Rolling steps
-                and those with a `ttl_seconds` count for none of the rules of `keep=`.
+            rolling: delete this step once a newer one is committed, regardless of `keep=`.
+            ttl_seconds: delete this step at the first save after this many seconds, regardless of `keep=`. The rules of
+                `keep=` ignore rolling steps and those with a `ttl_seconds`.
             select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
                 `restore(strict=False)` then leaves the rest alone.
             unchanged: names of groups (entries at the top level) that have not changed since this checkpointer saved or
                 restored them, such as a frozen reference policy. They are not written again: the manifest refers to the
-                archive that has them, which is kept as long as it is needed. A group that is not saved yet is written.
-            per_rank: names of entries at the top level that each rank has for itself, such as the position of its data
-                loader. There is only one rank so far, so these come back like all others.
-            driver: what one process holds for all ranks (data loader, actors): more entries of the state, at most
-                64 MiB, which are written to an archive of their own and come back with every load.
+                archive that has them, which is kept as long as it is needed. A group that was never saved is written.
+            per_rank: names of entries at the top level that each rank has separately, such as the position of its data
+                loader. There is only one rank so far, so they are loaded like all other entries.
+            driver: more entries of the state, which one process holds for all ranks (data loader, actors), at most
+                64 MiB. They are written to a separate archive and are part of every load.
 
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError, NotUnchangedError (a group in
-        `unchanged` is other memory now, or was written to as far as its version counter tells; writes through `.data`
-        or numpy are not seen), and ValueError or KeyError for names that the state does not have. All other errors are
-        raised by the handle. A store is not asked on this thread, so a step that exists there is an error of the handle.
+        `unchanged` has other memory now, or its version counter says that it was written to; writes through `.data` or
+        numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
+        raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
         """
         step = _whole(step)
         if select is not None and unchanged:
@@ -233,15 +233,14 @@ class AsyncCheckpointer:
             if ckpt.should_save(step):
                 ckpt.save(state, step)
 
-        A deadline makes one save due: at the last step after which another step, a save and the margin would no longer
-        fit. For that, steps and saves are taken to last as long as the longest of the last 100 steps and 5 saves (one
-        minute before the first save). When that save has ended, another is due only if it still fits. If the deadline
-        is too near for any save, one is tried all the same. A signal makes one save due, at the next step, and another
-        only if that one failed.
+        A deadline makes one save due, at the last step after which another step, a save and the margin would no longer
+        fit. Steps and saves are assumed to take as long as the longest of the last 100 steps and 5 saves (one minute
+        before the first save). When that save has ended, another is due only if it still fits. If no save fits any
+        more, one is attempted anyway. A signal makes one save due at the next step, and another only if that one failed.
 
-        The step that was saved last, or restored, is not due. Called again for a step, it returns the same answer. By
-        time or by signals the answer differs between processes: ask on rank 0 and broadcast it. `Due(every=…)` alone
-        depends on the step only. Raises ValueError if there is no rule, and nothing else.
+        The step that was saved last, or restored, is not due. Called again for the same step, it returns the same answer.
+        With rules of time or signals, the answer differs between processes: call it on rank 0 and broadcast the result.
+        `Due(every=…)` alone depends only on the step. Raises ValueError if there is no rule, and nothing else.
         """
         return self._policy.should_save(step)
 
@@ -406,17 +405,17 @@ class AsyncCheckpointer:
 
             start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
 
-        The memory that the first save needs is then taken in the background, as `prewarm` does.
+        The memory that the first save needs is then allocated in the background, as by `prewarm`.
 
-        Everything is compared first: what is missing, unexpected, or of another shape or dtype is listed in one error
-        before anything is written. A module is matched by its own names first, then by those of the plain model, so it
-        makes no difference whether it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`), now or when it was saved.
+        Everything is compared first: one error lists what is missing, unexpected, or of another shape or dtype, before
+        anything is written. A module is matched by its own names first, then by those of the plain model, so it does
+        not matter whether it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`), now or when it was saved.
 
         Args:
             state: the objects to fill, in the structure that was saved.
             step: which step. With None, a corrupt step is skipped with a warning, for the next older one.
             select: restore only this part, as for `save`.
-            strict: whether names that only one side has are an error. Other shapes always are.
+            strict: whether names that only one side has are an error. A different shape always is.
             trust: as for `async_ckpt.load`.
             verify: compare the digest of every block. "first" does so before anything is written, and reads twice.
             types: as for `async_ckpt.load`.

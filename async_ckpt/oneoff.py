@@ -41,9 +41,9 @@ def save(
         handle = async_ckpt.save({"model": model, "epoch": 3}, "out/x.tar")
         report = handle.result()  # waits until the file is durable
 
-    The file appears as a whole, or replaces what was there, when it is durable. Until then nothing is visible. One save
-    is under way at a time: the next call waits for it, and its report counts that as stall. Host memory is kept for the
-    next save; `release` gives it back.
+    The file appears as a whole, or replaces an existing one, when it is durable. Until then nothing is visible. One save
+    is under way at a time: the next call waits for it, and its report counts the wait as stall. Host memory is kept for
+    the next save; `release` gives it back.
 
     Args:
         obj: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a snapshot.
@@ -51,10 +51,10 @@ def save(
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
             overlaps the next forward and backward, and `step()` waits for the rest of it.
         select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
-        compression: "zstd", or `Zstd(level=…, threads=…)`. A path that ends in ".zst" is compressed in any case. The
-            report's `num_bytes` is the size before compression, that of its destination the size after it.
+        compression: "zstd", or `Zstd(level=…, threads=…)`. A path that ends in ".zst" is always compressed. The
+            report's `num_bytes` is the size before compression, and its destination's `num_bytes` the size after it.
 
-    Raises UnsupportedStateError for a state that cannot be stored, KeyError when `select` matches nothing, and ValueError
+    Raises UnsupportedStateError for a state that cannot be stored, KeyError if `select` matches nothing, and ValueError
     or IsADirectoryError for a path that cannot be written to. All other errors are raised by the handle.
     """
     target = FileTarget.at(written_at(path), compression)
@@ -130,12 +130,11 @@ def load(
         state = async_ckpt.load("out/x.tar")
         weights = async_ckpt.load("runs/a", select="model", map_location="cuda")["model"]
 
-    Safetensors files, the folders that Hugging Face models are saved in, and the folder that one of our archives was
-    extracted to are read as well.
+    It also reads safetensors files, folders of Hugging Face models, and folders that an archive was extracted to.
 
     Args:
         path: a path, a URL or a Place.
-        map_location: the device of the tensors; None is the CPU, wherever they were saved from.
+        map_location: the device of the tensors; None means the CPU, regardless of where they were saved from.
         select: read only this part: a name ("model"), a glob over dotted paths ("model.*.bias"), or several of them.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust: a pickle can run
             any code.
@@ -147,7 +146,7 @@ def load(
         types: classes of namedtuples, dataclasses and enums to rebuild. Others are returned as tuples, dicts and values.
 
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
-    and KeyError when `select`, or one of several in it, matches nothing.
+    and KeyError if `select`, or one of several patterns in it, matches nothing.
     """
     check_verify(verify)
 
@@ -163,16 +162,16 @@ def verify(path: Anywhere) -> VerifyReport:
         print(async_ckpt.verify("runs/a"))
         # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in 9.81 s at 4.20 GB/s
 
-    Nothing is unpickled and no tensor is made, so this is safe for any file; it takes about 128 MiB of memory, however
-    large the archive is. A plain archive, one of `.tar.zst`, and a step with the archives that it borrows groups from
-    are read whole. Of a run every committed step is read; an archive that several steps share is read once.
+    Nothing is unpickled and no tensors are created, so this is safe for any file. It takes about 128 MiB of memory,
+    however large the archive is. Archives are read as a whole, compressed ones too, and so are the archives that a step
+    borrows groups from. In a run, every committed step is read; an archive that several steps share is read once.
 
     Args:
         path: an archive, the folder of a committed step, or the root of a run; a path, a URL or a Place.
 
     Raises CorruptCheckpointError for damage: it names the file, and the tensors in the damaged blocks (`tensors`). A
     run is read to its end first, and one error names every damaged step (`damaged_steps`, `sound_steps`). Raises
-    NotCommittedError where no checkpoint is, FormatVersionError for one of a newer version, ValueError for a file that
-    has no digests, and StorageUnavailableError, also when the archive is replaced while it is read.
+    NotCommittedError if there is no checkpoint, FormatVersionError for one of a newer version, ValueError for a file
+    without digests, and StorageUnavailableError, also if the archive is replaced while it is read.
     """
     return verify_path(path)

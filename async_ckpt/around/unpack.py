@@ -196,7 +196,7 @@ def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
     if any(kind != stat.S_IFDIR for kind in kinds[: len(parts) - 1]):
         refuse("is behind a link, or inside a file")
     if len(kinds) == len(parts) and not (member.isdir() and set(kinds) <= {stat.S_IFDIR}):
-        refuse("already exists")
+        refuse("would overwrite what is already there")
     if member.issym():
         if not stays_inside("/".join(parts), member.linkname):
             refuse(f"links to {member.linkname[:200]!r}, out of the folder")

@@ -24,14 +24,14 @@ _log = logging.getLogger("async_ckpt")
 
 
 class SaveHandle(Future[SaveReport]):
-    """One save: a `concurrent.futures.Future` that is running from the start, and that can be awaited.
+    """One save: a `concurrent.futures.Future` that is running from the start and can be awaited.
 
         handle = ckpt.save(state, step=100)
         report = handle.result()  # or: report = await handle
 
-    It cannot be cancelled, and cancelling an `await` leaves the save alone. Callbacks run on a thread of their own, in
-    the order in which they were added; what they raise is logged. Waiting on one of the library's own threads raises
-    RuntimeError at once, since it would wait for itself.
+    It cannot be cancelled, and cancelling an `await` leaves the save alone. Callbacks run on a separate thread, in
+    the order in which they were added; exceptions that they raise are logged. Waiting on one of the library's own threads
+    raises RuntimeError at once, since it would wait for itself.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SaveHandle(Future[SaveReport]):
 
     @property
     def upload_completion(self) -> SaveHandle:
-        """This handle, by the name that torch.distributed.checkpoint gives it.
+        """This handle, under the name that torch.distributed.checkpoint uses.
 
         handle.upload_completion.result()
         """
@@ -73,7 +73,7 @@ class SaveHandle(Future[SaveReport]):
         return self._progress()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is durable and committed, and return its report. Raises what went wrong.
+        """Wait until the checkpoint is durable and committed, and return its report. Raises the error if the save failed.
 
         report = handle.result(timeout=600)  # seconds; TimeoutError when it has passed
         """
@@ -84,7 +84,7 @@ class SaveHandle(Future[SaveReport]):
             self.looked_at = self.looked_at or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as `result` does, and return the error, or None.
+        """Wait as `result` does, and return the error, or None if the save succeeded.
 
         if (error := handle.exception()) is not None: ...
         """
@@ -101,7 +101,7 @@ class SaveHandle(Future[SaveReport]):
             model.eval()  # a schedule-free optimizer's weights change here
 
         It is for changes that `guard=` does not cover: an optimizer that steps in the backward pass, graph replay, tools
-        that unmap device memory. `timeout` is in seconds. Raises what went wrong while staging.
+        that unmap device memory. `timeout` is in seconds. Raises the error if staging failed.
         """
         self._refuse_to_wait_for_itself(self.staging_completion)
         self.staging_completion.result(timeout)
