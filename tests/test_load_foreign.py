@@ -170,7 +170,7 @@ def test_a_safetensors_file_of_a_store_is_read(bucket: Bucket, weights: Path, en
     how = {"engine": engine}
     same(async_ckpt.load(bucket.place("a/model.safetensors", **how)), WEIGHTS)
     same(async_ckpt.load(bucket.place("a", **how)), WEIGHTS)
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="leave mmap out"):
         async_ckpt.load(bucket.place("a/model.safetensors", **how), mmap=True)
 
 

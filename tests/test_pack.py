@@ -299,7 +299,7 @@ def test_the_folder_above_is_no_name_for_an_archive(tree):
 
 @pytest.mark.parametrize("source", ["missing", "config.json"])
 def test_only_folders_are_packed(out, tree, source):
-    with pytest.raises(NotADirectoryError, match="no folder"):
+    with pytest.raises(NotADirectoryError, match="is not a folder"):
         pack_folder(tree / source, out / "x.tar")
     assert os.listdir(out) == []
 

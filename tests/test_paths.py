@@ -396,7 +396,7 @@ def test_what_cannot_be_opened_says_why(cloud, tmp_path):
         with pytest.raises(FileNotFoundError):
             async_ckpt.files.open_file(place)
     for mode in ("a", "r+b", "x", "rw", "wbt", ""):
-        with pytest.raises(ValueError, match="written anew"):
+        with pytest.raises(ValueError, match="is opened with mode"):
             async_ckpt.files.open_file(cloud.place, mode)
     for mode in ("r", "wb"):
         with pytest.raises(ValueError, match="names no object"):

@@ -420,7 +420,7 @@ def test_a_live_deque_is_filled_in_place_and_keeps_its_maxlen(ckpt: AsyncCheckpo
 # --- nodes that lie -----------------------------------------------------------------------------------------------
 
 HOSTILE: dict[str, Any] = {
-    "path of no class": {"path": ["Path", "x"]}, "must be str": {"path": "x"}, "path of a number": {"path": ["PosixPath", 1]},
+    "path of no class": {"path": ["Path", "x"]}, "path of text": {"path": "x"}, "path of a number": {"path": ["PosixPath", 1]},
     "path of a set": {"path": ["PosixPath", {"set": []}]}, "path unhashable": {"path": [[], "x"]},
     "date of a number": {"date": 20240229}, "date of no day": {"date": "2023-02-29"}, "date of text": {"date": "x" * 10**5},
     "datetime of text": {"datetime": "2024-02-29"}, "datetime of two": {"datetime": ["2024-02-29T00:00:00", 0]},

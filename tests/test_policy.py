@@ -398,7 +398,7 @@ def test_what_is_no_rule_at_all_is_refused(tmp_path):
 
 
 def test_a_deadline_of_another_type_is_refused():
-    with pytest.raises(TypeError, match="not a str"):
+    with pytest.raises(TypeError, match="not str"):
         Due(deadline="tomorrow")  # type: ignore[arg-type]
 
 

@@ -311,7 +311,7 @@ def test_catching_up_says_which_root_is_still_away_after_the_others_were_served(
         ckpt.save(state_at(1), step=1).result()
         ckpt._roots.runs[1]._root.storage = Away(roots[1])
         with (
-            pytest.warns(RuntimeWarning, match="left out"),
+            pytest.warns(RuntimeWarning, match="is ignored"),
             pytest.raises(StorageUnavailableError, match="away"),
         ):
             ckpt.catch_up()

@@ -97,7 +97,7 @@ def test_a_destination_that_the_function_does_not_have_is_refused_when_it_is_wra
         wrap(torch.save, destination="where")
     with pytest.raises(TypeError, match="was called without its destination 7"):
         wrap(torch.save, destination=7)(1, "x")
-    with pytest.raises(TypeError, match="given a int to write to"):
+    with pytest.raises(TypeError, match="given an int to write to"):
         wrap(lambda a, b: None, destination="b")("x", 1)
 
 
