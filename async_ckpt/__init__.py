@@ -8,7 +8,7 @@ with async_ckpt.AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
     ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=100)
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .around import files
@@ -71,8 +71,25 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The errors that are not listed above: `async_ckpt.ClosedError` is `async_ckpt.errors.ClosedError`."""
-    if name.endswith("Error") and hasattr(errors, name):
-        return getattr(errors, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `__getattr__`
+    from .errors import (  # noqa: I001 - one import, not one for each
+        ClosedError as ClosedError,
+        DestinationBusyError as DestinationBusyError,
+        FormatVersionError as FormatVersionError,
+        NothingWrittenError as NothingWrittenError,
+        NotUnchangedError as NotUnchangedError,
+        PeerFailedError as PeerFailedError,
+        SaveAbandonedError as SaveAbandonedError,
+        StateMismatchError as StateMismatchError,
+        StepBehindError as StepBehindError,
+        UnsafeArchiveError as UnsafeArchiveError,
+        UnsupportedStateError as UnsupportedStateError,
+        UntrustedObjectError as UntrustedObjectError,
+    )
+else:
+
+    def __getattr__(name: str) -> Any:
+        """The errors that are not listed above: `async_ckpt.ClosedError` is `async_ckpt.errors.ClosedError`."""
+        if name.endswith("Error") and hasattr(errors, name):
+            return getattr(errors, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,7 +27,7 @@ from .loading.match import is_looked_into
 from .loading.restore import restore_state
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
-from .runs.retention import best_of, keep_of, lacking
+from .runs.retention import best_of, lacking
 from .runs.roots import opened
 from .saving.admission import OnOverlap
 from .saving.borrowed import Contents, check_entries, driver_of
@@ -39,7 +39,7 @@ from .saving.signals import Notice
 from .saving.story import CommitRule
 from .saving.targets import StepTarget
 from .spans import wall_time
-from .spec import Keep
+from .spec import Keep, keep_of, with_article
 from .staging.guard import unwrapped
 from .staging.held import refuse_guard
 from .state.capture import Capture
@@ -68,36 +68,36 @@ class AsyncCheckpointer:
                     ckpt.save({"model": model, "optimizer": optimizer}, step)
 
     Args:
-        root: the run's folder, which the first save makes; a URL such as "s3://bucket/run"; a `Place`; or a list of
+        root: the run's folder, which the first save creates; a URL such as "s3://bucket/run"; a `Place`; or a list of
             these. With a list, every save goes to all of them in one pass, and a step exists if one of them has it.
-        keep: how many of the newest steps are kept, or `Keep(last=…, every=…, best=…, seconds=…)`. None keeps all.
+        keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, seconds=…)`. None keeps all.
             `Place(…, keep=…)` gives one of several roots a retention of its own.
         due: the rules of `should_save`: `Due(every=…, seconds=…, deadline=…, signals=True)`. With signals, the
             checkpointer must be constructed on the main thread.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
             overlaps the next forward and backward, and `step()` waits for the rest of it.
-        host_bytes: hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs, up
-            to half of the free memory. With less than the state needs, `save` waits for the disk.
+        host_bytes: the hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs,
+            up to half of the free memory. If it is less than the state needs, `save` waits for the disk.
         segment_bytes: the unit of copying and writing, a multiple of 4 MiB. 32 MiB unless `host_bytes` is small.
         on_overlap: what `save` does while `max_in_flight` saves are under way: "wait", which is reported as stall, or
             "skip".
-        max_in_flight: how many saves may be under way at once. Each needs host memory of its own.
-        on_rollback: "retire" lets a save below the newest commit take the newer ones out of the run. By default such a
-            save raises StepBehindError.
-        naming: the layout that other programs read: "skyrl", "verl", "open-instruct", "deepspeed", or
+        max_in_flight: how many saves may be under way at once. Each needs its own host memory.
+        on_rollback: "retire" removes newer commits from the run when a lower step is saved. By default such a save
+            raises StepBehindError.
+        naming: the names that other programs expect: "skyrl", "verl", "open-instruct", "deepspeed", or
             `Naming(step_format=…, tracker=…)`. By default steps are called "step_{:08d}", and the file `latest` names
             the newest.
-        strict: raise the error of an earlier save that nobody has looked at, at the next `save` and before that starts.
-        exit_timeout: how many seconds the interpreter's exit waits for saves. None waits as long as they take.
+        strict: at the next `save`, before it starts, raise the error of an earlier save that has not been retrieved yet.
+        exit_timeout: how many seconds the interpreter waits for saves when it exits. None waits as long as they take.
         progress: draw a bar for each save on stderr, or in the notebook. Needs tqdm.
-        commit: with several roots, "all" makes a save wait for all of them, and fail when one fails. With "any" it is
-            committed where it is durable first, and a root that lags or fails is caught up later.
-        max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments. Each process
-            has this limit for itself. What is copied to catch a root up is not limited.
+        commit: with several roots, "all" makes a save wait for all of them, and fail if one fails. With "any" it is
+            committed at the root where it is durable first; roots that lag or fail are caught up later.
+        max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments. The
+            limit applies to each process separately. Catching up a root is not limited.
         trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced
             when the checkpointer is constructed, and complete after each save. Give each process its own.
 
-    The tracker never moves back, unless a rollback has taken the step that it names out of the run. All methods may be
+    The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
     called from any thread. Opening, listing and reading change nothing on storage.
     """
 
@@ -180,23 +180,23 @@ class AsyncCheckpointer:
             guard: overrides the checkpointer's `guard` for this save.
             record: a small mapping of plain JSON data that is committed with the step and written to its line of
                 `checkpoints.jsonl`. A float that is not finite becomes None there.
-            rolling: delete this step once a newer one is committed, whatever `keep=` says.
-            ttl_seconds: delete this step at the first save after so many seconds, whatever `keep=` says. Rolling steps
-                and those with a `ttl_seconds` count for none of the rules of `keep=`.
+            rolling: delete this step once a newer one is committed, regardless of `keep=`.
+            ttl_seconds: delete this step at the first save after this many seconds, regardless of `keep=`. The rules of
+                `keep=` ignore rolling steps and those with a `ttl_seconds`.
             select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
                 `restore(strict=False)` then leaves the rest alone.
             unchanged: names of groups (entries at the top level) that have not changed since this checkpointer saved or
                 restored them, such as a frozen reference policy. They are not written again: the manifest refers to the
-                archive that has them, which is kept as long as it is needed. A group that is not saved yet is written.
-            per_rank: names of entries at the top level that each rank has for itself, such as the position of its data
-                loader. There is only one rank so far, so these come back like all others.
-            driver: what one process holds for all ranks (data loader, actors): more entries of the state, at most
-                64 MiB, which are written to an archive of their own and come back with every load.
+                archive that has them, which is kept as long as it is needed. A group that was never saved is written.
+            per_rank: names of entries at the top level that each rank has separately, such as the position of its data
+                loader. There is only one rank so far, so they are loaded like all other entries.
+            driver: more entries of the state, which one process holds for all ranks (data loader, actors), at most
+                64 MiB. They are written to a separate archive and are part of every load.
 
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError, NotUnchangedError (a group in
-        `unchanged` is other memory now, or was written to as far as its version counter tells; writes through `.data`
-        or numpy are not seen), and ValueError or KeyError for names that the state does not have. All other errors are
-        raised by the handle. A store is not asked on this thread, so a step that exists there is an error of the handle.
+        `unchanged` has other memory now, or its version counter says that it was written to; writes through `.data` or
+        numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
+        raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
         """
         step = _whole(step)
         if select is not None and unchanged:
@@ -238,21 +238,20 @@ class AsyncCheckpointer:
             if ckpt.should_save(step):
                 ckpt.save(state, step)
 
-        A deadline makes one save due: at the last step after which another step, a save and the margin would no longer
-        fit. For that, steps and saves are taken to last as long as the longest of the last 100 steps and 5 saves (one
-        minute before the first save). When that save has ended, another is due only if it still fits. If the deadline
-        is too near for any save, one is tried all the same. A signal makes one save due, at the next step, and another
-        only if that one failed.
+        A deadline makes one save due, at the last step after which another step, a save and the margin would no longer
+        fit. Steps and saves are assumed to take as long as the longest of the last 100 steps and 5 saves (one minute
+        before the first save). When that save has ended, another is due only if it still fits. If no save fits any
+        more, one is attempted anyway. A signal makes one save due at the next step, and another only if that one failed.
 
-        The step that was saved last, or restored, is not due. Called again for a step, it returns the same answer. By
-        time or by signals the answer differs between processes: ask on rank 0 and broadcast it. `Due(every=…)` alone
-        depends on the step only. Raises ValueError when there is no rule, and nothing else.
+        The step that was saved last, or restored, is not due. Called again for the same step, it returns the same answer.
+        With rules of time or signals, the answer differs between processes: call it on rank 0 and broadcast the result.
+        `Due(every=…)` alone depends only on the step. Raises ValueError if there is no rule, and nothing else.
         """
         return self._policy.should_save(step)
 
     @property
     def preempted(self) -> bool:
-        """Whether one of the signals of `Due(signals=…)` has come: save, and leave.
+        """Whether one of the signals of `Due(signals=…)` has arrived, so that the process should save and exit.
 
             if ckpt.should_save(step):
                 ckpt.save(state, step)
@@ -264,7 +263,7 @@ class AsyncCheckpointer:
         return self._notice.is_given
 
     def prewarm(self, state: Any) -> None:
-        """Do what the first save would have to wait for: plan the archive, take and page-lock host memory.
+        """Plan the archive, and allocate and page-lock host memory, before the first save.
 
         ckpt.prewarm({"model": model, "optimizer": optimizer})
         """
@@ -278,18 +277,18 @@ class AsyncCheckpointer:
         self._saver.pool.release()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save begun so far, retention included, and raise the first error nobody has looked at.
+        """Wait for every save begun so far, including retention, and raise the first error not retrieved yet.
 
         ckpt.wait(timeout=600)  # seconds; TimeoutError when it has passed
         """
         self._saver.wait(timeout)
 
     def catch_up(self) -> dict[str, list[int]]:
-        """Copy to each root the steps that others have and it lacks, on this thread. Returns the steps of each root.
+        """Copy to each root the steps that only other roots have, on this thread. Returns the steps copied to each root.
 
             ckpt.catch_up()  # {"runs/a": [], "s3://bucket/run": [100, 200]}
 
-        Raises StorageUnavailableError when a root is still away, after the others have been caught up.
+        Raises StorageUnavailableError if a root is still unavailable, after the others have been caught up.
         """
         return self._line.catch_up()
 
@@ -301,7 +300,7 @@ class AsyncCheckpointer:
         return self._saver.metrics(prefix)
 
     def close(self) -> None:
-        """Wait for every save, and raise the first error that nobody has looked at. May be called again.
+        """Wait for every save, and raise the first error not retrieved yet. May be called again.
 
             ckpt.close()  # leaving the `with` block does it
 
@@ -349,12 +348,12 @@ class AsyncCheckpointer:
         return {step: dict(made.record) if made else {} for step, made in self._roots.view().items()}
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
-        """The committed step whose record has the best value of a metric; of equals the newer one.
+        """The committed step whose record has the best value of a metric. If two are equal, the newer one.
 
             ckpt.save(state, step=100, record={"loss": 0.5})
             state = ckpt.load(ckpt.best("loss", mode="min"))
 
-        A value that is no finite number counts for nothing. Raises NotCommittedError when no record has the metric.
+        A value that is not a finite number is ignored. Raises NotCommittedError if no record has the metric.
         """
         if mode not in ("min", "max"):
             raise ValueError(f'mode must be "min" or "max", got {mode!r}')
@@ -376,11 +375,11 @@ class AsyncCheckpointer:
         mmap: bool = False,
         types: Iterable[type] = (),
     ) -> Any:
-        """Read the state of a step, by default the newest. All else is as for `async_ckpt.load`.
+        """Read the state of a step, by default the newest. Everything else is as for `async_ckpt.load`.
 
             weights = ckpt.load(100, select="model")["model"]
 
-        Raises NotCommittedError when there is no such step, and when the newest goes by another `naming`.
+        Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`.
         """
 
         def build(parts: Sequence[Part]) -> Any:
@@ -408,21 +407,21 @@ class AsyncCheckpointer:
         verify: Verify = True,
         types: Iterable[type] = (),
     ) -> int | None:
-        """Fill live objects in place from a step, by default the newest. Returns the step; None when there is none.
+        """Fill live objects in place from a step, by default the newest. Returns the step, or None if there is none.
 
             start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
 
-        The memory that the first save needs is then taken in the background, as `prewarm` does.
+        The memory that the first save needs is then allocated in the background, as by `prewarm`.
 
-        Everything is compared first: what is missing, unexpected, or of another shape or dtype is listed in one error
-        before anything is written. A module is matched by its own names first, then by those of the plain model, so it
-        makes no difference whether it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`), now or when it was saved.
+        Everything is compared first: one error lists what is missing, unexpected, or of another shape or dtype, before
+        anything is written. A module is matched by its own names first, then by those of the plain model, so it does
+        not matter whether it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`), now or when it was saved.
 
         Args:
             state: the objects to fill, in the structure that was saved.
             step: which step. With None, a corrupt step is skipped with a warning, for the next older one.
             select: restore only this part, as for `save`.
-            strict: whether names that only one side has are an error. Other shapes always are.
+            strict: whether names that only one side has are an error. A different shape always is.
             trust: as for `async_ckpt.load`.
             verify: compare the digest of every block. "first" does so before anything is written, and reads twice.
             types: as for `async_ckpt.load`.
@@ -444,7 +443,7 @@ class AsyncCheckpointer:
             )
 
         def tell(step: int, error: CorruptCheckpointError) -> None:
-            warnings.warn(f"step {step} is passed over: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=4)
 
         check_verify(verify)
         for pending in self._saver.ledger.pending():
@@ -474,11 +473,9 @@ class AsyncCheckpointer:
     # --- parts ------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        steps = sorted({step for run in self._roots.runs for step in run.known_steps()})
-        told = [f"{', '.join(map(str, steps[-5:]))}" + (f" of {len(steps)} steps" if len(steps) > 5 else "")]
-        pending = [pending.handle for pending in self._saver.ledger.pending() if not pending.handle.done()]
-        told += [f"step {handle.step} is {handle.progress.fraction:.0%} written" for handle in pending]
-        return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(filter(None, told)) or 'no step'}, {self._saver!r}>"
+        under_way = [save.handle for save in self._saver.ledger.pending() if not save.handle.done()]
+        told = [self._roots.known(), *(f"saving step {save.step}: {save.progress}" for save in under_way)]
+        return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(told)}>"
 
 
 def _whole(step: Any) -> int:
@@ -488,7 +485,7 @@ def _whole(step: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        shown = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__qualname__}"
+        shown = repr(step) if isinstance(step, int | float | str) else with_article(type(step).__qualname__)
         raise ValueError(
             f"step must be a whole number from 0 on, got {shown}; the order is save(state, step)"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class CheckpointError(Exception):
-    """The root of every error this library raises, wrong arguments excepted (those are built-ins)."""
+    """The base class of all errors of this library. Wrong arguments raise built-in exceptions instead."""
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -36,13 +36,13 @@ class NotUnchangedError(CheckpointError):
 
 
 class StorageUnavailableError(CheckpointError):
-    """The place to write to, or read from, refused. `path` says where; the cause is kept."""
+    """A place cannot be written to or read from. `path` says which one; `__cause__` is the original error."""
 
     path: str
 
 
 class StorageFullError(StorageUnavailableError):
-    """There is no room for the checkpoint; found before a byte of it was written wherever that is possible."""
+    """There is not enough space for the checkpoint. Where possible, this is found before anything is written."""
 
     needed_bytes: int
     free_bytes: int | None
@@ -83,14 +83,14 @@ class NotCommittedError(CheckpointError, FileNotFoundError):
 
 
 class UnsafeArchiveError(CheckpointError):
-    """The archive would do harm if it were extracted: names or links that lead out, devices, or too much of it."""
+    """Extracting the archive could do harm: names or links that lead outside, devices, or too much data."""
 
     path: str
     member: str
 
 
 class NothingWrittenError(CheckpointError):
-    """The code that was to write a checkpoint wrote none; what was there before is still there."""
+    """The code that should have written a checkpoint wrote nothing; what was there before is still there."""
 
 
 class DestinationBusyError(CheckpointError):
@@ -114,7 +114,7 @@ class StepExistsError(CheckpointError):
 
 
 class StepBehindError(CheckpointError):
-    """Newer steps than this one are committed, and a run is a line."""
+    """The step is below the newest committed one; the steps of a run must increase."""
 
     step: int
     newest: int

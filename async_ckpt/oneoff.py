@@ -42,9 +42,9 @@ def save(
         handle = async_ckpt.save({"model": model, "epoch": 3}, "out/x.tar")
         report = handle.result()  # waits until the file is durable
 
-    The file appears as a whole, or replaces what was there, when it is durable. Until then nothing is visible. One save
-    is under way at a time: the next call waits for it, and its report counts that as stall. Host memory is kept for the
-    next save; `release` gives it back.
+    The file appears as a whole, or replaces an existing one, when it is durable. Until then nothing is visible. One save
+    is under way at a time: the next call waits for it, and its report counts the wait as stall. Host memory is kept for
+    the next save; `release` gives it back.
 
     Args:
         obj: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a snapshot.
@@ -52,10 +52,10 @@ def save(
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
             overlaps the next forward and backward, and `step()` waits for the rest of it.
         select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
-        compression: "zstd", or `Zstd(level=…, threads=…)`. A path that ends in ".zst" is compressed in any case. The
-            report's `num_bytes` is the size before compression, that of its destination the size after it.
+        compression: "zstd", or `Zstd(level=…, threads=…)`. A path that ends in ".zst" is always compressed. The
+            report's `num_bytes` is the size before compression, and its destination's `num_bytes` the size after it.
 
-    Raises UnsupportedStateError for a state that cannot be stored, KeyError when `select` matches nothing, and ValueError
+    Raises UnsupportedStateError for a state that cannot be stored, KeyError if `select` matches nothing, and ValueError
     or IsADirectoryError for a path that cannot be written to. All other errors are raised by the handle.
     """
     target = FileTarget.at(written_at(path), compression)
@@ -74,28 +74,29 @@ def save(
 
 
 def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) -> HeldSnapshot:
-    """Copy a state to host memory and hold it, for a checkpoint, an export and whatever else is to be of one instant.
+    """Copy a state to host memory and keep it, so that a checkpoint and an export, for example, are of the same instant.
 
         with async_ckpt.snapshot({"model": model, "optimizer": optimizer}, guard=optimizer) as snap:
             handle = ckpt.save(snap, step=100)
             async_ckpt.export_hf(snap["model"], "out/hf")
             wrapped(snap["model"], "out/model.pt")
 
-    Returns as soon as the caller may go on training, as `save` does. Each of these reads it in the background, with its
-    names and versions as at that instant, and keeps what it reads until it is done, also after the block; what it
-    reads is copied from the device once. They fail if the snapshot was torn.
+    Returns as soon as training may go on, as `save` does. The state is copied from the device once. Each of these calls
+    reads it in the background, as it was at that instant, and keeps what it reads until it is done, even after the block.
+    They fail if the snapshot was torn.
 
     Args:
         state: as for `save`. Storages are copied whole, so a view of a large one takes as much memory.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: as for `save`.
-        host_bytes: the most that this snapshot may take, together with all others that are open, or still read; by default
-            half of the free memory.
+        host_bytes: the most memory that this snapshot may take, together with all others that are open or still being
+            read; by default half of the free memory.
 
-    A guard is for the snapshot: `guard=` beside it, or beside a state that it is a part of, is an error. The time for
-    which this held the caller is `snap.stall_seconds`; it is in no report of the readers.
+    A guard is for the snapshot: `guard=` beside it, or beside a state that contains it, is an error. The time for which
+    this call and its guard held the caller is `snap.stall_seconds`; it is not part of the reports of its readers.
 
-    Raises UnsupportedStateError as `save` does, MemoryError when there is not enough memory, ValueError for a
-    `host_bytes` that is no size, TypeError for two classes of one name, and ClosedError at the end of the interpreter. A snapshot that is not closed is let go of when nobody refers to it any more.
+    Raises UnsupportedStateError as `save` does, MemoryError if there is not enough memory, ValueError if `host_bytes` is
+    not a size, TypeError for two classes of the same name, and ClosedError if the interpreter is exiting. A snapshot that
+    is not closed is given back when it is no longer referenced.
     """
     held = HeldSnapshot(
         state,
@@ -135,12 +136,11 @@ def load(
         state = async_ckpt.load("out/x.tar")
         weights = async_ckpt.load("runs/a", select="model", map_location="cuda")["model"]
 
-    Safetensors files, the folders that Hugging Face models are saved in, and the folder that one of our archives was
-    extracted to are read as well.
+    It also reads safetensors files, folders of Hugging Face models, and folders that an archive was extracted to.
 
     Args:
         path: a path, a URL or a Place.
-        map_location: the device of the tensors; None is the CPU, wherever they were saved from.
+        map_location: the device of the tensors; None means the CPU, regardless of where they were saved from.
         select: read only this part: a name ("model"), a glob over dotted paths ("model.*.bias"), or several of them.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust: a pickle can run
             any code.
@@ -152,7 +152,7 @@ def load(
         types: classes of namedtuples, dataclasses and enums to rebuild. Others are returned as tuples, dicts and values.
 
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
-    and KeyError when `select`, or one of several in it, matches nothing.
+    and KeyError if `select`, or one of several patterns in it, matches nothing.
     """
     check_verify(verify)
 
@@ -166,18 +166,18 @@ def verify(path: Anywhere) -> VerifyReport:
     """Read every byte of an archive, a committed step or a whole run, and compare it with its digest.
 
         print(async_ckpt.verify("runs/a"))
-        # runs/a: 3 steps, 100 to 300, are sound, 41.200 GB read in 9.81 s at 4.200 GB/s
+        # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in 9.81 s at 4.20 GB/s
 
-    Nothing is unpickled and no tensor is made, so this is safe for any file; it takes about 128 MiB of memory, however
-    large the archive is. A plain archive, one of `.tar.zst`, and a step with the archives that it borrows groups from
-    are read whole. Of a run every committed step is read; an archive that several steps share is read once.
+    Nothing is unpickled and no tensors are created, so this is safe for any file. It takes about 128 MiB of memory,
+    however large the archive is. Archives are read as a whole, compressed ones too, and so are the archives that a step
+    borrows groups from. In a run, every committed step is read; an archive that several steps share is read once.
 
     Args:
         path: an archive, the folder of a committed step, or the root of a run; a path, a URL or a Place.
 
     Raises CorruptCheckpointError for damage: it names the file, and the tensors in the damaged blocks (`tensors`). A
     run is read to its end first, and one error names every damaged step (`damaged_steps`, `sound_steps`). Raises
-    NotCommittedError where no checkpoint is, FormatVersionError for one of a newer version, ValueError for a file that
-    has no digests, and StorageUnavailableError, also when the archive is replaced while it is read.
+    NotCommittedError if there is no checkpoint, FormatVersionError for one of a newer version, ValueError for a file
+    without digests, and StorageUnavailableError, also if the archive is replaced while it is read.
     """
     return verify_path(path)

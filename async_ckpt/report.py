@@ -12,6 +12,14 @@ from typing import Any, Final, Literal
 _NO_NUMBERS: Final = ("status", "step", "path", "destinations", "unchanged_groups")
 
 
+def sized(num_bytes: float) -> str:
+    """A number of bytes as people read it; a bandwidth is `sized(…)` + "/s"."""
+    for unit, factor, digits in (("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
+        if num_bytes >= 0.99995 * factor:  # 999,950 bytes are 1.0 MB, not 1000.0 kB
+            return f"{num_bytes / factor:.{digits}f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a save is, in bytes of the finished archive."""
@@ -27,21 +35,17 @@ class Progress:
 
     def __str__(self) -> str:
         if not self.total_bytes:  # of some saves it is not known ahead
-            return f"{_sized(self.written_bytes)} written"
-        return f"{self.fraction:.0%} written, {_sized(self.written_bytes)} of {_sized(self.total_bytes)}"
-
-
-def _sized(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+            return f"{sized(self.written_bytes)} written"
+        return f"{self.fraction:.0%} written, {sized(self.written_bytes)} of {sized(self.total_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
     """What happened at one place that a save wrote to.
 
-    `write_seconds` run from the call until the archive was durable there. `retryable`: until then all of it was in
-    memory, so that a failed upload could have been sent again as a whole. `error`: why the step is not, or was not
-    yet, committed at this place when it was at another.
+    `write_seconds` is the time from the call until the archive was durable there. `retryable` says whether all of it
+    was in memory until then, so that a failed upload could have been sent again as a whole. `error` says why the step
+    was not committed at this place when it was committed at another.
     """
 
     path: str
@@ -61,16 +65,16 @@ class Destination:
 class SaveReport:
     """One save, measured. The durations overlap: staging and writing run at the same time.
 
-        print(handle.result())  # step 100: 1.490 GB, stall 12.1 ms, durable after 0.84 s at 1.774 GB/s
+        print(handle.result())  # step 100: 1.49 GB, stall 12.1 ms, durable after 0.84 s at 1.77 GB/s
 
     `num_bytes` counts every object of the step. `stall_seconds` is how long the caller's thread or stream was held: the
     call, waiting for an earlier save, and the guard. `bandwidth` is in bytes per second, from the call until the
     checkpoint is durable and committed.
 
-    `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the commit
-    before, if this checkpointer made it. All of them are named when a training stands still, or a snapshot is stale.
-    Tensors at the top level are one group, "model" or "state"; tied tensors belong to each group that has them. A group of several MiB that has moved in the archive,
-    because what comes before it has grown, is not compared.
+    `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the previous
+    commit, if this checkpointer made it. If it names all of them, training stands still, or a snapshot is stale. Tensors
+    at the top level are one group, "model" or "state"; tied tensors belong to each group that has them. A group of several
+    MiB is not compared if its place in the archive has changed, because what comes before it has grown.
     """
 
     status: Literal["committed", "skipped"]
@@ -97,7 +101,7 @@ class SaveReport:
 
             wandb.log(report.as_dict("ckpt/"))
 
-        NaN stands for what there is no number for: the step of a one-off save, and what a skipped save did not measure.
+        NaN stands for a missing number: the step of a one-off save, and what a skipped save did not measure.
         """
         skipped = self.status == "skipped"
         names = [f.name for f in fields(self) if f.name not in _NO_NUMBERS]
@@ -115,19 +119,21 @@ class SaveReport:
             return f"step {self.step} skipped: an earlier save is still in flight"
         what = self.path if self.step is None else f"step {self.step}"
         return (
-            f"{what}: {self.num_bytes / 1e9:.3f} GB, stall {self.stall_seconds * 1e3:.1f} ms, "
-            f"durable after {self.total_seconds:.2f} s at {self.bandwidth / 1e9:.3f} GB/s"
+            f"{what}: {sized(self.num_bytes)}, stall {self.stall_seconds * 1e3:.1f} ms, "
+            f"durable after {self.total_seconds:.2f} s at {sized(self.bandwidth)}/s"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` has read and found sound.
+    """What `verify` has read. Everything in it is sound.
 
-    `steps` are the committed steps, ascending; none for a single archive. `num_archives` and `num_bytes` count each
-    archive once, with those that a step borrows from; a compressed one counts with the bytes that it was made of.
-    `bandwidth` is bytes per second. `notes` tells of what is no damage but may surprise, such as a tracker that names no
-    committed step.
+        print(async_ckpt.verify("runs/a"))  # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in …
+
+    `steps` are the committed steps, in ascending order; empty for a single archive. `num_archives` and `num_bytes` count
+    each archive once, including those that a step borrows from. A compressed archive counts with its size before
+    compression. `bandwidth` is in bytes per second. `notes` lists what is not damage but may be a surprise, such as a
+    tracker that does not name a committed step.
     """
 
     path: str
@@ -142,7 +148,10 @@ class VerifyReport:
         return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
-        """Flat, for a logger: numbers only, and the same keys on every call."""
+        """The report as numbers for a logger, with the same keys on every call.
+
+        wandb.log(async_ckpt.verify("runs/a").as_dict("verify/"))
+        """
         row = {"num_steps": float(len(self.steps)), "num_notes": float(len(self.notes))}
         for name in ("num_archives", "num_bytes", "seconds", "bandwidth"):
             row[name] = float(getattr(self, name))
@@ -161,6 +170,6 @@ class VerifyReport:
             what = f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}, are"
         notes = "".join(f"; {note}" for note in self.notes)
         return (
-            f"{self.path}: {what} sound, {self.num_bytes / 1e9:.3f} GB read in {self.seconds:.2f} s "
-            f"at {self.bandwidth / 1e9:.3f} GB/s{notes}"
+            f"{self.path}: {what} sound, {sized(self.num_bytes)} read in {self.seconds:.2f} s "
+            f"at {sized(self.bandwidth)}/s{notes}"
         )

@@ -34,19 +34,23 @@ def epoch_seconds(when: When) -> float:
             raise ValueError(f"{when!r} has no time zone; give it one, as in datetime.now(timezone.utc)")
         return when.timestamp()
     if not isinstance(when, int | float):
-        raise TypeError(f"a time is a datetime or seconds since the epoch, not a {type(when).__qualname__}")
+        raise TypeError(
+            f"a time must be a datetime or seconds since the epoch, not {type(when).__qualname__}"
+        )
     if not when >= _EARLIEST:
-        raise ValueError(f"{when!r} is no time in seconds since the epoch; add it to time.time()")
+        raise ValueError(
+            f"{when!r} is not a time in seconds since the epoch; for one from now on, add it to time.time()"
+        )
     return float(when)
 
 
 def from_now(seconds: float) -> datetime:
-    """The moment in so many seconds, as clients of stores take it."""
+    """Now plus `seconds`, as clients of stores take it."""
     return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
 def before(moment: datetime, seconds: float) -> datetime:
-    """The moment so many seconds earlier, by whose clock it ever is."""
+    """`moment` minus `seconds`."""
     return moment - timedelta(seconds=seconds)
 
 

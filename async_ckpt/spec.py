@@ -5,6 +5,7 @@ In: plain values. Out: frozen values that cannot be wrong. Knows nothing of: tor
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -101,22 +102,23 @@ Best: TypeAlias = tuple[str, Literal["min", "max"], int]
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which steps of a run are kept: those that any of these wants, and the newest always; without any all are.
+    """Which steps of a run are kept. A step that none of these rules keeps is deleted after a commit.
 
         AsyncCheckpointer("runs/a", keep=Keep(last=2, every=1000, best=("loss", "min", 3)))
 
-    What none of them wants is deleted after a commit. `keep=3` is `Keep(last=3)`.
+    The newest step is always kept. Without any rule, all steps are kept. `keep=3` is short for `Keep(last=3)`.
 
     Args:
-        last: this many of the newest steps.
-        every: for good, every step that this divides.
-        best: the best by a metric of their records, such as ("loss", "min", 3): least loss, three of them; of equals the
-            newer one. While no record has the metric every step is kept, with a warning.
-        seconds: steps that were committed at most this many seconds ago.
-        whole_folder: a step that goes takes all of its folder with it, also what a trainer has written there beside us;
-            by default that stays.
+        last: keep this many of the newest steps.
+        every: keep every step that is a multiple of this.
+        best: keep the best steps by a metric of their records: a metric, "min" or "max", and how many, such as
+            ("loss", "min", 3). If two steps are equal, the newer one is better. As long as no record has the metric,
+            every step is kept, with a warning.
+        seconds: keep the steps that were committed at most this many seconds ago.
+        whole_folder: delete the whole folder of a step, including files that other programs have written there. By
+            default those files are kept.
 
-    Raises ValueError for a rule that cannot be one.
+    Raises ValueError if a rule is not valid.
     """
 
     last: int | None = None
@@ -145,6 +147,16 @@ class Keep:
             )
 
 
+def keep_of(keep: Keep | int | None) -> Keep:
+    """What the user means. Raises TypeError for anything but a number of steps, and ValueError as `Keep` does."""
+    if isinstance(keep, Keep) or keep is None:
+        return keep or Keep()
+    try:
+        return Keep(last=-1 if isinstance(keep, bool) else operator.index(keep))
+    except TypeError:
+        raise TypeError(f"keep must be a number of steps, or Keep(…), got {keep!r:.100}") from None
+
+
 def _is_best(best: object) -> bool:
     """Whether this is what `best` may be; callers without a type checker give anything."""
     if not isinstance(best, tuple) or len(best) != 3:
@@ -154,10 +166,15 @@ def _is_best(best: object) -> bool:
 
 
 def whole_bytes(name: str, given: Any) -> int:
-    """A size that the user gives. Raises ValueError for what is none."""
+    """A size that the user gives. Raises ValueError if it is not one."""
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < inf:
         raise ValueError(f"{name} must be a number of bytes above 0, such as 4 * 2**30, got {given!r}")
     return int(given)
+
+
+def with_article(kind: str) -> str:
+    """What a type is called in a sentence: a dict, an int."""
+    return f"{'an' if kind[:1].lower() in 'aeio' else 'a'} {kind}"
 
 
 def align_up(value: int, to: int) -> int:

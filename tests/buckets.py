@@ -135,4 +135,4 @@ def archive_of(names: list[str], step: int) -> str:
 
 def no_memory_is_lent(ckpt: AsyncCheckpointer) -> None:
     """A request that was broken off lets go of its part a moment later."""
-    until(lambda: ", 0 of " in repr(ckpt))
+    until(lambda: ", 0 of " in repr(ckpt._saver.pool))

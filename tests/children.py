@@ -27,7 +27,7 @@ _NURSERY = """
 import gc, json, os, select, signal, sys
 import torch, async_ckpt, children, states
 import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
-from async_ckpt.saving import waiting
+from async_ckpt.host import waiting
 waiting._FIRST_SECONDS = 60.0  # on a slow machine anything may take long enough to be told of, which is no failure
 gc.freeze()  # what is here already need not be looked through by every child
 while True:

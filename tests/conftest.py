@@ -16,7 +16,8 @@ from accelerators import Accelerator, Cuda, Simulated
 from children import Nursery
 from racing import PATIENCE, Gate
 
-from async_ckpt.saving import waiting, worker
+from async_ckpt.host import waiting
+from async_ckpt.saving import worker
 from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
 from async_ckpt.testing.servers import Server
 

@@ -222,7 +222,7 @@ def test_what_cannot_change_or_be_copied_is_passed_on(value):
 def test_what_cannot_be_copied_is_refused_by_what_it_is(value):
     assert tensors_in({"x": [value]}) == ([], [], [])
     with pytest.raises(
-        UnsupportedStateError, match=r"f cannot be called later.* cannot be copied .*state_dict"
+        UnsupportedStateError, match=r"f cannot be called in the background.* cannot be copied .*state_dict"
     ):
         copied([value], [], [], what="f")
 

@@ -72,7 +72,7 @@ def test_what_is_no_table_is_said_to_be_none(table):
 
 
 def test_a_table_of_other_frames_is_refused():
-    with pytest.raises(ValueError, match="other frames than there are"):
+    with pytest.raises(ValueError, match="does not describe the frames"):
         parse(dump([Frame(10, 20)]), data_bytes=11)
 
 

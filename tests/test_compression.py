@@ -313,7 +313,7 @@ def test_a_part_is_loaded_by_reading_a_part(tmp_path):
 
 def test_a_map_of_a_compressed_file_is_refused_whatever_its_name(tmp_path):
     save(state_at(1), tmp_path / "x.tar", compression="zstd").result()
-    with pytest.raises(ValueError, match="compressed or extracted; leave it out"):
+    with pytest.raises(ValueError, match="compressed or extracted; leave mmap out"):
         load(tmp_path / "x.tar", mmap=True)
 
 

@@ -288,7 +288,7 @@ def test_the_newest_step_that_is_not_damaged_is_restored(run: Path) -> None:
     live = big_state(0)
     with (
         AsyncCheckpointer(run) as ckpt,
-        pytest.warns(RuntimeWarning, match="step 3 is passed over.*block"),
+        pytest.warns(RuntimeWarning, match="step 3 is skipped.*block"),
     ):
         assert ckpt.restore(live) == 2
     assert difference(live, big_state(2)) is None
@@ -302,7 +302,7 @@ def test_every_damaged_step_is_passed_over_with_a_warning_of_its_own(run: Path) 
     with AsyncCheckpointer(run) as ckpt, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert ckpt.restore(live) == 1
-    assert [str(w.message).split(" is passed over")[0] for w in seen] == ["step 3", "step 2"]
+    assert [str(w.message).split(" is skipped")[0] for w in seen] == ["step 3", "step 2"]
     assert difference(live, big_state(1)) is None
 
 
@@ -370,7 +370,7 @@ def assert_step_2_is_passed_over(root: Path) -> None:
         with pytest.raises(CorruptCheckpointError):
             ckpt.restore(live, step=2)
         assert not live["w"].any()
-        with pytest.warns(RuntimeWarning, match="step 2 is passed over"):
+        with pytest.warns(RuntimeWarning, match="step 2 is skipped"):
             assert ckpt.restore(live) == 1
     assert live["w"].tolist() == [1, 1, 1]
 
@@ -495,7 +495,7 @@ def test_a_damaged_step_of_a_module_and_its_optimizer_is_healed_by_the_older_one
             kept[step] = ckpt.load(step)
         (path,) = (tmp_path / "step_00000002").glob("*.tar")
         flip(path, parsed_index(path).tensors[-1].slices[0].extent.offset)
-        with pytest.warns(RuntimeWarning, match="step 2 is passed over"):
+        with pytest.warns(RuntimeWarning, match="step 2 is skipped"):
             assert ckpt.restore({"model": model, "optimizer": optimizer}) == 1
     assert difference(model.state_dict(), kept[1]["model"]) is None
     assert difference(optimizer.state_dict(), kept[1]["optimizer"]) is None

@@ -333,7 +333,7 @@ def test_a_run_passes_over_an_archive_that_lies(name: str, honest_run: Path, tmp
             ckpt.restore(live, step=2)
         assert not caught.value.partly_overwritten
         assert not live["m"]["w"].any()
-        with pytest.warns(RuntimeWarning, match="step 2 is passed over"):
+        with pytest.warns(RuntimeWarning, match="step 2 is skipped"):
             assert ckpt.restore(live) == 1
     assert difference(live, {"m": STATE["m"], "n": STATE["n"]}) is None
 

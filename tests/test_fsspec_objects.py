@@ -344,11 +344,11 @@ def test_elsewhere_there_are_no_uploads():
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nosuch://x", "nosuch:// is no place that is known; there are local paths, s3://.*fsspec"),
-        ("s4://x", "s4:// is no place that is known; did you mean .*s3://"),
+        ("nosuch://x", "nosuch:// is not a known scheme; there are local paths, s3://.*fsspec"),
+        ("s4://x", "s4:// is not a known scheme; did you mean .*s3://"),
         ("sttp://x", "did you mean .*sftp://"),
-        ("just/a/path", "is no URL"),
-        ("simplecache::memory://x", "is no URL.*fs="),
+        ("just/a/path", "is not a URL"),
+        ("simplecache::memory://x", "fs="),
         ("s3://", "names no bucket"),
         ("s3:///run", "names no bucket"),
     ],

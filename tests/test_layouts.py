@@ -291,7 +291,7 @@ def test_a_store_that_refuses_every_move_is_told_of_and_the_save_is_committed(tm
         assert ckpt.save(state_at(2), step=2).result().status == "committed"
         ckpt.wait()
         assert ckpt.metrics()["cleanup_failures"] == 1
-        assert "is not moved to step 2" in caplog.text
+        assert "was not moved to step 2" in caplog.text
 
 
 # --- the record ------------------------------------------------------------------------------------------------
@@ -345,9 +345,9 @@ CIRCLE.append(CIRCLE)
 @pytest.mark.parametrize(
     ("record", "error", "told"),
     [
-        ({"loss": torch.tensor(0.5)}, TypeError, r'record\["loss"\] is a torch\.Tensor'),
-        ({"a": {"b": [1, {2, 3}]}}, TypeError, r'record\["a"\]\["b"\]\[1\] is a builtins\.set'),
-        ({"a": b"x"}, TypeError, r'record\["a"\] is a builtins\.bytes'),
+        ({"loss": torch.tensor(0.5)}, TypeError, r'record\["loss"\] is of type torch\.Tensor'),
+        ({"a": {"b": [1, {2, 3}]}}, TypeError, r'record\["a"\]\["b"\]\[1\] is of type builtins\.set'),
+        ({"a": b"x"}, TypeError, r'record\["a"\] is of type builtins\.bytes'),
         ({"a": {1: 2}}, TypeError, r'record\["a"\] has the key 1'),
         ({5: 2}, TypeError, "record has the key 5"),
         ([("loss", 1)], TypeError, "must be a mapping"),

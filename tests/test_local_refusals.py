@@ -77,7 +77,7 @@ no_file = pytest.mark.parametrize(
         (_device, "a device where a file should be"),
         (_folder, "a folder where a file should be"),
         (_link_to_pipe, "a named pipe where a file should be"),
-        (_link_to_nothing, "a link to .*nowhere, which is not there"),
+        (_link_to_nothing, "a link to .*nowhere, which does not exist"),
         (_circle, "levels of symbolic links"),
     ],
 )

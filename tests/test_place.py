@@ -146,6 +146,29 @@ def test_paths_and_places_may_be_roots_of_one_run(tmp_path, s3, bucket):
         assert_is_state(async_ckpt.load(root), 2)
 
 
+@pytest.mark.parametrize("local", [Place, Path.as_uri, str], ids=["place", "file url", "path"])
+def test_a_folder_to_pack_or_to_extract_to_is_given_as_any_local_path(local, tmp_path):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given/a").write_text("a")
+    async_ckpt.files.pack_folder(local(tmp_path / "given"), tmp_path / "x.tar").result()
+    assert async_ckpt.files.extract(tmp_path / "x.tar", local(tmp_path / "out")) == tmp_path / "out"
+    assert (tmp_path / "out/a").read_text() == "a"
+
+
+@pytest.mark.parametrize("far", ["memory://x/folder", Place("folder", fs=MemoryFileSystem())], ids=str)
+def test_a_folder_elsewhere_is_neither_packed_nor_extracted_to(far, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"is not a local path; fetch the folder with files\.download_directory"
+    ):
+        async_ckpt.files.pack_folder(far, "x.tar")
+    with pytest.raises(ValueError, match=r"is not a local path; .* copy it with files\.upload_directory"):
+        async_ckpt.files.extract("x.tar", far)
+    with pytest.raises(ValueError, match="is not a local path"):
+        async_ckpt.pack("x.tar", scratch=far)
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- what is no place -------------------------------------------------------------------------------------------
 
 
@@ -157,9 +180,14 @@ def test_paths_and_places_may_be_roots_of_one_run(tmp_path, s3, bucket):
         (lambda: Place(""), ValueError, "empty"),
         (lambda: Place("s3://b", options="us-east-1"), TypeError, 'options must be a mapping such as {"region"'),
         (lambda: Place("s3://b", engine="boto3"), ValueError, 'engine must be "obstore", "fsspec" or "s3fs"'),
-        (lambda: AsyncCheckpointer(Place("runs/a", keep="3")), TypeError, "keep must be a number of steps"),
-        (lambda: AsyncCheckpointer(Place("runs/a", keep=0)), ValueError, r"Keep\(last=…\) must be a whole number"),
+        (lambda: Place("runs/a", keep="3"), TypeError, "keep must be a number of steps"),
+        (lambda: Place("runs/a", keep=0), ValueError, r"Keep\(last=…\) must be a whole number"),
         (lambda: AsyncCheckpointer(Place("memory://x", engine="s3fs")), ValueError, "is for s3:// URLs"),
+        (lambda: Place("runs/a", options={"region": "x"}), ValueError, "are for URLs; leave them out for a local"),
+        (lambda: Place("file:///runs/a", engine="fsspec"), ValueError, "are for URLs; leave them out for a local"),
+        (lambda: Place("a", fs=MemoryFileSystem(), engine="s3fs"), ValueError, "fs= is used as it is set up"),
+        (lambda: Place("a", fs=MemoryFileSystem(), options={"key": 1}), ValueError, "fs= is used as it is set up"),
+        (lambda: AsyncCheckpointer("zip://a::s3://b"), ValueError, r"a chain of filesystems; pass Place\(path, fs=…\)"),
         (lambda: AsyncCheckpointer([]), ValueError, "at least one root"),
         (lambda: AsyncCheckpointer([Place("a"), "a"]), ValueError, "two roots are the same"),
         (lambda: AsyncCheckpointer([3]), TypeError, "pass a string or a Path"),

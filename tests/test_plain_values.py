@@ -372,7 +372,7 @@ def test_fields_that_do_not_fit_are_named_and_nothing_is_overwritten(ckpt: Async
         ckpt.restore(live)
     assert caught.value.missing == ("p.added",)
     assert caught.value.unexpected == ("p.note",)
-    assert caught.value.mismatched == ("q is a Inner here and a int in the checkpoint",)
+    assert caught.value.mismatched == ("q is an Inner here and an int in the checkpoint",)
     assert not live["p"].w.any()
 
 

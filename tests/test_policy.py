@@ -359,7 +359,7 @@ def test_a_function_that_fails_is_told_of_once_and_asked_again(caplog):
 
     assert [training.run() for _ in range(5)] == [False, False, False, True, False]
     assert [record.message for record in caplog.records] == [
-        "the function given as deadline failed; until it answers, there is none"
+        "the deadline function raised; there is no deadline until it returns one"
     ] * 2
 
 
@@ -374,13 +374,16 @@ def test_without_a_rule_the_answer_is_what_to_give():
 @pytest.mark.parametrize(
     ("rule", "complaint"),
     [
-        ({"every": 0}, "every 0 steps"),
-        ({"every": 1.5}, r"every 1\.5 steps"),
-        ({"seconds": 0}, "every 0 seconds"),
-        ({"seconds": math.nan}, "every nan seconds"),
-        ({"margin_seconds": -1}, "margin of -1 seconds"),
-        ({"deadline": 3600}, r"3600 is no time .* add it to time\.time"),
-        ({"deadline": math.nan}, "nan is no time"),
+        ({"every": 0}, r"Due\(every=…\) must be a whole number from 1 on, got 0"),
+        ({"every": 1.5}, r"a whole number from 1 on, got 1\.5"),
+        ({"seconds": 0}, r"Due\(seconds=…\) must be a number above 0, got 0"),
+        ({"seconds": math.nan}, "above 0, got nan"),
+        ({"seconds": "x"}, "above 0, got 'x'"),
+        ({"seconds": True}, "above 0, got True"),
+        ({"margin_seconds": -1}, r"Due\(margin_seconds=…\) must be a number, 0 or more, got -1"),
+        ({"margin_seconds": None}, "0 or more, got None"),
+        ({"deadline": 3600}, r"3600 is not a time .* add it to time\.time"),
+        ({"deadline": math.nan}, "nan is not a time"),
         ({"deadline": datetime(2026, 8, 1)}, "no time zone"),
     ],
 )
@@ -395,7 +398,7 @@ def test_what_is_no_rule_at_all_is_refused(tmp_path):
 
 
 def test_a_deadline_of_another_type_is_refused():
-    with pytest.raises(TypeError, match="not a str"):
+    with pytest.raises(TypeError, match="not str"):
         Due(deadline="tomorrow")  # type: ignore[arg-type]
 
 
@@ -463,5 +466,5 @@ def test_a_run_without_a_rule_says_what_to_give(tmp_path):
 
 
 def test_a_rule_that_means_nothing_opens_no_run(tmp_path):
-    with pytest.raises(ValueError, match="every 0 steps"):
+    with pytest.raises(ValueError, match="whole number from 1 on, got 0"):
         open_run(tmp_path / "run", due=Due(every=0))

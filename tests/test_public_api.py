@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import inspect
 import pydoc
 
@@ -9,7 +11,8 @@ import pytest
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CheckpointError, RngState, SaveHandle, SaveReport
-from async_ckpt.report import Progress
+from async_ckpt.report import Progress, VerifyReport
+from async_ckpt.staging.held import HeldSnapshot
 
 NAMES = [
     "AsyncCheckpointer",
@@ -160,6 +163,43 @@ def test_every_public_name_says_what_it_is(name):
             assert inspect.getdoc(found) or member in inherited or member == "bandwidth", f"{name}.{member}"
 
 
+def has_example(text: str) -> bool:
+    """Whether a line of a docstring is a call, or what it gives, in Python."""
+    for line in text.splitlines()[1:]:
+        with contextlib.suppress(SyntaxError):
+            tree = ast.parse(line.strip() + (" pass" if line.rstrip().endswith(":") else ""))
+            if any(isinstance(node, ast.Call | ast.Await | ast.Subscript) for node in ast.walk(tree)):
+                return True
+    return False
+
+
+def callables() -> dict[str, object]:
+    """What users call, by its name: functions, classes, and their methods and properties."""
+    named = {name: getattr(async_ckpt, name) for name in NAMES}
+    found = {
+        name: value
+        for name, value in named.items()
+        if not inspect.ismodule(value) and not (inspect.isclass(value) and issubclass(value, Exception))
+    }
+    found |= {f"files.{name}": getattr(async_ckpt.files, name) for name in async_ckpt.files.__all__}
+    classes = [AsyncCheckpointer, SaveHandle, SaveReport, RngState, VerifyReport]
+    for owner in classes:
+        found |= {f"{owner.__name__}.{name}": value for name, value in members(owner) if name != "bandwidth"}
+    for name in ("completion", "state_dict", "keys", "stall_seconds", "close"):
+        found[f"HeldSnapshot.{name}"] = getattr(HeldSnapshot, name)
+    return found | {"HeldSnapshot": HeldSnapshot, "VerifyReport": VerifyReport}
+
+
+def test_everything_that_is_called_shows_an_example():
+    lacking = [name for name, value in callables().items() if not has_example(inspect.getdoc(value) or "")]
+    assert lacking == []
+
+
+def test_what_is_no_example_is_not_taken_for_one():
+    assert not has_example("Wait.\n\nIdempotent. Raises KeyError.\nReturns (at once) what is there.")
+    assert has_example("Wait.\n\n    with ckpt.wait() as x:")
+
+
 def test_every_option_is_explained():
     text = AsyncCheckpointer.__doc__
     for option in inspect.signature(AsyncCheckpointer).parameters:
@@ -214,6 +254,25 @@ def test_reports_and_progress_are_frozen_values():
     assert Progress(0, 0, 0).fraction == 0.0
     with pytest.raises(AttributeError):
         Progress(1, 1, 1).total_bytes = 2
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (999_949, "999.9 kB"),
+        (999_999, "1.0 MB"),
+        (11_500_000, "11.5 MB"),
+        (1_490_000_000, "1.49 GB"),
+        (2 * 10**12, "2000.00 GB"),
+    ],
+)
+def test_sizes_are_shown_in_a_unit_that_fits_them(num_bytes, shown):
+    report = SaveReport("committed", 1, "x", num_bytes=num_bytes, total_seconds=1.0)
+
+    assert str(report) == f"step 1: {shown}, stall 0.0 ms, durable after 1.00 s at {shown}/s"
 
 
 def test_the_package_is_typed():

@@ -413,7 +413,7 @@ def test_a_flip_of_any_bit_of_a_manifest_is_found(tmp_path):
             with pytest.raises(CorruptCheckpointError):
                 ckpt.load(2)
             live = {"base": {"weight": torch.ones(4)}, "adapter": torch.zeros(2)}
-            with pytest.warns(RuntimeWarning, match="step 2 is passed over"):
+            with pytest.warns(RuntimeWarning, match="step 2 is skipped"):
                 assert ckpt.restore(live) == 1
             assert torch.equal(live["base"]["weight"], frozen["weight"])
 

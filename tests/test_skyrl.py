@@ -651,7 +651,7 @@ def test_a_marker_is_not_loaded_as_weights(trained, tmp_path):
     before = state_of(trained)
     with backend_of(trained) as backend:
         backend.save_sampler_checkpoint(tmp_path / "x.tar.gz", "a", persist=False)
-        with pytest.raises(async_ckpt.NotCommittedError, match=r"mere marker.*persist=False"):
+        with pytest.raises(async_ckpt.NotCommittedError, match=r"only a marker.*persist=False"):
             backend.load_checkpoint(tmp_path / "x.tar.gz", "a")
 
     assert difference(state_of(trained), before) is None

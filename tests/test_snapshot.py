@@ -643,7 +643,7 @@ def test_in_a_forked_child_it_is_not_there(tmp_path, nursery):
     """
     ended = nursery.run(script, tmp_path)
 
-    told = "this snapshot belongs to the process that was forked from; use it there\n"
+    told = "this snapshot belongs to the parent process; use it there\n"
     assert (ended.status, ended.out, ended.err) == (0, f"{told * 2}0 1000.0\n", "")
 
 

@@ -97,14 +97,14 @@ def test_a_source_that_is_no_folder_of_files_is_refused(bucket, tmp_path):
     write(tmp_path, {"file": b"1"})
     (tmp_path / "empty" / "deep").mkdir(parents=True)
     for source, error, told in (
-        (tmp_path / "missing", FileNotFoundError, "is not there"),
+        (tmp_path / "missing", FileNotFoundError, "does not exist"),
         (tmp_path / "empty", FileNotFoundError, "no files"),
         (tmp_path / "file", NotADirectoryError, "is a file"),
-        (bucket.url, ValueError, "no local folder"),
+        (bucket.url, ValueError, "is not a local path"),
     ):
         with pytest.raises(error, match=told):
             async_ckpt.files.upload_directory(source, bucket.place)
-    with pytest.raises(ValueError, match="no URL"):
+    with pytest.raises(ValueError, match="is not a URL"):
         async_ckpt.files.upload_directory(tmp_path, tmp_path / "there")
     assert bucket.tree() == {}
 
@@ -237,11 +237,11 @@ def test_what_stands_in_the_way_is_named_before_anything_is_fetched(bucket, tmp_
 
 
 def test_a_download_needs_a_url_with_something_below_it_and_a_local_folder(bucket, tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not there"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         async_ckpt.files.download_directory(bucket.place, tmp_path / "x")
-    with pytest.raises(ValueError, match="no URL"):
+    with pytest.raises(ValueError, match="is not a URL"):
         async_ckpt.files.download_directory(tmp_path, tmp_path / "x")
-    with pytest.raises(ValueError, match="no local folder"):
+    with pytest.raises(ValueError, match="is not a local path"):
         async_ckpt.files.download_directory(bucket.place, bucket.place)
     assert os.listdir(tmp_path) == []
 

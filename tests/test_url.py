@@ -131,6 +131,10 @@ def test_a_folder_is_divided_too_whether_or_not_a_slash_ends_it(path, place, nam
         ("sftp://user:password@host/run", "sftp://host/run"),
         ("az://account/run?sig=secret", "az://account/run"),
         ("s3://bucket/x@y.tar", "s3://bucket/x@y.tar"),
+        ("s3://bucket/x#secret", "s3://bucket/x"),
+        ("s3://key:secret/run", "s3://key"),
+        ("sftp://host:22/run", "sftp://host:22/run"),
+        ("sftp:/user:password@host/run", "sftp:/host/run"),
         ("runs/x@y?z", "runs/x@y?z"),
     ],
 )

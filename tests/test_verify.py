@@ -102,9 +102,9 @@ def test_a_report_is_one_line_and_its_numbers_go_to_a_logger(run: Path) -> None:
     report = VerifyReport("runs/a", 3, 4 * 10**9, 2.0, (1, 2, 3), ("the tracker latest names no step: ''",))
 
     assert str(report) == (
-        "runs/a: 3 steps, 1 to 3, are sound, 4.000 GB read in 2.00 s at 2.000 GB/s; the tracker latest names no step: ''"
+        "runs/a: 3 steps, 1 to 3, are sound, 4.00 GB read in 2.00 s at 2.00 GB/s; the tracker latest names no step: ''"
     )
-    assert str(VerifyReport("x.tar", 1, 10**9, 1.0)).startswith("x.tar: the archive is sound, 1.000 GB")
+    assert str(VerifyReport("x.tar", 1, 10**9, 1.0)).startswith("x.tar: the archive is sound, 1.00 GB")
     assert str(VerifyReport("x", 1, 10**9, 1.0, (7,))).startswith("x: step 7 is sound")
     assert report.as_dict("verify/") == {
         "verify/num_steps": 3.0, "verify/num_notes": 1.0, "verify/num_archives": 3.0, "verify/num_bytes": 4e9,
@@ -363,7 +363,7 @@ def test_a_lender_without_the_group_is_damage(borrowing: Path) -> None:
             row["group"] = row["group"].replace("ref", "reference")
 
     forge_manifest(borrowing / "step_00000002" / "manifest.json", lie)
-    assert refused(borrowing, "'reference' is in it, and it is not").damaged_steps == (2,)
+    assert refused(borrowing, "'reference' is in it, but it is not").damaged_steps == (2,)
 
 
 def test_a_damaged_archive_of_a_driver_is_found(borrowing: Path) -> None:

@@ -12,13 +12,19 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from racing import Call, Skipping, until
+import torch
+from racing import PATIENCE, Call, Skipping, until
 from scripted_disk import ScriptedStorage, scripted
-from states import SEGMENT, open_run, state_at
+from states import SEGMENT, open_run, state_at, weight
 
 import async_ckpt
+from async_ckpt.host import waiting
+from async_ckpt.host.threads import start_thread
 from async_ckpt.report import Progress
-from async_ckpt.saving import waiting
+from async_ckpt.saving import default
+from async_ckpt.spec import MIB
+from async_ckpt.staging import stager
+from async_ckpt.staging.whole import HostMemory
 
 
 class Watched(Skipping):
@@ -131,7 +137,7 @@ def test_of_several_saves_the_oldest_is_told(tmp_path, timer, lines):
         waiter = waits(timer, ckpt.close, "wait_for")
         timer.sleep(2.0)
         until(lambda: len(lines()) == 1)
-        assert re.search(r"for step 0 \(.*\) and 2 more: 0% written, 0\.0 MB of 1\.\d MB", lines()[0])
+        assert re.search(r"for step 0 \(.*\) and 2 more: 0% written, 0 bytes of 1\.\d MB", lines()[0])
         disk.release_all()
         waiter.outcome()
 
@@ -184,6 +190,103 @@ def test_a_one_off_save_is_told_of_by_its_path(archive, timer, lines, gate, monk
     waiter.outcome()
 
 
+# --- behind a copy, or for memory ----------------------------------------------------------------------------------
+
+BUDGET = 4 * SEGMENT  # of which the archive of `large` needs twice as much
+COPY_OF_STEP_1 = r"the copy of step 1 \(.*\.tar\): \d+\.\d MB of 33\.\d MB copied"
+
+
+class Copying:
+    """A guarded save of step 1 that is not staged yet: a disk that writes nothing holds all memory."""
+
+    def __init__(self, ckpt: async_ckpt.AsyncCheckpointer, disk: ScriptedStorage) -> None:
+        self.ckpt, self.disk = ckpt, disk
+        self.p = torch.nn.Parameter(weight(1, 32).float(), requires_grad=False)
+        self.optimizer = torch.optim.SGD([self.p], lr=1.0)
+        disk.stop("write")
+
+    def save(self, *, guard: torch.optim.Optimizer | None) -> async_ckpt.SaveHandle:
+        return self.ckpt.save({"p": self.p}, step=1, guard=guard)
+
+
+@pytest.fixture
+def copying(tmp_path, timer) -> Iterator[Copying]:
+    with open_run(tmp_path, host_bytes=BUDGET) as ckpt, scripted(ckpt) as disk:
+        yield Copying(ckpt, disk)
+
+
+def test_a_save_that_waits_for_host_memory_is_told_of_it(copying, timer, lines):
+    waiter = waits(timer, lambda: copying.save(guard=None), "_fill_now")
+    wakes_up(timer)
+    timer.sleep(2.0)
+    until(lambda: len(lines()) == 1)
+    assert re.fullmatch(rf"async_ckpt has waited 2 s for {COPY_OF_STEP_1}", lines()[0])
+    copying.disk.release_all()
+    waiter.outcome().result()
+
+
+@pytest.mark.parametrize(
+    ("call", "inside", "where"),
+    [
+        (lambda copying, handle: copying.optimizer.step(), "hold", " in optimizer.step()"),
+        (lambda copying, handle: handle.wait_staged(), "wait_for", ""),
+        (lambda copying, handle: handle.staging_completion.exception(), "wait_for", ""),
+        (lambda copying, handle: copying.ckpt.restore({"p": copying.p}), "wait_for", ""),
+    ],
+)
+def test_who_waits_for_a_copy_is_told_how_far_it_is(copying, timer, lines, call, inside, where):
+    handle = copying.save(guard=copying.optimizer)
+    waiter = waits(timer, lambda: call(copying, handle), inside)
+    wakes_up(timer)
+    timer.sleep(2.0)
+    until(lambda: len(lines()) == 1)
+    assert re.fullmatch(rf"async_ckpt has waited 2 s{re.escape(where)} for {COPY_OF_STEP_1}", lines()[0])
+    copying.disk.release_all()
+    waiter.outcome()
+
+
+def test_who_reads_a_snapshot_that_is_not_complete_is_told_how_far_it_is(timer, lines, gate, monkeypatch):
+    fill = stager.Snapshot._fill_later
+    monkeypatch.setattr(stager.Snapshot, "_fill_later", lambda *a: (gate.passed(), fill(*a)))
+    p = torch.nn.Parameter(weight(1).float(), requires_grad=False)
+    with async_ckpt.snapshot({"p": p}, guard=torch.optim.SGD([p])) as snap:
+        waiter = waits(timer, lambda: snap["p"], "wait_for")
+        wakes_up(timer)
+        timer.sleep(2.0)
+        until(lambda: len(lines()) == 1)
+        assert lines()[0] == "async_ckpt has waited 2 s for the copy of a snapshot: 0 bytes of 1.0 MB copied"
+        gate.open()
+        waiter.outcome()
+
+
+def test_a_wrapped_call_that_waits_for_the_memory_of_earlier_ones_is_told_of_it(
+    tmp_path, timer, lines, gate, monkeypatch
+):
+    monkeypatch.setattr(default, "_host_memory", HostMemory(MIB))
+    save = async_ckpt.wrap(lambda path, value: (gate.passed(), torch.save(value, path)))
+    first = save(tmp_path / "1.pt", weight(1))
+    waiter = waits(timer, lambda: save(tmp_path / "2.pt", weight(2)), "take")
+    wakes_up(timer)
+    timer.sleep(2.0)
+    until(lambda: len(lines()) == 1)
+    assert lines()[0] == (
+        "async_ckpt has waited 2 s for 1.0 MB of host memory, while earlier copies hold 1.0 MB"
+    )
+    gate.open()
+    waiter.outcome().result()
+    first.result()
+
+
+def test_threads_of_the_library_say_nothing(timer, lines):
+    wait = waiting.Wait("in a test", waiting.ENDS_THE_WAIT)
+    timer.sleep(3.0)
+    thread = start_thread("test", lambda: wait.goes_on(lambda: "a future"))
+    thread.join(PATIENCE)
+    assert lines() == []
+    wait.goes_on(lambda: "a future")
+    assert len(lines()) == 1
+
+
 def test_waiting_still_ends_with_its_timeout(held, timer):
     waiter = waits(timer, lambda: held.ckpt.wait(timeout=100.0), "wait_for")
     wakes_up(timer)
@@ -211,9 +314,10 @@ def test_waiting_for_nothing_takes_no_time(timer):
 @pytest.mark.parametrize(
     ("progress", "shown"),
     [
-        (Progress(0, 0, 0), "0.0 MB written"),
+        (Progress(0, 0, 0), "0 bytes written"),
         (Progress(0, 0, 5_000_000), "5.0 MB written"),
         (Progress(10_000_000, 0, 5_000_000), "50% written, 5.0 MB of 10.0 MB"),
+        (Progress(4096, 0, 1024), "25% written, 1.0 kB of 4.1 kB"),
         (Progress(140 * 10**9, 0, 35 * 10**9), "25% written, 35.00 GB of 140.00 GB"),
     ],
 )
@@ -227,7 +331,8 @@ def test_progress_is_shown_in_percent_and_bytes(progress, shown):
 HEAD = """
 import signal, sys
 import async_ckpt
-from async_ckpt.saving import waiting
+from async_ckpt.host import waiting
+from async_ckpt.saving.waiting import say_on_stderr
 from async_ckpt.spans import Timekeeper
 from children import hold_writes
 from states import open_run, state_at
@@ -258,23 +363,23 @@ def script(body: str) -> str:
     [
         (
             "pass",
-            "at exit for step 1 (…): 0% written, 0.0 MB of 5.3 MB; Ctrl-C gives up what is not committed",
+            "at exit for step 1 (…): 0% written, 0 bytes of 5.3 MB; Ctrl-C gives up what is not committed",
         ),
         (
             "ckpt.close()",
-            "in close() for step 1 (…): 0% written, 0.0 MB of 5.3 MB; Ctrl-C gives up what is not committed",
+            "in close() for step 1 (…): 0% written, 0 bytes of 5.3 MB; Ctrl-C gives up what is not committed",
         ),
         (
             "ckpt.wait()",
-            "in wait() for step 1 (…): 0% written, 0.0 MB of 5.3 MB; Ctrl-C ends the wait, not the save",
+            "in wait() for step 1 (…): 0% written, 0 bytes of 5.3 MB; Ctrl-C ends the wait, not the save",
         ),
         (
             "handle.result()",
-            "in result() for step 1 (…): 0% written, 0.0 MB of 5.3 MB; Ctrl-C ends the wait, not the save",
+            "in result() for step 1 (…): 0% written, 0 bytes of 5.3 MB; Ctrl-C ends the wait, not the save",
         ),
         (
             "ckpt.save({}, step=2)",
-            "in save() of step 2 for step 1 (…): 0% written, 0.0 MB of 5.3 MB; Ctrl-C ends the call, without saving",
+            "in save() of step 2 for step 1 (…): 0% written, 0 bytes of 5.3 MB; Ctrl-C ends the call, without saving",
         ),
     ],
 )
@@ -346,7 +451,7 @@ def test_an_exit_that_can_say_nothing_still_drains(tmp_path, nursery, error):
 
 @needs_fork
 def test_without_a_stderr_nothing_is_said_on_stdout(tmp_path, nursery):
-    body = "signal.raise_signal(signal.SIGUSR1); handle.result(); sys.stderr = None; waiting.say_on_stderr('told')"
+    body = "signal.raise_signal(signal.SIGUSR1); handle.result(); sys.stderr = None; say_on_stderr('told')"
     ended = nursery.run(script(body), tmp_path / "run")
 
     assert (ended.status, ended.out, ended.err) == (0, "", "")

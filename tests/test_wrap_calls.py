@@ -99,7 +99,7 @@ def test_a_destination_that_the_function_does_not_have_is_refused_when_it_is_wra
         wrap(torch.save, destination="where")
     with pytest.raises(TypeError, match="was called without its destination 7"):
         wrap(torch.save, destination=7)(1, "x")
-    with pytest.raises(TypeError, match="given a int to write to"):
+    with pytest.raises(TypeError, match="given an int to write to"):
         wrap(lambda a, b: None, destination="b")("x", 1)
 
 
@@ -203,7 +203,7 @@ def test_a_wrapped_function_looks_like_the_one_that_it_wraps():
 
 
 def test_arguments_that_cannot_be_copied_are_refused_and_nothing_is_kept(tmp_path):
-    with pytest.raises(UnsupportedStateError, match="save_text cannot be called later"):
+    with pytest.raises(UnsupportedStateError, match="save_text cannot be called in the background"):
         wrap(save_text)(threading.Lock(), str(tmp_path / "x"))
     assert names(tmp_path) == []
 

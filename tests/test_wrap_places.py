@@ -128,11 +128,11 @@ def test_a_file_and_a_folder_do_not_take_each_others_place(tmp_path):
     over_folder = wrap(lambda path: (os.rmdir(path), save_text("new", path)))(str(tmp_path / "folder"))
 
     with pytest.raises(
-        FileExistsError, match="is a file, and a folder was written; give another name"
+        FileExistsError, match="is a file, but a folder was written; give another name"
     ) as caught:
         over_file.result()
     assert "is kept in" in caught.value.__notes__[0]
-    with pytest.raises(IsADirectoryError, match="is a folder, and a file was written; give another name"):
+    with pytest.raises(IsADirectoryError, match="is a folder, but a file was written; give another name"):
         over_folder.result()
     with pytest.raises(IsADirectoryError, match="is a folder; give the path of a file"):
         wrap(torch.save)(STATE, tmp_path / "folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -46,6 +47,15 @@ save = async_ckpt.wrap(torch.save)
 @async_ckpt.wrap(destination="path")
 def save_text(text: str, path: Path) -> None:
     path.write_text(text)
+
+
+if TYPE_CHECKING:  # a slip of the pen is found: these ignores would be errors if they were not needed
+    async_ckpt.sav({}, "x.tar")  # type: ignore[attr-defined]
+    async_ckpt.NoSuchError()  # type: ignore[attr-defined]
+
+
+def expected(error: Exception) -> bool:
+    return isinstance(error, async_ckpt.ClosedError | async_ckpt.StateMismatchError)
 
 
 if __name__ == "__main__":

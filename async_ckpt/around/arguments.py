@@ -100,7 +100,7 @@ def copied(
         return copy.deepcopy(value, memo)
     except Exception as error:
         raise UnsupportedStateError(
-            f"{what} cannot be called later, for an argument, or what it is a method of, cannot be copied ({error}); "
+            f"{what} cannot be called in the background: an argument, or the object that it is a method of, cannot be copied ({error}); "
             "pass plain data, or what its state_dict() gives",
             path=what,
         ) from error

@@ -33,7 +33,7 @@ from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.local import LocalStorage
-from ..storage.place import Anywhere, written_at
+from ..storage.place import Anywhere, local_place, written_at
 from ..storage.scratch import Scratch, publish
 from .hub import ADAPTER_CONFIG, Weights, json_bytes, weights_of
 
@@ -58,37 +58,38 @@ def export_hf(
     *,
     guard: Any = None,
 ) -> SaveHandle:
-    """Write a model as a folder that `from_pretrained` loads; returns a handle at once.
+    """Write a model as a folder that `from_pretrained` loads. Returns a handle at once.
 
-    One `model.safetensors`, or shards with their index, under the names that `save_pretrained` gives: those of the plain
-    model, also of one that is wrapped (DDP, DataParallel, FSDP1, `torch.compile`). Weights that the model ties are written once. Of a
-    PEFT model, or of LoRA weights with an `adapter_config.json` in `config_folder`, it is the adapter in use:
-    `adapter_model.safetensors`. The weights may change as soon as the call returns.
+        handle = async_ckpt.export_hf(model, "out/hf")
 
-    A local folder appears at once, and one that is there is exchanged for one with its other files too. At a URL
-    `config.json` goes first and comes last: when it fails in between, nothing there loads. An export is written when
-    those begun before it are.
+    The weights are written to `model.safetensors`, or to shards and their index, under the names that
+    `save_pretrained` uses: those of the plain model, also if it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`).
+    Tied weights are written once. For a PEFT model, or for LoRA weights with an `adapter_config.json` in `config_folder`, the active
+    adapter is written to `adapter_model.safetensors`. The weights may change as soon as the call returns.
 
-    With a checkpoint of the same moment, the weights are copied from the device once:
+    A local folder appears as a whole. If it already exists, it is replaced by one that has its other files as well. At a
+    URL, `config.json` is deleted first and written last, so that nothing there loads if the export fails in between.
+    Exports are written in the order of the calls.
+
+    Together with a checkpoint of the same instant, the weights are copied from the device once:
 
         with async_ckpt.snapshot({"model": model, "optimizer": optimizer}) as snap:
             async_ckpt.save(snap, "x.tar")
             async_ckpt.export_hf(snap["model"], "hf")
 
     Args:
-        state_or_model: a module; a flat mapping of names to tensors; or one of these in a snapshot. The names of a mapping
-            are written as they are, so it must be the state dict of the plain model. A warning says when they look
+        state_or_model: a module; a flat mapping of names to tensors; or either of them in a snapshot. The names of a
+            mapping are written as they are, so it must be the state dict of the plain model; a warning says if they look
             otherwise. A module knows its config and which weights it ties; a mapping does not.
         destination: a folder, or the URL of one.
-        config_folder: whose files (config, tokenizer, generation config, chat templates; no weights, no other folders)
-            are put beside the weights. They win over what the model knows of its own config.
-        max_shard_bytes: of one file; a larger tensor has one to itself.
+        config_folder: a local folder. Its files are copied beside the weights (config, tokenizer, generation config, chat
+            templates), but no weights and no other subfolders. They take precedence over the model's own config.
+        max_shard_bytes: the largest size of a file. A larger tensor gets a file of its own.
         guard: as for `save`.
 
-    Raises UnsupportedStateError for what is no plain tensor, or of a dtype that safetensors does not know, and
-    NotADirectoryError for a `config_folder` or destination that is none, and ReferenceError for a snapshot whose module
-    was deleted. A model is not put beside an adapter, which
-    would be loaded in its place: that ends in the handle, with FileExistsError.
+    Raises UnsupportedStateError for anything but plain tensors of dtypes that safetensors knows, NotADirectoryError if
+    `config_folder` or the destination is not a folder, and ReferenceError for a snapshot whose module was deleted. The
+    handle raises FileExistsError for a model in a folder that contains an adapter, which would be loaded instead.
     """
     if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
@@ -97,7 +98,7 @@ def export_hf(
         storage = LocalStorage(_replaceable(storage.locate("")))
     spans, called = Spans(), running_future()
     try:
-        beside = {} if config_folder is None else _files_of(Path(config_folder))
+        beside = {} if config_folder is None else _files_of(local_place(config_folder))
         held = state_or_model if isinstance(state_or_model, Held) else None
         refuse_guard([held] if held is not None else [], guard)
         weights = weights_of(state_or_model, beside)
@@ -120,11 +121,11 @@ def _replaceable(folder: str) -> str:
     """What is behind a link to a folder, since it is exchanged. Raises for what cannot be."""
     real = os.path.realpath(folder)
     if os.path.lexists(real) and not os.path.isdir(real):
-        raise NotADirectoryError(f"{folder} is a file; give the folder that the model goes to")
+        raise NotADirectoryError(f"{folder} is a file; give the folder to write the model to")
     with suppress(FileNotFoundError):  # there is no current folder any more
         if Path.cwd().is_relative_to(real):
             raise ValueError(
-                f"{folder} is the current folder, or around it, and would be exchanged; give one inside"
+                f"{folder} is the current folder, or a parent of it, and would be replaced; give a folder inside it"
             )
     return real
 
@@ -133,7 +134,7 @@ def _files_of(folder: Path) -> dict[str, bytes]:
     """Config, tokenizer and the like. Read now, so that the folder may go as soon as the call returns."""
     if not folder.is_dir():
         raise NotADirectoryError(
-            f"config_folder {folder} is no folder; give the one with the model's config.json"
+            f"config_folder {folder} is not a folder; give the one with the model's config.json"
         )
     paths = [path for path in folder.iterdir() if not _NOT_COPIED.fullmatch(path.name) and not path.is_dir()]
     paths += (folder / _TEMPLATES).glob("*.jinja")

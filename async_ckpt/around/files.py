@@ -2,8 +2,8 @@
 
 In: paths, URLs, ids of the Hugging Face hub. Out: local folders, open files, names. Knows nothing of: checkpoints.
 
-A path may be a URL or a Place wherever it need not be local. In a store a folder is there as long as something is in it. Scratch
-folders are made where `tempfile` makes them: set TMPDIR where that is too small for a model.
+A path may be a URL or a Place unless it must be local. In a store, a folder exists as long as there is something in it.
+Temporary folders are made where `tempfile` makes them: set TMPDIR if that is too small for a model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..storage.bulk import Parcel, copy
 from ..storage.disk import sync_folder
 from ..storage.local import LocalStorage
 from ..storage.locks import TEMP_SUFFIX, temp_stem
-from ..storage.place import Anywhere, Place, place_of, written_at
-from ..storage.url import local_path, scheme_of, shown, unusable_name
+from ..storage.place import Anywhere, Place, local_place, place_of, written_at
+from ..storage.url import local_path, scheme_of, unusable_name
 from .pack import pack_folder
 from .streams import BUFFER_BYTES, Ranges, Upload, open_local
 from .unpack import extract
@@ -62,10 +62,10 @@ def local_read_dir(path: Anywhere) -> Iterator[str]:
         with async_ckpt.files.local_read_dir("s3://bucket/model") as folder:
             model = AutoModel.from_pretrained(folder)
 
-    A local folder is itself. The folder of a URL is fetched into a scratch folder, which is removed at the end of the
-    block, however it ends. An id of the Hugging Face hub ("org/name") that is no local path is left as it is, for the
-    loader to fetch; a hub model without an organisation is only known by its full name ("openai-community/gpt2").
-    Raises FileNotFoundError for anything else, CorruptCheckpointError for objects that cannot be files of one folder.
+    A local folder is returned as it is. The folder at a URL is fetched into a temporary folder, which is removed at the
+    end of the block. An id of the Hugging Face hub ("org/name") that is not a local path is returned as it is, for the
+    loader to fetch; give models without an organization by their full name ("openai-community/gpt2"). Raises
+    FileNotFoundError for anything else, and CorruptCheckpointError for objects that cannot be files of one folder.
     """
     place = place_of(path)
     storage, name = place.inside()
@@ -79,7 +79,7 @@ def local_read_dir(path: Anywhere) -> Iterator[str]:
         yield place.text
     else:
         raise FileNotFoundError(
-            f"{place.text} is no folder, no URL and no id of the Hugging Face hub (org/name); correct the path"
+            f"{place.shown} is not a folder, a URL or an id of the Hugging Face hub (org/name); correct the path"
         )
 
 
@@ -92,9 +92,9 @@ def local_read_files(
         with async_ckpt.files.local_read_files("s3://bucket/model", ["config.json"]) as folder:
             config = json.load(open(f"{folder}/config.json"))
 
-    A local folder is itself; of a URL, these files and no others are fetched. `names` may lie deeper ("hf/config.json").
-    Files that are not there are skipped, as in SkyRL: look whether they came, or pass missing="error" to get
-    FileNotFoundError. A folder that is not there raises FileNotFoundError in any case.
+    A local folder is returned as it is; from a URL, only these files are fetched. `names` may contain subfolders
+    ("hf/config.json"). Missing files are skipped, as in SkyRL: check for them, or pass missing="error" to get
+    FileNotFoundError. A missing folder always raises FileNotFoundError.
     """
     if missing not in ("error", "skip"):
         raise ValueError(f'missing must be "error" or "skip", got {missing!r}')
@@ -127,8 +127,8 @@ def local_work_dir(output: Anywhere) -> Iterator[str]:
         with async_ckpt.files.local_work_dir("s3://bucket/model") as folder:
             model.save_pretrained(folder)
 
-    A local folder is itself, and made if need be. For a URL it is a scratch folder, which is uploaded when the block
-    ends without an exception, and only then, and removed in any case. A block that writes no file uploads none.
+    A local folder is returned as it is, and created if necessary. For a URL it is a temporary folder, which is uploaded
+    only if the block ends without an exception, and is always removed.
     """
     place = written_at(output)
     storage, name = place.inside()
@@ -146,13 +146,13 @@ def upload_directory(local: Anywhere, cloud: Anywhere) -> None:
 
         async_ckpt.files.upload_directory("out/model", "s3://bucket/model")
 
-    Several files go at once, through 128 MiB of memory; each appears whole. Files of the same name are replaced, others
-    stay. Links are followed; folders without files are not kept, since stores have none.
+    Several files are copied at once, through 128 MiB of memory; each appears as a whole. Files of the same name are
+    replaced, others are kept. Links are followed. Empty folders are not copied, since stores have none.
     """
     place = written_at(cloud)
     storage, name = place.inside()
     if not storage.remote:
-        raise ValueError(f"{place.text} is no URL to upload to; give one such as s3://bucket/folder")
+        raise ValueError(f"{place.shown} is not a URL to upload to; give one such as s3://bucket/folder")
     folder = _existing_folder(place_of(local))
     sizes = LocalStorage(folder).sizes("")
     if not sizes:
@@ -165,19 +165,15 @@ def download_directory(cloud: Anywhere, local: Anywhere) -> None:
 
         async_ckpt.files.download_directory("s3://bucket/model", "out/model")
 
-    Nothing is seen at `local` until all of it is there and durable. Files of the same name are replaced, others stay.
-    Raises FileNotFoundError where there is nothing to copy, CorruptCheckpointError for objects that cannot be files of
-    one folder, StorageFullError, StorageUnavailableError; then nothing has changed.
+    Nothing is visible at `local` until everything is there and durable. Files of the same name are replaced, others are
+    kept. Raises FileNotFoundError if there is nothing to copy, CorruptCheckpointError for objects that cannot be files
+    of one folder, StorageFullError and StorageUnavailableError; then nothing has changed.
     """
-    source, place = place_of(cloud), written_at(local)
+    source, target = place_of(cloud), local_place(written_at(local))
     storage, name = source.inside()
     if not storage.remote:
-        raise ValueError(f"{source.text} is no URL to download from; give one such as s3://bucket/folder")
-    disk, last = place.inside()
-    if disk.remote:
-        raise ValueError(f"{shown(place.text)} is no local folder; give a path")
+        raise ValueError(f"{source.shown} is not a URL to download from; give one such as s3://bucket/folder")
     sizes = _sizes_below(storage, name)
-    target = Path(disk.locate(last))
     _check_target(target, sizes)
     # Where a rename can take it from: what is there already may be a disk of its own, or a link to another.
     beside = target if target.is_dir() else target.parent
@@ -193,7 +189,7 @@ def download_directory(cloud: Anywhere, local: Anywhere) -> None:
 
 
 def exists(path: Anywhere) -> bool:
-    """Whether there is such a file or folder. Raises StorageUnavailableError when that cannot be found out.
+    """Whether there is such a file or folder. Raises StorageUnavailableError if that cannot be determined.
 
     if async_ckpt.files.exists("s3://bucket/runs/a"): ...
     """
@@ -204,7 +200,7 @@ def exists(path: Anywhere) -> bool:
 
 
 def isdir(path: Anywhere) -> bool:
-    """Whether there is such a folder. Raises StorageUnavailableError when that cannot be found out.
+    """Whether there is such a folder. Raises StorageUnavailableError if that cannot be determined.
 
     if async_ckpt.files.isdir("s3://bucket/runs/a"): ...
     """
@@ -213,11 +209,11 @@ def isdir(path: Anywhere) -> bool:
 
 
 def list_dir(path: Anywhere) -> list[str]:
-    """List the full paths, or URLs, of all that lies directly in a folder, sorted.
+    """List the full paths, or URLs, of everything directly in a folder, sorted.
 
         for path in async_ckpt.files.list_dir("s3://bucket/runs"): ...
 
-    Raises FileNotFoundError for a folder that is not there, NotADirectoryError for a file.
+    Raises FileNotFoundError if the folder does not exist, and NotADirectoryError for a file.
     """
     place = place_of(path)
     storage, name = place.inside()
@@ -231,22 +227,20 @@ def list_dir(path: Anywhere) -> list[str]:
 
 
 def remove(path: Anywhere) -> None:
-    """Delete a file, or a folder with all that is in it. A local link is deleted, and not what it points to.
+    """Delete a file, or a folder with everything in it. Of a local link, only the link is deleted.
 
         async_ckpt.files.remove("s3://bucket/runs/a")
 
-    Raises FileNotFoundError when there is neither, ValueError for a whole bucket or a whole disk.
+    Raises FileNotFoundError if there is neither, and ValueError for a whole bucket or disk.
     """
     place = place_of(path)
     storage, name = place.inside()
     if not name or (not storage.remote and os.path.ismount(storage.locate(name))):
-        raise ValueError(
-            f"{shown(place.text)} is all that there is in that place; name a file or a folder in it"
-        )
+        raise ValueError(f"{place.shown} is a whole bucket or disk; name a file or a folder in it")
     where = storage.locate(name)
     there = storage.sizes(name) or _is_object(storage, name) if storage.remote else os.path.lexists(where)
     if not there:
-        raise FileNotFoundError(f"{where} is not there")
+        raise FileNotFoundError(f"{where} does not exist")
     storage.delete_all(name)
 
 
@@ -254,23 +248,21 @@ def remove(path: Anywhere) -> None:
 
 
 def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
-    """Open a file, with or without `with`. Text is UTF-8.
+    """Open a file, local or in a store, like `open`. Text is UTF-8.
 
         with async_ckpt.files.open_file("s3://bucket/config.json", "w") as file:
             json.dump(config, file)
 
-    A local file is what `open` opens; the folders above one that is created are created, too. An object of a store is
-    read in ranges as they are asked for, and may be sought in. What is written for a store is kept in a scratch file,
-    and uploaded by `close`; not if the `with` block ends by an exception, nor if the file is never closed.
+    For a local file, missing parent folders are created if it is opened for writing. A file in a store is read by ranges,
+    and is seekable. What is written to a store is kept in a temporary file and uploaded by `close`, but not if the `with`
+    block raises an exception, or if the file is never closed.
     """
     encoding = None if "b" in mode else "utf-8"
     place = written_at(path) if "w" in mode else place_of(path)
-    if scheme_of(place.text) in (None, "file") and place.fs is None:
+    if place.is_local:
         return open_local(_as_given(place), mode, encoding)
     if mode not in ("r", "rt", "rb", "w", "wt", "wb"):
-        raise ValueError(
-            f'a file of a store is read ("r", "rb") or written anew ("w", "wb"), not opened by {mode!r}'
-        )
+        raise ValueError(f'a file in a store is opened with mode "r", "rb", "w" or "wb", not {mode!r}')
     storage, name = place.object()
     if "w" in mode:
         return cast("IO[Any]", Upload(storage, name, mode, encoding))
@@ -283,20 +275,17 @@ def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
 
 def _as_given(place: Place) -> str:
     """A local path as it was given; a `file://` URL as the path that it names."""
-    text = place.text
-    return os.path.expanduser(text) if scheme_of(text) is None else str(local_path(text))
+    where = local_path(place.text)
+    return os.path.expanduser(place.text) if scheme_of(place.text) is None else str(where)
 
 
 def _existing_folder(place: Place) -> str:
     """Where a local folder lies. Raises FileNotFoundError, NotADirectoryError, and ValueError for a URL."""
-    storage, name = place.inside()
-    if storage.remote:
-        raise ValueError(f"{shown(place.text)} is no local folder; give a path")
-    folder = storage.locate(name)
+    folder = str(local_place(place))
     if not os.path.exists(folder):
-        raise FileNotFoundError(f"{folder} is not there; correct the path")
+        raise FileNotFoundError(f"{folder} does not exist; correct the path")
     if not os.path.isdir(folder):
-        raise NotADirectoryError(f"{folder} is a file; give the folder that it lies in")
+        raise NotADirectoryError(f"{folder} is a file; give the folder that contains it")
     return folder
 
 
@@ -311,15 +300,15 @@ def _sizes_below(storage: Storage, name: str) -> dict[str, int]:
                 storage.locate(name), f"{path!r} has a character that this system does not allow"
             )
         if both := next((folder for folder in _folders_of(path) if folder in sizes), None):
-            raise unusable_name(storage.locate(name), f"{both!r} is an object, and the folder of another")
+            raise unusable_name(storage.locate(name), f"{both!r} is both an object and the folder of another")
     return sizes
 
 
 def _no_folder(storage: Storage, name: str) -> OSError:
     where = storage.locate(name)
     if _is_object(storage, name):
-        return NotADirectoryError(f"{where} is an object, and no folder; read it with open_file")
-    return FileNotFoundError(f"{where} is not there: nothing lies below it; correct the URL")
+        return NotADirectoryError(f"{where} is an object, not a folder; read it with open_file")
+    return FileNotFoundError(f"{where} does not exist: there is nothing below it; correct the URL")
 
 
 def _is_object(storage: Storage, name: str) -> bool:
@@ -338,11 +327,11 @@ def _folders_of(path: str) -> Iterator[str]:
 
 def _checked_names(names: Iterable[str]) -> list[str]:
     if isinstance(names, str):
-        raise TypeError(f"names are several: pass [{names!r}]")
+        raise TypeError(f"names must be a list of names: pass [{names!r}]")
     wanted = list(dict.fromkeys(names))
     for name in wanted:
         if os.path.isabs(name) or any(part in ("", ".", "..") for part in name.split("/")):
-            raise ValueError(f"{name!r} is no name of a file below a folder")
+            raise ValueError(f"{name!r} is not the name of a file below a folder")
     return wanted
 
 

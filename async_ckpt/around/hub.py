@@ -68,7 +68,7 @@ class Weights(NamedTuple):
 def weights_of(given: Any, beside: Mapping[str, bytes]) -> Weights:
     """What to write of a model or state dict, with the files that the user puts beside it.
 
-    Raises UnsupportedStateError for what is no plain tensor, or of a dtype that safetensors does not know.
+    Raises UnsupportedStateError for anything but plain tensors of dtypes that safetensors knows.
     """
     live, named = given, given
     if isinstance(given, Held):

@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import ClosedError, NothingWrittenError, StorageUnavailableError
 from ..format.tarball import Tarball
 from ..host.threads import running_future
+from ..host.waiting import Completion
 from ..report import Progress, SaveReport
 from ..saving.default import files_saver
 from ..saving.delivery import OffLoop
@@ -26,14 +27,14 @@ from ..saving.targets import Compression, FileTarget
 from ..spans import Spans
 from ..staging.files import FileFill, FilesImage, scan
 from ..storage.disk import translated
-from ..storage.place import Anywhere, written_at
+from ..storage.place import Anywhere, local_place, written_at
 from ..storage.scratch import Scratch
 
 _PathType: Any = type(Path())
 
 
 class Folder(_PathType):  # type: ignore[misc]
-    """A `pathlib.Path`; once the block that it belongs to is left, `handle` is that of the save."""
+    """A `pathlib.Path` with the handle of the save, which exists once the `with` block has ended."""
 
     _handle: SaveHandle | None = None
 
@@ -41,7 +42,7 @@ class Folder(_PathType):  # type: ignore[misc]
     def handle(self) -> SaveHandle:
         """The save, once the block has been left."""
         if self._handle is None:
-            raise RuntimeError("there is no handle before the block has been left without an exception")
+            raise RuntimeError("there is no handle until the `with` block has ended without an exception")
         return self._handle
 
 
@@ -72,9 +73,7 @@ class Pack:
         if error is not None:
             self._scratch.__exit__(kind, error, trace)
         elif not self._scratch.belongs_here:
-            raise ClosedError(
-                f"{self._folder} belongs to the process that was forked from; leave the block there"
-            )
+            raise ClosedError(f"{self._folder} belongs to the parent process; leave the block there")
         else:
             self._folder._handle = _stream(self._scratch.folder, self._target, self._scratch)
 
@@ -96,38 +95,40 @@ def pack(
         report = folder.handle.result()
 
     Leaving the block returns at once. The folder is then streamed as one plain tar (members `./…`, with their modes,
-    links and holes), and removed once the archive is committed. If the block raises, nothing is published. If the save
-    fails, the folder is kept, and the error says where. Packs are streamed one after the other, in the order in which
-    their blocks were left: if two have the same destination, the later one stays there.
+    links and holes), and removed once the archive is committed. If the block raises an exception, nothing is published.
+    If the save fails, the folder is kept, and the error says where it is. Packs are streamed one after the other, in the
+    order in which their blocks ended: if two have the same destination, the later one replaces the other.
 
-    The folder lies beside a local destination, where every node sees it, otherwise in the system's temp folder or in
-    `scratch`. `compression` is as for `save`.
+    The folder is created in `scratch`; by default beside a local destination, where every node sees it, and in the
+    system's temp folder for a URL. `compression` is as for `save`.
     """
     target = FileTarget.at(written_at(destination), compression)
     name = target.path.rstrip("/").rpartition("/")[2] if target.storage.remote else Path(target.path).name
     beside = Path(tempfile.gettempdir()) if target.storage.remote else Path(target.path).parent
-    return Pack(target, beside if scratch is None else Path(scratch).absolute(), name)
+    return Pack(target, beside if scratch is None else local_place(scratch), name)
 
 
 def pack_folder(
-    folder: str | os.PathLike[str],
+    folder: Anywhere,
     destination: Anywhere,
     *,
     compression: Compression = None,
 ) -> SaveHandle:
-    """Stream a folder that exists, and is kept, as `pack` does. It must not change until the handle is done.
+    """Stream a local folder as `pack` does, and keep it. It must not change until the handle is done.
 
         async_ckpt.files.pack_folder("out/model", "s3://bucket/model.tar").result()
 
-    Raises NotADirectoryError for anything but a folder, and ValueError for a destination inside of it.
+    Raises NotADirectoryError if there is no such folder, and ValueError for a URL, or for a destination inside the folder.
     """
-    source = Path(folder).absolute()
+    source = local_place(folder, "fetch the folder with files.download_directory, then pack it")
     if not source.is_dir():
-        raise NotADirectoryError(f"{source} is no folder; give the folder that is to be packed")
+        raise NotADirectoryError(f"{source} is not a folder; give the folder that is to be packed")
     source = source.resolve()
     target = FileTarget.at(written_at(destination), compression)
     if not target.storage.remote and Path(target.path).resolve().is_relative_to(source):
-        raise ValueError(f"{target.path} lies in {source}, which would pack itself; write it elsewhere")
+        raise ValueError(
+            f"{target.path} is inside {source}, so the archive would contain itself; write it elsewhere"
+        )
     return _stream(source, target, None)
 
 
@@ -148,7 +149,7 @@ class _Packing:
     def __init__(self, saver: Saver, folder: Path, target: FileTarget, scratch: Scratch | None) -> None:
         self.saver, self._folder, self._target, self._scratch = saver, folder, target, scratch
         self.path = target.path
-        self.staged = running_future()
+        self.staged: Future[None] = Completion(lambda: f"the files of {self.path}: {self.progress}")
         self.spans, self.called = Spans(), running_future()  # `called` is when the caller has its handle
         self._order: Order | None = None
         self._attempt: Attempt | None = None

@@ -49,7 +49,7 @@ class Ranges(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._reader.num_bytes}[whence]
         if at < 0:
-            raise ValueError(f"there is nothing before the beginning: byte {at}")
+            raise ValueError(f"cannot seek to byte {at}, before the beginning")
         self._at = at
         return at
 

@@ -29,10 +29,9 @@ from ..format.tarball import stays_inside
 from ..loading.find import opened_as_file
 from ..spec import MIB
 from ..storage.disk import free_bytes_at, full, translated
-from ..storage.place import Anywhere, place_of
+from ..storage.place import Anywhere, local_place, place_of, written_at
 from ..storage.read_ahead import ReadAhead
 from ..storage.scratch import Scratch
-from ..storage.url import shown
 
 # What a checkpoint may be made of; the one of 100,000 files is a tenth of it.
 MAX_MEMBERS: Final = 1_000_000
@@ -49,25 +48,29 @@ _BUFFER_BYTES: Final = MIB
 
 def extract(
     source: Anywhere,
-    folder: str | os.PathLike[str],
+    folder: Anywhere,
     *,
     max_bytes: int | None = None,
     max_file_bytes: int | None = None,
     max_members: int = MAX_MEMBERS,
 ) -> Path:
-    """Extract a tar (plain, gzip or zstd, whatever its name) into `folder`, which is new or empty. Returns the folder.
+    """Extract a tar (plain, gzip or zstd, whatever its name) into `folder`, which must be new or empty. Returns the folder.
 
         async_ckpt.files.extract("s3://bucket/x.tar.gz", "out/x", max_bytes=10**10)
 
-    The folder appears as a whole or not at all. `max_bytes` limits all files together, `max_file_bytes` each of them.
-    Without these the limit is the free space on the disk. Raises UnsafeArchiveError for members that would do harm and for too many bytes or
-    members, CorruptCheckpointError for what is cut off, damaged, or several archives in one, NotCommittedError for an
-    archive that is a mere marker, StorageFullError, FileExistsError for a folder that holds something, and
-    FileNotFoundError when there is nothing at `source`.
+    The folder appears as a whole or not at all. `max_bytes` limits all files together, and `max_file_bytes` each of them.
+    Without these, the limit is the free space on the disk.
+
+    Raises UnsafeArchiveError if a member could do harm or a limit is exceeded, CorruptCheckpointError if the archive is
+    truncated, damaged, or followed by another one, NotCommittedError if it is only a marker, StorageFullError,
+    FileExistsError if the folder is not empty, FileNotFoundError if `source` does not exist, and ValueError if `folder`
+    is not local.
     """
-    target = Path(folder).absolute()
+    target = local_place(
+        written_at(folder), "extract to a local folder, and copy it with files.upload_directory"
+    )
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"{target} is there already, and not an empty folder; give a new one")
+        raise FileExistsError(f"{target} already exists and is not an empty folder; give a new one")
     place = target.resolve()
     with Scratch(place.parent, place.name) as scratch:
         limits = _Limits(max_bytes, max_file_bytes, max_members)
@@ -93,9 +96,10 @@ def unpack(
         with async_ckpt.unpack("s3://bucket/x.tar") as folder:
             state = torch.load(folder / "model.pt")
 
-    The folder lies in the system's temp folder or in `scratch`. All else is as for `async_ckpt.files.extract`.
+    The folder is created in `scratch`, by default the system's temp folder. Everything else is as for
+    `async_ckpt.files.extract`.
     """
-    parent = Path(tempfile.gettempdir() if scratch is None else scratch).absolute()
+    parent = local_place(tempfile.gettempdir() if scratch is None else scratch)
     with Scratch(parent, "unpacked") as own:
         limits = _Limits(max_bytes, max_file_bytes, max_members)
         _extract(source, own.folder, limits)
@@ -123,7 +127,7 @@ class _Limits:
         ):
             if limit is not None and found > limit:
                 raise UnsafeArchiveError(
-                    f"{path}: the member {member.name[:200]!r} goes beyond {name}={limit:,}; raise it if that is right",
+                    f"{path}: the member {member.name[:200]!r} exceeds {name}={limit:,}; raise the limit if the archive is right",
                     path=path,
                     member=member.name[:200],
                 )
@@ -132,7 +136,7 @@ class _Limits:
 def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
     opened = opened_as_file(source)
     if opened is None:
-        raise FileNotFoundError(f"{shown(place_of(source).text)}: there is no such archive")
+        raise FileNotFoundError(f"{place_of(source).shown}: there is no such archive")
     reader, path = opened
     with ReadAhead(reader) as raw, _damage_told(path):
         content = _Forward(_decompressed(raw, path))
@@ -143,7 +147,7 @@ def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
         with open(folder / _MARKER, "rb") as file:
             text = file.read(300).decode(errors="replace").strip()
         raise NotCommittedError(
-            f"{path} is a mere marker, without weights: it was saved with persist=False ({text}); save it with persist=True",
+            f"{path} is only a marker, without weights: it was saved with persist=False ({text}); save it with persist=True",
             path=path,
             step=None,
         )
@@ -156,7 +160,7 @@ def _extract_members(
     while (member := tar.next()) is not None:
         tar.members.clear()  # type: ignore[attr-defined]  # or it would keep all of them
         if member.size < 0:
-            raise _DamagedError("it has a member of less than no bytes")
+            raise _DamagedError("a member has a negative size")
         with translated(folder / member.name, needed_bytes=member.size, passing=(gzip.BadGzipFile,)):
             num_folders = _checked(member, folder, path)
             limits.take(member, 1 + num_folders, path)
@@ -167,7 +171,7 @@ def _extract_members(
         if len(str(tar.pax_headers)) > _MAX_HEADER_BYTES:  # those of all members that follow add up
             raise _DamagedError("its global headers are too long")
     if not limits.num_members:
-        raise _DamagedError("it holds nothing")
+        raise _DamagedError("it is empty")
 
 
 def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
@@ -176,7 +180,7 @@ def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
     def refuse(why: str) -> NoReturn:
         name = member.name[:200]
         raise UnsafeArchiveError(
-            f"{path}: the member {name!r} {why}; extract only what comes from people that you trust",
+            f"{path}: the member {name!r} {why}; extract only archives from people you trust",
             path=path,
             member=name,
         )
@@ -190,9 +194,9 @@ def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
         refuse("leads out of the folder")
     kinds = _kinds(folder, parts)
     if any(kind != stat.S_IFDIR for kind in kinds[: len(parts) - 1]):
-        refuse("lies behind a link, or in a file")
+        refuse("is behind a link, or inside a file")
     if len(kinds) == len(parts) and not (member.isdir() and set(kinds) <= {stat.S_IFDIR}):
-        refuse("is there already")
+        refuse("would overwrite what is already there")
     if member.issym():
         if not stays_inside("/".join(parts), member.linkname):
             refuse(f"links to {member.linkname[:200]!r}, out of the folder")
@@ -205,9 +209,9 @@ def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
             or len(found) < len(target)
             or found[-1:] != [stat.S_IFREG]
         ):
-            refuse(f"links to {member.linkname[:200]!r}, which is no file before it")
+            refuse(f"links to {member.linkname[:200]!r}, which is not an earlier file")
     elif not (member.isreg() or member.isdir()):
-        refuse("is a device, a pipe, or something else that is no file")
+        refuse("is a device, a pipe, or something else that is not a file")
     return max(0, len(parts) - 1 - len(kinds))
 
 
@@ -238,7 +242,7 @@ def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
         needed = 0
         for offset, length in runs:
             if length and (length < 0 or not end <= offset <= member.size - length):
-                raise _DamagedError("its map of holes cannot be true")
+                raise _DamagedError("its map of holes is not valid")
             needed, end = needed + length, max(end, offset + length)
     free = free_bytes_at(folder) if needed > _BUFFER_BYTES else None
     if free is not None and needed > free:
@@ -257,7 +261,7 @@ class _Info(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             raise _DamagedError("it is cut off" if len(buf) < tarfile.BLOCKSIZE else str(error)) from error
         if info.size < 0:
-            raise _DamagedError("it has a header of less than no bytes")
+            raise _DamagedError("a header gives a negative size")
         return info
 
 

@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..spec import with_article
 from ..storage.base import Storage
 from ..storage.place import Anywhere, Place, storage_at, written_at
 from ..storage.scratch import refuse_in_running
+from ..storage.url import shown
 
 # What functions that write call the argument that says where.
 _NAMES: Final = {
@@ -141,14 +143,14 @@ class Finder:
         if paths and not (_is_path(value) or hasattr(value, "write")):
             order = ", ".join(self._positional[:2])
             raise TypeError(
-                f"{self._name} was given a {type(value).__qualname__} as {parameter}, which says where it writes, and "
-                f"{str(paths[0])!r} as what to write; its arguments are {self._name}({order})"
+                f"{self._name} was given {with_article(type(value).__qualname__)} as {parameter}, which says where it writes, and "
+                f"{shown(str(paths[0]))!r} as what to write; its arguments are {self._name}({order})"
             )
 
     def _checked(self, value: Any) -> Anywhere:
         if not _is_path(value):
             raise TypeError(
-                f"{self._name} was given a {type(value).__qualname__} to write to; "
+                f"{self._name} was given {with_article(type(value).__qualname__)} to write to; "
                 "a wrapped function needs a path, a URL or a Place"
             )
         return value  # type: ignore[no-any-return]
@@ -176,7 +178,9 @@ def out_path(given: Anywhere, options: Options) -> OutPath:
     place = written_at(given)
     storage, name = place.object()
     if name in ("", ".."):
-        raise ValueError(f"{place.text} names no file or folder that could be replaced; give it a name")
+        raise ValueError(f"{place.shown} names no file or folder that could be replaced; give it a name")
+    if storage.remote and "?" in name:  # the function's own messages would show what may be a key
+        raise ValueError(f"{place.shown}: a function cannot write to a URL with a query; leave it out")
     if options.streams and not name.endswith(options.ending):
         name += options.ending
     if not storage.remote and os.path.islink(storage.locate(name)):
@@ -187,7 +191,7 @@ def out_path(given: Anywhere, options: Options) -> OutPath:
         raise IsADirectoryError(f"{where.path} is a folder; give the path of a file")
     if where.is_folder and Path.cwd().is_relative_to(os.path.realpath(where.path)):
         raise ValueError(
-            f"{where.path} is the folder that this process works in, and would be replaced; give one in it"
+            f"{where.path} is the current folder of this process, and would be replaced; give a folder inside it"
         )
     if not storage.remote:
         refuse_in_running(where.parent)

@@ -44,7 +44,7 @@ from ..storage.append import Appender
 from ..storage.disk import translated
 from ..storage.local import LocalStorage
 from ..storage.locks import temps_of
-from ..storage.place import place_of
+from ..storage.place import local_place, place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from .arguments import closed_over, copied, tensors_in
 from .where import Bound, Finder, Options, OutPath, ending_of, is_reader, name_of, out_path
@@ -99,38 +99,41 @@ def wrap(
     file_object: bool | None = None,
     scratch: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Make any function that writes to a path return at once: it takes the same arguments and returns a SaveHandle.
+    """Make a function that writes to a path run in the background. The result takes the same arguments and returns a
+    SaveHandle.
 
         save = async_ckpt.wrap(torch.save)
         handle = save(model.state_dict(), "out/x.pt")
 
-    It is a decorator as well, `@wrap` or `@wrap(...)`. The arguments, and the object of a method, are copied deeply, so
-    they may change as soon as the call returns. Globals and whatever else the function uses are not copied. The
-    function runs on a thread of its own, one call after the other, with its tensors on the CPU. It is given a path in
-    an empty folder beside the destination. What it writes there, a file or a folder, is made durable and then takes its
-    place. A folder that exists keeps the files that were not written again. If the function raises, the handle raises
-    that error, and nothing is visible. At a URL, files appear one by one, and those that end in ".json" last.
+    It can also be used as a decorator, `@wrap` or `@wrap(...)`. The arguments, and the object of a method, are copied
+    deeply, so they may change as soon as the call returns. Globals and anything else that the function uses are not
+    copied. The function runs on a separate thread, one call after the other, and its tensors are on the CPU. It is given
+    a path in an empty folder beside the destination. The file or folder that it writes there is made durable and then
+    moved to the destination. If the destination is an existing folder, files that were not written again are kept. If
+    the function raises an exception, the handle raises it, and nothing becomes visible. At a URL, files appear one by
+    one; those that end in ".json" come last.
 
-    A snapshot (`async_ckpt.snapshot`) among the arguments is not copied again: the function is given the plain state
-    that it holds, and must not write to its tensors.
+    A snapshot (`async_ckpt.snapshot`) among the arguments is not copied again: the function is given the plain state in
+    it, and must not write to its tensors.
 
-    Modules and optimizers take longer to copy than their `state_dict()`. Work that holds Python's lock, such as
+    Copying a module or an optimizer takes longer than copying its `state_dict()`. Work that holds the GIL, such as
     pickling, slows down training; the benchmark "wrapped" measures how much.
 
     Args:
-        fn: any function that writes to a path.
-        destination: the name or position of the argument that says where to write. By default it is found by its name
-            (`path`, `f`, `filename`, `save_directory`, …), or is the only one that is a path. A link is followed.
-        guard: as for `save`. With it, no argument may be a snapshot, or have one in it.
-        file_object: whether the function takes an open file as well. What it writes is then streamed without a
-            temporary file. This is known of `torch.save` and numpy's functions.
-        scratch: the folder for what goes to a URL; by default the system's temp folder.
+        fn: a function that writes to a path.
+        destination: the name or position of the argument that says where to write. By default it is recognized by its
+            name (`path`, `f`, `filename`, `save_directory`, …), or it is the only argument that is a path. A symbolic
+            link is followed.
+        guard: as for `save`. With it, no argument may be a snapshot or contain one.
+        file_object: whether the function also accepts an open file. Its output is then streamed without a temporary
+            file. `torch.save` and numpy's functions are known to do so.
+        scratch: the folder for temporary files if the destination is a URL; by default the system's temp folder.
 
-    Raises TypeError for what is no function, and for one that reads, such as `torch.load`.
+    Raises TypeError if `fn` is not a function, or one that reads, such as `torch.load`.
 
-    The call raises TypeError when the destination cannot be told, DestinationBusyError while an earlier call writes to
-    the same one, UnsupportedStateError for arguments that cannot be copied and for a function that closes over tensors,
-    and what the destination itself gives reason for (as `save` does).
+    Calling the result raises TypeError if the destination cannot be determined, DestinationBusyError while an earlier
+    call writes to the same destination, UnsupportedStateError if an argument cannot be copied or the function closes
+    over tensors, and the errors of `save` for a destination that cannot be written to.
     """
     if fn is _TO_DECORATE:
         return functools.partial(
@@ -139,7 +142,8 @@ def wrap(
     _refuse_what_cannot_be_called(fn)
     ending = ending_of(fn)
     streams = file_object if file_object is not None else ending is not None
-    options = Options(name_of(fn), streams, ending or "", scratch)
+    beside = None if scratch is None else local_place(scratch)
+    options = Options(name_of(fn), streams, ending or "", beside)
     find = Finder(fn, destination)
     optimizers = unwrapped(guard)  # refused now rather than at the first save
 

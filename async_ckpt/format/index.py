@@ -162,7 +162,7 @@ def of_safetensors(
         table, metadata = safetensors.parse_foreign_header(head)
         end = base + max((told.end for told in table.values()), default=0)
         if end > file_bytes:
-            raise _Lie(f"the file has {file_bytes:,} bytes, and its header tells of {end:,}: truncated")
+            raise _Lie(f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated")
         rows: list[dict[str, Json]] = []
         for key, told in table.items():
             dtype, shape = safetensors.loaded_as(told.code, told.shape)
@@ -239,7 +239,7 @@ def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
             raise _Lie(f"tensor {path!r:.200} is in {len(slices)} slices, not in one")
         num_bytes = sum(piece.extent.length for piece in slices)
         if prod(shape) * DTYPES[dtype][0] != num_bytes:
-            raise _Lie(f"tensor {path!r:.200} has {num_bytes} bytes, its shape and dtype need another number")
+            raise _Lie(f"tensor {path!r:.200} has {num_bytes} bytes, which does not fit its shape and dtype")
         for piece in slices:
             if (piece.member, piece.name) in names:
                 raise _Lie(f"two tensors are called {piece.name!r:.200}")
@@ -258,7 +258,7 @@ def _slice(raw: Json, path: tuple[Any, ...], members: list[Member]) -> Slice:
     member, name = _count(raw["member"]), raw["name"]
     begin, length = map(_count, raw["extent"])
     if member >= len(members) or begin + length > members[member].data.length:
-        raise _Lie(f"tensor {path!r:.200} lies outside of its member")
+        raise _Lie(f"tensor {path!r:.200} lies outside its member")
     if not isinstance(name, str):
         raise _Lie(f"tensor {path!r:.200} is called {name!r:.200}")
     return Slice(member, name, Extent(members[member].data.offset + begin, length))

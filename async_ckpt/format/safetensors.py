@@ -112,7 +112,7 @@ def _parsed(data: bytes, load: Callable[[bytes], Any]) -> tuple[dict[str, Row], 
             begin, end = row["data_offsets"]
             shape = list(row["shape"])
             if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
-                raise ValueError(f"safetensors header: {name!r:.200} has a number that is no count")
+                raise ValueError(f"safetensors header: {name!r:.200} has a number that is not a count")
             parsed[name] = Row(str(row["dtype"]), shape, begin, end)
         return parsed, metadata
     except (KeyError, TypeError, RecursionError, AttributeError) as error:
@@ -122,5 +122,5 @@ def _parsed(data: bytes, load: Callable[[bytes], Any]) -> tuple[dict[str, Row], 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("safetensors header: a name is there twice")
+        raise ValueError("safetensors header: a name appears twice")
     return made

@@ -58,7 +58,7 @@ def parse_header(block: bytes) -> tuple[str, int]:
     if len(block) != BLOCK:
         raise ValueError("a tar header is 512 bytes")
     if block[257:262] != b"ustar":
-        raise ValueError("no tar header here")
+        raise ValueError("not a tar header")
     stored = int(block[148:156].strip(b" \0") or b"-1", 8)
     if stored != sum(block) - sum(block[148:156]) + 8 * ord(" "):
         raise ValueError("tar header checksum differs")

@@ -71,7 +71,7 @@ def parse(table: bytes, *, data_bytes: int) -> list[Frame]:
         Frame(*_ENTRY.unpack_from(table, at)) for at in range(_HEADER.size, len(table) - FOOTER_BYTES, step)
     ]
     if sum(frame.compressed for frame in frames) != data_bytes:
-        raise ValueError("the seek table tells of other frames than there are")
+        raise ValueError("the seek table does not describe the frames in the file")
     return frames
 
 
@@ -116,7 +116,7 @@ class Follower:
             elif magic == _MAGIC:
                 yield from self._follow_frame()
             else:
-                raise ValueError("something that is no frame follows one")
+                raise ValueError("a frame is followed by something that is not one")
 
     def _follow_frame(self) -> Generator[int, bytes, None]:
         descriptor = (yield 1)[0]

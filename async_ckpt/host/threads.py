@@ -15,7 +15,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, Protocol
@@ -206,29 +206,6 @@ def running_future() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def all_of(futures: Sequence[Future[None]]) -> Future[None]:
-    """Resolved when all of these are: with the error of the first, in their order, that has one."""
-    if len(futures) == 1:
-        return futures[0]
-    whole = running_future()
-    lock, left = threading.Lock(), [len(futures)]
-
-    def ended(_: Future[None]) -> None:
-        with lock:
-            left[0] -= 1
-            last = left[0] == 0
-        if last:
-            error = next((e for future in futures if (e := future.exception()) is not None), None)
-            if error is None:
-                whole.set_result(None)
-            else:
-                whole.set_exception(error)
-
-    for future in futures:
-        future.add_done_callback(ended)
-    return whole
 
 
 def _stop_all() -> None:

@@ -26,9 +26,10 @@ from ..around.pack import pack
 from ..around.unpack import unpack
 from ..around.wrap import wrap
 from ..errors import CheckpointError, ClosedError
+from ..host.waiting import ENDS_THE_WAIT, Wait
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
-from ..saving.waiting import ENDS_THE_WAIT, Wait, wait_for_saves
+from ..saving.waiting import wait_for_saves
 from ..saving.worker import Pending
 from ..storage.place import Place
 from ..storage.url import Where
@@ -75,7 +76,7 @@ class CheckpointBackend:
         lora: the models are adapters of one base, so that the inference engines have to be told whose weights they get.
         scratch: the folder below which the workers write and read; by default beside an archive on a disk. For a URL it is
             the system's temp folder, which workers on other nodes do not see: give a shared one.
-        place: called with every path, it gives the Place to use, such as `lambda path: Place(path, options=…)`.
+        place: called with every URL, it gives the Place to use, such as `lambda url: Place(url, options=…)`.
 
     Paths are strings, Paths, URLs, or objects of cloudpathlib. The dispatch is called on the caller's thread, as ever; give
     it one call at a time. Archives are streamed one after the other, in the order of the calls. A save that failed is a
@@ -100,7 +101,7 @@ class CheckpointBackend:
         self._send = _optional(dispatch, "save_weights_for_sampler")
         self._role, self._validate, self._tokenizer, self._lora = role, validate, tokenizer, lora
         self._scratch = scratch
-        self._place = place
+        self._place_of = place
         # Whatever is under way, or has failed unseen, is held by the saver of all files; the rest may go.
         self._handles: WeakSet[SaveHandle] = WeakSet()
         self._newest: WeakValueDictionary[str, SaveHandle] = WeakValueDictionary()  # by path
@@ -126,9 +127,9 @@ class CheckpointBackend:
     def save_sampler_checkpoint(self, output_path: Where, model_id: str, persist: bool = True) -> SaveHandle:
         """Send the weights to the inference engines, and save them as the export that others can sample from.
 
-        With `persist=False` the archive is a mere marker, which no load takes for weights. The sending, for a dispatch that
-        does it, is waited for. On the thread of a running event loop nothing can wait for it: there this raises RuntimeError,
-        before anything is done, and `save_sampler_checkpoint_async` is for it.
+        With `persist=False` the archive is only a marker, which `load_checkpoint` refuses. The call waits until the weights
+        are sent, if the dispatch does that. It raises RuntimeError, before anything is done, on a thread with a running
+        event loop; use `save_sampler_checkpoint_async` there.
         Raises ValueError, before anything is done, for a model whose role is not "policy".
         """
         role = self._begin_sampler(model_id)
@@ -140,7 +141,7 @@ class CheckpointBackend:
     async def save_sampler_checkpoint_async(
         self, output_path: Where, model_id: str, persist: bool = True
     ) -> SaveHandle:
-        """The same on an event loop, which goes on while the weights are sent: `report = await (await …)`."""
+        """The same on an event loop, which is not blocked while the weights are sent: `report = await (await …)`."""
         role = self._begin_sampler(model_id)
         if self._send is not None:
             await self._send_weights(model_id)
@@ -151,10 +152,10 @@ class CheckpointBackend:
     def load_checkpoint(self, checkpoint_path: Where, model_id: str, load_optimizer: bool = True) -> None:
         """Load a model, with or without its optimizer and scheduler, from any tar: ours, SkyRL's, gzip or not.
 
-        A save to that very path is waited for; where it has failed, and nobody has looked at it, that is raised. What was
-        unpacked is removed, however the dispatch ends.
-        Raises ValueError for a model that is not known, FileNotFoundError, NotCommittedError for a mere marker,
-        CorruptCheckpointError, UnsafeArchiveError, and what the dispatch raises.
+        An unfinished save to the same path is waited for; if it has failed, and its error has not been retrieved yet, that
+        is raised. The unpacked files are removed in any case.
+        Raises ValueError for an unknown model, FileNotFoundError, NotCommittedError for a marker, CorruptCheckpointError,
+        UnsafeArchiveError, and what the dispatch raises.
         """
         role = self._role_of(model_id)
         place = self._place(checkpoint_path)
@@ -178,8 +179,12 @@ class CheckpointBackend:
         wait_for_saves(self._pending(), Wait("in wait()", ENDS_THE_WAIT), timeout)
         self._raise_unseen()
 
+    def _place(self, path: Where) -> Place:
+        there = Place(path)
+        return there if there.is_local else self._place_of(path)
+
     def close(self) -> None:
-        """Wait for every save and raise the first error nobody has looked at; save no more. Idempotent."""
+        """Wait for every save and raise the first error not retrieved yet. No more saves are accepted. May be called again."""
         self._closed = True
         self.wait()
 
@@ -310,7 +315,7 @@ def _refuse_running_loop() -> None:
     except RuntimeError:
         return
     raise RuntimeError(
-        "an event loop runs on this thread, and sending weights would hold it; "
+        "an event loop runs on this thread, and sending weights would block it; "
         "await save_sampler_checkpoint_async instead"
     )
 

@@ -82,7 +82,7 @@ class Contents:
         """The file that was opened, whatever is at its path by now; writes to it are seen by this process alone."""
         if not isinstance(self._reader, LocalReader):
             raise ValueError(
-                f"mmap=True maps a local file as it is, and {self.path} is elsewhere, compressed or extracted; leave it out"
+                f"mmap=True maps a local file as it is, but {self.path} is remote, compressed or extracted; leave mmap out"
             )
         mapped = mmap_module.mmap(self._reader._fd, 0, access=mmap_module.ACCESS_COPY)
         if len(mapped) != self._reader.num_bytes:
@@ -138,7 +138,7 @@ class Contents:
         """Every leaf has its entry, and one of raw bytes is nothing else. Raises ValueError."""
         leaves = [leaf for leaf in stored if leaf.kind != "object"]
         if any(leaf.number >= len(self.index.tensors) for leaf in leaves):
-            raise ValueError("it numbers a tensor that is not there")
+            raise ValueError("it refers to a tensor that does not exist")
         num_users = Counter(self.primary(leaf.number) for leaf in leaves)
         for leaf in leaves:
             told = self.index.tensors[leaf.number]
@@ -165,7 +165,7 @@ class Contents:
         try:
             return leaf.as_array(tensor)
         except Exception as error:  # the dtype's description may be anybody's
-            raise self.corrupt(f"a numpy array in it cannot be made ({error})") from error
+            raise self.corrupt(f"a numpy array in it cannot be built ({error})") from error
 
     def dtype(self, number: int) -> torch.dtype:
         """Raises FormatVersionError when this torch is too old to have it."""

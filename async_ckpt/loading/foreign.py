@@ -69,7 +69,7 @@ class OpenSafetensors(Contents):
         super().__init__(reader, path=path)
         num_bytes = 8 + int.from_bytes(begin[:8], "little")
         if num_bytes > reader.num_bytes:
-            raise self.corrupt("truncated inside of its header")
+            raise self.corrupt("truncated inside its header")
         head = bytearray(num_bytes)
         head[: len(begin)] = begin[:num_bytes]
         if num_bytes > len(begin):
@@ -143,7 +143,7 @@ def _shards(storage: Storage, name: str, stack: contextlib.ExitStack) -> Iterato
         files: dict[str, Json] = dict(json.loads(storage.read(name)[0])["weight_map"])
         shards = sorted(set(files.values()))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _corrupt(storage, name, f"it is no index of safetensors files ({error!r:.200})") from error
+        raise _corrupt(storage, name, f"it is not an index of safetensors files ({error!r:.200})") from error
     if not shards:
         raise _corrupt(storage, name, "it names no file")
     for shard in shards:
@@ -161,7 +161,7 @@ def _file_of(
     reader = _open(storage, name, stack, told_by or name)
     begin = first_block(reader, path=storage.locate(name))
     if not safetensors.begins(begin):
-        raise _corrupt(storage, name, "it is no safetensors file")
+        raise _corrupt(storage, name, "it is not a safetensors file")
     return OpenSafetensors(reader, path=storage.locate(name), begin=begin)
 
 

@@ -75,12 +75,12 @@ def check_lent(parts: Sequence[Part], select: Select) -> None:
         keys = part.archive.entries()
         if keys is None:
             raise part.archive.corrupt(
-                "a manifest says that it is a part of a state, and it is not a dict of groups"
+                "a manifest says that it is part of a state, but it is not a dict of groups"
             )
         there = {key for key in keys if isinstance(key, str)}
         for group in sorted(part.groups or ()):
             if group not in there and (chosen is None or chosen.reaches(group)):
-                raise part.archive.corrupt(f"a manifest says that {group!r} is in it, and it is not")
+                raise part.archive.corrupt(f"a manifest says that {group!r} is in it, but it is not")
 
 
 def check_select(parts: Sequence[Part], select: Select) -> None:
@@ -98,7 +98,7 @@ def check_select(parts: Sequence[Part], select: Select) -> None:
 def check_verify(verify: Verify) -> None:
     """A slip of the pen must not be taken for a check, or for none. Raises ValueError."""
     if verify not in (True, False, "first"):
-        raise ValueError(f'verify={verify!r} is none of True, False and, for restore, "first"')
+        raise ValueError(f'verify must be True, False or, for restore, "first"; got {verify!r}')
 
 
 def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:

@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import StateMismatchError
+from ..spec import with_article
 from ..state.capture import why_not
 from ..state.dtypes import dtype_name
 from ..state.names import Path, shown
@@ -66,7 +67,7 @@ class Match:
             lines.insert(0, f"none of its names is one of the live state; it holds {self.archive.names()}")
         shown = "\n  ".join(lines[:50]) + (f"\n  … and {len(lines) - 50} more" if len(lines) > 50 else "")
         raise StateMismatchError(
-            f"{self.archive.path} does not fit the live state, of which nothing was overwritten:\n  {shown}",
+            f"{self.archive.path} does not fit the live state; nothing was overwritten:\n  {shown}",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             mismatched=tuple(self.mismatched),
@@ -105,7 +106,7 @@ class Match:
         if (isinstance(live, MutableMapping | list | deque) and len(live)) or (
             is_record(live) and any(map(_is_filled_in_place, fields_of(live).values()))
         ):
-            self._differs(path, f"is a {type(live).__qualname__} here", saved)
+            self._differs(path, f"is {with_article(type(live).__qualname__)} here", saved)
             return live
         return self._materialized(saved)
 
@@ -339,7 +340,7 @@ class Match:
 
     def _differs(self, path: Path, here: str, saved: Any) -> None:
         kind = saved.kind if isinstance(saved, Stored) else _class_of(saved).__qualname__
-        self.mismatched.append(f"{shown(path)} {here} and a {kind} in the checkpoint")
+        self.mismatched.append(f"{shown(path)} {here} and {with_article(kind)} in the checkpoint")
 
 
 def _is_plain_module(live: Any) -> bool:

@@ -182,7 +182,7 @@ class OpenArchive(Contents):
             raise self._not_ours(header)
         end = tar.BLOCK + length
         if end > self._reader.num_bytes:
-            raise self.corrupt("truncated inside of its index")
+            raise self.corrupt("truncated inside its index")
         if end > len(self._begin):
             begun = len(self._begin)
             limit = min(align_up(end, BLOCK_BYTES), self._reader.num_bytes)

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import CorruptCheckpointError
 from ..host.pool import SegmentPool
+from ..spec import with_article
 from ..state.names import Select
 from ..state.plain import is_frozen, is_record
 from .contents import Contents, Part
@@ -83,7 +84,7 @@ def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:
         return
     if not isinstance(live, MutableMapping):
         raise TypeError(
-            f"this step has borrowed groups from an earlier one; restore them into a dict of groups, not a {type(live).__qualname__}"
+            f"this step has borrowed groups from an earlier one; restore them into a dict of groups, not {with_article(type(live).__qualname__)}"
         )
     borrowed = {group for part in parts[1:] for group in part.groups or ()}
     yield parts[0], {key: value for key, value in live.items() if key not in borrowed}
@@ -101,7 +102,7 @@ def _check_root(live: Any) -> None:
     )
     if not fillable:
         raise TypeError(
-            f"restore fills objects in place and cannot fill a {type(live).__qualname__}; "
+            f"restore fills objects in place and cannot fill {with_article(type(live).__qualname__)}; "
             "give it a dict, a module, an optimizer or a tensor, or use load()"
         )
 

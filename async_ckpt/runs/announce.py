@@ -19,7 +19,7 @@ from .naming import Tracker
 from .retention import Commits
 from .root import Root
 
-# Whoever is refused a move of the tracker has met a writer that was faster. So many in a row are a store that refuses all.
+# A refused move of the tracker means that another writer was faster. So many in a row mean that the store refuses all.
 _TRACKER_TRIES: Final = 20
 
 
@@ -130,7 +130,8 @@ class Announcer:
                 return
         path = self._root.storage.locate(tracker.name)
         raise StorageUnavailableError(
-            f"{path} is not moved to step {newest}: it changed {_TRACKER_TRIES} times meanwhile", path=path
+            f"{path} was not moved to step {newest}: others changed it {_TRACKER_TRIES} times in the meantime",
+            path=path,
         )
 
     def _may_move(self, tracked: int | None, newest: int) -> bool:

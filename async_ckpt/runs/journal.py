@@ -42,7 +42,7 @@ def _line(path: str, made: Manifest) -> dict[str, Any]:
 
 
 def parse(data: bytes, *, locate: Callable[[str], str] | None = None) -> list[dict[str, Any]]:
-    """The records of a journal. A line that is no JSON object, such as a torn last one, is skipped.
+    """The records of a journal. A line that is not a JSON object, such as a torn last one, is skipped.
 
     With `locate`, which returns the full path of what lies below the root, `state_path` is a full path. It is made from
     `path`, so that it is right even if the journal was written when `state_path` was a full path itself, somewhere else.

@@ -139,7 +139,7 @@ class Manifest:
 
 
 def parse(data: bytes, *, path: str) -> Manifest:
-    """Raises CorruptCheckpointError for text that is no manifest, FormatVersionError for a sound one from the future."""
+    """Raises CorruptCheckpointError for text that is not a manifest, FormatVersionError for a sound one from the future."""
     try:
         raw = unseal(data)
         if raw["version"] > VERSION:

@@ -23,9 +23,9 @@ _NUMBERED: Final = re.compile(r"(.*?)([0-9]{1,255})([^0-9]*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """A file that names the newest committed step: its `name` in the run's folder, and its `text` with the step as `{}`.
+    """A file that names the newest committed step: its `name` in the run's folder, and its `text` with `{}` for the step.
 
-    Written byte for byte, for other programs read it: Tracker("latest_ckpt_global_step.txt", "{}") holds "500",
+    It is written byte for byte, since other programs read it: Tracker("latest_ckpt_global_step.txt", "{}") holds "500",
     Tracker("latest", "global_step{}") holds "global_step500". What is read may have white space around it.
     """
 
@@ -61,7 +61,7 @@ TRACKERS: Final = (TRACKER, *_KNOWN)
 
 
 def tracker_of(tracker: tuple[str, str] | str | None, step_format: str) -> Tracker | None:
-    """What the user means: by a name alone, the text that is known for it, else a line with the step's folder."""
+    """What the user means. Given only a name, the content is what is known for it, or the name of the step's folder."""
     if tracker is None:
         return None
     if isinstance(tracker, str):
@@ -75,18 +75,18 @@ def tracker_of(tracker: tuple[str, str] | str | None, step_format: str) -> Track
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What a run calls its steps, for the sake of other programs that read it.
+    """The names of a run's folders and of its tracker, so that other programs can read the run.
 
         AsyncCheckpointer("runs/a", naming="verl")
         AsyncCheckpointer("runs/a", naming=Naming("step-{}", tracker=None))
 
     Args:
-        step_format: the folder of a step, with the step in it once: "step_{:08d}", "global_step_{}".
-        tracker: the file that names the newest step: its name, or its name and its text with the step as `{}`, such as
-            ("latest", "global_step{}"); None writes none. By a name alone it holds the step's folder, and under the names
-            that SkyRL and verl read the bare number.
+        step_format: the name of a step's folder, with one field for the step: "step_{:08d}" or "global_step_{}".
+        tracker: the file that names the newest step. Give its name, or its name and its content with `{}` for the step,
+            such as ("latest", "global_step{}"). Given only a name, the file contains the name of the step's folder; the
+            files that SkyRL and verl read contain only the number. With None, no such file is written.
 
-    Raises ValueError for a format that makes no folder of every step, and for a name that is none.
+    Raises ValueError if the format cannot name the folder of every step, or if a name is not a file name.
     """
 
     step_format: str = STEP_FORMAT
@@ -98,7 +98,7 @@ class Naming:
 
 
 def folder_pattern(step_format: str) -> re.Pattern[str]:
-    """The pattern of the folders that a format makes. Raises ValueError for a format that makes no folder of every step."""
+    """The pattern of the folders that a format makes. Raises ValueError if it cannot name the folder of every step."""
     pattern = pattern_of(step_format)
     if pattern is None or re.search(r"[/\\]", step_format):
         raise ValueError(
@@ -165,7 +165,7 @@ def how_to_open(folder: str, beside: Collection[str]) -> str:
 
 
 def naming_of(naming: Naming | str | None) -> Naming:
-    """What the user means. Raises ValueError for a word that nobody knows, TypeError for what is none."""
+    """What the user means. Raises ValueError for an unknown word, and TypeError for anything else."""
     if naming is None:
         return Naming()
     if isinstance(naming, str):

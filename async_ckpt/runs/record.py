@@ -39,7 +39,7 @@ def plain_record(
         raise ValueError(f"record cannot be written as JSON: {error}") from error
     if num_bytes > RECORD_BYTES:
         raise ValueError(
-            f"record is {num_bytes:,} bytes of JSON, and {RECORD_BYTES:,} may be; put what is large into the state"
+            f"record is {num_bytes:,} bytes of JSON; the limit is {RECORD_BYTES:,}. Put large values into the state"
         )
     return plain
 
@@ -55,10 +55,10 @@ def _check_keys(record: Mapping[str, Any]) -> None:
     """What readers of the journal, and retention, rely on."""
     for key in _OURS:
         if key in record:
-            raise ValueError(f'record["{key}"] is what async_ckpt itself says there; give it another name')
+            raise ValueError(f'record["{key}"] is reserved for async_ckpt; use another name')
     name, batch, rolling, ttl_seconds = (record.get(k) for k in ("name", "batch", "rolling", "ttl_seconds"))
     if name is not None and not isinstance(name, str):
-        raise ValueError(f'record["name"] must be a text, got {name!r:.100}')
+        raise ValueError(f'record["name"] must be a string, got {name!r:.100}')
     if batch is not None and type(batch) is not int:
         raise ValueError(f'record["batch"] must be a whole number, got {batch!r:.100}')
     if rolling is not None and not isinstance(rolling, bool):
@@ -78,11 +78,11 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"{where:.200} has the key {key!r:.100}; keys must be texts")
+                raise TypeError(f"{where:.200} has the key {key!r:.100}; keys must be strings")
         return {key: _plain(item, f'{where}["{key}"]', depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
-        f"{where:.200} is a {kind}, not plain JSON data; give a number or a text, such as by .item()"
+        f"{where:.200} is of type {kind}, which is not plain JSON data; give a number or a string, such as value.item()"
     )

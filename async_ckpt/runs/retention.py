@@ -11,15 +11,14 @@ Of the rest a step stays if any of the rules of `Keep` that are set wants it, an
 
     last         it is one of this many newest
     every        it is a multiple of this
-    best         it is one of the best by a metric of the records; of equals the newer one. A record without that metric,
-                 or with one that is no finite number, is never among them. While no record has the metric, which is
+    best         it is one of the best by a metric of the records; of two equal ones, the newer. A record without that metric,
+                 or with one that is not a finite number, is never among them. While no record has the metric, which is
                  rather a slip of the pen than a wish, every step is
     seconds      it was committed at most this long ago
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
@@ -115,16 +114,6 @@ def _passes(made: Manifest, now: float) -> bool:
 def _age(made: Manifest | None, now: float) -> float:
     """Seconds since the commit. A manifest that cannot be read does not say: then nothing goes for its age."""
     return now - made.created if made is not None else 0.0
-
-
-def keep_of(keep: Keep | int | None) -> Keep:
-    """What the user means. Raises TypeError for what is no number of steps, and ValueError as `Keep` does."""
-    if isinstance(keep, Keep) or keep is None:
-        return keep or Keep()
-    try:
-        return Keep(last=-1 if isinstance(keep, bool) else operator.index(keep))
-    except TypeError:
-        raise TypeError(f"keep must be a number of steps, or Keep(…), got {keep!r:.100}") from None
 
 
 def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from ..errors import CheckpointError, NotCommittedError, StorageUnavailableError
 from ..spans import Clock
-from ..spec import Keep
+from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, Place, place_of
 from .manifest import Manifest
 from .naming import Naming
-from .retention import Commits, keep_of
+from .retention import Commits
 from .run import Run
 
 T = TypeVar("T")
@@ -37,8 +37,17 @@ class Roots:
         """The roots as people know them."""
         return tuple(run.storage.locate("").rstrip("/") or "/" for run in self.runs)
 
+    def known(self) -> str:
+        """The committed steps in words, as far as they are known without asking for them."""
+        steps = sorted({step for run in self.runs for step in run.known_steps()})
+        if not steps:
+            return "no steps"
+        if len(steps) > 5:
+            return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+        return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
     def check_naming(self) -> None:
-        """Raises NotCommittedError when the newest step of a root goes by another naming than this run's."""
+        """Raises NotCommittedError if the newest step of a root goes by another naming than this run's."""
         for run in self.runs:
             with suppress(StorageUnavailableError):  # whoever asks for a step will hear of it
                 run.check_naming()
@@ -151,7 +160,7 @@ class Roots:
         if errors and not answers:
             raise errors[0]
         for refusal in errors:
-            warnings.warn(f"a root does not answer, and is left out: {refusal}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"a root does not answer and is ignored: {refusal}", RuntimeWarning, stacklevel=2)
         return answers
 
     def __repr__(self) -> str:

@@ -164,7 +164,7 @@ class Run:
         newest = self._root.newest(steps[above:], gone)
         if newest is not None:
             raise StepBehindError(
-                f"step {step} lies behind the committed step {newest}, and a run is a line; save above it, use another "
+                f"step {step} is below the committed step {newest}, and steps must increase; save a higher step, use another "
                 'root, or open the checkpointer with on_rollback="retire"',
                 step=step,
                 newest=newest,

@@ -98,16 +98,16 @@ def driver_of(driver: Mapping[str, Any], state: Any, *, step: int) -> Driver:
     for name in driver:
         if not isinstance(name, str) or (isinstance(state, Mapping | Held) and name in state):
             raise ValueError(
-                f"driver={name!r}: its entries need names of their own, which the state does not have"
+                f"driver={name!r}: the state has entries of the same name; rename those of driver="
             )
     if not isinstance(state, Mapping | Held):
-        raise ValueError("driver= adds entries to a state, which must be a dict then")
+        raise ValueError("driver= adds entries to the state, so the state must be a dict")
     image, digest = small_archive(driver, step=step, max_bytes=_MAX_DRIVER_BYTES)
     return Driver(image, digest, tuple(driver))
 
 
 def check_entries(state: Any, names: Collection[str], option: str) -> None:
-    """Raises ValueError, naming the option, for a name that is no entry at the top level of the state."""
+    """Raises ValueError, naming the option, for a name that is not an entry at the top level of the state."""
     for name in [names] if isinstance(names, str) else names:
         if not isinstance(state, Mapping | Held) or name not in state:
             raise ValueError(f"{option}={name!r}: the state has no entry of that name at its top level")
@@ -158,7 +158,7 @@ class UnchangedGroups:
     ) -> tuple[Any, tuple[Elsewhere, ...]]:
         """The state without those of the named groups that are committed at all these runs already; and where they are.
 
-        Raises ValueError for a name that is no group of the state, NotUnchangedError for one that has changed.
+        Raises ValueError for a name that is not a group of the state, NotUnchangedError for one that has changed.
         """
         if not names:
             return state, ()

@@ -244,6 +244,6 @@ class Delivery:
 
 
 def ask_for_exception(future: asyncio.Future[Any]) -> None:
-    """Or asyncio would say that nobody has."""
+    """Retrieve the exception, or asyncio logs it as never retrieved."""
     if not future.cancelled():
         future.exception()

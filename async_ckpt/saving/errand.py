@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from ..host.threads import all_of
+from ..host.waiting import all_of
 from ..report import Destination, Progress, SaveReport
 from ..spans import Spans, monotonic
 from ..staging.guard import Optimizers
@@ -48,10 +48,18 @@ class CopyErrand(ABC):
         crew = get_worker().copiers
         # From here on it alone keeps the tensors alive.
         self.copy: Final = HostCopy(
-            tensors, names, optimizers=optimizers, memory=host_memory(), crew=crew, clock=monotonic
+            tensors,
+            names,
+            optimizers=optimizers,
+            memory=host_memory(),
+            crew=crew,
+            clock=monotonic,
+            what=path,
         )
         # Of `held` snapshots nothing is copied again; they have their bytes when they are complete.
-        self.staged = all_of([self.copy.completion, *(snapshot.completion for snapshot in held)])
+        self.staged = all_of(
+            [self.copy.completion, *(snapshot.completion for snapshot in held)], lambda: f"the copy of {path}"
+        )
         self._num_tensors = num_tensors
         self._num_bytes = self._num_retries = 0  # of what is written
         self._out: Appender | None = None  # what is being written to

@@ -16,21 +16,22 @@ from typing import Any
 
 from ..errors import ClosedError
 from ..host.threads import Task, is_library_thread
+from ..host.waiting import ENDS_THE_WAIT, Wait, wait_for
 from ..report import Progress, SaveReport
-from .waiting import ENDS_THE_WAIT, Wait, wait_for
+from .waiting import told
 
 _log = logging.getLogger("async_ckpt")
 
 
 class SaveHandle(Future[SaveReport]):
-    """One save: a `concurrent.futures.Future` that is running from the start, and that can be awaited.
+    """One save: a `concurrent.futures.Future` that is running from the start and can be awaited.
 
         handle = ckpt.save(state, step=100)
         report = handle.result()  # or: report = await handle
 
-    It cannot be cancelled, and cancelling an `await` leaves the save alone. Callbacks run on a thread of their own, in
-    the order in which they were added; what they raise is logged. Waiting on one of the library's own threads raises
-    RuntimeError at once, since it would wait for itself.
+    It cannot be cancelled, and cancelling an `await` leaves the save alone. Callbacks run on a separate thread, in
+    the order in which they were added; exceptions that they raise are logged. Waiting on one of the library's own threads
+    raises RuntimeError at once, since it would wait for itself.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class SaveHandle(Future[SaveReport]):
 
     @property
     def upload_completion(self) -> SaveHandle:
-        """This handle, by the name that torch.distributed.checkpoint gives it.
+        """This handle, under the name that torch.distributed.checkpoint uses.
 
         handle.upload_completion.result()
         """
@@ -72,7 +73,7 @@ class SaveHandle(Future[SaveReport]):
         return self._progress()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is durable and committed, and return its report. Raises what went wrong.
+        """Wait until the checkpoint is durable and committed, and return its report. Raises the error if the save failed.
 
         report = handle.result(timeout=600)  # seconds; TimeoutError when it has passed
         """
@@ -83,7 +84,7 @@ class SaveHandle(Future[SaveReport]):
             self.looked_at = self.looked_at or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as `result` does, and return the error, or None.
+        """Wait as `result` does, and return the error, or None if the save succeeded.
 
         if (error := handle.exception()) is not None: ...
         """
@@ -100,7 +101,7 @@ class SaveHandle(Future[SaveReport]):
             model.eval()  # a schedule-free optimizer's weights change here
 
         It is for changes that `guard=` does not cover: an optimizer that steps in the backward pass, graph replay, tools
-        that unmap device memory. `timeout` is in seconds. Raises what went wrong while staging.
+        that unmap device memory. `timeout` is in seconds. Raises the error if staging failed.
         """
         self._refuse_to_wait_for_itself(self.staging_completion)
         self.staging_completion.result(timeout)
@@ -153,7 +154,7 @@ class SaveHandle(Future[SaveReport]):
     def _wait(self, where: str, timeout: float | None) -> None:
         self._refuse_to_wait_for_itself()
         wait = Wait(where, ENDS_THE_WAIT)
-        wait_for(self, timeout, lambda: wait.goes_on(lambda: [self]))
+        wait_for(self, timeout, lambda: wait.goes_on(lambda: told([self])))
 
     def _refuse_to_wait_for_itself(self, future: Future[Any] | None = None) -> None:
         if (future or self).done():
@@ -161,7 +162,7 @@ class SaveHandle(Future[SaveReport]):
         if is_library_thread():
             raise RuntimeError("a thread of async_ckpt must not wait for a save: it would wait for itself")
         if os.getpid() != self._pid:
-            raise ClosedError("this save runs in the process that was forked from; wait for it there")
+            raise ClosedError("this save runs in the parent process; wait for it there")
 
     def __repr__(self) -> str:
         what = self.path if self.step is None else f"step={self.step}"

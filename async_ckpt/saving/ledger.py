@@ -18,6 +18,7 @@ from typing import Final
 from ..errors import ClosedError
 from ..report import SaveReport
 from .handle import SaveHandle
+from .waiting import told
 from .worker import Pending, get_worker
 
 _LAST: Final = tuple(SaveReport("committed", None, "").as_dict("last_"))
@@ -75,6 +76,10 @@ class Ledger:
         with suppress(ClosedError):  # the interpreter is exiting: none begins any more
             get_worker().sync()
         return self._pending
+
+    def told_of_undecided(self) -> str:
+        """What the next save waits for, in words."""
+        return told([pending.handle for pending in self.pending() if not pending.settled.done()])
 
     def warn_of_unseen(self, stacklevel: int) -> None:
         """Of each once."""

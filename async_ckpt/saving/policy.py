@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from numbers import Real
 from typing import Final
 
 from ..report import SaveReport
@@ -37,22 +38,24 @@ _log = logging.getLogger("async_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """When `should_save` says that a save is due: as soon as any of these does.
+    """When a save is due. `should_save` returns True if any of these rules says so.
 
         AsyncCheckpointer("runs/a", due=Due(every=50, seconds=600))
 
     Args:
-        every: at each step but 0 that this divides.
-        seconds: when the last save began this long ago; at first, when the checkpointer was made.
-        deadline: when the machine goes away, so that a last save is due just in time: a datetime with a time zone, seconds
-            since the epoch, or a function that is asked at every step for the seconds left (None: not known).
-        margin_seconds: time that is to be left at the deadline when that save has been committed.
-        signals: once, at the next step after a signal by which schedulers announce the end: True for SIGTERM and SIGUSR1, or
-            several by name or number, such as ("SIGTERM", "SIGUSR2"). Where a signal would end the process, the first one
-            no longer does, and the second does. Handlers that were installed from Python are called as well; an ignored
-            signal stays ignored. SIGINT counts only if it is named, and still raises KeyboardInterrupt.
+        every: a save is due at every step that is a multiple of this, except step 0.
+        seconds: a save is due this many seconds after the last one began, or after the checkpointer was constructed.
+        deadline: when the machine is taken away. One last save is due in time for it. A datetime with a time zone,
+            seconds since the epoch, or a function that is called at every step and returns the number of seconds left,
+            or None if that is not known.
+        margin_seconds: how many seconds to leave between the commit of that last save and the deadline.
+        signals: one save is due at the next step after a signal that announces the end of the job. True means SIGTERM and
+            SIGUSR1; otherwise give several names or numbers, such as ("SIGTERM", "SIGUSR2"). If the signal would end the
+            process, the first one no longer does, but the second one does. Handlers that were installed from Python are
+            called as well, and an ignored signal stays ignored. SIGINT is handled only if it is named, and still raises
+            KeyboardInterrupt.
 
-    Raises ValueError for a rule that means nothing, TypeError for a deadline that is no time or a signal that is none.
+    Raises ValueError if a rule is not valid, and TypeError if the deadline is not a time or a signal is not a signal.
     """
 
     every: int | None = None
@@ -63,12 +66,12 @@ class Due:
 
     def __post_init__(self) -> None:
         if self.every is not None and (type(self.every) is not int or self.every < 1):
-            raise ValueError(f"a save every {self.every!r} steps: give a whole number from 1 on")
-        if self.seconds is not None and not self.seconds > 0:
-            raise ValueError(f"a save every {self.seconds!r} seconds: give more than 0")
-        if not self.margin_seconds >= 0:
+            raise ValueError(f"Due(every=…) must be a whole number from 1 on, got {self.every!r:.100}")
+        if self.seconds is not None and not (_is_number(self.seconds) and self.seconds > 0):
+            raise ValueError(f"Due(seconds=…) must be a number above 0, got {self.seconds!r:.100}")
+        if not (_is_number(self.margin_seconds) and self.margin_seconds >= 0):
             raise ValueError(
-                f"a margin of {self.margin_seconds!r} seconds before the deadline: give 0 or more"
+                f"Due(margin_seconds=…) must be a number, 0 or more, got {self.margin_seconds!r:.100}"
             )
         _countdown(self.deadline, wall_time)
         if not isinstance(
@@ -207,15 +210,19 @@ class SavePolicy:
             known = None if left is None or math.isnan(left) else left
         except Exception:
             if not self._is_deaf:
-                _log.exception("the function given as deadline failed; until it answers, there is none")
+                _log.exception("the deadline function raised; there is no deadline until it returns one")
             self._is_deaf = True
             return None
         self._is_deaf = False
         return known
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _countdown(deadline: Deadline | None, wall_clock: Clock) -> Callable[[], float | None] | None:
-    """What tells the seconds left. Raises TypeError, ValueError for a deadline that is no time."""
+    """What tells the seconds left. Raises TypeError and ValueError for a deadline that is not a time."""
     if deadline is None or callable(deadline):
         return deadline
     at = epoch_seconds(deadline)

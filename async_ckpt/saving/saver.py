@@ -20,6 +20,7 @@ import torch
 from ..errors import ClosedError, UnsupportedStateError
 from ..format.layout import Layout
 from ..host.threads import running_future
+from ..host.waiting import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..report import Progress, SaveReport
 from ..spans import NO_TRACE, Clock, Spans, monotonic
 from ..staging.device import first_device, warm_up
@@ -28,6 +29,7 @@ from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
 from ..staging.stager import Snapshot, interrupted
 from ..state.capture import Capture, capture
 from ..state.names import Select
+from ..storage.place import local_place
 from ..trace import TraceFile
 from .admission import Admission, OnOverlap, Place
 from .bar import Bars
@@ -37,7 +39,7 @@ from .handle import SaveHandle
 from .ledger import Ledger
 from .planner import Planner, pool_for
 from .story import Attempt, CommitRule, Errand, Order, UnchangedIn, story
-from .waiting import ENDS_THE_WAIT, GIVES_UP, Wait, wait_for_saves
+from .waiting import named, wait_for_saves
 from .worker import Carriers, Pending, abandon, get_worker
 
 
@@ -71,7 +73,7 @@ class Saver:
         self._strict, self._exit_timeout, self._keep_warm = strict, exit_timeout, keep_warm
         self._clock = clock
         self._bars = Bars() if progress else None
-        self._trace_file = None if trace is None else TraceFile(trace, clock)
+        self._trace_file = None if trace is None else TraceFile(local_place(trace), clock)
         self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()
@@ -160,7 +162,8 @@ class Saver:
         frozen = captured.held_tensors
         if not self._planner.may_defer(drain.num_segments, layout, targets):
             optimizers, frozen = (), frozenset()
-        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device)
+        what = f"the copy of {named(step, targets[0].path)}"
+        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device, what)
         order = Order(
             step,
             layout,
@@ -186,6 +189,7 @@ class Saver:
         optimizers: Optimizers,
         frozen: frozenset[int],
         device: torch.device | None,
+        what: str,
     ) -> Snapshot:
         """What copies the tensors into the segments that the drain takes; from here on it alone keeps them alive.
 
@@ -195,7 +199,7 @@ class Saver:
         deferred = deferrable(optimizers, captured.specs, captured.tensors)
         if device is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
-            worker.call(partial(self.pool.reserve, drain.num_segments, worker.copiers, pin=device))
+            worker.call(partial(self.pool.reserve, drain.num_segments, worker.copiers, pin=device), what)
         return Snapshot(
             captured.specs,
             captured.tensors,
@@ -212,6 +216,7 @@ class Saver:
             trace=self._trace,
             frozen=frozen,
             after=[held.completion for held in captured.held],
+            what=what,
         )
 
     def take_on(self, errand: Errand) -> SaveHandle:
@@ -364,11 +369,11 @@ class Saver:
         self._refuse_if_forked()
         self._refuse_if_closed()
         what = "save()" if place.step is None else f"save() of step {place.step}"
-        wait = Wait(f"in {what}", "Ctrl-C ends the call, without saving")
+        wait = Wait(f"in {what}", ENDS_THE_CALL)
 
         def goes_on() -> None:
             self._refuse_if_closed()
-            wait.goes_on(lambda: [p.handle for p in self.ledger.pending() if not p.settled.done()])
+            wait.goes_on(self.ledger.told_of_undecided)
 
         return self._admission.enter(place, goes_on)
 
@@ -378,9 +383,7 @@ class Saver:
 
     def _refuse_if_forked(self) -> None:
         if not self.belongs_here:
-            raise ClosedError(
-                "this checkpointer belongs to the process that was forked from; open one in this process"
-            )
+            raise ClosedError("this checkpointer belongs to the parent process; open one in this process")
 
     def _tell_of_unseen(self, stacklevel: int) -> None:
         if self._strict:

@@ -32,7 +32,7 @@ _NOT_DEFERRABLE: Final = ("SIGKILL", "SIGSTOP", "SIGABRT", "SIGBUS", "SIGFPE", "
 def signals_of(given: Signals) -> tuple[int, ...]:
     """The numbers of the signals that a user means; for True, those of schedulers that this system has.
 
-    Raises ValueError for a signal that does not exist or that cannot be deferred, TypeError for what is no signal.
+    Raises ValueError for a signal that does not exist or that cannot be deferred, and TypeError for anything else.
     """
     if isinstance(given, bool):
         there = [getattr(signal, name, None) for name in _SENT_BY_SCHEDULERS] if given else []
@@ -71,7 +71,7 @@ class Notice:
             return
         if not _is_main_thread():
             raise RuntimeError(
-                "Due(signals=…) installs signal handlers, which Python allows on the main thread alone; construct the "
+                "Due(signals=…) installs signal handlers, which Python allows only on the main thread; construct the "
                 "checkpointer there (it may be used on any thread), or leave signals= out"
             )
         for signum in self._signums:
@@ -133,7 +133,7 @@ def _install(signum: int) -> None:
     if there is None or (there is signal.SIG_DFL and _is_caught(signum)):
         warnings.warn(
             f"{_name_of(signum)} has a handler that was not installed from Python (by faulthandler, for one). It is left "
-            "alone, and this signal makes no save due; name others by Due(signals=…)",
+            "alone, and this signal makes no save due; name others with Due(signals=…)",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -138,7 +138,9 @@ class StepTarget:
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         if self._line.hangs(self._run):
-            raise StorageUnavailableError(f"{self.path}: earlier writes there still hang", path=self.path)
+            raise StorageUnavailableError(
+                f"{self.path}: earlier writes there have not returned yet", path=self.path
+            )
         if not self.storage.remote:
             self._run.sweep_once()  # first, for it makes room
         return self.storage.create(

@@ -16,7 +16,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from math import inf
@@ -26,13 +26,14 @@ from ..errors import ClosedError, SaveAbandonedError
 from ..host.pool import LIVENESS_SECONDS
 from ..host.process import in_forked_child
 from ..host.threads import Crew, Submits, Task, running_future, start_thread
+from ..host.waiting import ENDS_THE_CALL, GIVES_UP, Wait, wait_for, wait_for_all
 from ..report import SaveReport
 from ..spans import monotonic
 from ..storage.base import Storage
 from ..storage.pace import Pace
 from .bar import Bars
 from .handle import SaveHandle
-from .waiting import GIVES_UP, Wait, name_of, say_on_stderr, wait_for
+from .waiting import name_of, say_on_stderr, told
 
 T = TypeVar("T")
 _log = logging.getLogger("async_ckpt")
@@ -173,7 +174,7 @@ class Worker:
         try:
             self._loop.call_soon_threadsafe(fn)
         except RuntimeError:  # the loop is closed
-            raise ClosedError("the interpreter is exiting; a save must be begun before that") from None
+            raise ClosedError("the interpreter is exiting; a save must begin before that") from None
 
     def sync(self) -> None:
         """Return when the loop's thread has run all that was given to `soon` before."""
@@ -185,8 +186,11 @@ class Worker:
                     done.get(timeout=LIVENESS_SECONDS)
                     break
 
-    def call(self, fn: Callable[[], T]) -> T:
-        """Run a blocking call on a helper thread and wait for it. An interrupt ends the wait, and not the call."""
+    def call(self, fn: Callable[[], T], what: str) -> T:
+        """Run a blocking call on a helper thread and wait for it, for `what` as people read it. An interrupt ends the
+        wait, and not the call.
+        """
+        wait = Wait("", ENDS_THE_CALL)
         outcome: Future[T] = Future()
         ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -206,7 +210,8 @@ class Worker:
             with suppress(queue.Empty):
                 ended.get(timeout=LIVENESS_SECONDS)
                 return outcome.result()
-        raise ClosedError("the interpreter is exiting; a save must be begun before that")
+            wait.goes_on(lambda: what)
+        raise ClosedError("the interpreter is exiting; a save must begin before that")
 
     def start(
         self,
@@ -289,7 +294,7 @@ class Worker:
                     abandon(overdue, f"the interpreter exits, and exit_timeout={limit} s have passed")
                     given_up.extend(overdue)
                 elif not wait_for(waiting[0].finished, min(LIVENESS_SECONDS, limit - seconds)):
-                    wait.goes_on(lambda: [pending.handle for pending in self._pending_but(given_up)])
+                    wait.goes_on(lambda: told([pending.handle for pending in self._pending_but(given_up)]))
         except KeyboardInterrupt:
             abandon(self._pending_but(given_up), "interrupted while the interpreter waited for it")
             return EXIT_STATUS_INTERRUPTED
@@ -305,7 +310,7 @@ class Worker:
         with self._lock:
             left = [future for future in (*self._hanging, *self._calls) if not future.done()]
         try:
-            return _wait_for_each(left, _LEAST_ABANDON_SECONDS)
+            return wait_for_all(left, _LEAST_ABANDON_SECONDS)
         except KeyboardInterrupt:
             return False
 
@@ -327,15 +332,9 @@ def abandon(pending: list[Pending], why: str) -> None:
         save.give_up(
             SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact")
         )
-    _wait_for_each(
+    wait_for_all(
         [save.finished for save in pending], min((save.abandon_seconds for save in pending), default=0.0)
     )
-
-
-def _wait_for_each(futures: Sequence[Future[Any]], timeout: float) -> bool:
-    """Wait for the end of all of them, `timeout` seconds in all. False when they have passed without."""
-    deadline = monotonic() + timeout
-    return all(wait_for(future, max(0.0, deadline - monotonic())) for future in futures)
 
 
 class Carriers:
@@ -387,7 +386,7 @@ def get_worker() -> Worker:
         return worker
     with _worker_lock:
         if _worker is not None and _worker.stopped:
-            raise ClosedError("the interpreter is exiting; a save must be begun before that")
+            raise ClosedError("the interpreter is exiting; a save must begin before that")
         if _worker is None or _worker.pid != os.getpid():
             _note_exit_status()
             _worker = Worker()

@@ -148,9 +148,9 @@ class Device:
         self.fetch(few).bytes()
 
     def stall_seconds(self) -> float:
-        """How long streams of this device have waited for copies; a wait that is not over yet counts nothing.
+        """How long streams of this device have waited for copies; a wait that is not over yet counts as zero.
 
-        Nor does any on a device that is broken by now: its save may be committed all the same.
+        Waits on a failed device count as zero, too: its save may be committed all the same.
         """
         try:
             with self._backend.on_device(self.device):

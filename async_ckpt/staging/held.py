@@ -19,14 +19,13 @@ from .whole import HostCopy, HostMemory
 
 
 class HeldSnapshot(Held):
-    """A state as it was at one instant, whole, in host memory: what `async_ckpt.snapshot` returns.
+    """A whole state as it was at one instant, in host memory. `async_ckpt.snapshot` returns it.
 
-        def write_all(snap: async_ckpt.HeldSnapshot) -> None:
-            ckpt.save(snap, step=100)
-            async_ckpt.export_hf(snap["model"], "out/hf")
+        with async_ckpt.snapshot({"model": model}) as snap:
+            handle = ckpt.save(snap, step=100)
 
-    A context manager, and indexable by name. Whoever is given it keeps what it reads until it has done so, also after
-    `close`; a snapshot that nobody holds any more closes itself. In a forked child it is not there.
+    It can be indexed by name. A save or export that reads it keeps what it reads until it is done, even after `close`. A
+    snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
     """
 
     def __init__(
@@ -70,14 +69,19 @@ class HeldSnapshot(Held):
 
     @property
     def stall_seconds(self) -> float:
-        """How long the snapshot has held the caller's thread or stream so far: the call, and the guard.
+        """Seconds that the snapshot has held the caller's thread or stream so far: the call, the copies, and the guard.
 
-        It is in no report of its readers, each of which tells of its own call.
+        print(snap.stall_seconds)  # 0.012
+
+        They are not part of the reports of its readers, each of which covers its own call.
         """
         return self._call_seconds + self._copy.snapshot.stall_seconds
 
     def close(self) -> None:
-        """Let go of the memory, but for what is being read. Idempotent."""
+        """Give the memory back, except for what is still being read. May be called again.
+
+        snap.close()  # leaving the `with` block does it
+        """
         self._source.close()
         if self._release.detach() is not None:
             self._copy.release()

@@ -16,10 +16,11 @@ from .device import Device
 class Job:
     """What is to be filled of one segment: now `pieces`, and `rest` in a second go with the same lease."""
 
-    __slots__ = ("events", "is_enqueued", "lease", "literals", "number", "pieces", "rest")
+    __slots__ = ("events", "is_enqueued", "lease", "literals", "num_bytes", "number", "pieces", "rest")
 
     def __init__(self, plan: SegmentPlan, pieces: Sequence[Piece], rest: Sequence[Piece] = ()) -> None:
         self.number = plan.number
+        self.num_bytes = plan.num_bytes
         self.literals = plan.literals
         self.pieces = pieces
         self.rest = rest

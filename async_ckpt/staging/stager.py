@@ -25,7 +25,9 @@ from ..format.layout import Piece, SegmentPlan
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import LIVENESS_SECONDS, Lease, SegmentPool
-from ..host.threads import Submits, running_future
+from ..host.threads import Submits
+from ..host.waiting import ENDS_THE_CALL, ENDS_THE_WAIT, Completion, Wait
+from ..report import sized
 from ..spans import NO_TRACE, Clock, Trace
 from ..spec import MIB, TensorSpec
 from .device import Alias, Device, dense_blocks, memmove
@@ -44,7 +46,8 @@ class Snapshot(Holds):
     """The staging of one save: begun on the caller's thread, ended on a background one.
 
     `put` gets (segment number, lease) as each segment is filled, from several threads. `check` raises when the save
-    has failed elsewhere. `completion` resolves when the copy is complete and nothing was torn.
+    has failed elsewhere. `completion` resolves when the copy is complete and nothing was torn. `what` is what people
+    read that this is.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Snapshot(Holds):
         trace: Trace = NO_TRACE,
         frozen: frozenset[int] = frozenset(),
         after: Sequence[Future[None]] = (),
+        what: str = "a copy",
         waited_for_by: str = "handle.wait_staged()",
     ) -> None:
         self._specs, self._tensors = specs, tensors
@@ -72,7 +76,10 @@ class Snapshot(Holds):
         self._pool, self._crew, self._clock = pool, crew, clock
         self._put, self._check, self._trace = put, check, trace
         self._waited_for_by = waited_for_by  # what the caller is told to call
-        self.completion = running_future()
+        self.completion: Future[None] = Completion(self._told)
+        self._what = what
+        self._num_bytes = sum(segment.num_bytes for segment in segments)
+        self._copied_bytes = 0  # under _changed
         self.stage_seconds = 0.0
         self._begun = clock()
         # `num_tail` segments are kept by the drain until all others are written; at least one must stay free.
@@ -146,12 +153,14 @@ class Snapshot(Holds):
                 outcome.put(None)
 
         self._crew.submit(fill, refused=outcome.put)
+        wait = Wait("", ENDS_THE_CALL)
         while True:
             try:
                 error = outcome.get(timeout=LIVENESS_SECONDS)
                 break
             except queue.Empty:
                 self._check_alive()
+                wait.goes_on(self._told)
         if error is not None:
             raise error
 
@@ -165,11 +174,12 @@ class Snapshot(Holds):
         with self._trace.span("guard"):
             if not self._released:
                 self._held_since.append(self._clock())
+                wait = Wait("in optimizer.step()", ENDS_THE_WAIT)
                 while not self._released:
                     try:
                         self._bell.put(self._bell.get(timeout=LIVENESS_SECONDS))  # it rings for all who wait
                     except queue.Empty:
-                        continue
+                        wait.goes_on(self._told)
         if self._devices and not self.completion.done():
             if is_capturing():
                 self.completion.exception()  # an event from outside must not get into the graph: wait here
@@ -357,7 +367,12 @@ class Snapshot(Holds):
         """Take the lease out of a job, which one thread alone can."""
         with self._changed:
             lease, job.lease = job.lease, None
+            self._copied_bytes += job.num_bytes
         return lease
+
+    def _told(self) -> str:
+        """What this is and how far it is, for whoever waits for it."""
+        return f"{self._what}: {sized(self._copied_bytes)} of {sized(self._num_bytes)} copied"
 
     def _check_alive(self) -> None:
         if self._error:

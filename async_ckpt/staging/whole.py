@@ -27,6 +27,8 @@ from ..host.limits import free_memory_bytes, local_world_size
 from ..host.memory import Memory, Segment
 from ..host.pool import LIVENESS_SECONDS, Lease
 from ..host.threads import Crew, is_library_thread
+from ..host.waiting import ENDS_THE_CALL, Wait
+from ..report import sized
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
 from .device import first_device
@@ -44,10 +46,10 @@ _Key = tuple[torch.device, int, int]  # of a storage
 class HostMemory:
     """Buffers for host copies, used again and again. From any thread.
 
-    Copies that are under way hold no more than `max_bytes` together, by default half of what is free: the next one
-    waits. What code keeps of a copy after its end is that code's memory. Where copies are `held` for as long as somebody
-    likes, the next one is refused, and a copy counts until nobody looks at it any more. Kept for the next copies is no
-    more than twice what was ever needed at one time, which is enough for several that differ in size.
+    Copies that are under way hold no more than `max_bytes` together, by default half of the free memory: the next one
+    waits. What other code keeps of a copy after its end is not counted. If copies are `held` for as long as their owner
+    likes, the next one is refused, and a copy counts until nobody looks at it any more. No more than twice what was ever
+    needed at one time is kept for the next copies, which is enough for several that differ in size.
     """
 
     def __init__(self, max_bytes: int | None = None, *, held: bool = False) -> None:
@@ -72,15 +74,13 @@ class HostMemory:
         may_wait = not is_library_thread() and not self._held
         if self._held and self._is_too_much(num_bytes, max_bytes):
             gc.collect()  # what nobody looks at any more may still wait for that
-        with self._changed:
-            self._settle()
-            while may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
-                self._changed.wait(LIVENESS_SECONDS)
-            if self._held:
-                self._refuse_too_much(num_bytes, max_bytes)
-            self._num_lent += 1
-            self._lent_bytes += num_bytes
-            self._most_bytes = max(self._most_bytes, self._lent_bytes)
+        wait = Wait("", ENDS_THE_CALL)
+        while not self._lend(num_bytes, may_wait, max_bytes):
+            wait.goes_on(
+                lambda: (
+                    f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self._lent_bytes)}"
+                )
+            )
         try:
             segment = self._fitting(num_bytes) or self._new(num_bytes, device)
             if device is not None and not segment.pinned:
@@ -89,6 +89,21 @@ class HostMemory:
             self._unsettled.append(num_bytes)
             raise
         return segment
+
+    def _lend(self, num_bytes: int, may_wait: bool, max_bytes: int | None) -> bool:
+        """Count a copy as lent; False when another has to end before it, after having waited a moment for that."""
+        with self._changed:
+            self._settle()
+            if may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
+                self._changed.wait(LIVENESS_SECONDS)
+                if self._lent_bytes + num_bytes > self._limit() and self._num_lent:
+                    return False
+            if self._held:
+                self._refuse_too_much(num_bytes, max_bytes)
+            self._num_lent += 1
+            self._lent_bytes += num_bytes
+            self._most_bytes = max(self._most_bytes, self._lent_bytes)
+            return True
 
     def returned(self, num_bytes: int) -> None:
         """A copy of this size has ended: what is still looked at of it counts only where copies are held."""
@@ -237,8 +252,10 @@ class HostCopy:
         crew: Crew,
         clock: Clock,
         max_bytes: int | None = None,
+        what: str = "a snapshot",
         waited_for_by: str = "handle.wait_staged()",
     ) -> None:
+        self._what = what
         sources: dict[_Key, _Source] = {}
         of_each: list[_Source] = []
         for tensor, name in zip(tensors, names, strict=True):
@@ -290,6 +307,7 @@ class HostCopy:
             clock=clock,
             put=lambda _, lease: lease.release(),
             check=lambda: None,
+            what=f"the copy of {self._what}",
             waited_for_by=waited_for_by,
         )
 

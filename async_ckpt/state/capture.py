@@ -22,7 +22,7 @@ import torch
 
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
-from ..spec import DTYPES, Json, TensorSpec
+from ..spec import DTYPES, Json, TensorSpec, with_article
 from .dtypes import dtype_name, is_describable
 from .held import Held
 from .names import Path, Select, selector, shown
@@ -201,7 +201,7 @@ class _Walk:
                     _pickle(value)
                 except Exception as error:
                     raise UnsupportedStateError(
-                        f"{where}: a {type(value).__qualname__} cannot be pickled ({error}); "
+                        f"{where}: {with_article(type(value).__qualname__)} cannot be pickled ({error}); "
                         "leave it out, or give it a state_dict()",
                         path=where,
                     ) from error

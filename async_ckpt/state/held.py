@@ -52,11 +52,9 @@ class Source:
     def copies(self) -> list[torch.Tensor]:
         """Raises ClosedError when there are none any more, or not in this process."""
         if self._copies is None:
-            raise ClosedError(
-                "this snapshot is closed; use it inside of its `with` block, or take another one"
-            )
+            raise ClosedError("this snapshot is closed; use it inside its `with` block, or take another one")
         if os.getpid() != self._pid:
-            raise ClosedError("this snapshot belongs to the process that was forked from; use it there")
+            raise ClosedError("this snapshot belongs to the parent process; use it there")
         return self._copies
 
     def marks(self) -> dict[int, Mark | None]:
@@ -90,9 +88,10 @@ class Source:
 class Held:
     """A snapshot, or a part of one: a state as it was at one instant, with its tensors on the host.
 
-    `part["weight"]` is a tensor, and `part["layers"]` another part; their names are those of the state dicts. It is
-    taken by `save`, by `export_hf`, and by wrapped functions as an argument, which all read it in the background. Its
-    tensors are shared by all who read it, so nobody may write to them.
+        snap["model"]["weight"]  # a tensor; snap["model"] is a part
+
+    The names are those of the state dicts. `save`, `export_hf` and wrapped functions accept a snapshot in place of the
+    state, and read it in the background. All readers share its tensors, so they must not be written to.
     """
 
     def __init__(self, source: Source, structure: Any, path: Path = ()) -> None:
@@ -100,7 +99,10 @@ class Held:
 
     @property
     def completion(self) -> Future[None]:
-        """Resolved when every byte has been copied; it raises TornSnapshotError when a tensor was changed too early."""
+        """A future that is done when every byte has been copied. It raises TornSnapshotError if a tensor changed too early.
+
+        snap.completion.result(timeout=60)  # seconds
+        """
         return self._source.completion
 
     @property
@@ -124,7 +126,12 @@ class Held:
         return self._source.filled(self._structure)
 
     def state_dict(self) -> Any:
-        """The state in plain containers. Waits for `completion`, and raises ClosedError, TornSnapshotError."""
+        """Wait for `completion` and return the state in plain containers.
+
+            state = snap.state_dict()  # {"model": {"weight": tensor(…)}, …}
+
+        Raises ClosedError and TornSnapshotError.
+        """
         tree = self.tree()
         error = self.completion.exception()
         if error is not None:
@@ -160,7 +167,7 @@ class Held:
         return entries
 
     def inner(self, key: Any) -> Held:
-        """What is called so in it. Raises KeyError, and TypeError where it has no parts."""
+        """The part of this name or number. Raises KeyError, and TypeError if it has no parts."""
         entries = self._entries
         try:
             if not isinstance(entries, dict):
@@ -174,16 +181,19 @@ class Held:
         return Held(self._source, inner, (*self._path, key))
 
     def __getitem__(self, key: Any) -> Any:
-        """A part, or a tensor or value, for which `completion` is waited for. Raises KeyError, ClosedError."""
+        """A part; or a tensor or a value, after waiting for `completion`. Raises KeyError and ClosedError."""
         inner = self.inner(key)
         return inner.state_dict() if inner.is_leaf else inner
 
     def keys(self) -> KeysView[Any]:
-        """The names in it. Raises TypeError when it is no dict."""
+        """The names in it. Raises TypeError if it is not a dict.
+
+        list(snap.keys())  # ["model", "optimizer"]
+        """
         return self._names.keys()
 
     def __iter__(self) -> Iterator[Any]:
-        """The names of a dict, and what is in a list."""
+        """Iterate over the names of a dict, or over the items of a list."""
         if isinstance(self._entries, dict):
             return iter(self._entries)
         return (self[i] for i in range(len(self)))

@@ -25,14 +25,17 @@ _NUMPY_STOCK: Final = 624
 
 
 class RngState:
-    """Python, numpy, torch CPU and every device of the accelerator: `ckpt.save({..., "rng": RngState()}, step=n)`.
+    """The random generators of Python, numpy, torch on the CPU, and every device of the accelerator, as an entry of a state.
 
-    `keys` names the trainer whose own loader is to take the state: "skyrl" and "verl" (`cpu`, `numpy`, `random`, and
-    the current device's under the name of its kind: `cuda`, `npu`, …), or "open-instruct" (`torch_cpu_rng_state`, …).
-    Ours are `python`, `numpy`, `torch`, and `cuda`, `npu`, …. Whichever is written, all of them are read.
+        ckpt.save({"model": model, "rng": async_ckpt.RngState()}, step=100)
 
-    Restoring takes what is there: a missing key, a numpy that is not installed, and another number of devices are
-    tolerated (the first ones are set, in order; a single state goes to the current device).
+    By default the keys are `python`, `numpy`, `torch`, and the kind of the accelerator (`cuda`, `npu`, …). `keys` names a
+    trainer whose own loader will read the state: "skyrl" and "verl" (`cpu`, `numpy`, `random`, and the current device's
+    state under the name of its kind), or "open-instruct" (`torch_cpu_rng_state`, …). All of these can be restored,
+    whatever `keys` is.
+
+    A missing key is ignored, and so is numpy's state if numpy is not installed. If the number of devices differs, the
+    first ones are set, in order; a single state is set on the current device.
     """
 
     def __init__(self, keys: Keys | None = None) -> None:
@@ -42,15 +45,20 @@ class RngState:
         self._written = _WRITTEN[keys]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and CPU tensors, under the keys of the set; none for a generator that is not here."""
+        """The states of the generators, as plain values and CPU tensors. A generator that does not exist is left out.
+
+        states = async_ckpt.RngState().state_dict()  # {"python": …, "numpy": …, "torch": …, "cuda": …}
+        """
         kind = accelerator() or _ACCELERATOR
         states = {kind if key is _ACCELERATOR else key: get() for key, get in self._written.items()}
         return {key: state for key, state in states.items() if state is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set every generator that the state knows, under the keys of any set.
+        """Set every generator that the state has, under any of the known keys.
 
-        Raises ValueError, with no generator changed, for a state without a key that is known, and for a broken one.
+            async_ckpt.RngState().load_state_dict(states)
+
+        Raises ValueError, and changes no generator, if the state has no known key or cannot be set.
         """
         found = list(state_dict) if isinstance(state_dict, Mapping) else [type(state_dict)]
         if not any(key in _HOST or key in _devices() for key in found):

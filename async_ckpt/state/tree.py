@@ -402,7 +402,7 @@ def _key_node(key: Any, path: Path) -> Json:
         ) from error
     if not _has_text(key):
         raise UnsupportedStateError(
-            f"{shown(path)}: a key with a number of so many digits cannot be stored; use a string, or a smaller number",
+            f"{shown(path)}: a key with that many digits cannot be stored; use a string, or a smaller number",
             path=shown(path),
         )
     return node

@@ -35,11 +35,12 @@ _MAX_RATIO: Final = 128 * 1024 // 4
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
-    """How to compress: `level` is from 1 (fast) to 22, `threads` by default one less than there are processors.
+    """How to compress: `level` from 1 (fast) to 22; `threads` is one less than the number of processors by default.
 
-        async_ckpt.save(state, "out/x.tar.zst", compression=Zstd(level=9))
+        async_ckpt.save(state, "out/x.tar.zst", compression=async_ckpt.Zstd(level=9))
 
-    Float weights get no smaller above level 3, only slower.
+    Above level 3, compressing float weights only takes longer; the result is no smaller. Raises ValueError if an argument
+    is out of range.
     """
 
     level: int = 3

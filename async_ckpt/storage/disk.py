@@ -92,7 +92,7 @@ def open_regular(path: Path, flags: int) -> int:
     except FileNotFoundError:
         if os.path.islink(path):
             raise StorageUnavailableError(
-                f"{path} is a link to {os.path.realpath(path)}, which is not there; bring that back, or delete the link",
+                f"{path} is a link to {os.path.realpath(path)}, which does not exist; restore it, or delete the link",
                 path=str(path),
             ) from None
         raise

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from ..report import sized
 from ..spans import Clock, monotonic
 
 _LOOK_SECONDS: Final = 0.2
@@ -39,4 +40,4 @@ class Pace:
             return self._free_at - now
 
     def __repr__(self) -> str:
-        return f"<Pace {self._max_bandwidth / 1e6:,.0f} MB/s>"
+        return f"<Pace {sized(self._max_bandwidth)}/s>"

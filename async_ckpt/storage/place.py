@@ -8,16 +8,28 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from ..spec import Keep
+from ..spec import Keep, keep_of
 from .base import Storage
 from .local import LocalStorage
 from .stores import SECRET_NAME
-from .url import SCHEMES, Where, local_path, parent_and_name, place_and_name, scheme_of, shown, text_of
+from .url import (
+    SCHEMES,
+    Where,
+    local_path,
+    parent_and_name,
+    place_and_name,
+    refuse_chain,
+    scheme_of,
+    shown,
+    text_of,
+)
 
 Engine = Literal["obstore", "fsspec", "s3fs"]
 
+_DEADLINE: Final = "deadline_seconds"
 # Options that say where a store is.
 _WHERE: Final = re.compile("endpoint|region|profile", re.IGNORECASE)
 
@@ -31,11 +43,13 @@ class Place:
 
     Args:
         url: a path or URL.
-        options: of the client: endpoint, region, credentials, timeouts. They are not for a local path.
+        options: of the client: endpoint, region, credentials, timeouts.
         engine: the client: "obstore" (the default for s3, gs and az) or "fsspec" (the default for all other URLs; for s3
             also called "s3fs").
         fs: an fsspec filesystem to use as it is; `url` is then a path on it, or its URL.
         keep: the retention of this root, where an AsyncCheckpointer has several; by default its `keep`.
+
+    Raises TypeError and ValueError for arguments that are not valid, such as `options` for a local path.
     """
 
     url: Where
@@ -55,21 +69,40 @@ class Place:
             )
         if self.engine not in (None, "obstore", "fsspec", "s3fs"):
             raise ValueError(f'engine must be "obstore", "fsspec" or "s3fs", got {self.engine!r}')
+        keep_of(self.keep)
+        if self.fs is not None and (self.engine is not None or (self.options or {}).keys() - {_DEADLINE}):
+            raise ValueError(
+                f"{self!r}: fs= is used as it is set up; leave engine= out, and options= but for {_DEADLINE}"
+            )
+        if self.is_local and (self.options or self.engine is not None):
+            raise ValueError(f"{self!r}: options= and engine= are for URLs; leave them out for a local path")
 
     @property
     def text(self) -> str:
-        """The path or URL as text."""
+        """The path or URL as text, with all that is in it: not for messages, which have `shown`."""
         return text_of(self.url)
 
+    @property
+    def shown(self) -> str:
+        """The path or URL as it may be printed."""
+        return shown(self.text)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a path on this machine, or a `file://` URL of one."""
+        return self.fs is None and scheme_of(self.text) in (None, "file")
+
     def storage(self) -> Storage:
-        """The storage whose root this is. Raises TypeError and ValueError for what is no place, ImportError for a
-        package that is missing.
+        """The storage whose root this is. Raises TypeError and ValueError for an invalid place, and ImportError for a
+        missing package.
         """
         scheme = scheme_of(self.text)
+        if self.is_local:
+            return LocalStorage(local_path(self.text))
+        if self.fs is None:
+            refuse_chain(self.text)
         if self.engine == "s3fs" and scheme not in ("s3", "s3a", None):
             raise ValueError(f'engine="s3fs" is for s3:// URLs; {scheme}:// has its own')
-        if self.fs is None and scheme in (None, "file"):
-            return LocalStorage(local_path(self.text))
         if self.fs is None and (self.engine == "obstore" or (self.engine is None and scheme in SCHEMES)):
             from .s3.store import ObjectStorage
 
@@ -89,7 +122,7 @@ class Place:
         return replace(self, url=parent).storage(), name
 
     def __repr__(self) -> str:
-        given = [repr(shown(self.text))]
+        given = [repr(self.shown)]
         if self.options is not None:
             given.append(f"options={ {name: _told(name, value) for name, value in self.options.items()}!r}")
         if self.engine is not None:
@@ -124,6 +157,14 @@ def written_at(where: Anywhere) -> Place:
     if place.keep is not None:
         raise ValueError(f"{place!r}: keep= is for a root of an AsyncCheckpointer; leave it out here")
     return place
+
+
+def local_place(where: Anywhere, advice: str = "give a local path") -> Path:
+    """The file or folder on this machine that is meant. Raises ValueError, with this advice, for one elsewhere."""
+    place = place_of(where)
+    if not place.is_local:
+        raise ValueError(f"{place.shown} is not a local path; {advice}")
+    return local_path(place.text)
 
 
 def storage_at(where: Anywhere) -> Storage:

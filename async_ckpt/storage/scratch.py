@@ -105,8 +105,8 @@ def refuse_in_running(folder: Path) -> None:
     inside = any(part.endswith(TEMP_SUFFIX + _FOLDER_SUFFIX) for part in folder.parts)
     if inside and is_library_thread():
         raise ValueError(
-            f"{folder} is where a wrapped function is just writing, and goes when that returns: nothing can be saved "
-            "there in the background; call a plain function, such as .__wrapped__ of a wrapped one"
+            f"{folder} is deleted when the wrapped function that writes there returns, so nothing can be saved there in "
+            "the background; call a plain function instead, such as the .__wrapped__ of a wrapped one"
         )
 
 
@@ -153,9 +153,9 @@ def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = la
 def refuse_misfit(written: Path, target: Path) -> None:
     """Raise IsADirectoryError or FileExistsError when one is a file and the other a folder."""
     if _is_folder(target) and not written.is_dir():
-        raise IsADirectoryError(f"{target} is a folder, and a file was written; give another name")
+        raise IsADirectoryError(f"{target} is a folder, but a file was written; give another name")
     if written.is_dir() and os.path.lexists(target) and not _is_folder(target):
-        raise FileExistsError(f"{target} is a file, and a folder was written; give another name")
+        raise FileExistsError(f"{target} is a file, but a folder was written; give another name")
 
 
 def _is_folder(path: Path) -> bool:

@@ -22,6 +22,9 @@ SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
 
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
+# What fsspec takes for a filesystem on another; and a URL in a text of somebody else's.
+_CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://[^:]*)?::.*:/")
+_URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
 def parent_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
@@ -47,6 +50,8 @@ def place_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
     if not _is_far(text, fs):
         where = local_path(text)
         return str(where.parent), where.name
+    if fs is None and scheme_of(text) in SCHEMES:
+        _refuse_query(text)
     start = text.index("://") + len("://") if scheme_of(text) else 0
     parent, slash, name = text[start:].rstrip("/").rpartition("/")
     if not start:
@@ -70,33 +75,53 @@ def split_bucket(url: str) -> tuple[str, str, str]:
     scheme = scheme.lower()
     scheme = SCHEMES.get(scheme, scheme)
     if scheme not in SCHEMES.values():
-        raise ValueError(f"{scheme}:// is no object store; there are {', '.join(sorted(SCHEMES))}")
+        raise ValueError(f"{scheme}:// is not an object store; known are {', '.join(sorted(SCHEMES))}")
     bucket, _, prefix = rest.partition("/")
     user, _, host = bucket.rpartition("@")
-    seen = f"{scheme}://{host}"
+    seen = f"{scheme}://{shown(url).partition('://')[2].partition('/')[0]}"
     if not host or ((user or ":" in bucket) and (scheme in ("s3", "gs") or ":" in bucket)):
         raise ValueError(
             f"{seen} names no bucket; write {scheme}://bucket/prefix, and give keys in Place(url, options=…)"
         )
-    if set("?#") & set(rest):
-        raise ValueError(
-            f"{seen}: a URL of a store has no ? and #; give what is behind them in Place(url, options=…)"
-        )
+    _refuse_query(url)
     prefix = prefix.strip("/")
     if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-        raise ValueError(f"{seen}/{prefix}: a key has no empty part, and none that is . or ..")
+        raise ValueError(f"{seen}/{prefix}: a key must not have an empty part, or one that is . or ..")
     return scheme, bucket, prefix
 
 
+def refuse_chain(text: str) -> None:
+    """What fsspec would read as one filesystem on another has no parent and no name."""
+    if _CHAIN.match(text):
+        raise ValueError(f"{shown(text)} is a chain of filesystems; pass Place(path, fs=…) instead")
+
+
+def _refuse_query(url: str) -> None:
+    """Of a store, a URL is a bucket and a key; what a browser would take for more may be a key to it."""
+    if "?" in url or "#" in url:
+        raise ValueError(
+            f"{shown(url)}: the URL of a store must not contain ? or #; give what follows them in Place(url, options=…)"
+        )
+
+
 def shown(text: str) -> str:
-    """A URL as it may be printed: without user, password and query."""
-    if "://" not in text:
+    """A URL as it may be printed: without user, password, query and fragment. A path is printed as it is."""
+    slashes = "://" if "://" in text else ":/"
+    if slashes == ":/" and not _URL.match(text):  # a path; a URL that was made a Path has one slash
         return text
-    scheme, _, rest = text.partition("://")
+    scheme, _, rest = text.partition(slashes)
     user, _, place = rest.rpartition("@")
     if ":" not in user:  # no password; an @ may be part of a name
         place = rest.rpartition("@")[2] if "@" in rest.partition("/")[0] else rest
-    return f"{scheme}://{place.partition('?')[0]}"
+    host = place.partition("/")[0]
+    if scheme.lower() in SCHEMES and ":" in host:  # no bucket has one: a port, or keys without their @
+        place = host.partition(":")[0]
+    return f"{scheme}{slashes}{re.split('[?#]', place, maxsplit=1)[0]}"
+
+
+def hidden(text: str) -> str:
+    """A text of somebody else's, such as a client's error, with each URL in it as it may be printed."""
+    return _URL_IN_TEXT.sub(lambda url: shown(url[0]), text)
 
 
 def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
@@ -108,33 +133,32 @@ def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
 
 
 def text_of(path: Where) -> str:
-    """A path as text. Raises TypeError and ValueError for what is none."""
+    """A path as text. Raises TypeError and ValueError for anything else."""
     # What stands for an object in a store (cloudpathlib) has a path as well: that of its copy in a cache on the disk.
     as_uri = None if isinstance(path, str | PurePath) else getattr(path, "as_uri", None)
     if as_uri is None and not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"a checkpoint goes to a path or URL, not to a {type(path).__qualname__}; pass a string or a Path"
-        )
+        raise TypeError(f"expected a path or URL, not {type(path).__qualname__}; pass a string or a Path")
     text = os.fspath(path) if as_uri is None else as_uri()
     if not isinstance(text, str):
-        raise TypeError("a checkpoint goes to a path of text, not of bytes")
+        raise TypeError("a path must be str, not bytes")
     if not text:
-        raise ValueError("the path of a checkpoint is empty")
+        raise ValueError("the path is empty")
     match = _URL.match(text)
     if match and not match[2] and not isinstance(path, str):
         # A Path makes one slash of two. The URL of a bucket has no others that it could have lost.
         if match[1] in SCHEMES:
             return text.replace(":/", "://", 1)
-        raise ValueError(f"{text} was a URL once: a Path makes one slash of two; pass it as a string")
+        raise ValueError(f"{shown(text)} was a URL: a Path turns two slashes into one; pass it as a string")
     return text
 
 
 def local_path(text: str) -> Path:
     """Where a path or a `file://` URL lies on this machine."""
+    refuse_chain(text)
     if scheme_of(text) == "file":
         text = unquote(urlsplit(text).path)
     if not text:
-        raise ValueError("the path of a checkpoint is empty")
+        raise ValueError("the path is empty")
     where = Path(text).expanduser().absolute()
     try:
         where.is_dir()

@@ -74,8 +74,9 @@ def _answer(error: BaseException) -> Mapping[str, Any]:
 def secrets_in(url: str, *options: Mapping[str, Any]) -> tuple[str, ...]:
     """Texts that nobody may read in a message, the longest first."""
     found = {os.environ.get(name, "") for name in _SECRET_VARIABLES}
-    password = urlsplit(url).password
-    found |= {password or "", unquote(password or "")}
+    parts = urlsplit(url)
+    password = parts.password
+    found |= {password or "", unquote(password or ""), parts.query, parts.fragment}
     todo = list(options)
     while todo:
         for name, value in todo.pop().items():

@@ -102,7 +102,7 @@ def _class_of(scheme: str) -> Any:
             if like
             else ("there are local paths, s3://, gs://, az:// and what fsspec.available_protocols() lists")
         )
-        raise ValueError(f"{scheme}:// is no place that is known; {meant}") from None
+        raise ValueError(f"{scheme}:// is not a known scheme; {meant}") from None
     except ImportError as error:
         missing = next((e.name for e in chain(error) if isinstance(e, ImportError) and e.name), "")
         package = '"async_ckpt[fsspec]"' if scheme in ("s3", "s3a") else missing.partition(".")[0]
@@ -131,7 +131,7 @@ def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
         elif name in known or name == "profile":
             given[name] = value
         elif name not in _OURS | _OBSTORE_ONLY:
-            raise ValueError(f"options has {name!r}, which is no option of s3fs or obstore")
+            raise ValueError(f"options has {name!r}, which is not an option of s3fs or obstore")
     return given
 
 

@@ -18,7 +18,7 @@ from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
 from ...host.threads import Crew
 from .. import stores
 from ..bulk import delete
-from ..url import scheme_of, shown, split_bucket, unusable_name
+from ..url import hidden, scheme_of, shown, split_bucket, unusable_name
 from .bucket import Bucket
 from .errors import advice_on, chain, secrets_in
 from .folder import Files
@@ -47,8 +47,8 @@ class FsspecStorage:
             scheme = scheme_of(url)
             if scheme is None:
                 raise ValueError(
-                    f"{shown(url)!r} is no URL such as memory://run or sftp://host/run; a chain of filesystems or a "
-                    "path on one is taken as Place(path, fs=…)"
+                    f"{shown(url)!r} is not a URL such as memory://run or sftp://host/run; pass a chain of filesystems, or a "
+                    "path on one, as Place(path, fs=…)"
                 )
             if scheme in ("s3", "s3a"):
                 split_bucket(url)  # says what is wrong with it
@@ -76,6 +76,7 @@ class FsspecStorage:
         return f"<FsspecStorage {self._url}>"
 
     def locate(self, path: str) -> str:
+        path = path.partition("?")[0]  # as of the whole URL: a query may be a key
         return f"{self._url}{'' if self._url.endswith('/') else '/'}{path}" if path else self._url
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
@@ -261,25 +262,35 @@ class FsspecStorage:
             with self._filesystem.turn():
                 yield
         except Exception as error:
-            if isinstance(error, (*passing, CheckpointError)):
+            if isinstance(error, CheckpointError):
                 raise
-            where, reason = self.locate(path), self._scrubbed(error)
-            clean = not any(secret in str(e) for e in chain(error) for secret in self._secrets)
+            secrets = (*self._secrets, *filter(None, [path.partition("?")[2]]))
+            where, reason = self.locate(path), _scrubbed(error, secrets)
+            clean = all(_without(secrets, str(e)) == str(e) for e in chain(error))
+            if isinstance(error, passing):
+                if clean:
+                    raise
+                raise next(kind for kind in passing if isinstance(error, kind))(reason) from None
             cause = error if clean else OSError(f"{type(error).__name__}: {reason}")
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFullError(
-                    f"{where}: {num_bytes:,} bytes needed, less free; delete old steps or keep fewer (keep=), then save again",
+                    f"{where}: {num_bytes:,} bytes needed, fewer free; delete old steps or keep fewer (keep=), then save again",
                     path=where,
                     needed_bytes=num_bytes,
                     free_bytes=None,
                 ) from cause
             raise StorageUnavailableError(f"{where}: {reason}; {advice_on(error)}", path=where) from cause
 
-    def _scrubbed(self, error: BaseException) -> str:
-        text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text.strip().rstrip(".")[:300]
+
+def _scrubbed(error: BaseException, secrets: Sequence[str]) -> str:
+    text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return _without(secrets, text).strip().rstrip(".")[:300]
+
+
+def _without(secrets: Sequence[str], text: str) -> str:
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return hidden(text)
 
 
 def abort_stale_uploads(

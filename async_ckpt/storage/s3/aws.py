@@ -162,5 +162,5 @@ def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _checked_endpoint(endpoint: str) -> SplitResult:
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password:
-        raise ValueError("the endpoint of the store is no URL of the form https://host:port; correct it")
+        raise ValueError("the endpoint of the store is not a URL of the form https://host:port; correct it")
     return url

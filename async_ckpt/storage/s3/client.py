@@ -18,7 +18,7 @@ from ...errors import StorageFullError, StorageUnavailableError
 from ...spans import TIMEKEEPER, Timekeeper
 from ...spec import KIB
 from .. import retry, stores
-from ..url import split_bucket
+from ..url import hidden, split_bucket
 from . import answers
 from .aws import AwsSetup
 
@@ -277,7 +277,7 @@ class Client:
         for secret in known | (self._aws.known if self._aws else set()):
             if len(secret) > 3:
                 text = text.replace(secret, "***")
-        return text
+        return hidden(text)
 
 
 def version_of(meta: Any) -> str:
