@@ -394,24 +394,30 @@ def test_a_storage_that_is_resized_right_after_save_is_saved_as_it_was(tmp_path,
 
 
 def test_a_forked_child_saves_what_is_on_the_host_and_leaves_the_devices_alone(tmp_path, sim):
+    on_host, optimizer = guarded(device="cpu")
     with open_run(tmp_path / "parent") as ckpt:
+        ckpt.prewarm({"w": torch.empty(16 * ITEMS, device="sim")})
         with sim.ahead():
             handle = ckpt.save(state_of(3.0), step=1)
+            assert ckpt._saver.pool._free
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are not in the child
                 child = os.fork()
             if child == 0:
                 try:
-                    with open_run(tmp_path / "child") as other:
-                        other.save(state_at(1), step=1).result(timeout=30)
-                    os._exit(0)
+                    with open_run(tmp_path / "child", guard=optimizer) as other:
+                        other.save({"p": on_host, "rng": async_ckpt.RngState()}, step=1).result(timeout=30)
+                        async_ckpt.wrap(torch.save)(on_host, str(tmp_path / "p.pt")).result(timeout=30)
+                    for segment in ckpt._saver.pool._free:
+                        segment.free()  # as at its end
+                    os._exit(sim.sim.scheduler.num_asked_elsewhere)
                 except BaseException:
-                    os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
+                    os._exit(99)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         handle.result()
         assert_all(ckpt.load(1), 3.0)
     with open_run(tmp_path / "child") as other:
-        assert_is_state(other.load(1), 1)
+        assert_all({"p": other.load(1)["p"]}, 3.0)
 
 
 AT_THE_END = """
