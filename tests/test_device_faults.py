@@ -368,13 +368,17 @@ def test_a_guarded_step_that_is_captured_waits_on_the_host_and_takes_no_event_in
 @both
 @pytest.mark.parametrize("with_guard", [False, True])
 @pytest.mark.parametrize("to", ["sim:1", "cpu"])
-def test_a_parameter_that_moves_right_after_save_is_saved_as_it_was(tmp_path, sim, to, with_guard):
-    p, optimizer = guarded()
-    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt:
-        handle = ckpt.save({"p": p}, step=1, guard=optimizer if with_guard else None)
-        moved = p.detach().to(to)
-        moved.fill_(-1.0)
-        del p, optimizer
+def test_a_model_that_moves_right_after_save_is_saved_as_it_was(tmp_path, sim, to, with_guard):
+    model = torch.nn.Linear(ITEMS, 4, bias=False, device="sim")
+    torch.nn.init.constant_(model.weight, 3.0)
+    guard = torch.optim.SGD(model.parameters(), lr=1.0) if with_guard else None
+    with open_run(tmp_path) as ckpt:
+        with sim.ahead():
+            handle = ckpt.save(dict(model.named_parameters()), step=1, guard=guard)
+            if to != "cpu":  # which would wait for the device
+                model.to(to)
+        model.to(to)
+        torch.nn.init.constant_(model.weight, -1.0)
         torch.full((4 * ITEMS,), -1.0, device="sim")  # takes the memory, were it free
         handle.result()
         assert_all(ckpt.load(1), 3.0)
