@@ -64,8 +64,8 @@ def test_tensors_of_a_device_without_streams_are_copied_while_save_waits_and_non
         "t": torch.full((40, 30), 3.0, device="sim").t(),
         "one": torch.tensor(3.0, device="sim:1"),
     }
-    assert deferrable((optimizer,), [TensorSpec(("p",), "float32", (2 * ITEMS,))], [p]) == {}
     with caplog.at_level(logging.INFO, "async_ckpt"), open_run(tmp_path) as ckpt:
+        assert deferrable((optimizer,), [TensorSpec(("p",), "float32", (2 * ITEMS,))], [p]) == {}
         for step in range(2):
             p.data.fill_(3.0)
             handle = ckpt.save(state, step=step, guard=optimizer)

@@ -436,7 +436,15 @@ optimizer = torch.optim.SGD([p], lr=1.0)
 ckpt = open_run(sys.argv[1])
 device.busy()
 p.data.fill_(4.0)
-ckpt.save({"w": p}, step=1, guard=optimizer if sys.argv[3] == "guarded" else None)
+guard = optimizer if sys.argv[3] == "guarded" else None
+"""
+SAVED = """
+ckpt.save({"w": p}, step=1, guard=guard)
+"""
+BROKEN = """
+with device.ahead():
+    ckpt.save({"w": p}, step=1, guard=guard)
+    device.sim.break_down(0)
 """
 
 
@@ -445,7 +453,7 @@ ckpt.save({"w": p}, step=1, guard=optimizer if sys.argv[3] == "guarded" else Non
 def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(
     tmp_path, nursery, schedule, guard
 ):
-    ended = nursery.run(AT_THE_END, tmp_path, schedule, guard)
+    ended = nursery.run(AT_THE_END + SAVED, tmp_path, schedule, guard)
 
     assert ended == Ended(0, "", "")
     with open_run(tmp_path) as ckpt:
@@ -456,7 +464,7 @@ def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(
 def test_a_device_that_broke_does_not_keep_the_interpreter_and_the_save_is_told_as_failed(
     tmp_path, nursery, guard
 ):
-    ended = nursery.run(AT_THE_END + "device.sim.break_down(0)", tmp_path, "late", guard)
+    ended = nursery.run(AT_THE_END + BROKEN, tmp_path, "late", guard)
 
     assert ended.status == 75
     assert "device-side assert" in ended.err
