@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -10,8 +11,6 @@ import simulated
 import torch
 from racing import until
 from sim_streams import WORK_SECONDS
-
-from async_ckpt import SaveHandle
 
 # Cycles that a stream is kept busy with, so that copies are enqueued behind real work: some 50 ms.
 _BUSY_CYCLES = 100_000_000
@@ -37,7 +36,7 @@ class Simulated:
         """What is enqueued inside is enqueued before any of it runs."""
         return self.sim.scheduler.ahead([self.module.current_stream(n).queue for n in range(2)])
 
-    def let_it_come_to_a_stop(self, handle: SaveHandle) -> None:
+    def let_it_come_to_a_stop(self, handle: Future[Any]) -> None:
         """Return when a save can go on no further without the device; or when it has ended."""
         until(lambda: handle.done() or self.sim.scheduler.num_waiting > 0)
 

@@ -101,7 +101,9 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         own = dict(zip(self.optimizer.items, self.optimizer.params, strict=True)) if self.optimizer else {}
-        return {name: item.of(own.get(item, item.whole).detach()) for name, item in self.items.items()}
+        state = {name: item.of(own.get(item, item.whole)) for name, item in self.items.items()}
+        # A parameter itself, as those have it who save no `state_dict`, and else what it is now.
+        return {name: t if isinstance(t, torch.nn.Parameter) else t.detach() for name, t in state.items()}
 
     def values(self) -> dict[str, torch.Tensor]:
         return {name: item.of(item.value).clone() for name, item in self.items.items()}
@@ -121,7 +123,18 @@ class Training:
                 for _ in range(2):
                     torch.full((300_000,), 0xEE, dtype=torch.uint8, device=where)
         if self.optimizer is not None:
+            self._move_parameters(self.optimizer)
             self.optimizer.step()
+
+    def _move_parameters(self, optimizer: Scribbler) -> None:
+        """To other memory, as FSDP does, or to another device; what is saved is what was there."""
+        for item, param in zip(optimizer.items, optimizer.params, strict=True):
+            if self.draw.random() < 0.4:
+                where = param.device if param.device.type == "cpu" else self.draw.choice(DEVICES[:3])
+                moved = param.data.to(where, copy=True)
+                if param.device.type != "cpu":  # it may come from another stream, and be freed now
+                    param.data.record_stream(self.device.module.current_stream(param.device))
+                param.data = item.whole = moved
 
 
 def run(seed: int, root: Path) -> list[str]:

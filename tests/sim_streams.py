@@ -14,6 +14,7 @@ waited for the other, are a race, and are noted.
 from __future__ import annotations
 
 import bisect
+import os
 import random
 import threading
 from collections import deque
@@ -90,6 +91,8 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
+        self._pid = os.getpid()
+        self.num_asked_elsewhere = 0
         self.queues: list[Queue] = []  # under `changed`, like all below
         self._num_queues = 0
         self.restart("early")
@@ -206,7 +209,17 @@ class Scheduler:
 
     # --- running ----------------------------------------------------------------------------------------------
 
+    @property
+    def belongs_here(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        if not self.belongs_here:
+            self.num_asked_elsewhere += 1
+            raise RuntimeError("cannot re-initialize the device in a forked process (simulated)")
+
     def check(self, device: int) -> None:
+        self.check_process()
         if device in self.broken:
             raise Broken()
 

@@ -351,6 +351,7 @@ class Runtime:
         return 0
 
     def simHostUnregister(self, address: int) -> int:  # noqa: N802
+        SIM.scheduler.check_process()
         if SIM.scheduler.broken:
             raise RuntimeError("CUDA error: device-side assert triggered (simulated)")
         with SIM.scheduler.changed:
@@ -383,12 +384,13 @@ class Module:
         return SIM.is_here
 
     def _is_in_bad_fork(self) -> bool:
-        return False
+        return SIM.is_here and not SIM.scheduler.belongs_here
 
     def device_count(self) -> int:
         return NUM_DEVICES if SIM.is_here else 0
 
     def current_device(self) -> int:
+        SIM.scheduler.check_process()
         return SIM.thread.device
 
     @contextmanager
@@ -409,6 +411,7 @@ class Module:
                 SIM.scheduler.wait(SIM.scheduler.mark(queue))
 
     def is_current_stream_capturing(self) -> bool:
+        SIM.scheduler.check_process()
         return SIM.is_capturing
 
     def simrt(self) -> Runtime:
@@ -419,6 +422,7 @@ class Module:
             generator.manual_seed(seed)
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        SIM.scheduler.check_process()
         return SIM.generators[_index(device)].get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:

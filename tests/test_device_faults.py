@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import simulated
 import torch
+from children import Ended
 from racing import Call, until
 from scripted_disk import scripted
 from states import MIB, assert_is_state, leftovers, open_run, state_at
@@ -301,6 +300,34 @@ def test_one_of_two_devices_that_is_broken_does_not_harm_the_other(tmp_path, sim
     assert_all({"whole": whole}, 4.0)
 
 
+@pytest.mark.parametrize("with_guard", [False, True])
+def test_a_device_that_breaks_under_a_snapshot_fails_it_and_its_memory_is_lent_to_nobody(sim, with_guard):
+    p, optimizer = guarded()
+    leaked = len(pool_module._leaked)
+    with sim.ahead():
+        broken = async_ckpt.snapshot({"p": p}, guard=optimizer if with_guard else None)
+        sim.let_it_come_to_a_stop(broken.completion)
+        sim.sim.break_down(0)
+    assert "device-side assert" in str(broken.completion.exception())
+    assert len(pool_module._leaked) > leaked
+    broken.close()
+    with async_ckpt.snapshot({"w": torch.full((4 * ITEMS,), 3.0)}) as held:
+        held.completion.result()
+        addresses = {segment.address for segment in pool_module._leaked}
+        assert held["w"].data_ptr() not in addresses
+        assert_all({"w": held["w"]}, 3.0)
+
+
+def test_a_state_on_a_device_that_broke_is_not_restored_and_loads_on_the_host(tmp_path, sim):
+    state = {"w": torch.full((4 * ITEMS,), 3.0, device="sim")}
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state, step=1).result()
+        sim.sim.break_down(0)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            ckpt.restore(state)
+        assert_all(ckpt.load(1), 3.0)
+
+
 # --- what the training does ---------------------------------------------------------------------------------------
 
 
@@ -342,13 +369,17 @@ def test_a_guarded_step_that_is_captured_waits_on_the_host_and_takes_no_event_in
 @both
 @pytest.mark.parametrize("with_guard", [False, True])
 @pytest.mark.parametrize("to", ["sim:1", "cpu"])
-def test_a_parameter_that_moves_right_after_save_is_saved_as_it_was(tmp_path, sim, to, with_guard):
-    p, optimizer = guarded()
-    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt:
-        handle = ckpt.save({"p": p}, step=1, guard=optimizer if with_guard else None)
-        moved = p.detach().to(to)
-        moved.fill_(-1.0)
-        del p, optimizer
+def test_a_model_that_moves_right_after_save_is_saved_as_it_was(tmp_path, sim, to, with_guard):
+    model = torch.nn.Linear(ITEMS, 4, bias=False, device="sim")
+    torch.nn.init.constant_(model.weight, 3.0)
+    guard = torch.optim.SGD(model.parameters(), lr=1.0) if with_guard else None
+    with open_run(tmp_path) as ckpt:
+        with sim.ahead():
+            handle = ckpt.save(dict(model.named_parameters()), step=1, guard=guard)
+            if to != "cpu":  # which would wait for the device
+                model.to(to)
+        model.to(to)
+        torch.nn.init.constant_(model.weight, -1.0)
         torch.full((4 * ITEMS,), -1.0, device="sim")  # takes the memory, were it free
         handle.result()
         assert_all(ckpt.load(1), 3.0)
@@ -368,45 +399,75 @@ def test_a_storage_that_is_resized_right_after_save_is_saved_as_it_was(tmp_path,
 
 
 def test_a_forked_child_saves_what_is_on_the_host_and_leaves_the_devices_alone(tmp_path, sim):
+    on_host, optimizer = guarded(device="cpu")
     with open_run(tmp_path / "parent") as ckpt:
+        ckpt.prewarm({"w": torch.empty(16 * ITEMS, device="sim")})
         with sim.ahead():
             handle = ckpt.save(state_of(3.0), step=1)
+            assert ckpt._saver.pool._free
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are not in the child
                 child = os.fork()
             if child == 0:
                 try:
-                    with open_run(tmp_path / "child") as other:
-                        other.save(state_at(1), step=1).result(timeout=30)
-                    os._exit(0)
+                    with open_run(tmp_path / "child", guard=optimizer) as other:
+                        other.save({"p": on_host, "rng": async_ckpt.RngState()}, step=1).result(timeout=30)
+                        async_ckpt.wrap(torch.save)(on_host, str(tmp_path / "p.pt")).result(timeout=30)
+                    for segment in ckpt._saver.pool._free:
+                        segment.free()  # as at its end
+                    os._exit(sim.sim.scheduler.num_asked_elsewhere)
                 except BaseException:
-                    os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
+                    os._exit(99)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         handle.result()
         assert_all(ckpt.load(1), 3.0)
     with open_run(tmp_path / "child") as other:
-        assert_is_state(other.load(1), 1)
+        assert_all({"p": other.load(1)["p"]}, 3.0)
 
 
-@pytest.mark.parametrize(("schedule", "guard"), [("early", "None"), ("late", "optimizer")])
-def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(tmp_path, schedule, guard):
-    script = f"""
+AT_THE_END = """
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 from accelerators import Simulated
 import torch
 from states import open_run
-device = Simulated({schedule!r})
+device = Simulated(sys.argv[2])
 device.sim.is_here = True
 p = torch.nn.Parameter(torch.full((3_000_000,), 3.0, device="sim"))
 optimizer = torch.optim.SGD([p], lr=1.0)
-ckpt = open_run({str(tmp_path)!r})
+ckpt = open_run(sys.argv[1])
 device.busy()
 p.data.fill_(4.0)
-ckpt.save({{"w": p}}, step=1, guard={guard})
+guard = optimizer if sys.argv[3] == "guarded" else None
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+SAVED = """
+ckpt.save({"w": p}, step=1, guard=guard)
+"""
+BROKEN = """
+with device.ahead():
+    ckpt.save({"w": p}, step=1, guard=guard)
+    device.sim.break_down(0)
+"""
 
-    assert done.stderr == ""
+
+@pytest.mark.parametrize("guard", ["guarded", "not guarded"])
+@pytest.mark.parametrize("schedule", ["early", "late"])
+def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(
+    tmp_path, nursery, schedule, guard
+):
+    ended = nursery.run(AT_THE_END + SAVED, tmp_path, schedule, guard)
+
+    assert ended == Ended(0, "", "")
     with open_run(tmp_path) as ckpt:
-        assert bool((ckpt.load(1)["w"] == 4.0).all())
+        assert_all(ckpt.load(1), 4.0)
+
+
+@pytest.mark.parametrize("guard", ["guarded", "not guarded"])
+def test_a_device_that_broke_does_not_keep_the_interpreter_and_the_save_is_told_as_failed(
+    tmp_path, nursery, guard
+):
+    ended = nursery.run(AT_THE_END + BROKEN, tmp_path, "late", guard)
+
+    assert ended.status == 75
+    assert "device-side assert" in ended.err
+    with open_run(tmp_path) as ckpt:
+        assert ckpt.steps() == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fuzz_device import run
 
-NUM_SCENARIOS = 80
+NUM_SCENARIOS = 60
 _AT_ONE_TIME = 20
 
 

@@ -195,7 +195,7 @@ def test_a_guarded_training_saves_the_state_before_each_step(tmp_path, kind, bud
     step()
     wanted = {}
     with open_run(tmp_path, guard=optimizer, host_bytes=budget) as ckpt:
-        for number in range(5):
+        for number in range(3):
             wanted[number] = copy_of(model, optimizer)
             accelerator.busy()
             ckpt.save({"model": model, "optimizer": optimizer}, step=number)

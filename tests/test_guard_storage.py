@@ -202,6 +202,17 @@ def test_the_data_of_a_parameter_may_be_replaced_and_what_is_copied_is_the_insta
     assert made.bytes_of(0) == want
 
 
+@pytest.mark.parametrize("staged", ["early", "late"], indirect=True)
+def test_a_parameter_may_move_to_another_device_before_it_is_copied(staged):
+    p = staged.parameter()
+    want = bytes_of(p)
+    made = staged([p], sgd(p))
+    p.data = torch.full(p.shape, 9.0, device="sim:1")
+
+    assert made.copy() is None
+    assert made.bytes_of(0) == want
+
+
 def test_the_data_may_be_replaced_by_nothing_and_the_old_memory_stays_until_it_is_copied(staged):
     p = staged.parameter()
     want = bytes_of(p)

@@ -64,11 +64,15 @@ def _backend(kind: str) -> Backend | None:
 
 
 def accelerator() -> str | None:
-    """The kind of accelerator that this process has, such as "cuda"; None for a process without."""
-    if not torch.accelerator.is_available():
-        return None
+    """The kind of accelerator that this process has, such as "cuda"; None for a process without.
+
+    Nor has one that was forked from a process that used it: there even a question is an error.
+    """
     device = torch.accelerator.current_accelerator()
-    return None if device is None else device.type
+    if device is None:
+        return None
+    is_in_bad_fork = getattr(torch.get_device_module(device), "_is_in_bad_fork", lambda: False)
+    return None if is_in_bad_fork() or not torch.accelerator.is_available() else device.type
 
 
 def _of_process() -> Backend | None:

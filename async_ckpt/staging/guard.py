@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from ..backends import device_of, is_capturing, is_on_host
+from ..backends import device_of, has_plain_bytes, is_capturing, is_on_host
 from ..spec import MIB, TensorSpec
 
 # Below this a copy costs less than keeping account of it.
@@ -104,7 +104,8 @@ def deferrable(
     number of each, the optimizer's own tensor of this memory, which may be another object.
 
     None while a stream is being captured into a graph, nor of an optimizer with `capturable` groups: replaying a
-    graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never deferred.
+    graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never deferred, nor
+    is what lies on a device without streams.
     """
     if not optimizers or is_capturing():
         return {}
@@ -131,7 +132,7 @@ def deferrable(
 def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     on_host = all(map(is_on_host, params))
-    yield from (p for p in params if type(p) in (torch.Tensor, torch.nn.Parameter))
+    yield from (p for p in params if type(p) in (torch.Tensor, torch.nn.Parameter) and has_plain_bytes(p))
     for state in optimizer.state.values():
         for value in state.values() if isinstance(state, dict) else ():
             if type(value) is torch.Tensor and (on_host or device_of(value) is not None):

@@ -90,6 +90,9 @@ class Snapshot(Holds):
         # Set up by `_look_at_tensors`, then only read, by all copying threads.
         self._pointers = [0] * len(tensors)
         self._dense = [False] * len(tensors)
+        self._where: list[Device | None] = [None] * len(
+            tensors
+        )  # at `save`: a parameter may move to another device
         self._aliases: dict[int, Alias] = {}  # what is deferred is read through these
         self._alive: list[Any] = []
         self.keeps: object = None  # what must not go before the last copy has ended
@@ -198,6 +201,7 @@ class Snapshot(Holds):
             if (there := device_of(tensor)) is not None:
                 if there not in self._devices:
                     self._devices[there] = Device(there)
+                self._where[i] = self._devices[there]
                 self._devices[there].keep(tensor)
             elif dense:
                 self._pointers[i] = tensor.data_ptr()
@@ -327,10 +331,10 @@ class Snapshot(Holds):
                     memmove(address + target, pointer + source, length)
                 elif not alias.copy_to(address + target, source, length):
                     raise self._torn((number,))
-            elif (device := self._devices.get((tensor := self._tensors[number]).device)) is not None:
+            elif (device := self._where[number]) is not None:
                 append(on_device.setdefault(device, []), Piece(begin + target, number, source, length))
             else:
-                for offset, block in dense_blocks(tensor, source, source + length):
+                for offset, block in dense_blocks(self._tensors[number], source, source + length):
                     at = target + offset - source
                     segment.tensor[at : at + block.numel()].copy_(block)
 
@@ -459,7 +463,12 @@ class Snapshot(Holds):
         for gate in self._gates:
             gate.open(self)
         self._now, self._later, self._tensors, self._alive, self._tripwires = [], [], [], [], None
-        self._specs, self._pointers, self._dense = [], [], []  # a handle may be kept for long
+        self._specs, self._pointers, self._dense, self._where = (
+            [],
+            [],
+            [],
+            [],
+        )  # a handle may be kept for long
         self._aliases, self._deferred, self.keeps = {}, {}, None
         self.stage_seconds = self._clock() - self._begun
         if error is None:
