@@ -303,17 +303,17 @@ def test_one_of_two_devices_that_is_broken_does_not_harm_the_other(tmp_path, sim
 @pytest.mark.parametrize("with_guard", [False, True])
 def test_a_device_that_breaks_under_a_snapshot_fails_it_and_its_memory_is_lent_to_nobody(sim, with_guard):
     p, optimizer = guarded()
-    leaked = len(pool_module._leaked)
+    leaked = len(memory_module._leaked)
     with sim.ahead():
         broken = async_ckpt.snapshot({"p": p}, guard=optimizer if with_guard else None)
         sim.let_it_come_to_a_stop(broken.completion)
         sim.sim.break_down(0)
     assert "device-side assert" in str(broken.completion.exception())
-    assert len(pool_module._leaked) > leaked
+    assert len(memory_module._leaked) > leaked
     broken.close()
     with async_ckpt.snapshot({"w": torch.full((4 * ITEMS,), 3.0)}) as held:
         held.completion.result()
-        addresses = {segment.address for segment in pool_module._leaked}
+        addresses = {segment.address for segment in memory_module._leaked}
         assert held["w"].data_ptr() not in addresses
         assert_all({"w": held["w"]}, 3.0)
 
