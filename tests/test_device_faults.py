@@ -413,8 +413,8 @@ def test_a_forked_child_saves_what_is_on_the_host_and_leaves_the_devices_alone(t
                     with open_run(tmp_path / "child", guard=optimizer) as other:
                         other.save({"p": on_host, "rng": async_ckpt.RngState()}, step=1).result(timeout=30)
                         async_ckpt.wrap(torch.save)(on_host, str(tmp_path / "p.pt")).result(timeout=30)
-                    for segment in ckpt._saver.pool._free:
-                        segment.free()  # as at its end
+                    for memory in {segment.memory for segment in ckpt._saver.pool._free}:
+                        memory.free()  # as at its end
                     os._exit(sim.sim.scheduler.num_asked_elsewhere)
                 except BaseException:
                     os._exit(99)
