@@ -201,9 +201,10 @@ def _ended_after(seconds: float) -> Iterator[None]:
         raise OutOfTimeError(f"not done after {seconds + _GRACE_SECONDS:.0f} s")
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE_SECONDS)
-    faulthandler.dump_traceback_later(seconds + 2 * _GRACE_SECONDS, exit=True)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE_SECONDS)
+        # The process's own stream: `sys.stderr` may be one without a file, which cannot be written to then.
+        faulthandler.dump_traceback_later(seconds + 2 * _GRACE_SECONDS, exit=True, file=sys.__stderr__)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

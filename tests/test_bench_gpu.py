@@ -6,6 +6,7 @@ That each part runs is seen in `make bench-check`, on the simulated device.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -112,6 +113,7 @@ def test_a_part_that_does_not_end_is_ended_and_the_next_one_goes_on(rows_of, mon
     rows = rows_of(seconds=0.05, first=hangs, second=measured)
 
     assert len(waits) == 1
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert rows["first"]["note"].startswith("failed: OutOfTimeError")
     assert rows["second"]["pairs"] == [[2.0, 1.0]]
 
@@ -137,8 +139,7 @@ def test_no_round_is_begun_that_does_not_fit_but_the_first_is(tmp_path, monkeypa
 
 
 def test_the_command_of_the_device_tests_is_printed_at_the_end(rows_of, capsys):
-    rows_of(one=measured)
-
+    assert rows_of(one=measured)["one"]["pairs"] == [[2.0, 1.0]]
     assert (
         capsys.readouterr()
         .out.splitlines()[-1]

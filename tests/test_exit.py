@@ -36,8 +36,12 @@ atexit.register(lambda: print("other hook", flush=True))
 
 def train():
     print("training", flush=True)
-    while True:  # a signal in the moment before a wait begins is heard when it has ended
-        threading.Event().wait(0.01)
+    try:
+        while True:  # a signal in the moment before a wait begins is heard when it has ended
+            threading.Event().wait(0.01)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        raise
 
 def fail_writes():
     def write(self, offset, data, lease):
@@ -232,7 +236,7 @@ def test_ctrl_c_in_the_training_drains_and_a_second_one_gives_the_save_up(tmp_pa
     child = nursery.start(script(body), root)
     child.wait_for_line("training\n")
     child.send(signal.SIGINT)
-    child.wait_for_line("waiting\n")
+    child.wait_for_line("interrupted\nwaiting\n")
     child.send(signal.SIGINT)
     ended = child.ended()
 
