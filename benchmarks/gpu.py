@@ -204,7 +204,7 @@ def _ended_after(seconds: float) -> Iterator[None]:
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE_SECONDS)
         # The process's own stream: `sys.stderr` may be one without a file, which cannot be written to then.
-        faulthandler.dump_traceback_later(seconds + 2 * _GRACE_SECONDS, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(seconds + 2 * _GRACE_SECONDS, exit=True, file=sys.__stderr__ or 2)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -15,17 +15,25 @@ from states import MIB, open_run
 
 import async_ckpt
 from async_ckpt.format import digests
-from async_ckpt.saving.groups import GroupDigests
+from async_ckpt.saving.groups import GroupDigest, GroupDigests
 from async_ckpt.spec import BLOCK_BYTES, Extent
 
+Groups = dict[str, list[Extent]]
 
-def groups_of(data: bytes, extents: dict[str, list[Extent]], order: Any = None) -> dict[str, bytes]:
+
+def digested(
+    data: bytes, extents: Groups, order: Any = None, before: Groups | None = None
+) -> dict[str, GroupDigest]:
     """The digests of the groups of a file, whose blocks come in some order."""
     blocks = [memoryview(data)[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-    found = GroupDigests(extents)
+    found = GroupDigests(extents, before or {})
     for number in order or range(len(blocks)):
         found.note(number, blocks[number])
     return found.result(b"".join(map(digests.block_digest, blocks)))
+
+
+def groups_of(data: bytes, extents: Groups, order: Any = None) -> dict[str, bytes]:
+    return {name: digest.here for name, digest in digested(data, extents, order).items()}
 
 
 @st.composite
@@ -61,11 +69,23 @@ def test_a_flipped_byte_changes_the_digest_of_the_group_that_it_is_in_and_of_no_
     assert {name for name in before if before[name] != after[name]} == hit
 
 
-def test_a_group_within_one_block_is_known_wherever_it_lies():
-    data = os.urandom(1000)
-    one = groups_of(bytes(100) + data, {"a": [Extent(100, 1000)]})
-    other = groups_of(bytes(5000) + data + bytes(9), {"a": [Extent(5000, 1000)]})
-    assert one == other
+@settings(max_examples=60, deadline=None)
+@given(files(), st.integers(0, 2 * BLOCK_BYTES), st.integers(0), st.randoms(use_true_random=False))
+def test_a_group_is_known_wherever_it_lies(file, by, at, random):
+    file_bytes, extents = file
+    data = bytearray(os.urandom(64) * (file_bytes // 64 + 1))[:file_bytes]
+    moved = {name: [Extent(e.offset + by, e.length) for e in those] for name, those in extents.items()}
+    order = list(range(-(-(file_bytes + by) // BLOCK_BYTES)))
+    random.shuffle(order)
+    here = groups_of(bytes(data), extents)
+    there = digested(bytes(by) + data, moved, order, before=extents)
+    assert {name: digest.before for name, digest in there.items()} == here
+
+    at %= file_bytes
+    data[at] ^= 1
+    hit = {n for n, those in extents.items() if any(e.offset <= at < e.end for e in those)}
+    there = digested(bytes(by) + data, moved, order, before=extents)
+    assert {name for name, digest in there.items() if digest.before != here[name]} == hit
 
 
 def state_of(mib: int = 6) -> dict[str, Any]:
@@ -132,6 +152,26 @@ def test_plain_values_that_grow_a_little_every_time_hide_nothing(tmp_path):
             found.append(ckpt.save(state, step=step).result().unchanged_groups)
     assert sum("policy" in groups for groups in found) >= 34
     assert all("ref" in groups for groups in found[1:])
+
+
+def test_a_group_that_has_moved_is_known_all_the_same(tmp_path):
+    model, replay, found = torch.nn.Linear(1500, 2048), [], []
+    with open_run(tmp_path) as ckpt:
+        for step in range(4):
+            replay.append(torch.ones(300))
+            state = {"buffer": {"items": torch.cat(replay)}, "model": model}
+            found.append(ckpt.save(state, step=step).result().unchanged_groups)
+    assert found == [(), *[("model",)] * 3]
+
+
+def test_a_group_is_known_beside_groups_that_are_borrowed_and_then_are_not(tmp_path):
+    state = {"model": torch.nn.Linear(1500, 1024), "values": {"v": torch.ones(2 * MIB)}}
+    with open_run(tmp_path) as ckpt, async_ckpt.snapshot(state) as held:
+        options: list[dict[str, Any]] = [{}, {"unchanged": {"model"}}, {}]
+        found = [
+            ckpt.save(held, step=step, **more).result().unchanged_groups for step, more in enumerate(options)
+        ]
+    assert found == [(), ("model", "values"), ("model", "values")]
 
 
 def test_what_failed_is_not_what_the_next_commit_is_compared_with(tmp_path):

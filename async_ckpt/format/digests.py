@@ -23,6 +23,13 @@ def block_digest(block: memoryview | bytes) -> bytes:
     return xxhash.xxh3_128_digest(block)
 
 
+def joined_digest(head: memoryview, tail: memoryview | bytes) -> bytes:
+    """The digest of a block that comes in two parts."""
+    digest = xxhash.xxh3_128(head)
+    digest.update(tail)
+    return digest.digest()
+
+
 def num_blocks(covered_bytes: int) -> int:
     return -(-covered_bytes // BLOCK_BYTES)
 

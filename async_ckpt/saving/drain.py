@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Final
@@ -21,10 +21,10 @@ from ..host.pool import Lease
 from ..host.threads import running_future
 from ..report import Progress
 from ..spans import NO_TRACE, Trace
-from ..spec import BLOCK_BYTES, Extent
+from ..spec import BLOCK_BYTES
 from ..storage.base import Sink
 from ..storage.pace import Pace
-from .groups import GroupDigests
+from .groups import GroupDigest, GroupDigests
 
 Submit = Callable[[Callable[[], None]], None]
 
@@ -133,7 +133,7 @@ class Drain:
         max_segments: int,
         submit: Submit,
         *,
-        groups: Mapping[str, Sequence[Extent]] | None = None,
+        groups: GroupDigests | None = None,
         may_drop: bool = False,
         trace: Trace = NO_TRACE,
     ) -> None:
@@ -150,7 +150,7 @@ class Drain:
         self._covered = layout.digests.data.offset if layout.digests else 0
         self._first_tail = self._covered // segment_bytes if layout.digests else self.num_segments
         self._digests = bytearray(digests.num_blocks(self._covered) * digests.DIGEST_BYTES)
-        self._groups = GroupDigests(groups or {})
+        self._groups = groups or GroupDigests({})
         self.digest = ""
         self.idle = running_future()  # all lanes have ended, and no task is under way
         self._lock = threading.Lock()
@@ -180,8 +180,8 @@ class Drain:
         least_or_most = max if self._may_drop else min
         return Progress(self._layout.file_bytes, self._staged_bytes, least_or_most(written, default=0))
 
-    def group_digests(self) -> dict[str, bytes]:
-        """One for the tensors of each entry of the state, when all is written."""
+    def group_digests(self) -> dict[str, GroupDigest]:
+        """Those of the tensors of each entry of the state, when all is written."""
         return self._groups.result(self._digests)
 
     def check(self) -> None:

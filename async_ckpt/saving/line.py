@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..runs.roots import Roots
 from ..runs.run import Run
 from .borrowed import UnchangedGroups
+from .groups import GroupDigest
 from .saver import Saver
 from .story import CommitRule
 
@@ -42,15 +43,15 @@ class Line:
         self._hanging: dict[Run, list[Future[None]]] = {}  # writes that saves went on without; under _lock
         self._digests: dict[str, bytes] = {}  # of the groups of the last commit; under _lock
 
-    def unchanged_in(self, digests: Mapping[str, bytes], borrowed: Collection[str]) -> tuple[str, ...]:
+    def unchanged_in(self, digests: Mapping[str, GroupDigest], borrowed: Collection[str]) -> tuple[str, ...]:
         """The groups of a commit that have the bytes of the commit before: those that it has borrowed, and others.
 
         Asked once for each commit, in their order.
         """
         with self._lock:
-            before, self._digests = self._digests, dict(digests)
+            before, self._digests = self._digests, {name: digest.here for name, digest in digests.items()}
             self._digests.update({name: before[name] for name in borrowed if name in before})
-        same = {name for name, digest in digests.items() if before.get(name) == digest}
+        same = {name for name, digest in digests.items() if before.get(name) == digest.before}
         return tuple(sorted(same.union(borrowed)))
 
     @property

@@ -16,6 +16,7 @@ from ..spans import wall_time
 from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up, whole_bytes
 from ..staging.device import fill_image, first_device
 from ..state.capture import Capture, capture
+from .groups import GroupDigests, Groups
 
 
 class GoesTo(Protocol):
@@ -32,12 +33,20 @@ class Planner:
     def __init__(self, pool: SegmentPool, max_in_flight: int) -> None:
         self._pool, self._max_in_flight = pool, max_in_flight
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
+        self._groups: Groups = {}  # where each was in the last archive that had it; replaced as a whole
 
     def lay_out(self, captured: Capture, step: int | None) -> Layout:
         plan = self._plan
         if plan is None or plan.specs != captured.specs:
             plan = self._plan = TensorPlan(captured.specs)
         return _lay_out(plan, captured, step)
+
+    def group_digests(self, layout: Layout, step: int | None) -> GroupDigests:
+        """What digests the groups of this archive, also as they lay in those before. Of a one-off save nobody asks."""
+        if step is None:
+            return GroupDigests({})
+        before, self._groups = self._groups, {**self._groups, **layout.groups}
+        return GroupDigests(layout.groups, before)
 
     def admit(self, layout: Image, targets: Sequence[GoesTo]) -> int:
         """Make sure that the pool can hold what has to be in it at one time; how many segments it may have.

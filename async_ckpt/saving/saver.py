@@ -155,7 +155,7 @@ class Saver:
             self.pool.segment_bytes,
             self._planner.admit(layout, targets),
             get_worker().background.submit,
-            groups=layout.groups,
+            groups=self._planner.group_digests(layout, step),
             may_drop=rule == "any" and len(targets) > 1,
             trace=self._trace,
         )

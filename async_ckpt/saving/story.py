@@ -24,9 +24,10 @@ from ..spans import Spans
 from ..storage.pace import Pace
 from .delivery import Delivery, OffLoop, Target
 from .drain import Drain, Submit
+from .groups import GroupDigest
 
 CommitRule = Literal["all", "any"]
-UnchangedIn = Callable[[Mapping[str, bytes]], tuple[str, ...]]
+UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
 # How long a place that does not even open is waited for once the save could go on without it, or has failed.
 _OPEN_SECONDS: Final = 10.0
