@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from buckets import PART
 from children import Nursery
 from racing import PATIENCE, Gate
 
@@ -73,11 +74,14 @@ def s3() -> Iterator[Server]:
     """A faithful S3 server. Every test makes a bucket or a prefix of its own."""
     from botocore.loaders import JSONFileLoader
 
-    with pytest.MonkeyPatch.context() as patch, moto_server() as server:
+    with pytest.MonkeyPatch.context() as patch:
         # Each client of s3fs, the sweep's too, parses megabytes of JSON again: most of what these tests would take.
         read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
         patch.setattr(JSONFileLoader, "load_file", lambda _, path: read(path))
-        yield server
+        # Parts stay in memory until they are put together: to write each to a file takes as long as all else.
+        patch.setenv("MOTO_S3_DEFAULT_KEY_BUFFER_SIZE", str(PART))
+        with moto_server() as server:
+            yield server
 
 
 @pytest.fixture
