@@ -6,6 +6,7 @@ import io
 import json
 import threading
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from states import MIB, SEGMENT, assert_is_state, open_run, state_at, weight
 
 import async_ckpt
 from async_ckpt import Keep, Naming, NotCommittedError, Place, StepBehindError, StepExistsError
-from async_ckpt.testing import FaultyProxy
+from async_ckpt.testing import FaultyProxy, moto_server
 from async_ckpt.testing.servers import Server
 
 
@@ -396,17 +397,21 @@ def test_only_what_is_selected_is_fetched_and_the_index_by_few_reads(bucket, pro
 
 
 @pytest.fixture(scope="module")
-def crowded(s3: Server) -> Bucket:
-    """A bucket with more folders beside a run than one page of a listing holds."""
-    made = Bucket(s3)
-    s3.make_bucket(made.name)
-    made.write([f"other/{number:04d}/x" for number in range(1001)])
-    return made
+def crowded() -> Iterator[tuple[Bucket, FaultyProxy]]:
+    """A bucket with more folders beside a run than one page of a listing holds, and the way to it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "10")  # a thousand, as S3 has it, would take long to write
+        with moto_server() as server, FaultyProxy(server.endpoint) as proxy:
+            made = Bucket(server)
+            server.make_bucket(made.name)
+            made.write([f"other/{number:04d}/x" for number in range(11)])
+            yield made, proxy
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_thousand_objects_under_other_prefixes_are_not_listed(crowded, proxy, engine):
-    place = crowded.place(f"run-{engine}", engine, endpoint=proxy.endpoint)
+def test_pages_of_objects_under_other_prefixes_are_not_listed(crowded, engine):
+    bucket, proxy = crowded
+    place = bucket.place(f"run-{engine}", engine, endpoint=proxy.endpoint)
     with open_run(place, segment_bytes=PART) as ckpt:
         ckpt.save(state_at(1), step=1).result()
         ckpt.wait()
@@ -417,11 +422,13 @@ def test_a_thousand_objects_under_other_prefixes_are_not_listed(crowded, proxy, 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_is_found_among_a_thousand_folders_page_by_page(crowded, proxy, engine):
-    place = crowded.place("other", engine, endpoint=proxy.endpoint)
+def test_a_run_is_found_among_many_folders_page_by_page(crowded, engine):
+    bucket, proxy = crowded
+    place = bucket.place("other", engine, endpoint=proxy.endpoint)
     with open_run(place, segment_bytes=PART, naming=Naming(f"{engine}_{{:08d}}")) as ckpt:
+        before = proxy.count(kind="list_objects")
         assert ckpt.steps() == []
-        assert proxy.count(kind="list_objects") == 2
+        assert proxy.count(kind="list_objects") - before == 2
         assert ckpt.save(state_at(2), step=2).result().status == "committed"
         assert ckpt.steps() == [2]
 
