@@ -13,7 +13,9 @@ import pytest
 import torch
 from buckets import PART
 from children import Nursery
+from hypothesis import settings
 from racing import PATIENCE, Gate
+from slices import examples
 
 from async_ckpt.saving import waiting, worker
 from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
@@ -25,6 +27,8 @@ torch.set_num_threads(1)
 # On a slow machine anything may take long enough to be told of, or be drawn late, which is no failure.
 waiting._FIRST_SECONDS = 60.0
 worker._LAST_DRAWING_SECONDS = PATIENCE
+settings.register_profile("slice", max_examples=examples(100))
+settings.load_profile("slice")
 
 
 @pytest.fixture(autouse=True)
