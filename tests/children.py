@@ -27,11 +27,13 @@ from async_ckpt.storage.local import LocalSink
 # only if it is asked to.
 _NURSERY = """
 import ctypes, gc, json, os, select, signal, sys
+gc.disable()  # none of this goes
 import torch, async_ckpt, children, states
 import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
 from async_ckpt.saving import waiting
 waiting._FIRST_SECONDS = 60.0  # on a slow machine anything may take long enough to be told of, which is no failure
-gc.freeze()  # what is here already need not be looked through by every child
+gc.freeze()  # nor need every child look through it
+gc.enable()
 while True:
     line = sys.stdin.readline()
     if not line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import tempfile
 import uuid
@@ -29,6 +30,12 @@ waiting._FIRST_SECONDS = 60.0
 worker._LAST_DRAWING_SECONDS = PATIENCE
 settings.register_profile("slice", max_examples=examples(100))
 settings.load_profile("slice")
+gc.disable()  # while tests are collected, a third of which it would take: none of the million objects goes
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
