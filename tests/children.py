@@ -22,14 +22,18 @@ from racing import PATIENCE, until
 from async_ckpt.storage.local import LocalSink
 
 # Imports once, then forks a child for each job. The child leaves the loop and runs the job as its main program, so
-# that it ends like any other: exit hooks, tracebacks and status are the interpreter's own.
+# that it ends like any other: exit hooks, tracebacks and status are the interpreter's own. Once the interpreter has
+# ended, libtorch would destroy its tables of operators, for as long as forking and ending take together: a child does so
+# only if it is asked to.
 _NURSERY = """
-import gc, json, os, select, signal, sys
+import ctypes, gc, json, os, select, signal, sys
+gc.disable()  # none of this goes
 import torch, async_ckpt, children, states
 import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
 from async_ckpt.host import waiting
 waiting._FIRST_SECONDS = 60.0  # on a slow machine anything may take long enough to be told of, which is no failure
-gc.freeze()  # what is here already need not be looked through by every child
+gc.freeze()  # nor need every child look through it
+gc.enable()
 while True:
     line = sys.stdin.readline()
     if not line:
@@ -55,9 +59,12 @@ for number, name, flags in [(0, order["stdin"], os.O_RDONLY), (1, order["out"], 
     os.close(opened)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(order["env"])
+if sys.platform == "linux" and not order["whole_exit"]:
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # is called first of all that was registered, with the status
 sys.argv = ["train.py", *order["arguments"]]
 code = compile(order["code"], "train.py", "exec")
-for name in ("line", "order", "child", "number", "name", "flags", "opened"):
+for name in ("line", "order", "child", "number", "name", "flags", "opened", "libc"):
     globals().pop(name, None)
 exec(code)
 """
@@ -137,8 +144,14 @@ class Nursery:
         return json.loads(self._process.stdout.readline())
 
     def start(
-        self, code: str, *arguments: object, stdin: str = os.devnull, env: Mapping[str, str] | None = None
+        self,
+        code: str,
+        *arguments: object,
+        stdin: str = os.devnull,
+        env: Mapping[str, str] | None = None,
+        whole_exit: bool = False,
     ) -> Child:
+        """`whole_exit`: what C++ destroys behind the interpreter is destroyed, too."""
         folder = self._folder / f"child-{next(self._numbers)}"
         folder.mkdir()
         for name in ("out", "err"):
@@ -148,13 +161,14 @@ class Nursery:
             "arguments": [str(argument) for argument in arguments],
             "stdin": stdin,
             "env": dict(env or {}),
+            "whole_exit": whole_exit,
             "out": str(folder / "out"),
             "err": str(folder / "err"),
         }
         return Child(self, folder, self.ask(order))
 
-    def run(self, code: str, *arguments: object) -> Ended:
-        return self.start(code, *arguments).ended()
+    def run(self, code: str, *arguments: object, whole_exit: bool = False) -> Ended:
+        return self.start(code, *arguments, whole_exit=whole_exit).ended()
 
     def start_module(self, name: str, *arguments: object, env: Mapping[str, str] | None = None) -> Child:
         """As `python -m` would."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import tempfile
 import uuid
@@ -13,8 +14,11 @@ import pytest
 import simulated
 import torch
 from accelerators import Accelerator, Cuda, Simulated
+from buckets import PART
 from children import Nursery
+from hypothesis import settings
 from racing import PATIENCE, Gate
+from slices import examples
 
 from async_ckpt.host import waiting
 from async_ckpt.saving import worker
@@ -27,6 +31,14 @@ torch.set_num_threads(1)
 # On a slow machine anything may take long enough to be told of, or be drawn late, which is no failure.
 waiting._FIRST_SECONDS = 60.0
 worker._LAST_DRAWING_SECONDS = PATIENCE
+settings.register_profile("slice", max_examples=examples(100))
+settings.load_profile("slice")
+gc.disable()  # while tests are collected, a third of which it would take: none of the million objects goes
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -112,11 +124,14 @@ def s3() -> Iterator[Server]:
     """A faithful S3 server. Every test makes a bucket or a prefix of its own."""
     from botocore.loaders import JSONFileLoader
 
-    with pytest.MonkeyPatch.context() as patch, moto_server() as server:
+    with pytest.MonkeyPatch.context() as patch:
         # Each client of s3fs, the sweep's too, parses megabytes of JSON again: most of what these tests would take.
         read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
         patch.setattr(JSONFileLoader, "load_file", lambda _, path: read(path))
-        yield server
+        # Parts stay in memory until they are put together: to write each to a file takes as long as all else.
+        patch.setenv("MOTO_S3_DEFAULT_KEY_BUFFER_SIZE", str(PART))
+        with moto_server() as server:
+            yield server
 
 
 @pytest.fixture

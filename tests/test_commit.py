@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from racing import Call, until
 from scripted_disk import scripted
+from slices import examples
 from states import MIB, assert_is_state, leftovers, names_below, open_run, records, state_at
 
 import async_ckpt
@@ -548,6 +549,9 @@ def test_a_run_behaves_like_a_dictionary_of_its_commits(tmp_path):
     run_state_machine_as_test(
         RunMachine,
         settings=settings(
-            max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(60),
+            stateful_step_count=20,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )

@@ -22,6 +22,7 @@ from disks import mounted, needs_mount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from racing import PATIENCE, Call, appenders, until
+from slices import examples
 from states import MIB, assert_is_state, difference, noise, state_at
 
 import async_ckpt
@@ -248,7 +249,7 @@ class Counted:
         self._reader.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30 * MIB), st.integers(0, 9 * MIB)), min_size=1, max_size=6))
 def test_any_range_is_read_and_only_the_frames_that_it_touches(tmp_path_factory, ranges):
     path, data = compressed_file(tmp_path_factory)
@@ -357,7 +358,7 @@ def test_a_compressed_archive_that_is_cut_off_is_damage_wherever_the_cut_is(smal
             load(small)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(0, 255), st.booleans())
 def test_a_compressed_archive_with_a_wrong_byte_loads_exactly_or_is_damage(
     tmp_path_factory, at, value, at_end

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint
 from archives import assemble, flip, forge_manifest, parsed_index, read_index
 from damage import STATE, assert_refused
+from slices import one_in
 from states import difference, states_equal
 from torch import nn
 
@@ -42,11 +43,11 @@ def saved(archive: Path) -> Path:
 
 
 def test_no_damaged_byte_goes_unnoticed(saved: Path) -> None:
-    """Every byte of a small archive is changed, one after the other."""
-    size = saved.stat().st_size
+    """Bytes everywhere in a small archive are changed, one after the other."""
+    offsets = range(0, saved.stat().st_size, one_in(3))
     noticed = 0
     with open(saved, "r+b", buffering=0) as file:
-        for offset in range(size):
+        for offset in offsets:
             (byte,) = os.pread(file.fileno(), 1, offset)
             os.pwrite(file.fileno(), bytes([byte ^ (1 << offset % 8)]), offset)
             try:
@@ -54,7 +55,7 @@ def test_no_damaged_byte_goes_unnoticed(saved: Path) -> None:
             except CorruptCheckpointError:
                 noticed += 1
             os.pwrite(file.fileno(), bytes([byte]), offset)
-    assert noticed == size
+    assert noticed == len(offsets)
     assert states_equal(async_ckpt.load(saved), STATE)
 
 
@@ -63,18 +64,19 @@ def test_a_flipped_bit_of_the_index_is_damage_and_never_a_newer_format(verify: b
     """Unverified, a wrong value may get through, but what is refused is corrupt."""
     told = read_index(saved)
     end = tar.BLOCK + len(json.dumps(told, separators=(",", ":"))) + 2  # of the text; then come spaces
-    refused = 0
+    refused, tried, step = 0, 0, one_in(3)
     with open(saved, "r+b", buffering=0) as file:
         for offset in range(end):
             (byte,) = os.pread(file.fileno(), 1, offset)
-            for bit in range(8):
+            for bit in range(offset % step, 8, step):
                 os.pwrite(file.fileno(), bytes([byte ^ (1 << bit)]), offset)
+                tried += 1
                 try:
                     async_ckpt.load(saved, verify=verify)
                 except CorruptCheckpointError:
                     refused += 1
             os.pwrite(file.fileno(), bytes([byte]), offset)
-    assert refused == 8 * end if verify else refused > 4 * end
+    assert refused == tried if verify else refused > tried / 2
     assert difference(async_ckpt.load(saved), STATE) is None
 
 
@@ -110,7 +112,7 @@ def test_an_unverified_load_of_a_damaged_archive_loads_or_is_refused(
 ) -> None:
     """Not looking at digests may give wrong values; it must not give another kind of error."""
     size = saved.stat().st_size
-    for offset in range(0, size, 11):
+    for offset in range(0, size, one_in(3) * 11):
         flip(saved, offset, 1 << offset % 8)
         try:
             async_ckpt.load(saved, **how)

@@ -705,14 +705,15 @@ def test_an_archive_takes_little_time_to_be_refused(name: str, nursery: Nursery,
     """In a process that may use a few seconds of its processor and no more: then the system ends it."""
     forge(saved, SLOW[name])
     code = """
-        import resource, sys
+        import os, resource, sys
         import async_ckpt
         resource.setrlimit(resource.RLIMIT_CPU, (8, 8))
         for how in ({}, {"verify": False, "select": ["m", "n"]}):
             try:
                 async_ckpt.load(sys.argv[1], **how)
             except async_ckpt.CorruptCheckpointError as error:
-                print("refused")
+                print("refused", flush=True)
+        os._exit(0)  # how an interpreter ends is for other tests
     """
     ended = nursery.run(code, saved)
     assert (ended.status, ended.out, ended.err) == (0, "refused\nrefused\n", "")

@@ -102,7 +102,7 @@ SAVE = "ckpt = open_run(root); ckpt.save(state_at(1, 5), step=1)\n"
 def test_however_a_script_ends_its_last_save_is_committed_and_the_status_is_its_own(
     tmp_path, nursery, end, status
 ):
-    ended = nursery.run(script(SAVE + end), tmp_path / "run")
+    ended = nursery.run(script(SAVE + end), tmp_path / "run", whole_exit=True)
 
     assert ended.status == status, ended.err
     assert ended.out == "other hook\n"
@@ -164,7 +164,8 @@ def test_a_save_that_fails_at_the_end_is_told_on_stderr_and_is_the_status_unless
     tmp_path, nursery, end, status
 ):
     body = "ckpt = open_run(root); ckpt.save(state_at(1, 5), step=1).result(); fail_writes()\n"
-    ended = nursery.run(script(body + "ckpt.save(state_at(2, 5), step=2)\n" + end), tmp_path / "run")
+    body += "ckpt.save(state_at(2, 5), step=2)\n"
+    ended = nursery.run(script(body + end), tmp_path / "run", whole_exit=True)
 
     assert ended.status == status, ended.err
     (line,) = [line for line in ended.err.splitlines() if line.startswith("async_ckpt:")]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from slices import examples
 
 from async_ckpt.format import digests, index, safetensors, tar
 from async_ckpt.format.layout import MAX_TENSORS_PER_MEMBER, Layout, TensorPlan, _split, lay_out
@@ -62,7 +63,7 @@ def index_of(layout: Layout) -> index.Index:
     return index.parse(first[tar.BLOCK :], path="x.tar")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(specs(), segment_sizes, skeletons, objects)
 @example([], BLOCK_BYTES, "null", None)
 @example([TensorSpec((), "float32", (100 * MIB,))], 8 * BLOCK_BYTES, "null", b"x")
@@ -93,7 +94,7 @@ def test_pieces_and_literals_cover_every_byte_exactly_once(
     assert read == [spec.num_bytes if spec.alias_of is None else 0 for spec in tensors]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(specs(), objects)
 def test_the_index_says_where_the_layout_puts_everything(
     tensors: list[TensorSpec], pickled: bytes | None
@@ -115,7 +116,7 @@ def test_the_index_says_where_the_layout_puts_everything(
         assert piece.extent.offset == placed.get(number, piece.extent.offset) or spec.alias_of is not None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(specs())
 def test_every_tensor_is_aligned_and_data_begins_on_a_page(tensors: list[TensorSpec]) -> None:
     layout = laid_out(tensors)
@@ -131,7 +132,7 @@ def test_every_tensor_is_aligned_and_data_begins_on_a_page(tensors: list[TensorS
         assert row.slices[0].extent.offset % DTYPES[row.dtype][0] == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(specs())
 def test_every_member_has_a_header_that_safetensors_readers_take(tensors: list[TensorSpec]) -> None:
     """No holes, no overlaps, data from 0 to the end, unique names, known codes, a header under the limit."""

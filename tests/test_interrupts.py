@@ -116,7 +116,7 @@ def test_interrupted_at_any_line_of_save_a_checkpointer_saves_on(training: Train
         training.assert_usable("before")
     num_lines = training.interrupted_save(None).count
     assert num_lines > 500
-    for number in range(1, num_lines, num_lines // 60):
+    for number in range(1, num_lines, num_lines // 40):
         interrupt = training.interrupted_save(number)
         training.assert_usable(interrupt.where)
 

@@ -198,7 +198,7 @@ def test_a_slow_process_does_not_move_the_tracker_back_even_for_a_moment(tmp_pat
 
 
 SAVING = """
-import sys
+import os, sys
 from async_ckpt import Naming, StepBehindError, StepExistsError
 from states import open_run, state_at
 
@@ -208,6 +208,7 @@ with open_run(sys.argv[1], naming=Naming(tracker="latest_ckpt_global_step.txt"))
             ckpt.save(state_at(step), step=step).result()
         except (StepBehindError, StepExistsError):
             pass
+os._exit(0)  # how an interpreter ends is for other tests
 """
 
 

@@ -746,19 +746,20 @@ _WRITER = """
 """
 
 
-def test_a_run_is_read_two_hundred_times_beside_a_process_that_writes_it(tmp_path: Path) -> None:
-    with Nursery(tmp_path) as nursery:
-        child = nursery.start(_WRITER, tmp_path / "run")
-        try:
-            child.wait_for_line("two steps")
-            last = 0
-            for number in range(200):
-                loaded = async_ckpt.load(tmp_path / "run", mmap=number % 2 == 1, verify=number % 3 > 0)
-                assert loaded["step"] == loaded["base"]["w"][0] >= last
-                last = loaded["step"]
-        finally:
-            child.send(signal.SIGKILL)
-            child.ended()
+def test_a_run_is_read_two_hundred_times_beside_a_process_that_writes_it(
+    tmp_path: Path, nursery: Nursery
+) -> None:
+    child = nursery.start(_WRITER, tmp_path / "run")
+    try:
+        child.wait_for_line("two steps")
+        last = 0
+        for number in range(200):
+            loaded = async_ckpt.load(tmp_path / "run", mmap=number % 2 == 1, verify=number % 3 > 0)
+            assert loaded["step"] == loaded["base"]["w"][0] >= last
+            last = loaded["step"]
+    finally:
+        child.send(signal.SIGKILL)
+        child.ended()
     assert last > 2
 
 

@@ -19,6 +19,7 @@ from damage import NUM_LIES, STATE, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from slices import examples
 from states import difference, noise
 
 import async_ckpt
@@ -525,7 +526,7 @@ _rows = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.dictionaries(_names, _rows, max_size=3), st.integers(0, 40))
 def test_whatever_a_header_says_what_loads_lies_within_the_file(
     tmp_path_factory: pytest.TempPathFactory, table: dict[str, Any], num_bytes: int

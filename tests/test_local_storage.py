@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from children import Nursery
 from disks import write_whole
 from racing import Call
 from states import MIB, assert_is_state, leftovers, names_below, open_run, state_at
@@ -444,17 +443,18 @@ def test_the_temp_file_of_a_living_writer_in_this_process_is_not_dead(disk):
 
 @needs_fcntl
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_the_temp_file_of_a_living_writer_elsewhere_is_not_dead_and_that_of_a_killed_one_is(tmp_path):
+def test_the_temp_file_of_a_living_writer_elsewhere_is_not_dead_and_that_of_a_killed_one_is(
+    tmp_path, nursery
+):
     disk = LocalStorage(tmp_path / "root")
     os.mkfifo(tmp_path / "stdin")
-    with Nursery(tmp_path) as nursery:
-        child = nursery.start(WRITER, disk.root, stdin=str(tmp_path / "stdin"))
-        with open(tmp_path / "stdin", "w"):
-            child.wait_for_line("writing\n")
-            (temp,) = disk.names("")
-            assert disk.sweep("", [temp]) == []
-            child.send(9)
-            assert child.ended().status == -9
+    child = nursery.start(WRITER, disk.root, stdin=str(tmp_path / "stdin"))
+    with open(tmp_path / "stdin", "w"):
+        child.wait_for_line("writing\n")
+        (temp,) = disk.names("")
+        assert disk.sweep("", [temp]) == []
+        child.send(9)
+        assert child.ended().status == -9
     assert disk.sweep("", [temp]) == [temp]
 
 
@@ -496,7 +496,7 @@ def test_a_one_off_save_sweeps_the_leftovers_of_its_own_file_and_no_other(tmp_pa
 
 
 TWO = """
-import sys
+import os, sys
 from states import open_run, state_at
 import async_ckpt
 first, root = int(sys.argv[2]), sys.argv[1]
@@ -504,18 +504,18 @@ with open_run(root) as ckpt:
     for step in range(first, 12, 2):
         try:
             ckpt.save(state_at(step, 5), step=step).result()
-            print(step)
+            print(step, flush=True)
         except async_ckpt.StepBehindError:
             pass
+os._exit(0)  # how an interpreter ends is for other tests
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_two_processes_that_save_into_one_root_lose_nothing_that_either_committed(tmp_path):
+def test_two_processes_that_save_into_one_root_lose_nothing_that_either_committed(tmp_path, nursery):
     root = tmp_path / "run"
-    with Nursery(tmp_path) as nursery:
-        children = [nursery.start(TWO, root, first) for first in (0, 1)]
-        ended = [child.ended() for child in children]
+    children = [nursery.start(TWO, root, first) for first in (0, 1)]
+    ended = [child.ended() for child in children]
     assert [(e.status, e.err) for e in ended] == [(0, ""), (0, "")]
     committed = sorted(int(line) for e in ended for line in e.out.split())
 

@@ -325,7 +325,7 @@ def test_a_compression_that_there_is_not_is_refused_at_once(out, compression):
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.zst"])
 def test_a_folder_goes_to_a_bucket_and_comes_back(bucket, tmp_path, tree, engine, name):  # noqa: F811
     place = bucket.place(f"runs/{name}", engine)
-    (tree / "weights").write_bytes(random.Random(0).randbytes(30 * MIB))
+    (tree / "weights").write_bytes(random.Random(0).randbytes(18 * MIB))
     with pack(place, scratch=tmp_path / "scratch") as folder:
         shutil.copytree(tree, folder, symlinks=True, dirs_exist_ok=True)
         expected = look(folder)

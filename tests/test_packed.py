@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packing import kept, names, settled
 from racing import PATIENCE, Thrown, until
+from slices import examples
 from states import MIB
 from tarballs import gnu_tar, in_names, look, make_tree, tar, with_holes
 from test_crash import quick_path  # noqa: F401
@@ -300,7 +301,7 @@ def entries_and_files(draw: Any) -> tuple[list[Entry], dict[int, bytes]]:
     return entries, files
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(entries_and_files(), st.integers(1, 40).map(lambda blocks: blocks * 512))
 def test_whatever_the_segments_the_image_is_the_same_and_what_tarfile_reads_from_it(made, segment_bytes):
     import io
@@ -356,7 +357,7 @@ def grow(folder: Path, made: dict[str, Any]) -> None:
             (folder / name).write_bytes(inside)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(small_trees, st.sampled_from(["x.tar", "x.tar.zst"]))
 def test_any_tree_of_small_files_comes_back_the_same_by_tarfile_and_by_extract(tmp_path_factory, made, name):
     top = tmp_path_factory.mktemp("any")

@@ -23,6 +23,7 @@ from damage import assert_refused, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_data import round_trip
+from slices import examples
 from states import difference, restored
 
 import async_ckpt
@@ -66,7 +67,7 @@ def one_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plain") / "x.tar"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(state=st.lists(values | containers, max_size=8))
 def test_any_plain_value_comes_back_without_a_pickle(state: Any, one_path: Path) -> None:
     assert difference(round_trip(state, one_path), state) is None

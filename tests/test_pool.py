@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import Nursery
 from racing import Call, Thrown, until
 from states import MIB, SEGMENT
 
@@ -53,7 +52,7 @@ def test_a_segment_is_page_aligned_writable_and_of_its_exact_size():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(tmp_path):
+def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(nursery):
     script = """
     from async_ckpt.host.memory import Memory
     segment = Memory(4 << 20)
@@ -61,8 +60,7 @@ def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(tmp_path)
     segment.free()
     assert int(held.fill_(1).sum()) == 4 << 20
     """
-    with Nursery(tmp_path) as nursery:
-        ended = nursery.run(script)
+    ended = nursery.run(script)
     assert (ended.status, ended.err) == (0, "")
 
 
@@ -261,7 +259,7 @@ def test_memory_of_which_a_part_is_leaked_is_lent_on_and_stays_page_locked(pool,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_a_forked_child_neither_inherits_the_memory_nor_gives_it_back(tmp_path):
+def test_a_forked_child_neither_inherits_the_memory_nor_gives_it_back(nursery):
     script = """
     import os, signal
     from async_ckpt.host.pool import SegmentPool
@@ -282,8 +280,7 @@ def test_a_forked_child_neither_inherits_the_memory_nor_gives_it_back(tmp_path):
     assert status == -signal.SIGSEGV, status
     assert int(lease.segment.tensor.sum()) == 5 * (4 << 20)
     """
-    with Nursery(tmp_path) as nursery:
-        ended = nursery.run(script)
+    ended = nursery.run(script)
     assert ended.status == 0, ended.err
 
 

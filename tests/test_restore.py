@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slices import examples
 from states import difference, network, restored
 from torch import nn
 
@@ -174,7 +175,7 @@ def flat(value: Any) -> Iterator[Any]:
             yield from flat(item)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(saved=trees)
 def test_any_tree_is_restored_into_one_like_it(saved: Any, one_root: Path) -> None:
     kept: list[Any] = []

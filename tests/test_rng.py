@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import Nursery
 from states import difference
 
 import async_ckpt
@@ -96,15 +95,14 @@ def test_states_of_devices_that_are_not_here_are_passed_over() -> None:
     RngState().load_state_dict(state | {"another": 1})
 
 
-def test_another_process_goes_on_with_the_same_numbers(archive: Path) -> None:
+def test_another_process_goes_on_with_the_same_numbers(archive: Path, nursery: Nursery) -> None:
     async_ckpt.save({"rng": RngState()}, archive).result()
     code = (
         "import sys, random, torch, async_ckpt\n"
         "async_ckpt.RngState().load_state_dict(async_ckpt.load(sys.argv[1])['rng'])\n"
         "print(random.random(), torch.rand(1).item())"
     )
-    done = subprocess.run([sys.executable, "-c", code, archive], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [repr(random.random()), repr(torch.rand(1).item())]
+    assert nursery.run(code, archive).out.split() == [repr(random.random()), repr(torch.rand(1).item())]
 
 
 # --- the key sets of trainers ------------------------------------------------------------------------------------

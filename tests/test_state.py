@@ -15,6 +15,7 @@ from archives import parsed_index, read_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_data import ARRAYS, VALUES, round_trip
+from slices import examples
 from states import bits_of, difference
 from torch import nn
 
@@ -508,7 +509,7 @@ def one_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("state") / "x.tar"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(state=trees)
 def test_any_tree_comes_back(state: Any, one_path: Path) -> None:
     assert difference(round_trip(state, one_path, types=[Pair]), state) is None
@@ -529,7 +530,7 @@ def any_tensors(draw: Any) -> torch.Tensor:
     return draw(st.sampled_from([view, view.conj(), view.t() if view.ndim == 2 else view]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(tensors=st.lists(any_tensors(), max_size=6))
 def test_a_tensor_of_any_dtype_shape_and_strides_comes_back(tensors: Any, one_path: Path) -> None:
     state = {"m": tensors, "flat": tensors[:1]}

@@ -196,7 +196,7 @@ def test_a_scheme_that_obstore_does_not_know_is_refused():
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(nursery, url, engine, package, command):
     script = """
-        import sys
+        import os, sys
         url, engine, package, command = sys.argv[1:]
         sys.modules[package] = None
         engine = None if engine == "None" else engine
@@ -204,12 +204,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(nursery, u
             with async_ckpt.AsyncCheckpointer(async_ckpt.Place(url, engine=engine)) as ckpt:
                 ckpt.steps()
         except ImportError as error:
-            print(error)
+            print(error, flush=True)
         try:
             place = async_ckpt.Place(url + "/x.tar", engine=engine)
             async_ckpt.save({"x": torch.ones(1)}, place).result()
         except ImportError as error:
-            print(error)
+            print(error, flush=True)
+        os._exit(0)  # how an interpreter ends is for other tests
     """
     ended = nursery.run("import async_ckpt, torch\n" + textwrap.dedent(script), url, engine, package, command)
     assert (ended.status, ended.err) == (0, "")

@@ -6,6 +6,7 @@ import io
 import json
 import threading
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from states import MIB, SEGMENT, assert_is_state, open_run, state_at, weight
 
 import async_ckpt
 from async_ckpt import Keep, Naming, NotCommittedError, Place, StepBehindError, StepExistsError
-from async_ckpt.testing import FaultyProxy
+from async_ckpt.testing import FaultyProxy, moto_server
 from async_ckpt.testing.servers import Server
 
 
@@ -254,9 +255,9 @@ def test_a_one_off_save_is_one_object(place):
     assert (report.step, report.path) == (None, archive.text)
     assert place.names() == ["x.tar"]
     assert_is_state(async_ckpt.load(archive), 5)
-    async_ckpt.save(state_at(6, 40), archive).result()
+    async_ckpt.save(state_at(6, 18), archive).result()
     assert place.names() == ["x.tar"]
-    assert_is_state(async_ckpt.load(archive), 6, 40)
+    assert_is_state(async_ckpt.load(archive), 6, 18)
 
 
 # --- engines and roots ----------------------------------------------------------------------------------------
@@ -396,17 +397,21 @@ def test_only_what_is_selected_is_fetched_and_the_index_by_few_reads(bucket, pro
 
 
 @pytest.fixture(scope="module")
-def crowded(s3: Server) -> Bucket:
-    """A bucket with more folders beside a run than one page of a listing holds."""
-    made = Bucket(s3)
-    s3.make_bucket(made.name)
-    made.write([f"other/{number:04d}/x" for number in range(1001)])
-    return made
+def crowded() -> Iterator[tuple[Bucket, FaultyProxy]]:
+    """A bucket with more folders beside a run than one page of a listing holds, and the way to it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "10")  # a thousand, as S3 has it, would take long to write
+        with moto_server() as server, FaultyProxy(server.endpoint) as proxy:
+            made = Bucket(server)
+            server.make_bucket(made.name)
+            made.write([f"other/{number:04d}/x" for number in range(11)])
+            yield made, proxy
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_thousand_objects_under_other_prefixes_are_not_listed(crowded, proxy, engine):
-    place = crowded.place(f"run-{engine}", engine, endpoint=proxy.endpoint)
+def test_pages_of_objects_under_other_prefixes_are_not_listed(crowded, engine):
+    bucket, proxy = crowded
+    place = bucket.place(f"run-{engine}", engine, endpoint=proxy.endpoint)
     with open_run(place, segment_bytes=PART) as ckpt:
         ckpt.save(state_at(1), step=1).result()
         ckpt.wait()
@@ -417,11 +422,13 @@ def test_a_thousand_objects_under_other_prefixes_are_not_listed(crowded, proxy, 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_is_found_among_a_thousand_folders_page_by_page(crowded, proxy, engine):
-    place = crowded.place("other", engine, endpoint=proxy.endpoint)
+def test_a_run_is_found_among_many_folders_page_by_page(crowded, engine):
+    bucket, proxy = crowded
+    place = bucket.place("other", engine, endpoint=proxy.endpoint)
     with open_run(place, segment_bytes=PART, naming=Naming(f"{engine}_{{:08d}}")) as ckpt:
+        before = proxy.count(kind="list_objects")
         assert ckpt.steps() == []
-        assert proxy.count(kind="list_objects") == 2
+        assert proxy.count(kind="list_objects") - before == 2
         assert ckpt.save(state_at(2), step=2).result().status == "committed"
         assert ckpt.steps() == [2]
 
@@ -437,7 +444,7 @@ def test_nothing_is_asked_before_the_first_call(bucket, proxy, engine):
 
 def guarded() -> tuple[dict[str, Any], torch.optim.Optimizer]:
     """Parameters whose copy may be put off until the next step, and the optimizer that guards them."""
-    parameters = [torch.nn.Parameter(torch.full((MIB,), float(i))) for i in range(10)]
+    parameters = [torch.nn.Parameter(torch.full((MIB,), float(i))) for i in range(7)]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -450,12 +457,12 @@ def test_a_state_larger_than_the_budget_is_saved(bucket, engine, segment_bytes):
     budget = 6 * SEGMENT if segment_bytes == SEGMENT else 4 * PART
     place = OnServer(bucket, engine)
     with place.run(host_bytes=budget, segment_bytes=segment_bytes) as ckpt:
-        report = ckpt.save(state_at(1, 45), step=1).result()
+        report = ckpt.save(state_at(1, 36), step=1).result()
         assert report.destinations[0].retryable is False
         ckpt.wait()
         no_memory_is_lent(ckpt)
         assert ckpt.metrics()["pool_bytes"] <= budget
-        assert_is_state(ckpt.load(), 1, 45)
+        assert_is_state(ckpt.load(), 1, 36)
     assert bucket.uploads() == []
 
 
@@ -479,7 +486,7 @@ def test_a_guarded_state_is_saved_while_training_goes_on(bucket, engine, host_by
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
         loaded = ckpt.load()
-        assert [float(w[0]) for w in loaded["weights"]] == [float(i) for i in range(10)]
+        assert [float(w[0]) for w in loaded["weights"]] == [float(i) for i in range(7)]
         assert all(torch.equal(w, torch.full_like(w, float(w[0]))) for w in loaded["weights"])
         assert torch.equal(loaded["extra"], weight(1, 4))
         ckpt.wait()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from async_ckpt.testing import FaultyProxy
 from async_ckpt.testing.servers import Server
 from examples.supervised import Journal
 
-REPOSITORY = Path(__file__).parent.parent
 STEPS = 48
 
 
@@ -189,16 +185,47 @@ def test_a_line_that_a_kill_has_torn_does_not_count_and_spoils_no_other(tmp_path
     assert Journal(tmp_path).last_with("state_path") == {"name": "000012", "state_path": "b"}
 
 
-def test_the_whole_story_is_told_at_toy_size(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.supervised", "--toy"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+# As `python -m examples.supervised --toy` with each training forked, since to import torch takes longer than to train.
+STORY = """
+import os, runpy, signal, sys
+import examples.process
 
-    told = [line for line in done.stderr.splitlines() if "async_ckpt has waited" not in line]
-    assert (done.returncode, told) == (0, [])
-    assert "every loss is that of the uninterrupted run, bit for bit" in done.stdout
+class Forked:
+    \"\"\"A process that `python -m` would run, as far as the story asks one.\"\"\"
+
+    def __init__(self, command, **_):
+        assert command[:3] == [sys.executable, "-m", "examples.supervised"]
+        read, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.dup2(write, 1)
+            sys.argv = command[2:]
+            runpy.run_module("examples.supervised", run_name="__main__", alter_sys=True)
+            sys.stdout.flush()
+            os._exit(0)
+        os.close(write)
+        self.stdout = open(read)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stdout.close()
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+examples.process.subprocess.Popen = Forked
+os.chdir(sys.argv[1])
+sys.argv = ["examples.supervised", "--toy"]
+runpy.run_module("examples.supervised", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_the_whole_story_is_told_at_toy_size(tmp_path, nursery):
+    done = nursery.run(STORY, tmp_path)
+
+    told = [line for line in done.err.splitlines() if "async_ckpt has waited" not in line]
+    assert (done.status, told) == (0, [])
+    assert "every loss is that of the uninterrupted run, bit for bit" in done.out

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -304,22 +302,19 @@ def test_a_store_serves_borrowed_groups(s3, training):
     assert_equal(async_ckpt.load(replace(root, url=f"{root.text}/step_00000002")), training)
 
 
-def test_a_process_killed_between_two_saves_leaves_what_is_needed(tmp_path):
-    script = f"""
+def test_a_process_killed_between_two_saves_leaves_what_is_needed(tmp_path, nursery):
+    script = """
 import os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch
-torch.set_num_threads(1)
 from async_ckpt import AsyncCheckpointer
 from test_unchanged import Training, save
 training = Training()
-ckpt = AsyncCheckpointer({str(tmp_path)!r}, keep=1)
+ckpt = AsyncCheckpointer(sys.argv[1], keep=1)
 for step in (1, 2, 3):
     save(ckpt, training, step)
 ckpt.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    subprocess.run([sys.executable, "-c", script], check=False)
+    assert nursery.run(script, tmp_path).status == -9
     other = Training()
     with AsyncCheckpointer(tmp_path, keep=1) as ckpt:
         assert ckpt.restore(other.state) == 3
