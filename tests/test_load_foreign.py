@@ -273,6 +273,25 @@ def test_pieces_of_torch_distributed_checkpoint_are_not_taken_for_a_model(weight
         async_ckpt.load(weights.parent)
 
 
+def test_files_of_torch_say_what_loads_them(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(NotCommittedError, match=r"but pytorch_model\.bin, which torch\.load reads"):
+        async_ckpt.load(tmp_path)
+    torch.save({"w": torch.ones(1)}, tmp_path / "__0_0.distcp")
+    refused(
+        tmp_path / "__0_0.distcp",
+        r"a piece of a checkpoint of torch\.distributed\.checkpoint; load its folder",
+    )
+
+
+def test_a_header_that_is_no_table_of_tensors_is_told_in_words(tmp_path: Path) -> None:
+    for table in ({"w": 5}, {"w": {"dtype": "F32"}}):
+        error = refused(
+            write(tmp_path / "x.safetensors", table), "not a table of tensors, each with dtype, shape and"
+        )
+        assert "Error" not in str(error)
+
+
 # --- extracted archives ------------------------------------------------------------------------------------------
 
 

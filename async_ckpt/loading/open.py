@@ -195,6 +195,12 @@ class OpenArchive(Contents):
         return bytes(self._begin[tar.BLOCK : end])
 
     def _not_ours(self, head: bytes) -> CorruptCheckpointError:
+        if self.path.endswith(".distcp"):
+            return CorruptCheckpointError(
+                f"{self.path}: not an async_ckpt archive: this is a piece of a checkpoint of torch.distributed.checkpoint; "
+                "load its folder with that",
+                path=self.path,
+            )
         for magic, what in (
             (b"PK\x03\x04", "a zip file, as torch.save writes; use torch.load"),
             (b"\x1f\x8b", "gzip"),
