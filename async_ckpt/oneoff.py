@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from .host.ranks import warn_of_ranks
 from .loading.contents import Part
 from .loading.find import from_path
 from .loading.load import check_verify, state_of
@@ -44,7 +45,8 @@ def save(
 
     The file appears as a whole, or replaces an existing one, when it is durable. Until then nothing is visible. One save
     is under way at a time: the next call waits for it, and its report counts the wait as stall. Host memory is kept for
-    the next save; `release` gives it back.
+    the next save; `release` gives it back. In a distributed training, a rank other than 0 is warned that every rank
+    may be writing to the same path.
 
     Args:
         obj: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a snapshot.
@@ -63,6 +65,7 @@ def save(
         raise ValueError(
             f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one"
         )
+    warn_of_ranks(stacklevel=2)
     return default.one_off_saver().save(
         lambda: obj,
         lambda: [target],

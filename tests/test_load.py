@@ -771,3 +771,27 @@ def test_a_name_that_promises_another_compression_is_refused(name: str, tmp_path
     with pytest.raises(ValueError, match=r"only zstd.*\.tar\.zst"):
         async_ckpt.save(STATE, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ({"select": 5}, TypeError, "select must be a name, a glob such as .* got 5"),
+        ({"select": ["a", 5]}, TypeError, "select must be a name, a glob such as .* got 5"),
+        ({"types": dict}, TypeError, r"types must be a list of classes, such as types=\[Config\], got dict"),
+        ({"types": 5}, TypeError, "types must be a list of classes, .* got 5"),
+        ({"map_location": "foo"}, ValueError, "map_location='foo' is no device that torch can use here"),
+        (
+            {"map_location": "hpu:77"},
+            ValueError,
+            "map_location='hpu:77' is no device that torch can use here",
+        ),
+    ],
+    ids=repr,
+)
+def test_arguments_that_mean_nothing_are_refused_by_their_names(
+    how: Any, error: Any, message: str, archive: Path
+) -> None:
+    async_ckpt.save({"w": torch.ones(1)}, archive).result()
+    with pytest.raises(error, match=message):
+        async_ckpt.load(archive, **how)

@@ -251,6 +251,17 @@ def test_an_index_of_shards_that_lies_is_refused(tmp_path: Path, weight_map: Any
     refused(sharded(tmp_path / "hf", weight_map), match)
 
 
+def test_shards_that_are_not_selected_may_be_missing(tmp_path: Path) -> None:
+    files = {"a": "model-1.safetensors", "c": "model-2.safetensors"}
+    folder = sharded(tmp_path / "hf", files)
+    (folder / "model-2.safetensors").unlink()
+    assert set(async_ckpt.load(folder, select="a")) == {"a"}
+    for select in ("c", ["a", "c"], "*", None):
+        refused(folder, r"model-2\.safetensors: it is missing, though", select=select)
+    with pytest.raises(KeyError, match="matches nothing"):
+        async_ckpt.load(folder, select="x")
+
+
 def test_a_folder_of_several_safetensors_files_without_an_index_says_so(tmp_path: Path) -> None:
     (sharded(tmp_path / "hf", {}) / "model.safetensors.index.json").unlink()
     with pytest.raises(NotCommittedError, match=r"load one of them: model-1\.safetensors, model-2"):
@@ -261,6 +272,25 @@ def test_pieces_of_torch_distributed_checkpoint_are_not_taken_for_a_model(weight
     (weights.parent / ".metadata").write_bytes(b"")
     with pytest.raises(NotCommittedError, match=r"torch\.distributed\.checkpoint; load it by that"):
         async_ckpt.load(weights.parent)
+
+
+def test_files_of_torch_say_what_loads_them(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(NotCommittedError, match=r"but pytorch_model\.bin, which torch\.load reads"):
+        async_ckpt.load(tmp_path)
+    torch.save({"w": torch.ones(1)}, tmp_path / "__0_0.distcp")
+    refused(
+        tmp_path / "__0_0.distcp",
+        r"a piece of a checkpoint of torch\.distributed\.checkpoint; load its folder",
+    )
+
+
+def test_a_header_that_is_no_table_of_tensors_is_told_in_words(tmp_path: Path) -> None:
+    for table in ({"w": 5}, {"w": {"dtype": "F32"}}):
+        error = refused(
+            write(tmp_path / "x.safetensors", table), "not a table of tensors, each with dtype, shape and"
+        )
+        assert "Error" not in str(error)
 
 
 # --- extracted archives ------------------------------------------------------------------------------------------
@@ -300,6 +330,24 @@ def test_an_extracted_archive_of_many_blocks_and_members_is_the_state(tmp_path: 
     assert difference(async_ckpt.load(folder), large_state()) is None
     part = async_ckpt.load(folder, select="optimizer.w3")
     assert difference(part, {"optimizer": {"w3": large_state()["optimizer"]["w3"]}}) is None
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_members_of_an_extracted_archive_that_are_not_selected_may_be_missing(
+    tmp_path: Path, verify: bool
+) -> None:
+    folder = extracted({**large_state(), "object": Thing()}, tmp_path)
+    for lost in ("optimizer.safetensors", "objects.pt"):
+        (folder / lost).unlink()
+    assert (
+        difference(async_ckpt.load(folder, select="model", verify=verify), {"model": large_state()["model"]})
+        is None
+    )
+    for select, lost in (("optimizer.w1", "optimizer.safetensors"), ("object", "objects.pt")):
+        refused(folder, f"{lost}: it is missing, though index.json names it", select=select, verify=verify)
+    flip(folder / "model.safetensors", 9 * MIB)
+    if verify:
+        refused(folder, "does not match its digest", select="model")
 
 
 def test_damage_in_an_extracted_member_is_found_in_every_block_without_a_header(tmp_path: Path) -> None:
@@ -399,7 +447,7 @@ def test_the_files_of_a_folder_are_closed_again(tmp_path: Path, monkeypatch: pyt
     async_ckpt.load(folder)
     (folder / "objects.pt").unlink()
     refused(folder)
-    assert len(opened) == len(closed) == 4
+    assert len(opened) == len(closed) == 5
 
 
 # --- headers that lie --------------------------------------------------------------------------------------------

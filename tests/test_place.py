@@ -190,6 +190,9 @@ def test_a_folder_elsewhere_is_neither_packed_nor_extracted_to(far, tmp_path, mo
         (lambda: AsyncCheckpointer("zip://a::s3://b"), ValueError, r"a chain of filesystems; pass Place\(path, fs=…\)"),
         (lambda: AsyncCheckpointer([]), ValueError, "at least one root"),
         (lambda: AsyncCheckpointer([Place("a"), "a"]), ValueError, "two roots are the same"),
+        (lambda: AsyncCheckpointer(["r/a/b", "r/a"]), ValueError, "r/a/b/ lies inside the root .*r/a/; put them side by side"),
+        (lambda: AsyncCheckpointer(["memory://x/b", "memory://x/bc", "memory://x"]), ValueError, "x/b/ lies inside"),
+        (lambda: AsyncCheckpointer("s3://key:sec@b/x"), ValueError, "s3://b: a URL must not contain keys or a port"),
         (lambda: AsyncCheckpointer([3]), TypeError, "pass a string or a Path"),
     ],
 )  # fmt: skip

@@ -74,6 +74,13 @@ def test_any_plain_value_comes_back_without_a_pickle(state: Any, one_path: Path)
     assert "objects.pt" not in [name for name, _ in read_index(one_path)["members"]]
 
 
+def test_memory_formats_come_back_without_a_pickle(archive: Path) -> None:
+    state = [torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format]
+    loaded = round_trip(state, archive)
+    assert all(a is b for a, b in zip(loaded, state, strict=True))
+    assert "objects.pt" not in [name for name, _ in read_index(archive)["members"]]
+
+
 def test_a_set_has_one_skeleton_in_whatever_order_its_items_are_met(tmp_path: Path) -> None:
     """Text hashes to something else in every process; these two numbers to the same place of a set."""
     one, other = {0, 8}, {8, 0}
@@ -440,6 +447,7 @@ HOSTILE: dict[str, Any] = {
     "fraction endless": {"fraction": [{"int": "f" * 10**6}, {"int": "7" * 10**6}]},
     "uuid short": {"uuid": "00"}, "uuid of a number": {"uuid": 5}, "uuid of words": {"uuid": "x" * 32},
     "range of no step": {"range": [0, 1, 0]}, "range of floats": {"range": [0.0, 1.0, 1.0]}, "range of one": {"range": [5]}, "range of bools": {"range": [False, True, True]},
+    "memory format of none": {"memory_format": "channels"}, "memory format of a list": {"memory_format": []},
     "slice of text": {"slice": ["a", "b", None]}, "slice of two": {"slice": [1, 2]}, "slice of tensors": {"slice": [{"tensor": 0}, None, None]},
     "set of lists": {"set": [{"list": []}]}, "set of a list": {"set": [[1]]}, "set of tensors": {"set": [{"tensor": 0}]}, "set of nothing": {"set": None},
     "set of sets": {"set": [{"set": []}]}, "set of records": {"set": [{"npscalar": [[["a", "<f4"]], "AAAAAA=="]}]}, "set of snan": {"set": [{"decimal": "sNaN"}]},

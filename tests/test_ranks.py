@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from children import Child, Nursery
 from scripted_disk import scripted
 from states import open_run, state_at
 
+import async_ckpt
 from async_ckpt import StepExistsError
 from async_ckpt.host.ranks import ranks
 
@@ -116,6 +118,20 @@ def test_what_the_launcher_has_set_tells_of_ranks_too(tmp_path, monkeypatch):
         with pytest.raises(StepExistsError) as own:
             one.save(state_at(1), step=1)
         assert "rank" not in str(own.value)  # it was this very checkpointer that has committed it
+
+
+def test_a_file_that_every_rank_may_write_is_warned_of_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for rank, expected in ((0, 0), (3, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for i in range(2):
+                async_ckpt.save(state_at(i), tmp_path / f"{i}.tar").result()
+        assert len(caught) == expected
+    assert "this is rank 3 of 8" in str(caught[0].message)
+    assert "Save on rank 0 alone" in str(caught[0].message)
+    assert caught[0].filename == __file__
 
 
 def test_the_cause_is_kept(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from slices import examples
 from states import difference, network, restored
 from torch import nn
 
+import async_ckpt
 from async_ckpt import AsyncCheckpointer, NotCommittedError, StateMismatchError
 
 
@@ -133,6 +134,17 @@ def test_what_cannot_be_filled_in_place_is_a_type_error(live: Any, ckpt: AsyncCh
     ckpt.save([torch.ones(1)], step=1).result()
     with pytest.raises(TypeError, match="in place"):
         ckpt.restore(live)
+
+
+def test_a_part_of_a_snapshot_cannot_be_filled(ckpt: AsyncCheckpointer) -> None:
+    state = {"model": {"w": torch.ones(1)}, "parts": [{"w": torch.ones(1)}]}
+    ckpt.save(state, step=1).result()
+    with async_ckpt.snapshot(state) as snap:
+        for live in ({"model": snap["model"]}, {"model": state["model"], "parts": [snap["parts"][0]]}):
+            with pytest.raises(
+                TypeError, match=r"cannot fill a snapshot, as (model|parts\.0) is; give it the live"
+            ):
+                ckpt.restore(live)
 
 
 names = st.text(max_size=4)

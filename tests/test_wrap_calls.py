@@ -181,8 +181,16 @@ def test_arguments_that_are_swapped_are_told_apart_at_once(tmp_path):
         wrap(torch.save)(path, {"w": torch.ones(1)})
     with pytest.raises(TypeError, match="given a ndarray as file"):
         wrap(np.save)(np.ones(1), path)
+    for save in (safetensors.torch.save_file, lambda state, path: torch.save(state, path)):
+        for state in ({"w": torch.ones(1)}, torch.nn.Linear(1, 1)):
+            with pytest.raises(
+                TypeError, match=r"given a (dict|Linear) as (filename|path), which says where"
+            ):
+                wrap(save)(path, state)
     assert list(tmp_path.iterdir()) == []
 
+    wrap(lambda name, *, target: Path(name).write_text("x"), destination="name")(path, target={}).result()
+    wrap(lambda path, target: Path(path).write_text("x"))(path, {}).result()
     wrap(torch.save)(path, path).result()  # a text may be what is saved
     assert torch.load(path) == path
 

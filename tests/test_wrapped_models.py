@@ -176,6 +176,21 @@ def test_averaged_models_and_copies_keep_their_names(ckpt: AsyncCheckpointer) ->
     assert difference(live.module.state_dict(), averaged.module.module.state_dict()) is None
 
 
+def test_a_plain_model_does_not_fill_a_submodule_called_module(ckpt: AsyncCheckpointer) -> None:
+    plain, named = nn.Module(), nn.Module()
+    for live in (plain, named):
+        live.register_parameter("steps", nn.Parameter(torch.zeros(1)))
+    named.module = nn.Linear(2, 2, bias=False)
+    plain.register_parameter("weight", nn.Parameter(torch.ones(2, 2)))
+    for step, saved in enumerate((plain, plain.state_dict())):
+        ckpt.save({"model": saved}, step).result()
+        for live in (named, DistributedDataParallel(named)):
+            with pytest.raises(StateMismatchError) as caught:
+                ckpt.restore({"model": live})
+            assert caught.value.missing == ("model.module.weight",)
+            assert caught.value.unexpected == ("model.weight",)
+
+
 class Unwrapping(DistributedDataParallel):
     """As some trainers' are: its state dict is that of the model."""
 
@@ -250,9 +265,10 @@ def test_two_saved_names_that_may_be_one_live_one_are_refused_and_named(ckpt: As
 def test_one_saved_name_that_may_be_two_live_ones_is_refused_and_named(ckpt: AsyncCheckpointer) -> None:
     live = nn.ModuleDict({"module": nn.Linear(1, 1, bias=False)})
     live.register_parameter("weight", nn.Parameter(torch.zeros(1, 1)))
-    ckpt.save({"model": {"_orig_mod.weight": torch.ones(1, 1)}}, step=1).result()
+    ckpt.save({"model": {"module.module.weight": torch.ones(1, 1)}}, step=1).result()
     with pytest.raises(
-        StateMismatchError, match=r"'_orig_mod.weight' of the checkpoint may be 'module.weight' or 'weight'"
+        StateMismatchError,
+        match=r"'module.module.weight' of the checkpoint may be 'module.weight' or 'weight'",
     ):
         ckpt.restore({"model": live}, strict=False)
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import torch
+
 from ..spec import with_article
 from ..storage.base import Storage
 from ..storage.place import Anywhere, Place, storage_at, written_at
@@ -118,8 +120,9 @@ class Finder:
                     return key, self._checked(value)
             raise TypeError(f"{self._name} was called without its destination {self._said!r}")
         called_so = [key for key in values if names[key] in _NAMES]
-        if self._takes_file:
-            for key in [key for key in called_so if names[key] in self._parameters]:
+        named = [key for key in called_so if names[key] in self._parameters]
+        if not any(_is_path(values[key]) or hasattr(values[key], "write") for key in named):
+            for key in named:
                 self._refuse_swapped(names[key], values[key], [v for k, v in values.items() if k != key])
         for candidates in (
             [key for key in called_so if names[key] in self._parameters and _is_path(values[key])],
@@ -140,7 +143,8 @@ class Finder:
 
     def _refuse_swapped(self, parameter: str, value: Any, others: list[Any]) -> None:
         paths = [other for other in others if _is_path(other)]
-        if paths and not (_is_path(value) or hasattr(value, "write")):
+        # To a function that takes files, anything else is a mistake; of any other the argument may not be the destination.
+        if paths and (self._takes_file or _is_state(value)):
             order = ", ".join(self._positional[:2])
             raise TypeError(
                 f"{self._name} was given {with_article(type(value).__qualname__)} as {parameter}, which says where it writes, and "
@@ -200,6 +204,10 @@ def out_path(given: Anywhere, options: Options) -> OutPath:
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, str | os.PathLike | Place)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Mapping | torch.Tensor) or hasattr(value, "state_dict")
 
 
 def ending_of(fn: Callable[..., Any]) -> str | None:

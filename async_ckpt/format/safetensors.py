@@ -116,7 +116,9 @@ def _parsed(data: bytes, load: Callable[[bytes], Any]) -> tuple[dict[str, Row], 
             parsed[name] = Row(str(row["dtype"]), shape, begin, end)
         return parsed, metadata
     except (KeyError, TypeError, RecursionError, AttributeError) as error:
-        raise ValueError(f"safetensors header is malformed: {error!r:.200}") from error
+        raise ValueError(
+            "its safetensors header is not a table of tensors, each with dtype, shape and data_offsets"
+        ) from error
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ In: a reader, or a storage with a folder. Out: contents as those of an archive. 
 
 A bare safetensors file has an index as an archive has one: it is made from the header. The folder of an extracted
 archive is read as the tar that it was: its members lie where the index says, and between them are made-up tar headers.
-Only what these held of times is lost, so the few blocks of digests that one lies in cannot be compared.
+Only what these held of times is lost, so the few blocks of digests that one lies in cannot be compared. A file that is
+not there is an error only when something in it is asked for.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ import contextlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from types import TracebackType
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from ..errors import CorruptCheckpointError
 from ..format import digests, index, safetensors, tar
 from ..runs.others import OF_DCP
 from ..spec import BLOCK_BYTES, Json
-from ..state.tree import flat
+from ..state.names import Select, Selector, selector, shown
+from ..state.tree import Stored, flat
 from ..storage.base import Reader, Storage
-from .contents import Contents, Part
+from .contents import Contents, Groups, Part
 from .open import OpenArchive, first_block
 
 _SUFFIX: Final = ".safetensors"
@@ -79,6 +81,58 @@ class OpenSafetensors(Contents):
         )
 
 
+class MissingShard(Contents):
+    """A file that is not there, of which it is known what it would hold."""
+
+    def __init__(self, keys: Collection[str], error: CorruptCheckpointError) -> None:
+        super().__init__(Joined(()), path=error.path)
+        self._keys, self._error = sorted(keys), error
+
+    def tree(
+        self,
+        *,
+        select: Select = None,
+        types: Iterable[type] = (),  # noqa: ARG002
+        groups: Groups = None,  # noqa: ARG002
+    ) -> tuple[Any, list[Stored]]:
+        """Raises KeyError if nothing of it is selected, else CorruptCheckpointError."""
+        chosen = selector(select)
+        if chosen is None or any(chosen((key,)) for key in self._keys):
+            raise self._error
+        raise KeyError(f"select={select!r} matches nothing in {self.path}; it holds {self.names()}")
+
+    def entries(self) -> list[Any]:
+        return list(self._keys)
+
+    def names(self) -> str:
+        return ", ".join(shown((key,)) for key in self._keys)
+
+    def match(self, chosen: Selector, groups: Groups) -> None:  # noqa: ARG002
+        for key in self._keys:
+            chosen((key,))
+
+
+class Zeros:
+    """Stands for the bytes of a file that is not there, of which no tensor is read: only what is around them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def read_into(self, offset: int, target: memoryview) -> None:  # noqa: ARG002
+        target[:] = bytes(len(target))
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 class Joined:
     """Texts and files, one after the other, as one file."""
 
@@ -120,21 +174,41 @@ def _extracted(storage: Storage, verify: bool, stack: contextlib.ExitStack) -> O
     told = index.parse(text, path=storage.locate(index.MEMBER))
     pieces: list[bytes | Reader] = [tar.header(index.MEMBER, len(text), mtime=0), text]
     made_up, end = {0}, tar.BLOCK + len(text)
-    for member in (*told.members, told.digests):
+    there = storage.names("")
+    # All of them before anything is made: that of the digests bounds what the index may say of what is not there.
+    files = [_member_file(storage, member, there, stack) for member in (*told.members, told.digests)]
+    lacking = {}
+    for member, file in zip((*told.members, told.digests), files, strict=True):
         header_at, num_bytes = member.data.offset - tar.BLOCK, member.data.length
-        if len(member.name) > tar.MAX_NAME_BYTES:
-            raise _corrupt(
-                storage, index.MEMBER, f"{member.name!r:.300} is too long for the name of a member"
-            )
-        file = _open(storage, member.name, stack, index.MEMBER)
-        if file.num_bytes != num_bytes:
-            why = f"it has {file.num_bytes:,} bytes, and {index.MEMBER} says {num_bytes:,}"
-            raise _corrupt(storage, member.name, why)
-        pieces += [bytes(header_at - end), tar.header(member.name, num_bytes, mtime=0), file]
+        pieces += [
+            bytes(header_at - end),
+            tar.header(member.name, num_bytes, mtime=0),
+            file or Zeros(num_bytes),
+        ]
         made_up.add(header_at // BLOCK_BYTES)
+        if file is None:
+            lacking[member.name] = _missing(storage, member.name, index.MEMBER)
+            made_up.update(range(header_at // BLOCK_BYTES, -(-member.data.end // BLOCK_BYTES)))
         end = member.data.end
     pieces.append(bytes(told.file_bytes - end))
-    return OpenArchive(Joined(pieces), path=folder, verify=verify, made_up=frozenset(made_up))
+    return OpenArchive(
+        Joined(pieces), path=folder, verify=verify, made_up=frozenset(made_up), lacking=lacking
+    )
+
+
+def _member_file(
+    storage: Storage, member: index.Member, there: Collection[str], stack: contextlib.ExitStack
+) -> Reader | None:
+    """The file of a member, closed with `stack`; None if there is none."""
+    if len(member.name) > tar.MAX_NAME_BYTES:
+        raise _corrupt(storage, index.MEMBER, f"{member.name!r:.300} is too long for the name of a member")
+    if _is_missing(member.name, there):
+        return None
+    file = _open(storage, member.name, stack, index.MEMBER)
+    if file.num_bytes != member.data.length:
+        why = f"it has {file.num_bytes:,} bytes, and {index.MEMBER} says {member.data.length:,}"
+        raise _corrupt(storage, member.name, why)
+    return file
 
 
 def _shards(storage: Storage, name: str, stack: contextlib.ExitStack) -> Iterator[Part]:
@@ -146,7 +220,12 @@ def _shards(storage: Storage, name: str, stack: contextlib.ExitStack) -> Iterato
         raise _corrupt(storage, name, f"it is not an index of safetensors files ({error!r:.200})") from error
     if not shards:
         raise _corrupt(storage, name, "it names no file")
+    there = storage.names("")
     for shard in shards:
+        if _is_missing(shard, there):
+            lost = frozenset(key for key, told in files.items() if told == shard)
+            yield Part(MissingShard(lost, _missing(storage, shard, name)), lost)
+            continue
         contents = _file_of(storage, shard, stack, name)
         held = {key for key in contents.entries() or () if files.get(key, shard) == shard}
         lacking = sorted(key for key, told in files.items() if told == shard and key not in held)
@@ -172,9 +251,18 @@ def _open(storage: Storage, name: str, stack: contextlib.ExitStack, told_by: str
     try:
         return stack.enter_context(storage.open(name))
     except FileNotFoundError as error:
-        raise _corrupt(storage, name, f"it is missing, though {told_by} names it") from error
+        raise _missing(storage, name, told_by) from error
     except (IsADirectoryError, ValueError) as error:
         raise _corrupt(storage, name, f"it is not a file, though {told_by} names it") from error
+
+
+def _is_missing(name: object, there: Collection[str]) -> bool:
+    """Whether this is the name of a file of the folder, and there is none of that name."""
+    return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None and name not in there
+
+
+def _missing(storage: Storage, name: str, told_by: str) -> CorruptCheckpointError:
+    return _corrupt(storage, name, f"it is missing, though {told_by} names it")
 
 
 def _corrupt(storage: Storage, name: str, why: str) -> CorruptCheckpointError:

@@ -135,6 +135,7 @@ def state_of(
     types: Iterable[type],
 ) -> Any:
     """Build the state, from the files themselves or from maps of them."""
+    _check_device(map_location)
     check_lent(parts, select)
     check_select(parts, select)
     if mmap and map_location is not None and torch.device(map_location).type != "cpu":
@@ -152,6 +153,19 @@ def state_of(
         )
 
     return load_parts(parts, load)
+
+
+def _check_device(map_location: str | torch.device | None) -> None:
+    """Raises ValueError for a device that this process does not have."""
+    try:
+        if map_location is not None:
+            torch.empty(0, device=torch.device(map_location))
+    except Exception as error:  # every kind of device has its own
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f'map_location={map_location!r:.100} is no device that torch can use here ({why:.200}); give "cpu", or leave '
+            "it out"
+        ) from error
 
 
 def _mapped(archive: Contents, number: int, mapped: mmap_module.mmap) -> torch.Tensor:

@@ -22,6 +22,7 @@ from ..errors import StateMismatchError
 from ..spec import with_article
 from ..state.capture import why_not
 from ..state.dtypes import dtype_name
+from ..state.held import Held
 from ..state.names import Path, shown
 from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
 from ..state.tree import SavedRecord, Stored, replaced
@@ -75,6 +76,10 @@ class Match:
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
         """Match one pair; returns what the place should hold afterwards: the live object, or a value for it."""
+        if isinstance(live, Held):
+            raise TypeError(
+                f"restore fills objects in place and cannot fill a snapshot, as {shown(path)} is; give it the live objects"
+            )
         if isinstance(live, torch.Tensor):
             return self._tensor(live, saved, path)
         if _is_plain_module(live):

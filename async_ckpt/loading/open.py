@@ -9,9 +9,10 @@ import io
 import pickle
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -35,7 +36,8 @@ class OpenArchive(Contents):
 
     Raises CorruptCheckpointError for anything that is not, or no longer, an archive of this library, and
     FormatVersionError for one from a newer version. `begin` is its first block, where it is known already; of the blocks
-    `made_up`, some bytes are not those that were saved, so they are not compared.
+    `made_up`, some bytes are not those that were saved, so they are not compared. The members `lacking` are not there, and
+    whoever wants one gets its error.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class OpenArchive(Contents):
         verify: bool,
         begin: memoryview | None = None,
         made_up: Collection[int] = (),
+        lacking: Mapping[str, CorruptCheckpointError] = MappingProxyType({}),
     ) -> None:
         super().__init__(reader, path=path)
+        self._lacking = lacking
         self._digests: bytes | None = None
         self._made_up = made_up
         # The first blocks, with the index in them; often the first headers too.
@@ -191,6 +195,12 @@ class OpenArchive(Contents):
         return bytes(self._begin[tar.BLOCK : end])
 
     def _not_ours(self, head: bytes) -> CorruptCheckpointError:
+        if self.path.endswith(".distcp"):
+            return CorruptCheckpointError(
+                f"{self.path}: not an async_ckpt archive: this is a piece of a checkpoint of torch.distributed.checkpoint; "
+                "load its folder with that",
+                path=self.path,
+            )
         for magic, what in (
             (b"PK\x03\x04", "a zip file, as torch.save writes; use torch.load"),
             (b"\x1f\x8b", "gzip"),
@@ -249,6 +259,8 @@ class OpenArchive(Contents):
 
     def _check_tar_header(self, member: Member) -> Extent:
         """Where the member's data lies, as its tar header says too."""
+        if member.name in self._lacking:
+            raise self._lacking[member.name]
         try:
             told = tar.parse_header(self._read_near(Extent(member.data.offset - tar.BLOCK, tar.BLOCK)))
         except ValueError as error:

@@ -60,6 +60,9 @@ def foreign_kind(names: Collection[str]) -> str | None:
     files = [name for name in names if name.endswith(".safetensors")]
     if files:
         return f"safetensors files, which async_ckpt.load reads; load one of them: {', '.join(files[:5])}"
+    of_torch = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
+    if of_torch:
+        return f"{', '.join(of_torch[:5])}, which torch.load reads"
     return None
 
 

@@ -175,7 +175,8 @@ def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
 def opened(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, clock: Clock) -> Roots:
     """The runs at one root, or several; nothing is asked of them.
 
-    Raises ValueError for no root, and for two that are the same, NotADirectoryError for a file, and what a place raises.
+    Raises ValueError for no root, and for two of which one is the other or lies inside it, NotADirectoryError for a file, and
+    what a place raises.
     """
     is_one = isinstance(root, str | os.PathLike | Place) or not isinstance(root, Sequence)
     places = [place_of(root)] if is_one else [place_of(each) for each in root]  # type: ignore[arg-type, union-attr]
@@ -188,6 +189,11 @@ def opened(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, c
     names = [storage.locate("") for storage in storages]
     if len(set(names)) < len(names):
         raise ValueError(f"two roots are the same: {', '.join(names)}")
+    folders = sorted(f"{name.rstrip('/')}/" for name in names)
+    for outer in folders:
+        inner = next((name for name in folders if name != outer and name.startswith(outer)), None)
+        if inner is not None:
+            raise ValueError(f"the root {inner} lies inside the root {outer}; put them side by side")
     return Roots(
         [
             Run(

@@ -163,7 +163,13 @@ class UnchangedGroups:
         if not names:
             return state, ()
         for name in names:
-            if not isinstance(state, Mapping | Held) or name not in state or _is_plain(_entry(state, name)):
+            there = isinstance(state, Mapping | Held) and name in state
+            if there and _is_plain(_entry(state, name)):
+                raise ValueError(
+                    f"unchanged={name!r}: that entry of the state is one tensor or value, and only a group can be left out: a "
+                    "dict, a module, an optimizer; put it in a dict"
+                )
+            if not there:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
         borrowed: list[Elsewhere] = []
         for name in sorted(names):

@@ -61,10 +61,18 @@ def _text(key: Any) -> str:
 
 
 def selector(select: Select) -> Selector | None:
-    """What the user has selected; None for everything."""
+    """What the user has selected; None for everything. Raises TypeError for what is no name."""
     if select is None:
         return None
-    return Selector([select] if isinstance(select, str) else select)
+    patterns = (
+        [select] if isinstance(select, str) else list(select) if isinstance(select, Iterable) else [select]
+    )
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f'select must be a name, a glob such as "*.lora_*", or several of them, got {pattern!r:.100}'
+            )
+    return Selector(patterns)
 
 
 Path = tuple[Any, ...]

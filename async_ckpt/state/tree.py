@@ -231,6 +231,9 @@ def decode(
 
 def _by_name(types: Iterable[type]) -> dict[str, type]:
     found: dict[str, type] = {}
+    if isinstance(types, type) or not isinstance(types, Iterable):
+        what = types.__qualname__ if isinstance(types, type) else f"{types!r:.100}"
+        raise TypeError(f"types must be a list of classes, such as types=[Config], got {what}")
     for cls in map(_rebuilt, types):
         name = class_name(cls)
         if found.setdefault(name, cls) is not cls:

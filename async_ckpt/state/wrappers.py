@@ -4,8 +4,8 @@ In: modules and optimizers. Out: their state dicts without the prefixes of wrapp
 Knows nothing of: skeletons, archives.
 
 A wrapper holds one module in a known attribute, which its state dict has in every name: `module.0.weight` of a
-DistributedDataParallel. It is found by its class, since a submodule may well be called `module`. Only where a saved name
-fits no live one are such words left out of both, and then no more than one of each may be left with the same rest.
+DistributedDataParallel. It is found by its class, since a submodule may well be called `module`. Of a saved name the class is not known: where it
+fits no live one, such words are left out of it until it is the plain name of one, and that must be so of no other.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> Pairs:
     """Find the saved name of each live one, of which `live` has the plain names too.
 
     A checkpoint of the same model, or of the plain one, has exactly these names or those. Of any other, a name that is
-    found among both is a live one's, if not another's as well; what is left fits where it differs in wrappers alone.
+    found among both is a live one's, if not another's as well; what is left fits where it has words of wrappers that the
+    plain name has not.
     """
     names = {name for name in saved if isinstance(name, str)}
     own = {name: plain for name, plain in live.items() if isinstance(name, str)}
@@ -194,10 +195,11 @@ def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> Pairs:
         here = bare_live.get(bare, [])
         if all(map(saves.__contains__, told)) or all(map(lives.__contains__, here)):
             continue
-        if len(here) == len(told) == 1:
-            found.add((here[0], told[0]))
+        likes = [(name, other) for name in here for other in told if _is_wrapped(own[name], other)]
+        if len(likes) == 1:
+            found.add(likes[0])
         else:
-            ambiguous += [(name, other) for name in here for other in told]
+            ambiguous += likes
     return Pairs(dict(found), _described(ambiguous))
 
 
@@ -259,6 +261,12 @@ def _bare(name: str) -> str:
     """A name without any word that a wrapper may have put there."""
     module, _, last = name.rpartition(".")
     return _joined(_bare_module(module), last)
+
+
+def _is_wrapped(plain: str, name: str) -> bool:
+    """Whether a name without any words of wrappers is the plain name, given that both are the same without all of them."""
+    left = iter(name.split("."))
+    return all(part in left for part in plain.split("."))
 
 
 def _bare_module(name: str) -> str:

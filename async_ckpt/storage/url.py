@@ -79,9 +79,12 @@ def split_bucket(url: str) -> tuple[str, str, str]:
     bucket, _, prefix = rest.partition("/")
     user, _, host = bucket.rpartition("@")
     seen = f"{scheme}://{shown(url).partition('://')[2].partition('/')[0]}"
-    if not host or ((user or ":" in bucket) and (scheme in ("s3", "gs") or ":" in bucket)):
+    if not host:
+        raise ValueError(f"{seen} names no bucket; write {scheme}://bucket/prefix")
+    if (user or ":" in bucket) and (scheme in ("s3", "gs") or ":" in bucket):
         raise ValueError(
-            f"{seen} names no bucket; write {scheme}://bucket/prefix, and give keys in Place(url, options=…)"
+            f"{seen}: a URL must not contain keys or a port; write {scheme}://bucket/prefix, and give these in "
+            "Place(url, options=…)"
         )
     _refuse_query(url)
     prefix = prefix.strip("/")
