@@ -74,7 +74,7 @@ class SaveReport:
     `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the previous
     commit, if this checkpointer made it. If it names all of them, training stands still, or a snapshot is stale. Tensors
     at the top level are one group, "model" or "state"; tied tensors belong to each group that has them. A group of several
-    MiB is not compared if its place in the archive has changed, because what comes before it has grown.
+    MiB is not compared if it has moved in the archive.
     """
 
     status: Literal["committed", "skipped"]

@@ -173,8 +173,10 @@ def whole_bytes(name: str, given: Any) -> int:
 
 
 def with_article(kind: str) -> str:
-    """What a type is called in a sentence: a dict, an int."""
-    return f"{'an' if kind[:1].lower() in 'aeio' else 'a'} {kind}"
+    """What a type is called in a sentence: a dict, an int, an LSTM, a UUID, an ndarray."""
+    if kind[:2].isupper():  # its first letters are spelled out
+        return f"{'an' if kind[0] in 'AEFHILMNORSX' else 'a'} {kind}"
+    return f"{'an' if kind[:1].lower() in ('a', 'e', 'i', 'o') or kind.startswith('nd') else 'a'} {kind}"
 
 
 def align_up(value: int, to: int) -> int:

@@ -176,7 +176,7 @@ class UnchangedGroups:
             if differences:
                 shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")
                 raise NotUnchangedError(
-                    f"{name} is not as it was saved in step {known.step}: {shown}; leave it out of unchanged=",
+                    f"{name} has changed since step {known.step}: {shown}; leave it out of unchanged=",
                     names=tuple(differences),
                 )
             borrowed += known.borrowed
