@@ -429,7 +429,7 @@ class WithExtraState(torch.nn.Linear):
     ("state", "why"),
     [
         ({"model": {"w": torch.ones(3)}}, r"'model' is a dict.*flat mapping"),
-        ({"w": torch.ones(3), "step": 5}, r"'step' is a int"),
+        ({"w": torch.ones(3), "step": 5}, r"'step' is an int"),
         ({"w": [torch.ones(3)]}, r"'w' is a list"),
         ({3: torch.ones(3)}, r"3 is a Tensor"),
         ([torch.ones(3)], r"a list cannot be exported"),

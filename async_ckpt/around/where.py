@@ -20,7 +20,6 @@ from ..spec import with_article
 from ..storage.base import Storage
 from ..storage.place import Anywhere, Place, storage_at, written_at
 from ..storage.scratch import refuse_in_running
-from ..storage.url import shown
 
 # What functions that write call the argument that says where.
 _NAMES: Final = {

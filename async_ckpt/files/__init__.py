@@ -19,6 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, Literal, cast
 
+from ..around.pack import pack_folder
+from ..around.streams import BUFFER_BYTES, Ranges, Upload, open_local
+from ..around.unpack import extract
 from ..storage.base import Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.disk import sync_folder
@@ -26,9 +29,6 @@ from ..storage.local import LocalStorage
 from ..storage.locks import TEMP_SUFFIX, temp_stem
 from ..storage.place import Anywhere, Place, local_place, place_of, written_at
 from ..storage.url import local_path, scheme_of, unusable_name
-from ..around.pack import pack_folder
-from ..around.streams import BUFFER_BYTES, Ranges, Upload, open_local
-from ..around.unpack import extract
 
 __all__ = [
     "download_directory",
