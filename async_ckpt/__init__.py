@@ -8,10 +8,9 @@ with async_ckpt.AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
     ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=100)
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from . import errors
-from .around import files
+from . import errors, files
 from .around.export import export_hf
 from .around.pack import pack
 from .around.unpack import unpack
@@ -27,7 +26,7 @@ from .errors import (
     TornSnapshotError,
 )
 from .oneoff import load, release, save, snapshot, verify
-from .report import SaveReport
+from .report import SaveReport, VerifyReport
 from .runs.naming import Naming
 from .saving.handle import SaveHandle
 from .saving.policy import Due
@@ -56,6 +55,7 @@ __all__ = [
     "StorageFullError",
     "StorageUnavailableError",
     "TornSnapshotError",
+    "VerifyReport",
     "Zstd",
     "errors",
     "export_hf",
@@ -88,8 +88,12 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     )
 else:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """The errors that are not listed above: `async_ckpt.ClosedError` is `async_ckpt.errors.ClosedError`."""
         if name.endswith("Error") and hasattr(errors, name):
             return getattr(errors, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", *(name for name in vars(errors) if name.endswith("Error"))]

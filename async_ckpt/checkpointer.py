@@ -39,7 +39,7 @@ from .saving.signals import Notice
 from .saving.story import CommitRule
 from .saving.targets import StepTarget
 from .spans import wall_time
-from .spec import Keep, keep_of, with_article
+from .spec import Keep, flag, keep_of, with_article
 from .staging.guard import unwrapped
 from .staging.held import refuse_guard
 from .state.capture import Capture
@@ -198,7 +198,7 @@ class AsyncCheckpointer:
         numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
         raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
         """
-        step = _whole(step)
+        step, overwrite = _whole(step, "; the order is save(state, step)"), flag("overwrite", overwrite)
         if select is not None and unchanged:
             raise ValueError(
                 "select= and unchanged= exclude each other; leave the groups out of the state instead"
@@ -245,9 +245,9 @@ class AsyncCheckpointer:
 
         The step that was saved last, or restored, is not due. Called again for the same step, it returns the same answer.
         With rules of time or signals, the answer differs between processes: call it on rank 0 and broadcast the result.
-        `Due(every=…)` alone depends only on the step. Raises ValueError if there is no rule, and nothing else.
+        `Due(every=…)` alone depends only on the step. Raises ValueError if there is no rule, or if `step` is not a step.
         """
-        return self._policy.should_save(step)
+        return self._policy.should_save(_whole(step))
 
     @property
     def preempted(self) -> bool:
@@ -478,7 +478,7 @@ class AsyncCheckpointer:
         return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(told)}>"
 
 
-def _whole(step: Any) -> int:
+def _whole(step: Any, advice: str = "") -> int:
     """Numbers of numpy count, too."""
     try:
         number = -1 if isinstance(step, bool | torch.Tensor) else operator.index(step)
@@ -486,7 +486,5 @@ def _whole(step: Any) -> int:
         number = -1
     if number < 0:
         shown = repr(step) if isinstance(step, int | float | str) else with_article(type(step).__qualname__)
-        raise ValueError(
-            f"step must be a whole number from 0 on, got {shown}; the order is save(state, step)"
-        )
+        raise ValueError(f"step must be a whole number from 0 on, got {shown}{advice}")
     return number

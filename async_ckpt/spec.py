@@ -152,9 +152,11 @@ def keep_of(keep: Keep | int | None) -> Keep:
     if isinstance(keep, Keep) or keep is None:
         return keep or Keep()
     try:
-        return Keep(last=-1 if isinstance(keep, bool) else operator.index(keep))
+        if not isinstance(keep, bool):
+            return Keep(last=operator.index(keep))
     except TypeError:
-        raise TypeError(f"keep must be a number of steps, or Keep(…), got {keep!r:.100}") from None
+        pass
+    raise TypeError(f"keep must be a number of steps, or Keep(…), got {keep!r:.100}")
 
 
 def _is_best(best: object) -> bool:
@@ -172,9 +174,34 @@ def whole_bytes(name: str, given: Any) -> int:
     return int(given)
 
 
+def whole_count(name: str, given: Any) -> int:
+    """A number of things that the user gives. Raises ValueError if it is not one."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"{name} must be a whole number, at least 1, got {given!r:.100}")
+    return given
+
+
+def seconds_or_none(name: str, given: Any) -> float | None:
+    """A duration that the user gives. Raises TypeError or ValueError if it is not one."""
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
+        raise TypeError(f"{name} must be a number of seconds, or None, got {given!r:.100}")
+    if given is not None and not given >= 0:
+        raise ValueError(f"{name} must be at least 0 seconds, got {given!r}")
+    return given
+
+
+def flag(name: str, given: Any) -> bool:
+    """A choice that the user gives; what numpy compares counts, too. Raises ValueError if it is not one."""
+    if type(given).__name__ not in ("bool", "bool_"):
+        raise ValueError(f"{name} must be True or False, got {given!r:.100}")
+    return bool(given)
+
+
 def with_article(kind: str) -> str:
-    """What a type is called in a sentence: a dict, an int."""
-    return f"{'an' if kind[:1].lower() in 'aeio' else 'a'} {kind}"
+    """What a type is called in a sentence: a dict, an int, an LSTM, a UUID, an ndarray."""
+    if kind[:2].isupper():  # its first letters are spelled out
+        return f"{'an' if kind[0] in 'AEFHILMNORSX' else 'a'} {kind}"
+    return f"{'an' if kind[:1].lower() in ('a', 'e', 'i', 'o') or kind.startswith('nd') else 'a'} {kind}"
 
 
 def align_up(value: int, to: int) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from async_ckpt import SaveHandle
-from async_ckpt.around import files as paths
+from async_ckpt import files as paths
 from async_ckpt.integrations.skyrl import CheckpointBackend
 from examples.dispatch import LocalDispatch, Trainee
 from examples.gpt import GPT, Sizes

@@ -34,7 +34,7 @@ from async_ckpt import (
     save,
     unpack,
 )
-from async_ckpt.around.files import extract, pack_folder
+from async_ckpt.files import extract, pack_folder
 from async_ckpt.format.zstd import FOOTER_BYTES, Frame, dump, parse, table_bytes
 from async_ckpt.storage.compressed import ZstdReader
 from async_ckpt.storage.local import LocalStorage

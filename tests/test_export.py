@@ -429,7 +429,7 @@ class WithExtraState(torch.nn.Linear):
     ("state", "why"),
     [
         ({"model": {"w": torch.ones(3)}}, r"'model' is a dict.*flat mapping"),
-        ({"w": torch.ones(3), "step": 5}, r"'step' is a int"),
+        ({"w": torch.ones(3), "step": 5}, r"'step' is an int"),
         ({"w": [torch.ones(3)]}, r"'w' is a list"),
         ({3: torch.ones(3)}, r"3 is a Tensor"),
         ([torch.ones(3)], r"a list cannot be exported"),
@@ -627,7 +627,9 @@ def test_what_is_not_one_lora_adapter_is_refused(out, adapter_config):
         async_ckpt.export_hf(llama(), out, adapter_config)
     with pytest.raises(UnsupportedStateError, match=r"type IA3 cannot be exported.*wrap\("):
         async_ckpt.export_hf(PeftModel("a", peft_type=PeftType.IA3), out)
-    with pytest.raises(UnsupportedStateError, match="a config holds a object"):
+    with pytest.raises(
+        UnsupportedStateError, match="the config contains an object, which JSON cannot represent"
+    ):
         async_ckpt.export_hf(PeftModel("a", odd=object()), out)
 
     assert_only(out.parent)

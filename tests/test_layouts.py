@@ -71,7 +71,6 @@ def test_a_tracker_holds_what_its_readers_parse_and_reads_back(tmp_path, options
     [
         ("slime", ValueError, '"skyrl", "verl", "open-instruct", "deepspeed"'),
         (3, TypeError, "a word or Naming"),
-        (Naming(tracker="checkpoints.jsonl"), ValueError, "which is the journal"),
     ],
 )
 def test_a_naming_that_nobody_knows_is_refused(tmp_path, naming, error, said):

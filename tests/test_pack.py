@@ -28,8 +28,8 @@ from async_ckpt import (
     pack,
     unpack,
 )
-from async_ckpt.around.files import extract, pack_folder
 from async_ckpt.around.pack import files_saver
+from async_ckpt.files import extract, pack_folder
 from async_ckpt.storage.local import LocalSink
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")

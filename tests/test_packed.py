@@ -34,7 +34,7 @@ from async_ckpt import (
     pack,
     unpack,
 )
-from async_ckpt.around.files import extract, pack_folder
+from async_ckpt.files import extract, pack_folder
 from async_ckpt.format.layout import SegmentPlan
 from async_ckpt.format.tarball import Entry, Tarball, WholeFile, stays_inside
 from async_ckpt.host.pool import Lease, SegmentPool

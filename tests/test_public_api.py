@@ -31,6 +31,7 @@ NAMES = [
     "StorageFullError",
     "StorageUnavailableError",
     "TornSnapshotError",
+    "VerifyReport",
     "Zstd",
     "errors",
     "export_hf",
@@ -228,6 +229,24 @@ def test_every_error_is_found_at_the_top_too_and_nothing_else_is_made_up():
     for name in ("NoSuchError", "ValueError", "Progress", "extract"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
             getattr(async_ckpt, name)
+
+
+def test_the_helpers_for_files_are_imported_like_any_module():
+    from async_ckpt.files import open_file
+
+    shown = pydoc.render_doc(async_ckpt.files, renderer=pydoc.plaintext)
+
+    assert open_file is async_ckpt.files.open_file
+    assert "async_ckpt.files - Use" in shown
+    assert "Knows nothing of" not in shown
+
+
+def test_dir_lists_what_users_use():
+    listed = dir(async_ckpt)
+
+    assert set(NAMES) <= set(listed)
+    assert "ClosedError" in listed
+    assert not {"Any", "TYPE_CHECKING", "annotations"} & set(listed)
 
 
 def test_help_shows_no_address_of_an_object():

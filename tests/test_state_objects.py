@@ -224,7 +224,7 @@ def test_what_will_need_trust_is_told_when_it_is_saved(
         async_ckpt.save(state, archive).result()
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        "async_ckpt: config.root is a Stated, which is pickled: loading it will need trust=True; saved as text or numbers it would not"
+        "async_ckpt: config.root is a Stated, which is pickled: loading it will need trust=True. Store text or numbers instead to avoid this"
     ]
 
 

@@ -27,7 +27,7 @@ from states import MIB
 from tarballs import gnu_tar, in_names, look, make_tree, member, plain_tar, tar, with_holes
 
 from async_ckpt import CorruptCheckpointError, StorageUnavailableError, unpack
-from async_ckpt.around.files import extract
+from async_ckpt.files import extract
 from async_ckpt.storage.local import LocalStorage
 from async_ckpt.storage.read_ahead import ReadAhead
 

@@ -32,7 +32,7 @@ from async_ckpt import (
     UnsafeArchiveError,
     unpack,
 )
-from async_ckpt.around.files import extract
+from async_ckpt.files import extract
 from async_ckpt.format.zstd import Follower
 
 zstandard = pytest.importorskip("zstandard")

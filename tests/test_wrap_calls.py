@@ -31,6 +31,7 @@ import async_ckpt
 from async_ckpt import NothingWrittenError, SaveHandle, SaveReport, UnsupportedStateError, wrap
 from async_ckpt.host.threads import LibraryThread
 from async_ckpt.saving import default
+from async_ckpt.spec import with_article
 
 # --- which argument is the destination ---------------------------------------------------------------------------
 
@@ -75,9 +76,9 @@ def test_the_destination_may_be_the_default_of_its_argument(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("fn", "arguments", "message"),
     [
-        (lambda a, b: None, ("x", "y"), "several of them may; say so"),
-        (lambda folder, filename: None, ("x", "y"), "several of them may; say so"),
-        (lambda a, b: None, (1, 2), "none of them may; say so"),
+        (lambda a, b: None, ("x", "y"), "several of them may; name it"),
+        (lambda folder, filename: None, ("x", "y"), "several of them may; name it"),
+        (lambda a, b: None, (1, 2), "none of them may; name it"),
         (lambda path: None, (), "missing a required argument: 'path'"),
         (lambda path: None, ("a", "b"), "too many positional arguments"),
         (
@@ -177,27 +178,64 @@ def test_the_methods_that_read_a_run_cannot_be_wrapped(tmp_path):
 
 def test_arguments_that_are_swapped_are_told_apart_at_once(tmp_path):
     path = str(tmp_path / "x.pt")
-    with pytest.raises(TypeError, match=r"given a dict as f.*its arguments are save\(obj, f\)"):
+    with pytest.raises(TypeError, match=r"swapped: f must be a path, but is a dict; call save\(obj, f\)"):
         wrap(torch.save)(path, {"w": torch.ones(1)})
-    with pytest.raises(TypeError, match="given a ndarray as file"):
+    with pytest.raises(TypeError, match="file must be a path, but is an ndarray"):
         wrap(np.save)(np.ones(1), path)
     for save in (safetensors.torch.save_file, lambda state, path: torch.save(state, path)):
         for state in ({"w": torch.ones(1)}, torch.nn.Linear(1, 1)):
             with pytest.raises(
-                TypeError, match=r"given a (dict|Linear) as (filename|path), which says where"
+                TypeError, match=r"swapped: (filename|path) must be a path, but is a (dict|Linear)"
             ):
                 wrap(save)(path, state)
     assert list(tmp_path.iterdir()) == []
 
     wrap(lambda name, *, target: Path(name).write_text("x"), destination="name")(path, target={}).result()
     wrap(lambda path, target: Path(path).write_text("x"))(path, {}).result()
+    save_to = wrap(lambda target, where: torch.save(target, where))
+    save_to(torch.ones(1), path).result()  # a target is no place
     wrap(torch.save)(path, path).result()  # a text may be what is saved
     assert torch.load(path) == path
 
 
+@pytest.mark.parametrize(
+    ("fn", "told"),
+    [
+        (json.dump, "dump writes to an open text file, not to a path; wrap a function that opens the path"),
+        (pickle.dump, "dump writes to an open file, .* or pass file_object=True"),
+        (async_ckpt.unpack, "unpack reads, and wrap is for functions that write"),
+        (open, "open opens a file; wrap the function that writes to it"),
+    ],
+)
+def test_what_does_not_write_to_a_path_cannot_be_wrapped(fn, told):
+    with pytest.raises(TypeError, match=told):
+        wrap(fn)
+
+
+def test_what_takes_an_open_file_is_given_one(tmp_path):
+    wrap(pickle.dump, file_object=True)([1], tmp_path / "x").result()
+
+    assert pickle.loads((tmp_path / "x").read_bytes()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        ("dict", "a dict"),
+        ("int", "an int"),
+        ("ndarray", "an ndarray"),
+        ("X", "an X"),
+        ("LSTM", "an LSTM"),
+        ("UUID", "a UUID"),
+    ],
+)
+def test_a_type_has_the_article_that_is_spoken(kind, shown):
+    assert with_article(kind) == shown
+
+
 @pytest.mark.parametrize("value", ["out.pt", 3, {"w": 1}, None])
 def test_what_is_no_function_cannot_be_wrapped(value):
-    told = "None" if value is None else f"a {type(value).__name__}"
+    told = "None" if value is None else with_article(type(value).__name__)
     with pytest.raises(TypeError, match=f"wrap takes a function, not {told}; pass the function itself"):
         wrap(value)
 
@@ -303,7 +341,7 @@ def leave_open(path: str) -> None:
     [
         (write_nothing, "wrote nothing to the path that it was given; .* is left as it was"),
         (write_elsewhere, "wrote nothing to the path that it was given"),
-        (leave_open, "left x open, so nobody knows whether all of it is written; close it before returning"),
+        (leave_open, "left x open, so its content may be incomplete; close it before returning"),
         (os.mkdir, "wrote nothing to the path that it was given"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -19,7 +19,7 @@ import torch
 
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
-from ..spec import DTYPES
+from ..spec import DTYPES, with_article
 from ..state.capture import why_not
 from ..state.dtypes import dtype_name
 from ..state.held import Held
@@ -82,8 +82,8 @@ def weights_of(given: Any, beside: Mapping[str, bytes]) -> Weights:
     if model is None and look_wrapped(tensors):
         name = next(iter(tensors))
         warnings.warn(
-            f"names such as {name!a} are written as they are, and look like those of a wrapped model, which nobody loads "
-            "by them; export the model itself, whose names are then those of the plain model, or rename them",
+            f"names such as {name!a} are written as they are, and look like those of a wrapped model, which "
+            "`from_pretrained` does not load; export the model itself, whose names are then those of the plain model, or rename them",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -119,13 +119,13 @@ def _tensors_of(given: Any) -> Tensors:
         named = given.state_dict()
     else:
         raise UnsupportedStateError(
-            f"a {type(given).__qualname__} cannot be exported; give a model, or a flat mapping of names to tensors",
+            f"{with_article(type(given).__qualname__)} cannot be exported; give a model, or a flat mapping of names to tensors",
             path="",
         )
     for name, value in named.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise UnsupportedStateError(
-                f"{name!r:.200} is a {type(value).__qualname__}; give a model, or a flat mapping of names to tensors "
+                f"{name!r:.200} is {with_article(type(value).__qualname__)}; give a model, or a flat mapping of names to tensors "
                 'such as state["model"]',
                 path=str(name),
             )
@@ -321,6 +321,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     raise UnsupportedStateError(
-        f"a config holds a {type(value).__qualname__}, which JSON has not; give a config_folder with one that is right",
+        f"the config contains {with_article(type(value).__qualname__)}, which JSON cannot represent; give a config_folder with one that is right",
         path="",
     )

@@ -116,6 +116,16 @@ class _Limits:
     num_bytes: int = 0
     num_members: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_file_bytes", "max_members"):
+            limit = getattr(self, name)
+            if limit is not None and (
+                isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0
+            ):
+                raise ValueError(
+                    f"{name} must be a number, at least 0, such as 10**9, or None; got {limit!r:.100}"
+                )
+
     def take(self, member: tarfile.TarInfo, num_members: int, path: str) -> None:
         """Count a member, and the folders that come with it. Raises UnsafeArchiveError when it is too much."""
         self.num_members += num_members

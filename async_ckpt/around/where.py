@@ -20,7 +20,6 @@ from ..spec import with_article
 from ..storage.base import Storage
 from ..storage.place import Anywhere, Place, storage_at, written_at
 from ..storage.scratch import refuse_in_running
-from ..storage.url import shown
 
 # What functions that write call the argument that says where.
 _NAMES: Final = {
@@ -44,8 +43,18 @@ _READ: Final = {
     ("torch.distributed.checkpoint.state_dict_loader", "load"), ("numpy", "load"), ("json", "load"), ("_pickle", "load"),
     ("safetensors.torch", "load_file"), ("safetensors.torch", "load_model"), ("safetensors.numpy", "load_file"),
     ("async_ckpt.oneoff", "load"), ("async_ckpt.checkpointer", "AsyncCheckpointer.load"),
-    ("async_ckpt.checkpointer", "AsyncCheckpointer.restore"),
+    ("async_ckpt.checkpointer", "AsyncCheckpointer.restore"), ("async_ckpt.oneoff", "verify"),
+    ("async_ckpt.around.unpack", "unpack"), ("async_ckpt.around.unpack", "extract"),
 }  # fmt: skip
+_OPEN: Final = {("io", "open"), ("_io", "open"), ("async_ckpt.files", "open_file")}
+# Functions that take an open file alone; those that write bytes may have the one that we give them.
+_TAKE_ONLY_FILES: Final = {
+    ("json", "dump"): "text",
+    ("pickle", "dump"): "bytes",
+    ("_pickle", "dump"): "bytes",
+}
+# Names that may as well be those of what is written, such as a file's content or a training target.
+_AMBIGUOUS: Final = {"target", "out", "f", "fp", "file"}
 
 
 class Options(NamedTuple):
@@ -138,17 +147,17 @@ class Finder:
         many = "several" if candidates else "none"
         raise TypeError(
             f"which argument of {self._name} says where it writes? {many} of them may; "
-            'say so: wrap(fn, destination="its name")'
+            'name it: wrap(fn, destination="its name")'
         )
 
     def _refuse_swapped(self, parameter: str, value: Any, others: list[Any]) -> None:
-        paths = [other for other in others if _is_path(other)]
         # To a function that takes files, anything else is a mistake; of any other the argument may not be the destination.
-        if paths and (self._takes_file or _is_state(value)):
+        is_mistake = self._takes_file or (parameter not in _AMBIGUOUS and _is_state(value))
+        if is_mistake and any(map(_is_path, others)):
             order = ", ".join(self._positional[:2])
             raise TypeError(
-                f"{self._name} was given {with_article(type(value).__qualname__)} as {parameter}, which says where it writes, and "
-                f"{shown(str(paths[0]))!r} as what to write; its arguments are {self._name}({order})"
+                f"the arguments of {self._name} are swapped: {parameter} must be a path, but is "
+                f"{with_article(type(value).__qualname__)}; call {self._name}({order})"
             )
 
     def _checked(self, value: Any) -> Anywhere:
@@ -215,11 +224,22 @@ def ending_of(fn: Callable[..., Any]) -> str | None:
     return TAKE_FILES.get(_known_as(fn))
 
 
-def is_reader(fn: Callable[..., Any]) -> bool:
-    """Whether this is a function that is known to read, or a method; also with some of its arguments given."""
+def why_not_wrapped(fn: Callable[..., Any], *, streams: bool) -> str | None:
+    """Why a function that is known cannot be wrapped, also a method, or with some of its arguments given; else None."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return _known_as(getattr(fn, "__func__", fn)) in _READ
+    known, name = _known_as(getattr(fn, "__func__", fn)), name_of(fn)
+    if known in _READ:
+        return f"{name} reads, and wrap is for functions that write; call it as it is, once the handle of the save is done"
+    if known in _OPEN:
+        return f"{name} opens a file; wrap the function that writes to it"
+    takes = _TAKE_ONLY_FILES.get(known)
+    if takes == "text" or (takes == "bytes" and not streams):
+        return (
+            f"{name} writes to an open {'text ' if takes == 'text' else ''}file, not to a path; wrap a function that opens the "
+            f"path itself{'' if takes == 'text' else ', or pass file_object=True'}"
+        )
+    return None
 
 
 def _known_as(fn: Callable[..., Any]) -> tuple[str, str]:

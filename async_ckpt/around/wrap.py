@@ -36,7 +36,7 @@ from ..saving.handle import SaveHandle
 from ..saving.story import Attempt, story
 from ..saving.targets import FileTarget
 from ..spans import Spans
-from ..spec import GIB, MIB
+from ..spec import GIB, MIB, with_article
 from ..staging.files import FilesImage, source_of
 from ..staging.guard import Optimizers, unwrapped
 from ..staging.held import refuse_guard
@@ -47,7 +47,7 @@ from ..storage.locks import temps_of
 from ..storage.place import local_place, place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from .arguments import closed_over, copied, tensors_in
-from .where import Bound, Finder, Options, OutPath, ending_of, is_reader, name_of, out_path
+from .where import Bound, Finder, Options, OutPath, ending_of, name_of, out_path, why_not_wrapped
 
 P = ParamSpec("P")
 
@@ -142,6 +142,8 @@ def wrap(
     _refuse_what_cannot_be_called(fn)
     ending = ending_of(fn)
     streams = file_object if file_object is not None else ending is not None
+    if why := why_not_wrapped(fn, streams=streams):
+        raise TypeError(why)
     beside = None if scratch is None else local_place(scratch)
     options = Options(name_of(fn), streams, ending or "", beside)
     find = Finder(fn, destination)
@@ -161,14 +163,10 @@ def wrap(
 
 def _refuse_what_cannot_be_called(fn: Any) -> None:
     if not callable(fn):
-        given = "None" if fn is None else f"a {type(fn).__qualname__}"
+        given = "None" if fn is None else with_article(type(fn).__qualname__)
         raise TypeError(
             f"wrap takes a function, not {given}; pass the function itself and call what wrap returns: "
             "wrap(torch.save)(state, path)"
-        )
-    if is_reader(fn):
-        raise TypeError(
-            f"{name_of(fn)} reads, and wrap is for functions that write; call it as it is, once the handle of the save is done"
         )
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
@@ -445,7 +443,7 @@ def _refuse_open_files(folder: Path, name: str) -> None:
     still = _open_files(folder)
     if still:
         raise NothingWrittenError(
-            f"{name} left {', '.join(still)} open, so nobody knows whether all of it is written; close it before returning"
+            f"{name} left {', '.join(still)} open, so its content may be incomplete; close it before returning"
         )
 
 

@@ -58,7 +58,7 @@ def wait_for(
 
     False when `timeout` seconds have passed without an end.
     """
-    deadline = None if timeout is None else TIMEKEEPER.now() + timeout
+    deadline = _deadline(timeout)
     while True:
         left = LIVENESS_SECONDS if deadline is None else deadline - TIMEKEEPER.now()
         try:
@@ -71,13 +71,23 @@ def wait_for(
         goes_on()
 
 
+def _deadline(timeout: float | None) -> float | None:
+    """When a wait of so many seconds ends, which may be over already. Raises TypeError for what is not a number."""
+    if timeout is None:
+        return None
+    try:
+        return TIMEKEEPER.now() + timeout
+    except TypeError:
+        raise TypeError(f"timeout must be a number of seconds, or None, got {timeout!r:.100}") from None
+
+
 def wait_for_all(
     futures: Sequence[Future[Any]],
     timeout: float | None = None,
     goes_on: Callable[[], None] = lambda: None,
 ) -> bool:
     """The same for the ends of several, in `timeout` seconds for all of them together."""
-    deadline = None if timeout is None else TIMEKEEPER.now() + timeout
+    deadline = _deadline(timeout)
     return all(
         wait_for(future, None if deadline is None else max(0.0, deadline - TIMEKEEPER.now()), goes_on)
         for future in futures

@@ -20,7 +20,7 @@ import torch
 from ..errors import CorruptCheckpointError, FormatVersionError, UntrustedObjectError
 from ..format import digests, index, safetensors, tar
 from ..format.index import Member
-from ..spec import BLOCK_BYTES, KIB, Extent, align_up
+from ..spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
 from ..state import pickled
 from ..state.names import shown
 from ..state.tree import Stored
@@ -289,7 +289,7 @@ class OpenArchive(Contents):
             among = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             kind = re.search(r"GLOBAL ([\w.]+)", str(error))
             raise UntrustedObjectError(
-                f"{self.path}: {among}: {f'a {kind[1]}' if kind else 'an object'} is a Python object, not plain data; if you "
+                f"{self.path}: {among}: {with_article(kind[1]) if kind else 'an object'} is a Python object, not plain data; if you "
                 "trust whoever wrote this file, load it with trust=True, or leave it out with select=",
                 path=self.path,
             ) from error

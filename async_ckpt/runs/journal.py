@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from .manifest import Manifest
+from .naming import JOURNAL
 
-NAME: Final = "checkpoints.jsonl"
+NAME: Final = JOURNAL
 
 
 def dump(commits: Iterable[tuple[str, Manifest]]) -> bytes:

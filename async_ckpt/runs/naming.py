@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 STEP_FORMAT: Final = "step_{:08d}"
 TRACKER: Final = "latest"
+JOURNAL: Final = "checkpoints.jsonl"
 
 # Decimal digits, with or without leading zeros: what other fields make (octal, grouping, spaces) reads back as another
 # step, or as none.
@@ -62,15 +63,23 @@ TRACKERS: Final = (TRACKER, *_KNOWN)
 
 def tracker_of(tracker: tuple[str, str] | str | None, step_format: str) -> Tracker | None:
     """What the user means. Given only a name, the content is what is known for it, or the name of the step's folder."""
+    pattern = folder_pattern(step_format)
     if tracker is None:
         return None
     if isinstance(tracker, str):
-        return Tracker(tracker, _KNOWN.get(tracker, f"{step_format}\n"))
+        tracker = (tracker, _KNOWN.get(tracker, f"{step_format}\n"))
     if not (isinstance(tracker, tuple) and len(tracker) == 2 and all(isinstance(t, str) for t in tracker)):
         raise TypeError(
             f'tracker must be a name, or a name and its text such as ("latest", "global_step{{}}"); got {tracker!r:.100}'
         )
-    return Tracker(*tracker)
+    made = Tracker(*tracker)
+    if made.name == JOURNAL:
+        raise ValueError(f"tracker must not be {JOURNAL}, which is the journal; give it another name")
+    if pattern.fullmatch(made.name):
+        raise ValueError(
+            f"tracker {made.name} could be the folder of a step, by step_format={step_format!r}; give it another name"
+        )
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +95,21 @@ class Naming:
             such as ("latest", "global_step{}"). Given only a name, the file contains the name of the step's folder; the
             files that SkyRL and verl read contain only the number. With None, no such file is written.
 
-    Raises ValueError if the format cannot name the folder of every step, or if a name is not a file name.
+    Raises ValueError if the format cannot name the folder of every step, if a name is not a file name, or if the
+    tracker could be the folder of a step.
     """
 
     step_format: str = STEP_FORMAT
     tracker: tuple[str, str] | str | None = TRACKER
 
     def __post_init__(self) -> None:
-        folder_pattern(self.step_format)
         tracker_of(self.tracker, self.step_format)
 
 
 def folder_pattern(step_format: str) -> re.Pattern[str]:
     """The pattern of the folders that a format makes. Raises ValueError if it cannot name the folder of every step."""
+    if not isinstance(step_format, str):
+        raise TypeError(f'step_format must be text such as "{STEP_FORMAT}", got {step_format!r:.100}')
     pattern = pattern_of(step_format)
     if pattern is None or re.search(r"[/\\]", step_format):
         raise ValueError(

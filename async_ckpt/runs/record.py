@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..spec import flag
+
 # It is read with every manifest, and stands in the journal, which is rewritten with every commit.
 RECORD_BYTES: Final = 64 << 10
 _MAX_DEPTH: Final = 32
@@ -27,7 +29,7 @@ def plain_record(
     if record is not None and not isinstance(record, Mapping):
         raise TypeError(f'record must be a mapping such as {{"loss": 0.5}}, got {record!r:.100}')
     marked = dict(record or {})
-    if rolling:
+    if flag("rolling", rolling):
         marked["rolling"] = True
     if ttl_seconds is not None:
         marked["ttl_seconds"] = ttl_seconds

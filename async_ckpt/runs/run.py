@@ -32,7 +32,6 @@ from ..errors import (
 from ..spans import Clock
 from ..spec import Keep
 from ..storage.base import Storage
-from . import journal
 from .announce import Announcer
 from .manifest import Archive, Elsewhere, Manifest, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of
@@ -56,10 +55,6 @@ class Run:
     ) -> None:
         self._root = Root(storage, step_format)
         named = tracker_of(tracker, step_format)
-        if named is not None and named.name == journal.NAME:
-            raise ValueError(
-                f"tracker must not be {journal.NAME}, which is the journal; give it another name"
-            )
         self.keep = keep or Keep()
         self._clock = clock
         self._announcer = Announcer(self._root, named)

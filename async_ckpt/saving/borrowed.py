@@ -94,7 +94,11 @@ class Driver(NamedTuple):
 
 
 def driver_of(driver: Mapping[str, Any], state: Any, *, step: int) -> Driver:
-    """Raises ValueError for entries without a name, or with one that the state has too, and for too many bytes."""
+    """Raises TypeError for what is not a mapping, and ValueError for entries without a name, or with one that the state
+    has too, and for too many bytes.
+    """
+    if not isinstance(driver, Mapping):
+        raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
     for name in driver:
         if not isinstance(name, str) or (isinstance(state, Mapping | Held) and name in state):
             raise ValueError(
@@ -182,7 +186,7 @@ class UnchangedGroups:
             if differences:
                 shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")
                 raise NotUnchangedError(
-                    f"{name} is not as it was saved in step {known.step}: {shown}; leave it out of unchanged=",
+                    f"{name} has changed since step {known.step}: {shown}; leave it out of unchanged=",
                     names=tuple(differences),
                 )
             borrowed += known.borrowed

@@ -111,6 +111,8 @@ class SaveHandle(Future[SaveReport]):
 
         handle.add_done_callback(lambda done: print(done.exception() or done.result()))
         """
+        if not callable(fn):
+            raise TypeError(f"add_done_callback takes a function of the handle, got {fn!r:.100}")
         with self._callbacks_lock:
             self._callbacks.append(fn)
         if self.done():

@@ -23,6 +23,7 @@ from ..host.threads import running_future
 from ..host.waiting import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..report import Progress, SaveReport
 from ..spans import NO_TRACE, Clock, Spans, monotonic
+from ..spec import flag, seconds_or_none, whole_count
 from ..staging.device import first_device, warm_up
 from ..staging.files import FileFill, FilesImage
 from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
@@ -63,16 +64,16 @@ class Saver:
     ) -> None:
         if on_overlap not in ("wait", "skip"):
             raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
+        max_in_flight = whole_count("max_in_flight", max_in_flight)
+        exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
         self._carriers = Carriers(max_bandwidth)
         self.pool = pool_for(segment_bytes, host_bytes)
         self._planner = Planner(self.pool, max_in_flight)
         self._admission = Admission(max_in_flight, on_overlap)
         self.ledger = Ledger()
-        self._strict, self._exit_timeout, self._keep_warm = strict, exit_timeout, keep_warm
+        self._strict, self._exit_timeout, self._keep_warm = flag("strict", strict), exit_timeout, keep_warm
         self._clock = clock
-        self._bars = Bars() if progress else None
+        self._bars = Bars() if flag("progress", progress) else None
         self._trace_file = None if trace is None else TraceFile(local_place(trace), clock)
         self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
         self._orders = itertools.count(1)  # of saves

@@ -41,7 +41,7 @@ class HeldSnapshot(Held):
         self._clock, self._began, self._call_seconds = clock, clock(), 0.0
         captured = capture(state)
         if captured.held:
-            raise TypeError("this is a snapshot already, or has one in it; use that")
+            raise TypeError("the state is, or contains, a snapshot already; use it directly")
         structure = structure_of(captured)  # refused before anything is copied
         names = [spec.dotted for spec in captured.specs]
         copy = HostCopy(

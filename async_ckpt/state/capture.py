@@ -221,10 +221,10 @@ class _Walk:
         for value, where in new.values():
             if _needs_trust(_pickle(value)):
                 _log.warning(
-                    "async_ckpt: %s is a %s, which is pickled: loading it will need trust=True; saved as text or numbers "
-                    "it would not",
+                    "async_ckpt: %s is %s, which is pickled: loading it will need trust=True. Store text or numbers instead "
+                    "to avoid this",
                     where,
-                    type(value).__qualname__,
+                    with_article(type(value).__qualname__),
                 )
 
 
@@ -272,7 +272,7 @@ def why_not(tensor: torch.Tensor) -> str | None:
         return None
     if type(tensor) in _PLAIN_TYPES and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "its memory was freed (resized to zero); gather or unshard it first"
-    return f"a {kind} has no memory of its own; save the plain tensors that it wraps"
+    return f"{with_article(kind)} has no memory of its own; save the plain tensors that it wraps"
 
 
 def _pickle(value: Any) -> bytes:

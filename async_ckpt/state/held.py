@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ClosedError
+from ..spec import with_article
 from .dtypes import dtype_named
 from .names import Path, shown
 from .tree import SavedRecord, Stored, decode, replaced
@@ -163,7 +164,9 @@ class Held:
         """Raises TypeError where there are none."""
         entries = self._entries
         if not isinstance(entries, dict):
-            raise TypeError(f"{shown(self._path)} is a {type(entries).__name__}, whose entries have no names")
+            raise TypeError(
+                f"{shown(self._path)} is {with_article(type(entries).__name__)}, whose entries have no names"
+            )
         return entries
 
     def inner(self, key: Any) -> Held:
@@ -199,7 +202,7 @@ class Held:
         return (self[i] for i in range(len(self)))
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is an entry of this name. Raises TypeError when it is no dict."""
+        """Whether there is an entry of this name. Raises TypeError if it is not a dict."""
         return name in self._names
 
     def __len__(self) -> int:

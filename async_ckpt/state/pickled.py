@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..spec import DTYPES
+from ..spec import DTYPES, with_article
 
 # What may be copied, in items and characters: so many for each byte of the pickle, and some besides. `torch.save` writes
 # out all that loading copies, so an honest pickle needs one for each byte at most.
@@ -307,7 +307,7 @@ def _spend_on_items(survey: _Survey, arguments: Iterable[Any]) -> None:
             for item in argument:
                 survey.hash(item)
         elif not (argument is None or isinstance(argument, bool | int | float)):
-            raise ValueError(f"it makes a container of a {type(argument).__name__.strip('_')}")
+            raise ValueError(f"it makes a container of {with_article(type(argument).__name__.strip('_'))}")
 
 
 def _set(survey: _Survey, *arguments: Any) -> _Made:

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import torch
 
 from ..backends import accelerator
+from ..spec import with_article
 
 Keys = Literal["skyrl", "verl", "open-instruct"]
 
@@ -95,7 +96,7 @@ def _put_python(state: Any) -> None:
     version, internal, gauss = state
     # setstate would take anything here, for gauss() to trip over.
     if gauss is not None and not isinstance(gauss, float):
-        raise TypeError(f"a {type(gauss).__name__} is not a number that gauss() left over")
+        raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() left over")
     random.setstate((version, tuple(internal), gauss))
 
 

@@ -1,6 +1,6 @@
-"""Folders and files wherever they are, for code that knows only local ones: a loader of models, a foreign writer.
+"""Use folders and files in a store as if they were local.
 
-In: paths, URLs, ids of the Hugging Face hub. Out: local folders, open files, names. Knows nothing of: checkpoints.
+    from async_ckpt.files import local_read_dir, open_file
 
 A path may be a URL or a Place unless it must be local. In a store, a folder exists as long as there is something in it.
 Temporary folders are made where `tempfile` makes them: set TMPDIR if that is too small for a model.
@@ -19,6 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, Literal, cast
 
+from ..around.pack import pack_folder
+from ..around.streams import BUFFER_BYTES, Ranges, Upload, open_local
+from ..around.unpack import extract
 from ..storage.base import Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.disk import sync_folder
@@ -26,9 +29,6 @@ from ..storage.local import LocalStorage
 from ..storage.locks import TEMP_SUFFIX, temp_stem
 from ..storage.place import Anywhere, Place, local_place, place_of, written_at
 from ..storage.url import local_path, scheme_of, unusable_name
-from .pack import pack_folder
-from .streams import BUFFER_BYTES, Ranges, Upload, open_local
-from .unpack import extract
 
 __all__ = [
     "download_directory",

@@ -1,0 +1,68 @@
+"""Arguments that are not valid: each is refused by name where it is given, in plain words."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import async_ckpt
+from async_ckpt import AsyncCheckpointer, Due, Naming, Place
+
+STATE = {"w": torch.ones(2)}
+
+
+def opened(**options: Any) -> Callable[[Path], Any]:
+    return lambda path: AsyncCheckpointer(path / "run", **options)
+
+
+def called(use: Callable[[AsyncCheckpointer], Any]) -> Callable[[Path], Any]:
+    def call(path: Path) -> None:
+        with AsyncCheckpointer(path / "run", due=Due(every=2)) as ckpt:
+            use(ckpt)
+
+    return call
+
+
+def extracted(**limits: Any) -> Callable[[Path], Any]:
+    def call(path: Path) -> None:
+        tarfile.open(path / "x.tar", "w").close()
+        async_ckpt.files.extract(path / "x.tar", path / "out", **limits)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "told"),
+    [
+        (opened(keep=True), TypeError, "keep must be a number of steps, or Keep(…), got True"),
+        (opened(max_in_flight=1.5), ValueError, "max_in_flight must be a whole number, at least 1, got 1.5"),
+        (opened(exit_timeout=-1), ValueError, "exit_timeout must be at least 0 seconds, got -1"),
+        (opened(exit_timeout="5"), TypeError, "exit_timeout must be a number of seconds, or None, got '5'"),
+        (opened(progress="y"), ValueError, "progress must be True or False, got 'y'"),
+        (opened(strict=1), ValueError, "strict must be True or False, got 1"),
+        (called(lambda c: c.save(STATE, 1, rolling="x")), ValueError, "rolling must be True or False, got 'x'"),
+        (called(lambda c: c.save(STATE, 1, overwrite="x")), ValueError, "overwrite must be True or False, got 'x'"),
+        (called(lambda c: c.save(STATE, 1, driver=5)), TypeError, "driver must be a mapping such as"),
+        (called(lambda c: c.should_save("3")), ValueError, "step must be a whole number from 0 on, got '3'"),
+        (called(lambda c: c.should_save(torch.tensor(4))), ValueError, "from 0 on, got a Tensor"),
+        (called(lambda c: c.should_save(-1)), ValueError, "step must be a whole number from 0 on, got -1"),
+        (called(lambda c: c.wait(timeout="x")), TypeError, "timeout must be a number of seconds, or None, got 'x'"),
+        (called(lambda c: c.save(STATE, 1).result("x")), TypeError, "timeout must be a number of seconds"),
+        (called(lambda c: c.save(STATE, 1).add_done_callback(3)), TypeError, "takes a function of the handle, got 3"),
+        (extracted(max_bytes="1G"), ValueError, "max_bytes must be a number, at least 0, such as 10**9, or None; got '1G'"),
+        (extracted(max_file_bytes=-1), ValueError, "max_file_bytes must be a number, at least 0"),
+        (lambda _: Place("x", fs=5), TypeError, "fs must be a filesystem of fsspec, such as"),
+        (lambda _: Naming(5), TypeError, 'step_format must be text such as "step_{:08d}", got 5'),
+        (lambda _: Naming("s{}", "checkpoints.jsonl"), ValueError, "must not be checkpoints.jsonl, which is the journal"),
+        (lambda _: Naming("latest{}", "latest1"), ValueError, "tracker latest1 could be the folder of a step"),
+    ],
+)  # fmt: skip
+def test_an_argument_that_is_not_valid_is_refused_by_its_name(tmp_path, call, kind, told):
+    with pytest.raises(kind, match=re.escape(told)):
+        call(tmp_path)
