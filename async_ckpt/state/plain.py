@@ -39,6 +39,15 @@ _MAX_FRACTION_BITS: Final = 4096
 _ZONE: Final = re.compile(r"[A-Za-z0-9_+-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,3}")
 # Whatever the caller's own context does about digits that are none.
 _DECIMALS: Final = Context(traps=[InvalidOperation])
+_MEMORY_FORMATS: Final = {
+    str(known).removeprefix("torch."): known
+    for known in (
+        torch.contiguous_format,
+        torch.preserve_format,
+        torch.channels_last,
+        torch.channels_last_3d,
+    )
+}
 # What each class of paths is read as; this system's own stays what it is.
 _PATHS: Final[Mapping[str, type[PurePath]]] = {
     "PurePosixPath": PurePosixPath,
@@ -180,6 +189,7 @@ _WRITERS: Final[Mapping[type, Callable[[Any], Json]]] = {
     complex: lambda value: {"complex": struct.pack(">dd", value.real, value.imag).hex()},
     torch.dtype: lambda value: {"dtype": dtype_name(value)},
     torch.device: lambda value: {"device": str(value)},
+    torch.memory_format: lambda value: {"memory_format": str(value).removeprefix("torch.")},
     **dict.fromkeys((PurePosixPath, PureWindowsPath, PosixPath, WindowsPath), _path_node),
     date: lambda value: {"date": value.isoformat()},
     datetime: _datetime_node,
@@ -353,6 +363,7 @@ _READERS: Final[Mapping[str, Callable[[Json], Any]]] = {
     "size": torch.Size,
     "dtype": dtype_named,
     "device": torch.device,
+    "memory_format": _MEMORY_FORMATS.__getitem__,
     "path": _path,
     "date": date.fromisoformat,
     "datetime": _datetime,
