@@ -475,6 +475,8 @@ class AsyncCheckpointer:
     def __repr__(self) -> str:
         under_way = [save.handle for save in self._saver.ledger.pending() if not save.handle.done()]
         told = [self._roots.known(), *(f"saving step {save.step}: {save.progress}" for save in under_way)]
+        if self._saver.is_closed:
+            told.append("closed")
         return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(told)}>"
 
 

@@ -23,7 +23,7 @@ from .saving.worker import get_worker
 from .spans import monotonic
 from .spec import whole_bytes
 from .staging.guard import unwrapped
-from .staging.held import HeldSnapshot, refuse_guard
+from .staging.held import HeldSnapshot, begin, refuse_guard
 from .state.names import Select
 from .storage.place import Anywhere, written_at
 
@@ -110,7 +110,7 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
         clock=monotonic,
     )
     try:
-        held.begin()
+        begin(held)
     except BaseException:
         held.close()
         raise

@@ -33,6 +33,10 @@ class Progress:
         """Written share of the archive, 0 to 1."""
         return self.written_bytes / self.total_bytes if self.total_bytes else 0.0
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
+        """What a notebook and IPython show."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         if not self.total_bytes:  # of some saves it is not known ahead
             return f"{sized(self.written_bytes)} written"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import operator
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 NOISE_SECONDS: Final = 0.005
 # Values, to have quartiles.
 _ENOUGH: Final = 4
+# How long a line of an excerpt may be, unless it is a row.
+_WIDTH: Final = 132
 # What an excerpt says of where it was measured.
 _MACHINE: Final = ("date", "cpu", "cores", "gpu", "file_system", "torch", "async_ckpt")
 
@@ -188,7 +191,9 @@ def excerpt(kept: Mapping[str, Any], rows: Sequence[str], columns: Sequence[str]
         if {*columns} <= {*table["head"]} and {*rows} <= {*lines}:
             text = _table(columns, [[lines[row][column] for column in columns] for row in rows])
             where = ", ".join(f"{name} {kept['environment'][name]}" for name in _MACHINE)
-            return f"{text}\nMedians of what was measured side by side. {where}.\n"
+            return (
+                f"{text}\n{textwrap.fill(f'Medians of what was measured side by side. {where}.', _WIDTH)}\n"
+            )
     raise ValueError(f"no table has all of {', '.join([*rows, *columns])}")
 
 

@@ -57,6 +57,7 @@ def extracted(**limits: Any) -> Callable[[Path], Any]:
         (called(lambda c: c.save(STATE, 1).add_done_callback(3)), TypeError, "takes a function of the handle, got 3"),
         (extracted(max_bytes="1G"), ValueError, "max_bytes must be a number, at least 0, such as 10**9, or None; got '1G'"),
         (extracted(max_file_bytes=-1), ValueError, "max_file_bytes must be a number, at least 0"),
+        (lambda _: Place("s3:/x"), ValueError, "s3:/x has one slash too few; write s3://x"),
         (lambda _: Place("x", fs=5), TypeError, "fs must be a filesystem of fsspec, such as"),
         (lambda _: Naming(5), TypeError, 'step_format must be text such as "step_{:08d}", got 5'),
         (lambda _: Naming("s{}", "checkpoints.jsonl"), ValueError, "must not be checkpoints.jsonl, which is the journal"),

@@ -245,6 +245,6 @@ def test_without_tqdm_it_says_what_to_install(tmp_path, monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
 
-    with pytest.raises(ImportError, match="pip install tqdm"):
+    with pytest.raises(ImportError, match=r"pip install \"async_ckpt\[progress\]\""):
         open_run(tmp_path, progress=True)
     open_run(tmp_path).close()

@@ -199,7 +199,7 @@ def test_a_folder_of_torch_distributed_checkpoint_is_named(tmp_path: Path) -> No
         warnings.simplefilter("ignore")  # that nothing is distributed
         torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(
-        NotCommittedError, match=r"dcp: .* a checkpoint of torch\.distributed\.checkpoint; load it by that"
+        NotCommittedError, match=r"dcp: .* a checkpoint of torch\.distributed\.checkpoint; load it with"
     ):
         async_ckpt.load(tmp_path / "dcp")
 

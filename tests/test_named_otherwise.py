@@ -110,7 +110,7 @@ def steps_of_verl(root: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "told"),
     [
-        (dcp_folder, r"the folder holds a checkpoint of torch\.distributed\.checkpoint; load it by that"),
+        (dcp_folder, r"the folder holds a checkpoint of torch\.distributed\.checkpoint; load it with"),
         (dcp_steps, "the folder holds checkpoint-2, checkpoint-1; another program has written that"),
         (
             weights,

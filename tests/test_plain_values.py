@@ -49,6 +49,7 @@ values = st.one_of(
     st.decimals(), st.fractions(), st.uuids(), paths.map(Path), paths.map(PurePosixPath),
     st.builds(range, integers, integers, integers.filter(bool)),
     st.builds(slice, st.none() | integers, st.none() | integers, st.none() | integers),
+    st.sampled_from([torch.float16, torch.device("cpu"), torch.channels_last, torch.preserve_format]),
 )  # fmt: skip
 hashables = st.one_of(
     st.none(), st.booleans(), integers, st.floats(allow_nan=False), st.text(max_size=5), st.dates(), st.uuids(),

@@ -186,7 +186,7 @@ def callables() -> dict[str, object]:
     classes = [AsyncCheckpointer, SaveHandle, SaveReport, RngState, VerifyReport]
     for owner in classes:
         found |= {f"{owner.__name__}.{name}": value for name, value in members(owner) if name != "bandwidth"}
-    for name in ("completion", "state_dict", "keys", "stall_seconds", "close"):
+    for name in ("completion", "state_dict", "keys", "items", "get", "stall_seconds", "close"):
         found[f"HeldSnapshot.{name}"] = getattr(HeldSnapshot, name)
     return found | {"HeldSnapshot": HeldSnapshot, "VerifyReport": VerifyReport}
 
@@ -247,6 +247,14 @@ def test_dir_lists_what_users_use():
     assert set(NAMES) <= set(listed)
     assert "ClosedError" in listed
     assert not {"Any", "TYPE_CHECKING", "annotations"} & set(listed)
+
+
+def test_help_of_values_shows_only_what_users_use():
+    public = {name for name in dir(HeldSnapshot) if not name.startswith("_")}
+
+    assert public == {"completion", "state_dict", "keys", "items", "get", "stall_seconds", "close"}
+    assert not hasattr(async_ckpt.Due, "is_never")
+    assert "A future that is done" in inspect.getdoc(SaveHandle.staging_completion)
 
 
 def test_help_shows_no_address_of_an_object():

@@ -567,9 +567,12 @@ def test_a_system_without_a_signal_does_without_it(monkeypatch):
 
 
 def test_signals_alone_are_a_rule_and_none_are_not(tmp_path):
-    assert not Due(signals=("SIGTERM", "SIGTERM")).is_never
+    with open_run(tmp_path, due=Due(signals=("SIGTERM", "SIGTERM"))) as ckpt:
+        assert not ckpt.should_save(1)
     assert Due(signals=["SIGTERM", 15]).signals == (15,)
-    assert Due(signals=()).is_never
+    with open_run(tmp_path, due=Due(signals=())) as ckpt, pytest.raises(ValueError, match="has no rule"):
+        ckpt.should_save(1)
+    assert repr(ckpt).endswith("closed>")
     with open_run(tmp_path) as ckpt:
         assert not ckpt.preempted
         ckpt.save(state_at(1), step=1)

@@ -28,6 +28,7 @@ from async_ckpt import AsyncCheckpointer, ClosedError, NotUnchangedError, RngSta
 from async_ckpt.saving import default
 from async_ckpt.staging import stager
 from async_ckpt.staging.stager import Snapshot
+from async_ckpt.state.held import module_of
 
 Pair = namedtuple("Pair", "left right")
 
@@ -290,7 +291,9 @@ def test_it_is_indexed_by_name():
         assert torch.equal(snap["model"]["weight"], state["model"].weight)
         assert {**snap["model"]}.keys() == {"weight", "bias"}
         assert "complete" in repr(snap)
-        for part, key in ((snap, "other"), (snap["list"], 2), (snap["list"], "x"), (snap["model"], 0)):
+        assert dict(snap.items())["step"] == snap.get("step") == 3
+        assert (snap.get("other"), snap.get("other", 5)) == (None, 5)
+        for part, key in ((snap, "other"), (snap["list"], "x"), (snap["model"], 0)):
             with pytest.raises(KeyError, match="is not in"):
                 part[key]
         with pytest.raises(TypeError, match="have no names"):
@@ -303,8 +306,11 @@ def test_the_entries_of_a_list_are_found_from_its_end_and_what_has_none_says_so(
     with async_ckpt.snapshot(state) as snap, async_ckpt.snapshot(torch.ones(3)) as alone:
         layers = snap["list"]
         assert torch.equal(layers[-1], torch.ones(2))
-        assert layers[-2].module is layers[numpy.int64(0)].module is state["list"][0]
-        for key in (-3, 2, slice(0, 1), "x", 0.0):
+        assert module_of(layers[-2]) is module_of(layers[numpy.int64(0)]) is state["list"][0]
+        for key in (-3, 2):
+            with pytest.raises(IndexError, match="is not in list; there are 2 entries"):
+                layers[key]
+        for key in (slice(0, 1), "x", 0.0):
             with pytest.raises(KeyError, match="is not in list; there are 2 entries"):
                 layers[key]
         for ask in (
@@ -477,7 +483,7 @@ def test_a_guard_beside_a_snapshot_is_refused_and_that_of_the_run_is_left_aside(
 def test_a_snapshot_of_a_snapshot_is_refused():
     with async_ckpt.snapshot({"a": torch.ones(3)}) as snap:
         for state in (snap, {"again": snap}):
-            with pytest.raises(TypeError, match="is a snapshot already"):
+            with pytest.raises(TypeError, match="is, or contains, a snapshot already; use it directly"):
                 async_ckpt.snapshot(state)
 
 

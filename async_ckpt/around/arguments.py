@@ -22,7 +22,7 @@ import torch
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..state.capture import no_collection, why_not
-from ..state.held import Held
+from ..state.held import Held, tree_of
 
 _ATOMS: Final = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.FunctionType,
@@ -90,7 +90,7 @@ def copied(
     """
     memo: dict[int, Any] = {id(module): module for module in list(sys.modules.values())}
     memo.update((id(old), new) for old, new in zip(tensors, instead, strict=True))
-    memo.update((id(part), part.tree()) for part in held)
+    memo.update((id(part), tree_of(part)) for part in held)
     try:
         for old, new in zip(tensors, instead, strict=True):
             if attributes := vars(old):

@@ -22,7 +22,7 @@ from ..errors import UnsupportedStateError
 from ..spec import DTYPES, with_article
 from ..state.capture import why_not
 from ..state.dtypes import dtype_name
-from ..state.held import Held
+from ..state.held import Held, module_of, tree_of
 from ..state.wrappers import look_wrapped, plain_model, plain_state_dict
 
 CONFIG: Final = "config.json"
@@ -72,7 +72,7 @@ def weights_of(given: Any, beside: Mapping[str, bytes]) -> Weights:
     """
     live, named = given, given
     if isinstance(given, Held):
-        live, named = given.module, given.tree()
+        live, named = module_of(given), tree_of(given)
         if not isinstance(named, Mapping):
             raise UnsupportedStateError(
                 f"{given!r} cannot be exported; give the part that is a model", path=""

@@ -40,6 +40,7 @@ from ..spec import GIB, MIB, with_article
 from ..staging.files import FilesImage, source_of
 from ..staging.guard import Optimizers, unwrapped
 from ..staging.held import refuse_guard
+from ..state.held import tree_of
 from ..storage.append import Appender
 from ..storage.disk import translated
 from ..storage.local import LocalStorage
@@ -240,7 +241,7 @@ class _Call(CopyErrand):
         given = {bound.names[key]: value for key, value in bound.others.items()}
         names, tensors, held = tensors_in({options.name: fn, **given})
         refuse_guard(held, optimizers)
-        in_held = [tensor for part in held for tensor in tensors_in({"": part.tree()})[1]]
+        in_held = [tensor for part in held for tensor in tensors_in({"": tree_of(part)})[1]]
         super().__init__(
             where.path,
             tensors,

@@ -51,7 +51,7 @@ def newest_named_otherwise(storage: Storage, is_own: Callable[[str], bool]) -> N
 def foreign_kind(names: Collection[str]) -> str | None:
     """What a folder with these names holds, and what to do with it; None for what is not known, and for steps."""
     if OF_DCP in names:
-        return "a checkpoint of torch.distributed.checkpoint; load it by that, and save once"
+        return "a checkpoint of torch.distributed.checkpoint; load it with torch.distributed.checkpoint, then save it with async_ckpt"
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return (
             "the members of an archive that was extracted: async_ckpt.load reads them, and only the archive itself can be "

@@ -225,7 +225,8 @@ class Run:
             self._put(made, replaces)
         except FileExistsError as error:
             raise StepExistsError(
-                f"step {step} was committed by another writer in the meantime; theirs stands", step=step
+                f"step {step} was committed by another writer in the meantime; that checkpoint was kept",
+                step=step,
             ) from error
         self._root.note_commit(made, newer, listing)
         return made
@@ -347,7 +348,7 @@ class Run:
         if metric is not None:
             self._root.say_once(
                 "best",
-                f"{self._root.storage.locate('')}: Keep(best=…) keeps every step, for no record has the metric "
+                f"{self._root.storage.locate('')}: Keep(best=…) keeps every step, because no record has the metric "
                 f"{lacking(metric, view)}",
             )
 

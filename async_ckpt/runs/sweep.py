@@ -145,9 +145,8 @@ class Sweeper:
         elif foreign:
             self._root.say_once(
                 "foreign",
-                f"{self._root.storage.locate(folder)}: step {step} was deleted by keep=, but {foreign[0]!r} and "
-                "whatever else async_ckpt did not write stays there, as in the folders of all steps that follow; "
-                "delete it yourself, or pass Keep(whole_folder=True)",
+                f"{self._root.storage.locate(folder)}: step {step} was deleted by keep=, but files that async_ckpt did not write, such "
+                f"as {foreign[0]!r}, are kept. The same applies to later steps; delete them yourself, or pass Keep(whole_folder=True)",
             )
 
     def _sweep_folder(self, step: int | None, newest: int | None, swept: list[str]) -> None:

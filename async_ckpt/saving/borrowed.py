@@ -18,7 +18,7 @@ from ..runs.manifest import Archive, Elsewhere
 from ..runs.run import Run
 from ..spec import MIB, Json, TensorSpec
 from ..state.capture import Capture, Mark, capture
-from ..state.held import Held
+from ..state.held import Held, is_leaf, part_of
 from .planner import small_archive
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
@@ -235,12 +235,12 @@ class UnchangedGroups:
 
 
 def _entry(state: Any, name: Any) -> Any:
-    return state.inner(name) if isinstance(state, Held) else state[name]
+    return part_of(state, name) if isinstance(state, Held) else state[name]
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Held):
-        return value.is_leaf
+        return is_leaf(value)
     return not isinstance(value, Mapping | list | tuple) and not hasattr(value, "state_dict")
 
 

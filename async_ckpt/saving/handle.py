@@ -46,7 +46,7 @@ class SaveHandle(Future[SaveReport]):
         super().__init__()
         self.step = step
         self.path = path
-        self.staging_completion = staging
+        self._staging = staging
         self._progress = progress
         self._submit = submit_callbacks
         self._pid = os.getpid()
@@ -55,6 +55,14 @@ class SaveHandle(Future[SaveReport]):
         self.looked_at = False  # somebody has seen how it ended; a race here costs one superfluous warning
         self.set_running_or_notify_cancel()
         super().add_done_callback(lambda _: self._run_callbacks_soon())
+
+    @property
+    def staging_completion(self) -> Future[None]:
+        """A future that is done when the snapshot is complete in host memory: what `wait_staged` waits for.
+
+        handle.staging_completion.result(timeout=60)  # seconds
+        """
+        return self._staging
 
     @property
     def upload_completion(self) -> SaveHandle:

@@ -51,7 +51,7 @@ class Due:
         margin_seconds: how many seconds to leave between the commit of that last save and the deadline.
         signals: one save is due at the next step after a signal that announces the end of the job. True means SIGTERM and
             SIGUSR1; otherwise give several names or numbers, such as ("SIGTERM", "SIGUSR2"). If the signal would end the
-            process, the first one no longer does, but the second one does. Handlers that were installed from Python are
+            process, the first one no longer does, but a second one of the same kind does. Handlers that were installed from Python are
             called as well, and an ignored signal stays ignored. SIGINT is handled only if it is named, and still raises
             KeyboardInterrupt.
 
@@ -78,11 +78,6 @@ class Due:
             self.signals, bool
         ):  # an iterator would be empty when it is asked for the second time
             object.__setattr__(self, "signals", signals_of(self.signals))
-
-    @property
-    def is_never(self) -> bool:
-        """Whether there is no rule at all."""
-        return (self.every, self.seconds, self.deadline) == (None, None, None) and not self.signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +132,7 @@ class SavePolicy:
         False for the step of the last save, whatever became of it, and for the one restored. Raises ValueError when there
         is no rule, and nothing else.
         """
-        if self._due.is_never:
+        if _is_never(self._due):
             raise ValueError(
                 "should_save has no rule to go by: give due=Due(every=…, seconds=…, deadline=… or signals=True)"
             )
@@ -215,6 +210,11 @@ class SavePolicy:
             return None
         self._is_deaf = False
         return known
+
+
+def _is_never(due: Due) -> bool:
+    """Whether there is no rule at all."""
+    return (due.every, due.seconds, due.deadline) == (None, None, None) and not due.signals
 
 
 def _is_number(value: object) -> bool:

@@ -78,7 +78,7 @@ class Saver:
         self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()
-        self._closed = False
+        self.is_closed = False
         self._given_up: BaseException | None = None  # the process, or the user, waits for nothing more
 
     @property
@@ -294,7 +294,7 @@ class Saver:
 
         Returns how the state looks; None where no save of it can follow.
         """
-        if not self._keep_warm or self._closed or not self.belongs_here:
+        if not self._keep_warm or self.is_closed or not self.belongs_here:
             return None
         with suppress(UnsupportedStateError, ClosedError):
             captured = capture(state)
@@ -317,7 +317,7 @@ class Saver:
         def run() -> None:
             # On this thread alone: once the interpreter exits, nobody ends a thread that begins.
             with suppress(Exception), self._trace.span("prewarm"):
-                take(lambda: not (self._closed or worker.stopped))
+                take(lambda: not (self.is_closed or worker.stopped))
 
         worker.soon(lambda: worker.background.submit(run, lambda _: None))
 
@@ -330,7 +330,7 @@ class Saver:
         """Wait for every save, raise the first unseen error, give the memory back. Ctrl-C gives the saves up."""
         if not self.belongs_here:  # a lock of the parent's may have been forked held
             return
-        self._closed = True
+        self.is_closed = True
         try:
             wait_for_saves(self.ledger.pending(), Wait("in close()", GIVES_UP))
         except KeyboardInterrupt:
@@ -379,7 +379,7 @@ class Saver:
         return self._admission.enter(place, goes_on)
 
     def _refuse_if_closed(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise ClosedError("this checkpointer is closed; open a new one to save")
 
     def _refuse_if_forked(self) -> None:

@@ -180,7 +180,7 @@ class StepTarget:
                 raise
             raise StepExistsError(
                 f"{error}. This is rank {rank} of {world_size}: if every rank saves to {self._run.storage.locate('')}, "
-                "each writes all it holds, and only one can commit the step. Save on rank 0 alone "
+                "each writes the whole state, and only one can commit the step. Save on rank 0 alone "
                 "(`if dist.get_rank() == 0: …`), or give each rank a root of its own",
                 step=self._step,
             ) from error.__cause__

@@ -62,11 +62,6 @@ class HeldSnapshot(Held):
         self._copy = copy
         super().__init__(source, structure)
 
-    def begin(self) -> None:
-        """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
-        self._copy.begin()
-        self._call_seconds = self._clock() - self._began
-
     @property
     def stall_seconds(self) -> float:
         """Seconds that the snapshot has held the caller's thread or stream so far: the call, the copies, and the guard.
@@ -93,6 +88,12 @@ class HeldSnapshot(Held):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def begin(held: HeldSnapshot) -> None:
+    """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
+    held._copy.begin()
+    held._call_seconds = held._clock() - held._began
 
 
 def refuse_guard(held: Collection[Held], guard: Any) -> None:

@@ -141,7 +141,7 @@ class HostMemory:
         told = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
         raise MemoryError(
             f"the snapshot needs {num_bytes:,} bytes{others}, and {told} {limit:,}; close other snapshots and wait for "
-            "their readers, leave out what nobody reads, or raise host_bytes"
+            "their readers, leave out what you do not need, or raise host_bytes"
         )
 
     def give_back(self, segment: Memory, num_bytes: int) -> None:

@@ -24,7 +24,7 @@ from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..spec import DTYPES, Json, TensorSpec, with_article
 from .dtypes import dtype_name, is_describable
-from .held import Held
+from .held import Held, marks_of, tree_of
 from .names import Path, Select, selector, shown
 from .tree import Encoder, is_omitted
 from .wrappers import StateDicts, plain_model
@@ -122,8 +122,8 @@ class _Walk:
         """What is in an object that has a state dict."""
         if isinstance(value, Held):
             self.held.append(value)
-            self._held_marks.update(value.marks)
-            return value.tree()
+            self._held_marks.update(marks_of(value))
+            return tree_of(value)
         if isinstance(value, torch.nn.Module):
             self.modules[path] = weakref.ref(plain_model(value))  # a wrapper may be made for the call alone
         return self._state_dicts.of(value)

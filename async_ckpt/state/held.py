@@ -106,26 +106,6 @@ class Held:
         """
         return self._source.completion
 
-    @property
-    def module(self) -> torch.nn.Module | None:
-        """The live module whose state this is, without wrappers; None where it is the state of none. Raises ReferenceError if it is gone."""
-        known = self._source.modules.get(self._path)
-        module = None if known is None else known()
-        if known is not None and module is None:
-            raise ReferenceError(
-                f"the module that {shown(self._path)} is a snapshot of was deleted; keep it, or use the state_dict() of this part"
-            )
-        return module
-
-    @property
-    def marks(self) -> Mapping[int, Mark | None]:
-        """What each tensor was when it was copied, by the id of the copy."""
-        return self._source.marks()
-
-    def tree(self) -> Any:
-        """The state in plain containers, at once: its tensors have their bytes when `completion` has resolved."""
-        return self._source.filled(self._structure)
-
     def state_dict(self) -> Any:
         """Wait for `completion` and return the state in plain containers.
 
@@ -133,7 +113,7 @@ class Held:
 
         Raises ClosedError and TornSnapshotError.
         """
-        tree = self.tree()
+        tree = tree_of(self)
         error = self.completion.exception()
         if error is not None:
             del (
@@ -143,16 +123,9 @@ class Held:
         return tree
 
     @property
-    def is_leaf(self) -> bool:
-        """Whether it is one tensor, or one value."""
-        return not isinstance(self._structure, dict | list | tuple | deque | SavedRecord) or isinstance(
-            self._structure, torch.Size
-        )
-
-    @property
     def _entries(self) -> Any:
         """Raises TypeError where there are none."""
-        if self.is_leaf:
+        if is_leaf(self):
             raise TypeError(
                 f"{shown(self._path)} is one value, without parts; its state_dict() is that value"
             )
@@ -169,24 +142,10 @@ class Held:
             )
         return entries
 
-    def inner(self, key: Any) -> Held:
-        """The part of this name or number. Raises KeyError, and TypeError if it has no parts."""
-        entries = self._entries
-        try:
-            if not isinstance(entries, dict):
-                key = range(len(entries))[
-                    operator.index(key)
-                ]  # by which the parts are known, also from the end
-            inner = entries[key]
-        except (KeyError, IndexError, TypeError):
-            there = ", ".join(map(repr, entries)) if isinstance(entries, dict) else f"{len(self)} entries"
-            raise KeyError(f"{key!r} is not in {shown(self._path)}; there are {there:.300}") from None
-        return Held(self._source, inner, (*self._path, key))
-
     def __getitem__(self, key: Any) -> Any:
-        """A part; or a tensor or a value, after waiting for `completion`. Raises KeyError and ClosedError."""
-        inner = self.inner(key)
-        return inner.state_dict() if inner.is_leaf else inner
+        """A part; or a tensor or a value, after waiting for `completion`. Raises KeyError, IndexError and ClosedError."""
+        inner = part_of(self, key)
+        return inner.state_dict() if is_leaf(inner) else inner
 
     def keys(self) -> KeysView[Any]:
         """The names in it. Raises TypeError if it is not a dict.
@@ -194,6 +153,20 @@ class Held:
         list(snap.keys())  # ["model", "optimizer"]
         """
         return self._names.keys()
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """The names in it, each with what `snap[name]` is. Raises TypeError if it is not a dict.
+
+        for name, part in snap.items(): ...
+        """
+        return ((name, self[name]) for name in self._names)
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        """What `snap[name]` is, or `default` if there is no entry of this name. Raises TypeError if it is not a dict.
+
+        snap.get("scheduler")  # None, if there is none
+        """
+        return self[name] if name in self._names else default
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the names of a dict, or over the items of a list."""
@@ -219,3 +192,50 @@ class Held:
         else:
             state = "complete" if self.completion.exception() is None else "torn"
         return f"<{type(self).__name__} of {shown(self._path)}, {state}>"
+
+
+# --- for those who read them, in this library ---------------------------------------------------------------------
+
+
+def module_of(held: Held) -> torch.nn.Module | None:
+    """The live module whose state this is, without wrappers; None if there is none. Raises ReferenceError if it is gone."""
+    known = held._source.modules.get(held._path)
+    module = None if known is None else known()
+    if known is not None and module is None:
+        raise ReferenceError(
+            f"the module that {shown(held._path)} is a snapshot of was deleted; keep it, or use the state_dict() of this part"
+        )
+    return module
+
+
+def marks_of(held: Held) -> Mapping[int, Mark | None]:
+    """What each tensor was when it was copied, by the id of the copy."""
+    return held._source.marks()
+
+
+def tree_of(held: Held) -> Any:
+    """The state in plain containers, at once: its tensors have their bytes when `completion` has resolved."""
+    return held._source.filled(held._structure)
+
+
+def is_leaf(held: Held) -> bool:
+    """Whether it is one tensor, or one value."""
+    structure = held._structure
+    return isinstance(structure, torch.Size) or not isinstance(
+        structure, dict | list | tuple | deque | SavedRecord
+    )
+
+
+def part_of(held: Held, key: Any) -> Held:
+    """The part of this name or number. Raises KeyError or IndexError, and TypeError if it has no parts."""
+    entries = held._entries
+    is_named = isinstance(entries, dict)
+    try:
+        if not is_named:
+            key = range(len(entries))[operator.index(key)]  # by which the parts are known, also from the end
+        inner = entries[key]
+    except (KeyError, IndexError, TypeError) as error:
+        there = ", ".join(map(repr, entries)) if is_named else f"{len(entries)} entries"
+        kind = IndexError if isinstance(error, IndexError) else KeyError
+        raise kind(f"{key!r} is not in {shown(held._path)}; there are {there:.300}") from None
+    return Held(held._source, inner, (*held._path, key))

@@ -147,6 +147,8 @@ def text_of(path: Where) -> str:
     if not text:
         raise ValueError("the path is empty")
     match = _URL.match(text)
+    if match and not match[2] and match[1] in SCHEMES and isinstance(path, str):
+        raise ValueError(f"{shown(text)} has one slash too few; write {shown(text.replace(':/', '://', 1))}")
     if match and not match[2] and not isinstance(path, str):
         # A Path makes one slash of two. The URL of a bucket has no others that it could have lost.
         if match[1] in SCHEMES:
