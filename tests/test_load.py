@@ -277,7 +277,7 @@ def test_tensors_come_to_the_cpu(device: Any, saved: Path) -> None:
 
 
 def test_an_unknown_device_is_an_error_and_the_archive_still_loads(saved: Path) -> None:
-    with pytest.raises(RuntimeError, match="nowhere"):
+    with pytest.raises(ValueError, match="map_location='nowhere' is no device"):
         async_ckpt.load(saved, map_location="nowhere")
     assert difference(async_ckpt.load(saved), STATE) is None
 
@@ -780,7 +780,6 @@ def test_a_name_that_promises_another_compression_is_refused(name: str, tmp_path
         ({"select": ["a", 5]}, TypeError, "select must be a name, a glob such as .* got 5"),
         ({"types": dict}, TypeError, r"types must be a list of classes, such as types=\[Config\], got dict"),
         ({"types": 5}, TypeError, "types must be a list of classes, .* got 5"),
-        ({"map_location": "foo"}, ValueError, "map_location='foo' is no device that torch can use here"),
         (
             {"map_location": "hpu:77"},
             ValueError,

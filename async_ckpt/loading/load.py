@@ -135,7 +135,8 @@ def state_of(
     types: Iterable[type],
 ) -> Any:
     """Build the state, from the files themselves or from maps of them."""
-    _check_device(map_location)
+    if map_location is not None:
+        _check_device(map_location, is_used=not mmap)
     check_lent(parts, select)
     check_select(parts, select)
     if mmap and map_location is not None and torch.device(map_location).type != "cpu":
@@ -155,11 +156,12 @@ def state_of(
     return load_parts(parts, load)
 
 
-def _check_device(map_location: str | torch.device | None) -> None:
-    """Raises ValueError for a device that this process does not have."""
+def _check_device(map_location: str | torch.device, *, is_used: bool) -> None:
+    """Raises ValueError for what is no device, and for one that is to be used and that this process does not have."""
     try:
-        if map_location is not None:
-            torch.empty(0, device=torch.device(map_location))
+        device = torch.device(map_location)
+        if is_used:
+            torch.empty(0, device=device)
     except Exception as error:  # every kind of device has its own
         why = str(error).partition("\n")[0]
         raise ValueError(
