@@ -10,7 +10,7 @@ import torch
 from matrix_slices import block
 
 from async_ckpt.spec import KIB, MIB
-from async_ckpt.state.shares import EVERYBODY_BYTES, EVERYBODY_TOTAL_BYTES, Holding, written
+from async_ckpt.state.shares import EVERYBODY_BYTES, EVERYBODY_TOTAL_BYTES, VERSION, Holding, written
 from async_ckpt.state.slices import Cut, Mesh, Rectangle, Replicas, Slices
 
 VOCABULARY, HIDDEN, INNER, KEYS = 128_256, 2_048, 8_192, 512  # of Llama-3.2-1B, which ties its two embeddings
@@ -122,6 +122,16 @@ def test_a_tensor_of_a_mebibyte_is_cut_at_rows_and_a_smaller_one_is_not():
         (Rectangle((0, 0), (0, 0), (128, 1_024)),),
         (Rectangle((128, 0), (128, 0), (128, 1_024)),),
     ]
+
+
+def test_the_row_in_which_a_share_begins_belongs_to_the_share_before_it():
+    """A reader divides old checkpoints as they were written: another way to round is another version."""
+    mesh = Mesh.of((3,), range(3))
+
+    taken = [written({"t": cut((1_000, 1_000), mesh, (rank,))})["t"][0] for rank in range(3)]
+
+    assert [one.global_offsets[0] for one in taken] == [0, 334, 667]
+    assert VERSION == 1
 
 
 def test_rows_are_of_the_first_dimension_that_has_several_and_are_never_cut_themselves():

@@ -24,6 +24,7 @@ from matrix_slices import (
     torch_cuts,
     wrong_bytes,
 )
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -229,6 +230,12 @@ def test_a_split_factor_says_after_which_later_dimensions_a_cut_comes():
     assert cuts == (Cut(0, 2), Cut(0, 0), Cut(0, 1))
 
 
+def test_runs_that_continue_each_other_are_one_rectangle():
+    alone = Slices.at((0,), global_shape=(6,), cuts=(Cut(0, 0, 3),), mesh=Mesh.of((1,), [0]))
+
+    assert alone.rectangles == (Rectangle.whole((6,)),)
+
+
 def test_a_shard_order_that_is_not_the_default_is_followed():
     shape, mesh_shape, order = (13, 2), (2, 3), ((0, (1, 0)),)
     found = []
@@ -293,7 +300,7 @@ def test_packed_parallelism_under_a_fully_shard_that_does_not_count_it_is_refuse
         assert [type(one) for one in packed.placements] == [Shard, _StridedShard]
 
         with pytest.raises(
-            UnsupportedStateError, match=r"qkv: with this version of torch .* redistribute"
+            UnsupportedStateError, match=r"qkv: with this version of torch .* install torch 2.12"
         ) as caught:
             Slicer().slice(packed, name="qkv")
         assert not list(wrong_bytes(Slicer().slice(rows, name="rows"), (8, 2)))
@@ -395,6 +402,17 @@ def test_parts_are_the_memory_of_the_local_tensor_and_belong_to_no_graph():
         assert [part.tolist() for part in sliced.parts] == [[5, 5], [5, 5]]
         assert not any(part.requires_grad for part in sliced.parts)
         assert [part._version for part in sliced.parts] == [tensor._local_tensor._version] * 2
+
+
+def test_a_local_tensor_that_is_still_being_gathered_is_waited_for():
+    with standing_at(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        gathered = AsyncCollectiveTensor(torch.ones(4))
+        tensor = with_spec(mesh, [Replicate()], gathered, (4,))
+
+        (part,) = Slicer().slice(tensor, name="t").parts
+
+        assert type(part) is torch.Tensor
 
 
 def test_what_is_known_of_a_tensor_is_remembered_and_its_local_shape_still_looked_at():
@@ -499,6 +517,7 @@ def test_a_tensor_that_declares_its_slices_is_believed():
         ({"local_offsets": ((0, 0), (4, 0))}, r"is not inside of its shape \(5, 4\)"),
         ({"local_offsets": ((0, 0), (-1, 0))}, "is not inside of its shape"),
         ({"global_offsets": ((2, 0), (1, 0))}, "overlap"),
+        ({"global_offsets": ((0, 0), (1, 0))}, "overlap"),
         ({"local_sizes": ((2, 4),)}, "it declares 2 global offsets, 2 local ones and 1 sizes"),
     ],
 )

@@ -13,7 +13,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,6 +31,9 @@ _MEGATRON = (
     "replica_id",
 )
 _MANY_SPECS = 100_000  # remembered; a state has one for each shape and way to cut it, seldom a thousand
+
+
+_Known: TypeAlias = tuple[Slices, Ints | None]  # and the shape that a DTensor's local tensor has here
 
 
 class Sliced(NamedTuple):
@@ -68,17 +71,18 @@ def is_sharded(value: Any) -> bool:
 
 
 class Slicer:
-    """Says what this rank holds of tensors. Keep it from save to save: it remembers how meshes and tensors are cut.
+    """Says what this rank holds of tensors.
 
-    sliced = Slicer().slice(model.weight, name="model.weight")
-    sliced.slices.rectangles, sliced.parts
+        slicer = Slicer()
+        sliced = slicer.slice(model.weight, name="model.weight")
+        list(zip(sliced.slices.rectangles, sliced.parts))
+
+    Keep it from save to save: it remembers how meshes and tensors are cut.
     """
 
     def __init__(self) -> None:
         self._meshes: dict[Any, Mesh] = {}
-        self._specs: dict[
-            Any, tuple[Slices, Ints | None]
-        ] = {}  # and the shape that a DTensor's part has here
+        self._specs: dict[Any, _Known] = {}
 
     def slice(self, value: Any, *, name: str) -> Sliced:
         """What is held here of a tensor.
@@ -164,8 +168,8 @@ def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
         if one.dim == other.dim and strided.runs > 1 and not _counts_strided(spec, mesh, one.dim):
             raise _refused(
                 name,
-                f"with this version of torch {list(spec.placements)} may have been cut from either end of the mesh; "
-                "redistribute() it to Shard or Replicate, or install torch 2.12 or newer",
+                f"with this version of torch {list(spec.placements)} may have been cut from either end of the mesh, and "
+                "nothing says from which; install torch 2.12 or newer",
             )
     return cuts
 
@@ -268,9 +272,13 @@ def _given(
     for rectangle in rectangles:
         if not _is_inside(rectangle.global_offsets, rectangle.sizes, shape):
             raise _refused(name, f"{rectangle} is not inside of the global shape {shape}")
-    for one, other in itertools.combinations(rectangles, 2):
-        if _overlap(one, other):
-            raise _refused(name, f"{one} and {other} overlap")
+    ordered = sorted(rectangles)
+    for number, one in enumerate(ordered, start=1):
+        for other in itertools.islice(ordered, number, None):
+            if shape and other.global_offsets[0] >= one.global_offsets[0] + one.sizes[0]:
+                break  # and so are all that follow
+            if _overlap(one, other):
+                raise _refused(name, f"{one} and {other} overlap")
     return Slices(shape, tuple(rectangles), cuts=None, is_copy=is_copy)
 
 
