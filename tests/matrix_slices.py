@@ -176,16 +176,20 @@ MODEL_PARALLEL: dict[str, tuple[Placement, ...]] = {
     "packed_3": (_StridedShard(0, split_factor=3),),
 }
 
+# Along the same dimension. The others are cut once along each, and torch has one way to do that.
+CUT_TWICE = {kind: MODEL_PARALLEL[kind] for kind in ("rows", "packed")}
+
 
 def matrix(most: int, sizes: Iterable[int] = SIZES) -> Iterator[tuple[str, Tally]]:
     sizes = list(sizes)
     for dp, tp in itertools.product(range(1, most + 1), repeat=2):
         tally = Tally()
         shape = {"dp": dp, "tp": tp}
+        placed = MODEL_PARALLEL if max(dp, tp) <= 4 else CUT_TWICE
         run(
             f"fully_shard {shape}",
             dp * tp,
-            lambda rank, shape=shape: fsdp2_over_tp(rank, shape, MODEL_PARALLEL, sizes),
+            lambda rank, shape=shape, placed=placed: fsdp2_over_tp(rank, shape, placed, sizes),
             tally,
         )
         yield f"fully_shard over tensor parallelism, dp {dp} x tp {tp}", tally
