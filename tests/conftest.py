@@ -58,9 +58,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test draws the same numbers, whichever tests ran before it."""
-    torch.default_generator.manual_seed(
-        0
-    )  # `torch.manual_seed` notes a stack trace for each device that is not there
+    # `torch.manual_seed` notes a stack trace for each device that is not there.
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -69,30 +68,33 @@ def _ended(request: pytest.FixtureRequest) -> Iterator[None]:
     if "tmp_path" in request.fixturenames:
         request.getfixturevalue("tmp_path")  # which then is torn down after this
     yield
+    _wait_for_saves()
+
+
+def _wait_for_saves() -> None:
     for pending in list(worker._worker._pending) if worker._worker is not None else []:
         pending.finished.exception(PATIENCE)
+
+
+def _used(made: Accelerator) -> Iterator[Accelerator]:
+    with made.here():
+        yield made
+        _wait_for_saves()
+    made.assert_in_order()
 
 
 @pytest.fixture(params=["early", "late", 5, pytest.param("hardware", marks=pytest.mark.gpu)])
 def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     """A device: the simulated one under each kind of schedule, and the real one."""
     made = Cuda() if request.param == "hardware" else Simulated(request.param)
-    with made.here():
-        yield made
-        for pending in list(worker._worker._pending) if worker._worker is not None else []:
-            pending.finished.exception(PATIENCE)
-    made.assert_in_order()
+    yield from _used(made)
 
 
 @pytest.fixture
 def sim(request: pytest.FixtureRequest) -> Iterator[Simulated]:
     """The simulated device, for what hardware does not do when it is asked to."""
     made = Simulated(getattr(request, "param", "late"))
-    with made.here():
-        yield made
-        for pending in list(worker._worker._pending) if worker._worker is not None else []:
-            pending.finished.exception(PATIENCE)
-    made.assert_in_order()
+    yield from _used(made)
 
 
 @pytest.fixture

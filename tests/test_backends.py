@@ -190,8 +190,8 @@ def test_where_the_driver_makes_no_stream_torchs_pool_gives_one(cuda, monkeypatc
 
 
 def test_each_device_has_one_stream_for_all_saves_and_one_for_all_loads(tmp_path, sim, monkeypatch):
-    monkeypatch.setattr(device_module, "_sides", {})
-    monkeypatch.setattr(fill_module, "_streams", {})
+    monkeypatch.setattr(device_module._side_of, "_made", {})
+    monkeypatch.setattr(fill_module._stream_of, "_made", {})
     before = len(sim.sim.scheduler.queues)
     with open_run(tmp_path, max_in_flight=2) as ckpt:
         for step in range(3):

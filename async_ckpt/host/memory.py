@@ -29,7 +29,7 @@ _TOUCHED_AT_ONCE: Final = 64 * MIB
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """New memory, with slack that is never touched, so it takes none; it lets it begin on a huge page."""
+    """A new map. Part of it is slack, so that the memory can begin on a huge page; what is never touched takes none."""
     if hasattr(mmap, "MAP_ANONYMOUS"):
         made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:

@@ -243,9 +243,10 @@ class SegmentPool:
         return self._lent(segments or self._new(num_new, pin), pin)
 
     def _lent(self, segments: list[Segment], pin: torch.device | None) -> list[Lease]:
+        """Leases of a run, page-locked if it is wanted so."""
         try:
-            for segment in segments if pin else ():
-                self._pin(segment.memory, pin)  # type: ignore[arg-type]
+            if pin:
+                self._pin(segments[0].memory, pin)  # which all of them are in
         except BaseException:
             self._take_back(segments)
             raise
@@ -321,7 +322,7 @@ class SegmentPool:
     ) -> None:
         """Hold this many segments, touched (and page-locked) by several threads at once, or by this one. Returns when done.
 
-        Each is made when it is its turn, so whoever wants one meanwhile makes its own. `goes_on` is asked before each.
+        A run is made when it is its turn, so whoever wants a segment meanwhile makes its own. `goes_on` is asked before each.
         """
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         num_new = min(num_segments, self._max_segments) - self._num_segments

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from ..backends import backend_of, device_of, has_plain_bytes
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
-from ..host.process import in_forked_child
+from ..host.process import OnceInProcess
 from ..host.threads import Crew
 from ..spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
@@ -120,23 +119,12 @@ def run_reads(
             crew.stop()
 
 
-_streams: dict[torch.device, Any] = {}
-_making = threading.Lock()
+def _new_stream(device: torch.device) -> Any:
+    return backend_of(device).new_stream(device)
 
 
-def _stream_of(device: torch.device) -> Any:
-    """The one stream of a device that loads use: those of torch's pool may be anybody's."""
-    with _making:
-        stream = _streams.get(device)
-        if stream is None:
-            stream = _streams[device] = backend_of(device).new_stream(device)
-        return stream
-
-
-@in_forked_child
-def _forget_streams() -> None:
-    global _streams, _making
-    _streams, _making = {}, threading.Lock()
+# The one stream of each device that loads use: those of torch's pool may be anybody's.
+_stream_of: Final = OnceInProcess(_new_stream)
 
 
 class _Ring:

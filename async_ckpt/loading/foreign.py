@@ -16,8 +16,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
-from types import TracebackType
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 from ..errors import CorruptCheckpointError
 from ..format import digests, index, safetensors, tar
@@ -112,7 +111,7 @@ class MissingShard(Contents):
             chosen((key,))
 
 
-class Zeros:
+class Zeros(Reader):
     """Stands for the bytes of a file that is not there, of which no tensor is read: only what is around them."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -124,16 +123,8 @@ class Zeros:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Joined:
+class Joined(Reader):
     """Texts and files, one after the other, as one file."""
 
     def __init__(self, pieces: Sequence[bytes | Reader]) -> None:
@@ -157,14 +148,6 @@ class Joined:
 
     def close(self) -> None:
         """The files are closed by whoever has opened them."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _extracted(storage: Storage, verify: bool, stack: contextlib.ExitStack) -> OpenArchive:

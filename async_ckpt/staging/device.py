@@ -23,7 +23,7 @@ import torch
 from ..backends import Backend, backend_of, device_of, is_capturing, is_on_host
 from ..format.layout import Piece
 from ..host.memory import Memory
-from ..host.process import in_forked_child
+from ..host.process import OnceInProcess
 from ..host.threads import Crew
 from ..spec import KIB, MIB, PAGE_BYTES, align_up
 
@@ -78,22 +78,7 @@ class _Side:
             self._boxes.append(box)
 
 
-_sides: dict[torch.device, _Side] = {}
-_making = threading.Lock()
-
-
-def _side_of(device: torch.device) -> _Side:
-    with _making:
-        side = _sides.get(device)
-        if side is None:
-            side = _sides[device] = _Side(device)
-        return side
-
-
-@in_forked_child
-def _forget_sides() -> None:
-    global _sides, _making
-    _sides, _making = {}, threading.Lock()
+_side_of: Final = OnceInProcess(_Side)
 
 
 class Device:

@@ -90,9 +90,8 @@ class Snapshot(Holds):
         # Set up by `_look_at_tensors`, then only read, by all copying threads.
         self._pointers = [0] * len(tensors)
         self._dense = [False] * len(tensors)
-        self._where: list[Device | None] = [None] * len(
-            tensors
-        )  # at `save`: a parameter may move to another device
+        # As at `save`: a parameter may move to another device.
+        self._where: list[Device | None] = [None] * len(tensors)
         self._aliases: dict[int, Alias] = {}  # what is deferred is read through these
         self._alive: list[Any] = []
         self.keeps: object = None  # what must not go before the last copy has ended
@@ -365,13 +364,14 @@ class Snapshot(Holds):
     def _hand_on(self, job: Job) -> None:
         lease = self._lease_of(job)
         if lease is not None:
+            with self._changed:
+                self._copied_bytes += job.num_bytes
             self._put(job.number, lease)
 
     def _lease_of(self, job: Job) -> Lease | None:
         """Take the lease out of a job, which one thread alone can."""
         with self._changed:
             lease, job.lease = job.lease, None
-            self._copied_bytes += job.num_bytes
         return lease
 
     def _told(self) -> str:
@@ -463,12 +463,8 @@ class Snapshot(Holds):
         for gate in self._gates:
             gate.open(self)
         self._now, self._later, self._tensors, self._alive, self._tripwires = [], [], [], [], None
-        self._specs, self._pointers, self._dense, self._where = (
-            [],
-            [],
-            [],
-            [],
-        )  # a handle may be kept for long
+        # A handle may be kept for long.
+        self._specs, self._pointers, self._dense, self._where = [], [], [], []
         self._aliases, self._deferred, self.keeps = {}, {}, None
         self.stage_seconds = self._clock() - self._begun
         if error is None:

@@ -82,13 +82,13 @@ class HostMemory:
                 )
             )
         try:
-            segment = self._fitting(num_bytes) or self._new(num_bytes, device)
-            if device is not None and not segment.pinned:
-                segment.lock_by(crew, device)
+            buffer = self._fitting(num_bytes) or self._new(num_bytes, device)
+            if device is not None and not buffer.pinned:
+                buffer.lock_by(crew, device)
         except BaseException:
             self._unsettled.append(num_bytes)
             raise
-        return segment
+        return buffer
 
     def _lend(self, num_bytes: int, may_wait: bool, max_bytes: int | None) -> bool:
         """Count a copy as lent; False when another has to end before it, after having waited a moment for that."""
@@ -144,13 +144,13 @@ class HostMemory:
             "their readers, leave out what you do not need, or raise host_bytes"
         )
 
-    def give_back(self, segment: Memory, num_bytes: int) -> None:
+    def give_back(self, buffer: Memory, num_bytes: int) -> None:
         """Nobody looks at it any more, nor at the copy of this size that was in it. In the middle of anything."""
-        if os.getpid() != self._pid or segment.is_leaked:  # forked since: the memory was left behind
+        if os.getpid() != self._pid or buffer.is_leaked:  # forked since: the memory was left behind
             return
         if self._held:
             self._unsettled.append(num_bytes)
-        self._idle.append(segment)
+        self._idle.append(buffer)
         with suppress(IndexError):  # another thread has taken the last one
             while len(self._idle) > _MAX_IDLE or self._idle_bytes() > 2 * self._most_bytes:
                 self._idle.popleft().free()
@@ -164,10 +164,10 @@ class HostMemory:
     def _fitting(self, num_bytes: int) -> Memory | None:
         """The smallest idle buffer that is large enough, and not far too large."""
         fitting = [s for s in self._idle.copy() if num_bytes <= s.num_bytes <= 2 * num_bytes]
-        for segment in sorted(fitting, key=lambda s: s.num_bytes):
+        for buffer in sorted(fitting, key=lambda s: s.num_bytes):
             with suppress(ValueError):  # another thread has taken it
-                self._idle.remove(segment)
-                return segment
+                self._idle.remove(buffer)
+                return buffer
         return None
 
     def _new(self, num_bytes: int, device: torch.device | None) -> Memory:
@@ -185,7 +185,7 @@ class HostMemory:
         return self._lent_bytes + self._idle_bytes() + self._spare_bytes()
 
     def _idle_bytes(self) -> int:
-        return sum(segment.num_bytes for segment in self._idle.copy())
+        return sum(buffer.num_bytes for buffer in self._idle.copy())
 
     @staticmethod
     def _spare_bytes() -> int:

@@ -116,9 +116,8 @@ class Held:
         tree = tree_of(self)
         error = self.completion.exception()
         if error is not None:
-            del (
-                tree
-            )  # or the error, which a handle may keep for long, would keep the copies by way of its traceback
+            # Or the error, which a handle may keep for long, would keep the copies by way of its traceback.
+            del tree
             raise error
         return tree
 

@@ -14,8 +14,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from ..errors import CorruptCheckpointError
 from ..format import zstd
@@ -205,7 +204,7 @@ class ZstdSink:
         return f"<ZstdSink level {self._how.level} {self._next}/{self._num_segments} segments, {self._out!r}>"
 
 
-class ZstdReader:
+class ZstdReader(Reader):
     """Ranges of what was compressed. Only the frames that a range touches are read."""
 
     def __init__(self, reader: Reader, path: str) -> None:
@@ -276,14 +275,6 @@ class ZstdReader:
 
     def close(self) -> None:
         self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _package() -> Any:

@@ -20,13 +20,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from ..errors import StorageUnavailableError
 from ..host.process import in_forked_child
 from ..spec import PAGE_BYTES, SEGMENT_BYTES
-from .base import Lent
+from .base import Lent, Reader
 from .disk import (
     address,
     free_bytes_at,
@@ -285,7 +284,7 @@ class LocalSink:
         return f"<LocalSink {self._target} {how}{', finished' if self._finished else ''}>"
 
 
-class LocalReader:
+class LocalReader(Reader):
     """One file, read past the page cache, except what is in there, where alignment and file system allow it."""
 
     def __init__(self, path: Path) -> None:
@@ -348,14 +347,6 @@ class LocalReader:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct_fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _sizes(

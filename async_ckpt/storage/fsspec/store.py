@@ -11,12 +11,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
 from ...host.threads import Crew
 from .. import stores
+from ..base import Reader
 from ..bulk import delete
 from ..url import hidden, scheme_of, shown, split_bucket, unusable_name
 from .bucket import Bucket
@@ -305,7 +305,7 @@ def abort_stale_uploads(
         return storage._place.abort_uploads(bucket, prefix, older_than.timestamp(), exact=exact)
 
 
-class FsspecReader:
+class FsspecReader(Reader):
     """One object, read by ranges, as long as it is the one that was opened."""
 
     def __init__(self, place: Bucket | Files, name: str, shown_as: str, translated: Translated) -> None:
@@ -332,11 +332,3 @@ class FsspecReader:
 
     def close(self) -> None:
         pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

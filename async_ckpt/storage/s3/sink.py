@@ -18,13 +18,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import StorageUnavailableError
 from ...host.life import Life
 from ...host.threads import LibraryThread, running_future, start_thread
 from .. import retry, stores
+from ..base import Reader
 from .client import Client, GivenUpError
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ class ObjectSink:
             self._timer.wait_for(self._changed, lambda: self._life.now is Phase.GIVEN_UP, seconds)
 
 
-class ObjectReader:
+class ObjectReader(Reader):
     """One object as it was when it was opened."""
 
     def __init__(self, client: Client, path: str) -> None:
@@ -372,11 +372,3 @@ class ObjectReader:
 
     def close(self) -> None:
         """Nothing is held between reads."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
