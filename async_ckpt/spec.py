@@ -6,6 +6,7 @@ In: plain values. Out: frozen values that cannot be wrong. Knows nothing of: tor
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -75,8 +76,50 @@ class Extent:
         return self.offset + self.length
 
 
+class MeshFacts(NamedTuple):
+    """Ranks in a grid: the first, how many there are along each dimension and how far from one to the next; or all of
+    them, where they are not as regular as that.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+
+
+class RankFacts(NamedTuple):
+    """Of which rank an archive is, of how many; and the meshes that its tensors are spread over."""
+
+    rank: int
+    world_size: int
+    meshes: tuple[MeshFacts, ...] = ()
+
+
+class Spread(NamedTuple):
+    """How several ranks hold one tensor: by `cuts` (dimension, dimension of the mesh, runs) of the mesh of this number;
+    or where that follows from nothing, which rectangles (offsets, sizes) this rank has of it.
+    """
+
+    cuts: tuple[tuple[int, int, int], ...] | None
+    mesh: int
+    held: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+
+class SliceOf(NamedTuple):
+    """Which slice of a tensor something is, where several ranks hold the tensor together."""
+
+    number: int
+    """Of the tensor in this rank's state; its slices follow one another."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...] | None
+    """Where in the tensor the slice begins; None stands for a tensor of which this archive has nothing."""
+    spread: Spread | None = None
+    """How the ranks hold the tensor; None where each has all of it."""
+
+
 class TensorSpec(NamedTuple):
-    """One tensor of a state: where it hangs in the tree, and what it is.
+    """One tensor of a state, or a slice of one: where it hangs in the tree, and what it is.
 
     A NamedTuple because a state has up to hundreds of thousands of them on every save, and comparing the list
     with the last save's is how the plan is re-validated.
@@ -87,6 +130,8 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     alias_of: int | None = None
     """Index of the earlier tensor with the very same memory (tied weights), whose bytes are stored once."""
+    of: SliceOf | None = None
+    """Which slice it is of what several ranks hold together; None for a tensor that this archive has alone."""
 
     @property
     def num_bytes(self) -> int:
@@ -95,6 +140,19 @@ class TensorSpec(NamedTuple):
     @property
     def dotted(self) -> str:
         return ".".join(map(str, self.path))
+
+
+def by_tensor(specs: Sequence[TensorSpec]) -> list[list[int]]:
+    """The numbers of the specs that each tensor has: one, but for a tensor that is in several slices."""
+    found: list[list[int]] = []
+    before: SliceOf | None = None
+    for i, spec in enumerate(specs):
+        if before is not None and spec.of is not None and before.number == spec.of.number:
+            found[-1].append(i)
+        else:
+            found.append([i])
+        before = spec.of
+    return found
 
 
 Best: TypeAlias = tuple[str, Literal["min", "max"], int]

@@ -15,13 +15,15 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from ..errors import CorruptCheckpointError, FormatVersionError
-from ..spec import DTYPES, PAGE_BYTES, Extent, Json, align_up
+from ..spec import DTYPES, PAGE_BYTES, Extent, Json, MeshFacts, RankFacts, Spread, align_up
 from . import digests, safetensors, tar
 
 MEMBER: Final = "index.json"
 OBJECTS: Final = "objects.pt"
 FORMAT: Final = "async_ckpt"
 VERSION: Final = 1
+# More than anybody has; what says so is damaged, or lies.
+MAX_RANKS: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +35,30 @@ class Member:
 
 
 class Slice(NamedTuple):
-    """What a member holds of a tensor, under which name; `extent` counts from the start of the file."""
+    """What a member holds of a tensor, under which name; `extent` counts from the start of the file.
+
+    It is the rectangle of the tensor that begins at `offsets` and has `sizes`, row by row.
+    """
 
     member: int
     name: str
     extent: Extent
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedTensor:
-    """One tensor of an archive, and where it lies: in one slice, so far."""
+    """One tensor of an archive, and where it lies: in one slice, or, of a state that several ranks have saved, in those
+    that this rank has written. `shape` is that of the whole tensor.
+    """
 
     path: tuple[Any, ...]
     dtype: str
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
     alias_of: int | None
+    spread: Spread | None = None
 
     @property
     def dotted(self) -> str:
@@ -66,6 +76,7 @@ class Index:
     skeleton: Json
     digests: Member  # empty, at the end, in a file that has none
     file_bytes: int
+    ranks: RankFacts | None = None  # of a state that several ranks have saved
 
     def member(self, name: str) -> Member | None:
         return next((m for m in self.members if m.name == name), None)
@@ -77,14 +88,22 @@ def row(path: tuple[Any, ...], **facts: Json) -> str:
     return json.dumps({"path": names, **facts}, separators=(",", ":"))
 
 
-def dump(*, step: int | None, members: list[tuple[str, int]], rows: str, skeleton: str) -> bytes:
+def dump(
+    *,
+    step: int | None,
+    members: list[tuple[str, int]],
+    rows: str,
+    skeleton: str,
+    ranks: RankFacts | None = None,
+) -> bytes:
     """The text of the index. It may be padded with spaces.
 
     `members` are the names and sizes of everything between the index and the digests; `rows` and `skeleton` are
     JSON already, since the first stays the same from save to save.
     """
+    told = "" if ranks is None else f'"ranks":{json.dumps(ranks, separators=(",", ":"))},'
     return (
-        f'{{"format":"{FORMAT}","version":{VERSION},"step":{json.dumps(step)},'
+        f'{{"format":"{FORMAT}","version":{VERSION},"step":{json.dumps(step)},{told}'
         f'"members":{json.dumps(members, separators=(",", ":"))},"tensors":[\n{rows}\n],"skeleton":{skeleton}}}\n'
     ).encode()
 
@@ -134,7 +153,8 @@ def parse(text: bytes, *, path: str) -> Index:
         if step is not None:
             _count(step)
         members = _members(raw["members"], begin=tar.BLOCK + len(text))
-        tensors = _tensors(raw["tensors"], members)
+        ranks = _ranks(raw["ranks"]) if "ranks" in raw else None
+        tensors = _tensors(raw["tensors"], members, ranks)
         last_end = members[-1].data.end if members else tar.BLOCK + len(text)
         digest, file_bytes = digests_member(align_up(last_end, tar.BLOCK))
         stored: list[list[IndexedTensor]] = [[] for _ in members]
@@ -143,7 +163,9 @@ def parse(text: bytes, *, path: str) -> Index:
                 for piece in tensor.slices:
                     stored[piece.member].append(tensor)
         by_member = tuple(map(tuple, stored))
-        return Index(step, tuple(members), tuple(tensors), by_member, raw["skeleton"], digest, file_bytes)
+        return Index(
+            step, tuple(members), tuple(tensors), by_member, raw["skeleton"], digest, file_bytes, ranks
+        )
     except (_Lie, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         reason = error if isinstance(error, _Lie) else f"it is malformed ({error!r:.200})"
         raise CorruptCheckpointError(f"{path}: the index cannot be trusted: {reason}", path=path) from error
@@ -211,7 +233,32 @@ def _members(raw: Json, begin: int) -> list[Member]:
     return members
 
 
-def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
+def _ranks(raw: Json) -> RankFacts:
+    rank, world_size, meshes = raw
+    if not _count(rank) < _count(world_size) <= MAX_RANKS:
+        raise _Lie(f"it is of rank {rank!r:.50} of {world_size!r:.50}")
+    return RankFacts(rank, world_size, tuple(_mesh(mesh, world_size) for mesh in meshes))
+
+
+def _mesh(raw: Json, world_size: int) -> MeshFacts:
+    start, shape, stride, ranks = raw
+    facts = MeshFacts(_count(start), _counts(shape), _counts(stride), _counts(ranks))
+    ends = sum((size - 1) * step for size, step in zip(facts.shape, facts.stride, strict=not facts.ranks))
+    size = prod(facts.shape)
+    if not 0 < size <= world_size or max(facts.ranks, default=start + ends) >= world_size:
+        raise _Lie(f"it has a mesh of {shape!r:.100} that {world_size} ranks do not have")
+    if facts.ranks and (len(set(facts.ranks)) != size or facts.stride):
+        raise _Lie(f"it has a mesh of {shape!r:.100} with {len(facts.ranks)} ranks")
+    return facts
+
+
+def _counts(raw: Json) -> tuple[int, ...]:
+    if not isinstance(raw, list) or len(raw) > MAX_RANKS or not all(_count(n) < 2**63 for n in raw):
+        raise _Lie(f"{raw!r:.100} are not counts")
+    return tuple(raw)
+
+
+def _tensors(raw: Json, members: list[Member], ranks: RankFacts | None = None) -> list[IndexedTensor]:
     tensors: list[IndexedTensor] = []
     names: set[tuple[int, str]] = set()
     for row in raw:
@@ -223,7 +270,7 @@ def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
             if alias >= len(tensors) or tensors[alias].alias_of is not None:
                 raise _Lie(f"tensor {path!r:.200} is an alias of nothing")
             of = tensors[alias]
-            tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias))
+            tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.spread))
             continue
         dtype = row["dtype"]
         if dtype not in DTYPES:
@@ -234,17 +281,20 @@ def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
         shape = tuple(row["shape"])
         if prod(n or 1 for n in shape) >= 2**63:
             raise _Lie(f"tensor {path!r:.200} has an absurd shape")
-        slices = tuple(_slice(piece, path, members) for piece in row["slices"])
-        if len(slices) != 1:
+        slices = tuple(_slice(piece, path, shape, members) for piece in row["slices"])
+        if ranks is None and (len(slices) != 1 or slices[0].sizes != shape):
             raise _Lie(f"tensor {path!r:.200} is in {len(slices)} slices, not in one")
-        num_bytes = sum(piece.extent.length for piece in slices)
-        if prod(shape) * DTYPES[dtype][0] != num_bytes:
-            raise _Lie(f"tensor {path!r:.200} has {num_bytes} bytes, which does not fit its shape and dtype")
+        for piece in slices:
+            if prod(piece.sizes) * DTYPES[dtype][0] != piece.extent.length:
+                raise _Lie(
+                    f"tensor {path!r:.200} has {piece.extent.length} bytes, which does not fit its shape and dtype"
+                )
+        spread = _spread(row["spread"], shape, ranks) if "spread" in row else None
         for piece in slices:
             if (piece.member, piece.name) in names:
                 raise _Lie(f"two tensors are called {piece.name!r:.200}")
             names.add((piece.member, piece.name))
-        tensors.append(IndexedTensor(path, dtype, shape, slices, None))
+        tensors.append(IndexedTensor(path, dtype, shape, slices, None, spread))
     position = 0
     extents = (piece.extent for t in tensors if t.alias_of is None for piece in t.slices)
     for extent in sorted((extent for extent in extents if extent.length), key=lambda e: e.offset):
@@ -254,14 +304,47 @@ def _tensors(raw: Json, members: list[Member]) -> list[IndexedTensor]:
     return tensors
 
 
-def _slice(raw: Json, path: tuple[Any, ...], members: list[Member]) -> Slice:
+def _spread(raw: Json, shape: tuple[int, ...], ranks: RankFacts | None) -> Spread:
+    if ranks is None:
+        raise _Lie("a tensor is spread over ranks, of which it knows nothing")
+    cuts, mesh, held = raw
+    if cuts is None:
+        return Spread(None, 0, tuple(_rectangle(_counts(at), _counts(sizes), shape) for at, sizes in held))
+    if _count(mesh) >= len(ranks.meshes):
+        raise _Lie(f"a tensor is spread over mesh {mesh!r:.50}, which it does not have")
+    made = tuple((_count(dim), _count(mesh_dim), _count(runs)) for dim, mesh_dim, runs in cuts)
+    num_dims = len(ranks.meshes[mesh].shape)
+    along = {mesh_dim for _, mesh_dim, _ in made}
+    if any(dim >= len(shape) or mesh_dim >= num_dims or not 0 < runs < 2**31 for dim, mesh_dim, runs in made):
+        raise _Lie(f"a tensor of shape {shape} has the cuts {cuts!r:.200}")
+    if len(along) < len(made):
+        raise _Lie(f"the cuts {cuts!r:.200} cut twice along one dimension of a mesh")
+    return Spread(made, mesh)
+
+
+def _rectangle(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if not (len(offsets) == len(sizes) == len(shape)) or any(
+        offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+    ):
+        raise _Lie(
+            f"there is no slice at {offsets!r:.200} of sizes {sizes!r:.200} in a tensor of shape {shape!r:.200}"
+        )
+    return offsets, sizes
+
+
+def _slice(raw: Json, path: tuple[Any, ...], shape: tuple[int, ...], members: list[Member]) -> Slice:
     member, name = _count(raw["member"]), raw["name"]
     begin, length = map(_count, raw["extent"])
     if member >= len(members) or begin + length > members[member].data.length:
         raise _Lie(f"tensor {path!r:.200} lies outside its member")
     if not isinstance(name, str):
         raise _Lie(f"tensor {path!r:.200} is called {name!r:.200}")
-    return Slice(member, name, Extent(members[member].data.offset + begin, length))
+    offsets, sizes = (0,) * len(shape), shape
+    if "offsets" in raw:
+        offsets, sizes = _rectangle(_counts(raw["offsets"]), _counts(raw["sizes"]), shape)
+    return Slice(member, name, Extent(members[member].data.offset + begin, length), offsets, sizes)
 
 
 def check_member_header(index: Index, member: int, data: bytes, *, path: str) -> None:
@@ -280,9 +363,9 @@ def check_member_header(index: Index, member: int, data: bytes, *, path: str) ->
             f"{path}: {index.members[member].name} is not as long as the index says", path=path
         )
     told = {
-        name: (*safetensors.stored_as(t.dtype, t.shape), extent.offset - base, extent.end - base)
+        name: (*safetensors.stored_as(t.dtype, sizes), extent.offset - base, extent.end - base)
         for t in index.stored[member]
-        for at, name, extent in t.slices
+        for at, name, extent, _, sizes in t.slices
         if at == member
     }
     if told != table:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..spec import DTYPES, MIB, PAGE_BYTES, Extent, TensorSpec, align_up
+from ..spec import DTYPES, MIB, PAGE_BYTES, Extent, Json, TensorSpec, align_up, by_tensor
 from . import digests, index, safetensors, tar
 
 # One member never has more tensors than this: readers refuse headers over 100 MB.
@@ -116,17 +116,17 @@ class TensorPlan:
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = specs
         self.members: list[_MemberPlan] = []
-        # Where the slices of each tensor begin, from the end of the index; an alias has none of its own.
-        self.slices: list[tuple[int, ...]] = [()] * len(self.specs)
-        self._rows: list[str] = [""] * len(self.specs)
+        # Where each begins, from the end of the index; an alias, and a slice of nothing, begin nowhere.
+        self.begins: list[int | None] = [None] * len(self.specs)
+        self._slices: list[Json] = [None] * len(self.specs)  # as the index has them
         position = 0
         parts = list(_grouped(self.specs))
         for name, group, chosen in parts:
             position = self._add_member(name, group, chosen, position)
         self.num_bytes = position
         self.tied = self._tied({i: group for _, group, chosen in parts for i in chosen})
-        self.rows = ",\n".join(self._rows)
-        del self._rows
+        self.rows = ",\n".join(self._rows())
+        del self._slices
         self._last_cut: tuple[int, int, dict[int, list[Piece]]] | None = None
         self._index_bytes = 0  # of the last one
 
@@ -145,7 +145,7 @@ class TensorPlan:
             (_name_inside(self.specs[i]) for i in chosen), taken={safetensors.RESERVED_NAME}
         )
         named = dict(zip(chosen, names, strict=True))
-        stored = [i for i in chosen if self.specs[i].alias_of is None]
+        stored = [i for i in chosen if _is_stored(self.specs[i])]
         # Descending item size keeps every tensor aligned without holes, which the format forbids; within one
         # size the large ones come first, so that those copied late and those copied at once share few segments.
         stored.sort(key=lambda i: (-DTYPES[self.specs[i].dtype][0], self.specs[i].num_bytes < MIB))
@@ -156,45 +156,60 @@ class TensorPlan:
             begin += spec.num_bytes
         metadata = {"format": "pt"}
         for i in chosen:
-            of = self.specs[i].alias_of
-            if of is not None and of in named:
-                metadata.setdefault(named[i], named[of])
+            alias = self.specs[i].alias_of
+            if alias is not None and alias in named:
+                metadata.setdefault(named[i], named[alias])
         data_offset = position + tar.BLOCK
         # The end of the index is a multiple of the page, so "modulo the page" is the same here as in the file.
         head = safetensors.header(entries, metadata, header_bytes_modulo=PAGE_BYTES, at=data_offset)
         for i, entry in zip(stored, entries, strict=True):
-            self.slices[i] = (data_offset + len(head) + entry.begin,)
+            self.begins[i] = data_offset + len(head) + entry.begin
             extent = [len(head) + entry.begin, entry.end - entry.begin]
-            whole = {"member": len(self.members), "name": entry.name, "extent": extent}
-            self._rows[i] = index.row(
-                self.specs[i].path, dtype=entry.dtype, shape=entry.shape, slices=[whole]
-            )
-        for i in chosen:
-            if self.specs[i].alias_of is not None:
-                self._rows[i] = index.row(self.specs[i].path, alias=self.specs[i].alias_of)
+            told: dict[str, Json] = {"member": len(self.members), "name": entry.name, "extent": extent}
+            of = self.specs[i].of
+            if of is not None:
+                told |= {"offsets": of.offsets, "sizes": entry.shape}
+            self._slices[i] = told
         if not stored:
             return position
         self.members.append(_MemberPlan(name, group, position, len(head) + begin, head))
         return align_up(data_offset + len(head) + begin, tar.BLOCK)
 
+    def _rows(self) -> Iterator[str]:
+        """The lines of the index, one for each tensor."""
+        tensors = by_tensor(self.specs)
+        numbers = {slices[0]: number for number, slices in enumerate(tensors)}
+        for slices in tensors:
+            path, dtype, shape, alias, of = self.specs[slices[0]]
+            if alias is not None:
+                yield index.row(path, alias=numbers[alias])
+                continue
+            told = [self._slices[i] for i in slices if self._slices[i] is not None]
+            if of is None:
+                yield index.row(path, dtype=dtype, shape=shape, slices=told)
+                continue
+            spread = {} if of.spread is None else {"spread": of.spread}
+            yield index.row(path, dtype=dtype, shape=of.shape, slices=told, **spread)
+
     def _tied(self, groups: Mapping[int, str]) -> dict[str, list[Extent]]:
         """Where the tensors lie, from the end of the index, that groups have only by aliases: in other groups' members."""
         found: dict[str, set[tuple[int, int]]] = {}
+        slices = {numbers[0]: numbers for numbers in by_tensor(self.specs)}
         for i, group in groups.items():
-            of = self.specs[i].alias_of
-            if of is not None and groups[of] != group and self.specs[i].num_bytes:
-                (offset,) = self.slices[of]
-                found.setdefault(group, set()).add((offset, self.specs[of].num_bytes))
+            alias = self.specs[i].alias_of
+            for of in slices[alias] if alias is not None and groups[alias] != group else ():
+                begin, num_bytes = self.begins[of], self.specs[of].num_bytes
+                if begin is not None and num_bytes:
+                    found.setdefault(group, set()).add((begin, num_bytes))
         return {group: list(_joined(sorted(parts))) for group, parts in found.items()}
 
     @cached_property
     def in_file_order(self) -> list[tuple[int, int, int]]:
-        """(offset from the end of the index, bytes, tensor) of every slice that has bytes."""
+        """(offset from the end of the index, bytes, number of the spec) of everything that has bytes."""
         return sorted(
-            (offset, spec.num_bytes, i)
-            for i, (offsets, spec) in enumerate(zip(self.slices, self.specs, strict=True))
-            for offset in offsets
-            if spec.num_bytes
+            (begin, spec.num_bytes, i)
+            for i, (begin, spec) in enumerate(zip(self.begins, self.specs, strict=True))
+            if begin is not None and spec.num_bytes
         )
 
     def cut(self, base: int, segment_bytes: int) -> dict[int, list[Piece]]:
@@ -240,13 +255,19 @@ class Layout:
 
 
 def lay_out(
-    plan: TensorPlan, *, skeleton: str, objects: bytes | None, step: int | None, mtime: int
+    plan: TensorPlan,
+    *,
+    skeleton: str,
+    objects: bytes | None,
+    step: int | None,
+    mtime: int,
+    ranks: Json = None,
 ) -> Layout:
     """Place one save: index first, then the planned members, then the objects, then the digests."""
     sizes = [(m.name, m.num_bytes) for m in plan.members]
     if objects is not None:
         sizes.append((index.OBJECTS, len(objects)))
-    text = index.dump(step=step, members=sizes, rows=plan.rows, skeleton=skeleton)
+    text = index.dump(step=step, members=sizes, rows=plan.rows, skeleton=skeleton, ranks=ranks)
     text = text.ljust(plan.room_for_index(len(text)))
     base = tar.BLOCK + len(text)
     literals = [(0, tar.header(index.MEMBER, len(text), mtime=mtime) + text)]
@@ -268,6 +289,11 @@ def lay_out(
     )
     literals.append((end, tail))
     return Layout(plan, base, tuple(literals), digest, file_bytes)
+
+
+def _is_stored(spec: TensorSpec) -> bool:
+    """Whether it has an entry of its own: an alias has the one of what it is tied to."""
+    return spec.alias_of is None and (spec.of is None or spec.of.offsets is not None)
 
 
 def _joined(parts: Iterable[tuple[int, int]]) -> Iterator[Extent]:

@@ -13,7 +13,7 @@ import logging
 import pickle
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +22,12 @@ import torch
 
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
-from ..spec import DTYPES, Json, TensorSpec, with_article
+from ..spec import DTYPES, Json, SliceOf, TensorSpec, with_article
 from .dtypes import dtype_name, is_describable
 from .held import Held, marks_of, tree_of
 from .names import Path, Select, selector, shown
+from .sharded import Slicer, is_sharded
+from .slices import Slices
 from .tree import Encoder, is_omitted
 from .wrappers import StateDicts, plain_model
 
@@ -54,15 +56,19 @@ class Capture:
     held_tensors: frozenset[int] = frozenset()
     modules: Mapping[Path, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
     types: Collection[type] = ()
+    slices: Sequence[Slices] = ()
+    """What this rank holds of each tensor, by its number; empty where a state is of one process."""
 
 
-def capture(state: Any, select: Select = None) -> Capture:
+def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) -> Capture:
     """Take a state apart; with `select`, only the part of it with these names.
 
+    With `slicer`, the state is one that several ranks hold: of each tensor all slices that are here are told, whoever
+    is to write them.
     Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
     quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that no pickle takes.
     """
-    walk = _Walk(state)
+    walk = _Walk(state, slicer)
     try:
         with no_collection():
             chosen = selector(select)
@@ -85,6 +91,7 @@ def capture(state: Any, select: Select = None) -> Capture:
         frozenset(walk.held_tensors),
         walk.modules,
         encoder.types,
+        walk.slices,
     )
 
 
@@ -105,8 +112,10 @@ def no_collection() -> Iterator[None]:
 
 
 class _Walk:
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, slicer: Slicer | None) -> None:
         self._state_dicts = StateDicts(state)
+        self._slicer = slicer
+        self.slices: list[Slices] = []
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
         self.marks: list[Mark | None] = []
@@ -130,7 +139,9 @@ class _Walk:
 
     def leaf(self, value: Any, path: Path) -> Json:
         if isinstance(value, torch.Tensor):
-            return {"tensor": self._tensor(value, path)}
+            return {
+                "tensor": self._tensor(value, path) if self._slicer is None else self._sliced(value, path)
+            }
         if type(value) is bytes:
             return {"bytes": self._bytes(value, path, "uint8", (len(value),))}
         numpy = sys.modules.get("numpy")
@@ -140,10 +151,45 @@ class _Walk:
         self._object_paths.append(shown(path))
         return {"object": len(self._objects) - 1}
 
+    def _sliced(self, tensor: torch.Tensor, path: Path) -> int:
+        """The number of a tensor of which other ranks may have more, or the same."""
+        assert self._slicer is not None
+        slices, parts, _ = self._slicer.slice(tensor, name=shown(path))
+        number = len(self.slices)
+        self.slices.append(slices)
+        tied = self._tied_to(slices, parts)
+        for rectangle, part in zip(slices.rectangles, parts, strict=True):
+            self._tensor(part, path)
+            of = SliceOf(number, slices.global_shape, rectangle.global_offsets)
+            self.specs[-1] = self.specs[-1]._replace(alias_of=tied, of=of)
+            if tied is not None:
+                break  # one alias stands for all
+        if tied is not None:
+            self.specs[-1] = self.specs[-1]._replace(of=SliceOf(number, slices.global_shape, None))
+        if not parts:
+            self.specs.append(
+                TensorSpec(
+                    path, dtype_name(tensor.dtype), (0,), None, SliceOf(number, slices.global_shape, None)
+                )
+            )
+            self.tensors.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
+            self.marks.append(None)
+        return number
+
+    def _tied_to(self, slices: Slices, parts: Sequence[torch.Tensor]) -> int | None:
+        """The first slice of an earlier tensor that has the very same memory, and is cut alike."""
+        pointer = _pointer(parts[0]) if parts else None
+        other = None if pointer is None else self._at.get(pointer)
+        of = None if other is None else self.specs[other].of
+        if other is None or of is None or self.slices[of.number] != slices:
+            return None
+        is_first = self.specs[other].alias_of is None and slices.rectangles[0].global_offsets == of.offsets
+        return other if is_first and _same_memory(parts[0], self.tensors[other]) else None
+
     def _tensor(self, tensor: torch.Tensor, path: Path) -> int:
         name = _DTYPE_NAMES.get(tensor.dtype, "")
         pointer = _pointer(tensor) if name in DTYPES else None
-        if pointer is None and (why := why_not(tensor)):
+        if pointer is None and (why := _spread_over_ranks(tensor) or why_not(tensor)):
             where = shown(path)
             raise UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
         if id(tensor) in self._held_marks:
@@ -172,7 +218,13 @@ class _Walk:
             if len(raw)
             else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
-        return len(self.specs) - 1
+        if self._slicer is None:
+            return len(self.specs) - 1
+        number, slices = len(self.slices), Slices.plain(shape)
+        self.slices.append(slices)
+        offsets = slices.rectangles[0].global_offsets if slices.rectangles else None
+        self.specs[-1] = self.specs[-1]._replace(of=SliceOf(number, shape, offsets))
+        return number
 
     def _array(self, numpy: Any, array: Any, path: Path) -> Json:
         shape = array.shape
@@ -243,6 +295,15 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.shape, a.dtype, a.stride(), a.device, a.is_conj(), a.is_neg()) == (
         b.shape, b.dtype, b.stride(), b.device, b.is_conj(), b.is_neg()
     )  # fmt: skip
+
+
+def _spread_over_ranks(tensor: torch.Tensor) -> str | None:
+    if not is_sharded(tensor):
+        return None
+    return (
+        f"{with_article(type(tensor).__qualname__)} is spread over ranks, each of which has a part of it; save it on every "
+        "rank with an AsyncCheckpointer, or save its full_tensor()"
+    )
 
 
 def why_not(tensor: torch.Tensor) -> str | None:

@@ -1,0 +1,197 @@
+"""What one of several ranks writes of a state, and how the state looks to all of them.
+
+In: captured states of this rank, and which ranks have states alike. Out: captured states with what this rank writes.
+Knows nothing of: other ranks' states, files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ..spec import DTYPES, MeshFacts, RankFacts, SliceOf, Spread, TensorSpec, by_tensor
+from .capture import Capture
+from .sharded import Slicer
+from .shares import Holding, written
+from .slices import Mesh, Rectangle, Replicas, Slices
+
+# Ranks, by the digest of the structure that they have.
+Classes: TypeAlias = Mapping[str, Sequence[int]]
+
+
+class Structure(NamedTuple):
+    """How a rank's state looks, without its values: alike on all ranks whose states differ in nothing but these.
+
+    `text` has a line for each tensor: its path, dtype and global shape, how it is cut, and the shape of the mesh. No rank
+    is named in it.
+    """
+
+    text: str
+    digest: str
+
+
+class _Source(NamedTuple):
+    """Where what is written comes from: a spec of the captured state, and what of its tensor; None for all of it."""
+
+    spec: int
+    within: tuple[slice, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    captured: list[TensorSpec]
+    slices: Sequence[Slices]
+    classes: Classes
+    structure: Structure
+    specs: list[TensorSpec]
+    sources: list[_Source]
+    ranks: RankFacts
+
+
+class RankedStates:
+    """The states of one rank of several, seldom others than the one before. From one thread at a time.
+
+    It divides among the ranks what they hold alike; only those that are known to have the same structure share.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.slicer = Slicer()
+        self._plan: _Plan | None = None
+
+    def structure(self, captured: Capture) -> Structure:
+        plan = self._plan
+        if plan is not None and plan.captured == captured.specs and plan.slices == captured.slices:
+            return plan.structure
+        return _structure(captured)
+
+    def divided(self, captured: Capture, classes: Classes) -> tuple[Capture, RankFacts]:
+        """The same with the slices that this rank writes, and what its index says of it.
+
+        A rank whose structure is in none of these classes, or has another one there, writes all that it holds.
+        """
+        plan = self._plan
+        if (
+            plan is None
+            or plan.classes != classes
+            or plan.captured != captured.specs
+            or plan.slices != captured.slices
+        ):
+            plan = self._plan = self._planned(captured, classes)
+        tensors = [_narrowed(captured.tensors[i], within) for i, within in plan.sources]
+        marks = [captured.marks[i] for i, _ in plan.sources]
+        held = frozenset(n for n, (i, _) in enumerate(plan.sources) if i in captured.held_tensors)
+        made = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, held_tensors=held)
+        return made, plan.ranks
+
+    def _planned(self, captured: Capture, classes: Classes) -> _Plan:
+        structure = _structure(captured)
+        mates = list(classes.get(structure.digest, ()))
+        if self.rank not in mates:
+            mates = [self.rank]
+        names, tensors = _names(captured), by_tensor(captured.specs)
+        holdings = {
+            names[number]: Holding(
+                slices,
+                DTYPES[captured.specs[tensors[number][0]].dtype][0],
+                _sharers(slices, self.rank, mates),
+            )
+            for number, slices in enumerate(captured.slices)
+            if captured.specs[tensors[number][0]].alias_of is None
+        }
+        taken = written(holdings)
+        meshes: dict[Mesh, int] = {}
+        specs: list[TensorSpec] = []
+        sources: list[_Source] = []
+        first: dict[int, int] = {}  # of the captured specs, in the new ones
+        for number, slices in enumerate(captured.slices):
+            here = tensors[number]
+            spec = captured.specs[here[0]]
+            assert spec.of is not None
+            first[here[0]] = len(specs)
+            told = SliceOf(number, slices.global_shape, None, _spread(slices, meshes))
+            ours = () if spec.alias_of is not None else taken[names[number]]
+            for rectangle in ours:
+                i, within = _place(rectangle, slices.rectangles, here)
+                specs.append(
+                    spec._replace(shape=rectangle.sizes, of=told._replace(offsets=rectangle.global_offsets))
+                )
+                sources.append(_Source(i, within))
+            if not ours:
+                alias = None if spec.alias_of is None else first[spec.alias_of]
+                specs.append(spec._replace(shape=(0,), alias_of=alias, of=told))
+                sources.append(_Source(here[0], (slice(0, 0),) if captured.tensors[here[0]].dim() else None))
+        facts = tuple(MeshFacts(mesh.start, mesh.shape, mesh.stride, mesh.ranks) for mesh in meshes)
+        ranks = RankFacts(self.rank, self.world_size, facts)
+        return _Plan(captured.specs, captured.slices, classes, structure, specs, sources, ranks)
+
+
+def _names(captured: Capture) -> list[str]:
+    """What each tensor is called on all ranks."""
+    return ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in by_tensor(captured.specs)]
+
+
+def _structure(captured: Capture) -> Structure:
+    tensors = by_tensor(captured.specs)
+    lines = []
+    for name, here, slices in zip(_names(captured), tensors, captured.slices, strict=True):
+        mesh = slices.mesh
+        spread: Any = None
+        if slices.cuts is None:
+            spread = [[one.global_offsets, one.sizes] for one in slices.rectangles]
+        elif mesh is not None:
+            spread = [slices.cuts, mesh.shape, mesh.stride, len(mesh.ranks), slices.coordinate is not None]
+        dtype = captured.specs[here[0]].dtype
+        lines.append(json.dumps([name, dtype, slices.global_shape, spread], separators=(",", ":")))
+    text = "\n".join(sorted(lines))
+    return Structure(text, hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+
+
+def _sharers(slices: Slices, rank: int, mates: Sequence[int]) -> Replicas:
+    """The ranks that hold the same, and are known to have a state of the same structure."""
+    if slices.is_plain:
+        ranks = list(mates)
+    else:
+        replicas = slices.replicas()
+        if replicas.ranks is None:
+            return Replicas()
+        known = set(mates)
+        ranks = [one for one in replicas.ranks.all_ranks() if one in known]
+    if len(ranks) < 2:
+        return Replicas()
+    return Replicas(Mesh.of((len(ranks),), ranks), ranks.index(rank))
+
+
+def _spread(slices: Slices, meshes: dict[Mesh, int]) -> Spread | None:
+    if slices.cuts is None:
+        held = tuple((one.global_offsets, one.sizes) for one in slices.rectangles)
+        return Spread(None, 0, held)
+    if slices.mesh is None:
+        return None
+    cuts = tuple((cut.dim, cut.mesh_dim, cut.runs) for cut in slices.cuts)
+    return Spread(cuts, meshes.setdefault(slices.mesh, len(meshes)))
+
+
+def _place(
+    rectangle: Rectangle, held: Sequence[Rectangle], specs: Sequence[int]
+) -> tuple[int, tuple[slice, ...] | None]:
+    """Which of the slices that are here it is in, and what of that it is."""
+    for whole, spec in zip(held, specs, strict=True):
+        begins = [a - b for a, b in zip(rectangle.global_offsets, whole.global_offsets, strict=True)]
+        ends = [begin + size for begin, size in zip(begins, rectangle.sizes, strict=True)]
+        if all(begin >= 0 for begin in begins) and all(
+            end <= size for end, size in zip(ends, whole.sizes, strict=True)
+        ):
+            if rectangle.sizes == whole.sizes:
+                return spec, None
+            return spec, tuple(slice(begin, end) for begin, end in zip(begins, ends, strict=True))
+    raise AssertionError(f"{rectangle} is in none of {held}")
+
+
+def _narrowed(tensor: torch.Tensor, within: tuple[slice, ...] | None) -> torch.Tensor:
+    return tensor if within is None else tensor.detach()[within]

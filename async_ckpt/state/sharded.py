@@ -1,0 +1,341 @@
+"""Tensors that are spread over ranks, of whatever make, as slices and the plain tensors that hold them.
+
+In: a tensor, a DTensor, FSDP1's or Megatron's ShardedTensor, or a tensor that declares its slices. Out: its `Slices`, and
+a plain tensor for each of their rectangles. Knows nothing of: other ranks. It calls no collective and reads no values.
+
+The one module that knows how torch says these things, from 2.6 on; it asks for features and not for versions. Nothing
+that torch imports on demand is imported here: where it was not, no such tensor exists.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ..errors import UnsupportedStateError
+from .slices import Cut, Ints, Mesh, Rectangle, Slices, cuts_of, flat_range
+
+_DECLARED = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_MEGATRON = (
+    "key",
+    "data",
+    "local_shape",
+    "global_shape",
+    "global_offset",
+    "axis_fragmentations",
+    "replica_id",
+)
+_MANY_SPECS = 100_000  # remembered; a state has one for each shape and way to cut it, seldom a thousand
+
+
+_Known: TypeAlias = tuple[Slices, Ints | None]  # and the shape that a DTensor's local tensor has here
+
+
+class Sliced(NamedTuple):
+    """What this rank holds of one tensor: for each of the rectangles the plain tensor with its elements.
+
+    `key` is the name that the tensor has on all ranks, where it brings one along (Megatron's); else its path is.
+    """
+
+    slices: Slices
+    parts: tuple[torch.Tensor, ...]
+    key: str | None = None
+
+    def tensors(self, rectangles: Iterable[Rectangle]) -> list[torch.Tensor]:
+        """The elements of some of the rectangles, or of rows of them, given in the order in which they are here."""
+        found = []
+        held = zip(self.slices.rectangles, self.parts, strict=True)
+        whole, part = next(held, (None, None))
+        for one in rectangles:
+            while whole is not None and not _contains(whole, one):
+                whole, part = next(held, (None, None))
+            if whole is None or part is None:
+                raise ValueError(f"{one} is not among {self.slices.rectangles}, or not in their order")
+            found.append(part if one == whole else _narrowed(part, _minus(one, whole), one.sizes))
+        return found
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a leaf of a state is a tensor of which other ranks may hold more, or the same."""
+    return (
+        _is_a(value, "torch.distributed.tensor", "DTensor")
+        or _is_sharded_tensor(value)
+        or _declares_slices(value)
+        or _is_of_megatron(value)
+    )
+
+
+class Slicer:
+    """Says what this rank holds of tensors.
+
+        slicer = Slicer()
+        sliced = slicer.slice(model.weight, name="model.weight")
+        list(zip(sliced.slices.rectangles, sliced.parts))
+
+    Keep it from save to save: it remembers how meshes and tensors are cut.
+    """
+
+    def __init__(self) -> None:
+        self._meshes: dict[Any, Mesh] = {}
+        self._specs: dict[Any, _Known] = {}
+
+    def slice(self, value: Any, *, name: str) -> Sliced:
+        """What is held here of a tensor.
+
+        Raises UnsupportedStateError, which begins with `name`, for a DTensor that is Partial, or placed in a way that is
+        not known, or of another local shape than its placements give; and for slices that contradict their tensor.
+        """
+        if _is_a(value, "torch.distributed.tensor", "DTensor"):
+            return self._of_dtensor(value, name)
+        if _is_sharded_tensor(value):
+            return self._of_sharded_tensor(value, name)
+        if _declares_slices(value):
+            return _of_declared(value, name)
+        if _is_of_megatron(value):
+            return _of_megatron(value, name)
+        slices = Slices.plain(value.shape)
+        return Sliced(slices, (value,) if slices.rectangles else ())
+
+    def _of_dtensor(self, tensor: Any, name: str) -> Sliced:
+        spec, local = tensor._spec, tensor._local_tensor
+        if spec not in self._specs:
+            if len(self._specs) >= _MANY_SPECS:
+                self._specs.clear()
+            slices = self._cut(spec, tensor.shape, name)
+            self._specs[spec] = slices, slices.local_shape
+        slices, shape = self._specs[spec]
+        if _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+            local = local.wait()
+        if shape is not None and local.shape != shape and (local.numel() or prod(shape)):
+            raise _refused(
+                name,
+                f"this rank holds a local tensor of shape {tuple(local.shape)}, but {list(spec.placements)} on a mesh of "
+                f"{slices.mesh and slices.mesh.shape} puts {shape} of {slices.global_shape} here; redistribute() it to Shard "
+                "or Replicate, or declare its slices as torch's CheckpointableTensor does",
+            )
+        return Sliced(slices, _parts(local, slices.rectangles))
+
+    def _cut(self, spec: Any, global_shape: Iterable[int], name: str) -> Slices:
+        if spec.mesh not in self._meshes:
+            ranks = spec.mesh.mesh
+            self._meshes[spec.mesh] = Mesh.of(ranks.shape, ranks.flatten().tolist())
+        mesh = self._meshes[spec.mesh]
+        coordinate = spec.mesh.get_coordinate()
+        return Slices.at(
+            None if coordinate is None else tuple(coordinate),
+            global_shape=global_shape,
+            cuts=_cuts(spec, mesh, len(tuple(global_shape)), name),
+            mesh=mesh,
+        )
+
+    def _of_sharded_tensor(self, tensor: Any, name: str) -> Sliced:
+        """FSDP1's. A shard may be one itself, where it is applied over tensor parallelism."""
+        rectangles: list[Rectangle] = []
+        parts: list[torch.Tensor] = []
+        for shard in tensor.local_shards():
+            offsets, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
+            inner = self.slice(shard.tensor, name=name)
+            if inner.slices.global_shape != sizes and prod(sizes):
+                raise _refused(
+                    name, f"its shard at {offsets} has shape {inner.slices.global_shape} and not {sizes}"
+                )
+            for rectangle, part in zip(inner.slices.rectangles, inner.parts, strict=True):
+                moved = _sum(offsets, rectangle.global_offsets)
+                rectangles.append(Rectangle(moved, (0,) * len(moved), rectangle.sizes))
+                parts.append(part)
+        return Sliced(_given(tensor.metadata().size, rectangles, name), tuple(parts))
+
+
+def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
+    """Of a DTensor. A shard order that no `_StridedShard` stands for is said beside the placements, from torch 2.10 on."""
+    placed = [_placed(placement, num_dims, spec, name) for placement in spec.placements]
+    by_factor = any(here and here[1] > 1 for here in placed)
+    if getattr(spec, "use_strided_shard_as_shard_order", None) is False or not by_factor:
+        order = {entry[0]: entry[1] for entry in getattr(spec, "shard_order", None) or ()}
+    else:
+        order = None
+    try:
+        cuts = cuts_of(placed, mesh.shape, order=order)
+    except ValueError as error:
+        raise _refused(name, str(error)) from error
+    for one, other in itertools.combinations(cuts, 2):
+        strided = max(one, other, key=lambda cut: cut.mesh_dim)
+        if one.dim == other.dim and strided.runs > 1 and not _counts_strided(spec, mesh, one.dim):
+            raise _refused(
+                name,
+                f"with this version of torch {list(spec.placements)} may have been cut from either end of the mesh, and "
+                "nothing says from which; install torch 2.12 or newer",
+            )
+    return cuts
+
+
+def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, int] | None:
+    """The dimension that it cuts and its split factor; None if it replicates."""
+    if placement.is_replicate():
+        return None
+    if placement.is_partial():
+        raise _refused(
+            name,
+            f"a DTensor that is {placement!r} on a dimension of its mesh has a part of each value and none of them whole; "
+            "call redistribute() to Replicate or Shard first",
+        )
+    # `_StridedShard` was a Shard up to torch 2.9, and is a class of its own since.
+    if type(placement).__name__ not in ("Shard", "_StridedShard"):
+        raise _refused(
+            name,
+            f"a DTensor that is placed by {placement!r} cannot be stored; redistribute() it to Shard or Replicate",
+        )
+    dim = placement.dim + num_dims if placement.dim < 0 else placement.dim
+    if not 0 <= dim < num_dims:
+        raise _refused(
+            name, f"{list(spec.placements)} cuts a dimension that a tensor of {num_dims} does not have"
+        )
+    return dim, int(getattr(placement, "split_factor", 1))
+
+
+def _counts_strided(spec: Any, mesh: Mesh, dim: int) -> bool:
+    """Whether torch counts strided shards among the shards of a dimension.
+
+    In 2.10 and 2.11 it does not. Then fully_shard takes packed tensor parallelism for none at all and puts a plain `Shard`
+    before it, which elsewhere stands for a cut from left to right: of the same shapes, and with other rows.
+    """
+    counted = getattr(spec, "num_shards_map", None)
+    shards = prod(
+        mesh.shape[mesh_dim]
+        for mesh_dim, placement in enumerate(spec.placements)
+        if getattr(placement, "dim", None) == dim
+    )
+    return counted is None or counted[dim] == shards
+
+
+def _of_declared(tensor: torch.Tensor, name: str) -> Sliced:
+    """A tensor with the attributes of torch 2.14's `CheckpointableTensor`, set by whoever made it."""
+    shape, *lists = (getattr(tensor, attribute) for attribute in _DECLARED)
+    offsets, local_offsets, sizes = ([tuple(map(int, one)) for one in many] for many in lists)
+    if not len(offsets) == len(local_offsets) == len(sizes):
+        raise _refused(
+            name,
+            f"it declares {len(offsets)} global offsets, {len(local_offsets)} local ones and {len(sizes)} sizes",
+        )
+    rectangles = [Rectangle(*facts) for facts in zip(offsets, local_offsets, sizes, strict=True)]
+    rectangles = [rectangle for rectangle in rectangles if rectangle.num_elements]
+    for rectangle in rectangles:
+        if not _is_inside(rectangle.local_offsets, rectangle.sizes, tensor.shape):
+            raise _refused(name, f"{rectangle} is not inside of its shape {tuple(tensor.shape)}")
+    return Sliced(_given(shape, rectangles, name), _parts(tensor, rectangles))
+
+
+def _of_megatron(sharded: Any, name: str) -> Sliced:
+    """Megatron's ShardedTensor, no tensor itself: `data` is the block at `global_offset`, or a range of its elements."""
+    data, added = sharded.data, getattr(sharded, "prepend_axis_num", 0)
+    if data is None:
+        raise _refused(name, f"the ShardedTensor {sharded.key!r} has no data")
+    offset, sizes = tuple(sharded.global_offset), (1,) * added + tuple(sharded.local_shape)
+    elements = getattr(sharded, "flattened_range", None)
+    if elements is None:
+        blocks, parts = [(offset, sizes)], [data.detach()[(None,) * added] if added else data]
+    else:
+        start, stop, _ = elements.indices(prod(sizes))
+        ranges = list(flat_range(sizes, start, stop))
+        blocks = [(_sum(offset, inner), inner_sizes) for inner, inner_sizes in ranges]
+        lengths = [prod(inner_sizes) for _, inner_sizes in ranges]
+        if tuple(data.shape) != (sum(lengths),):
+            raise _refused(
+                name,
+                f"its data has shape {tuple(data.shape)} and not the {stop - start} elements of {elements}",
+            )
+        flat = data.detach().split(lengths) if lengths else ()
+        parts = [part.view(inner_sizes) for part, (_, inner_sizes) in zip(flat, ranges, strict=True)]
+    rectangles = [Rectangle(at, (0,) * len(at), size) for at, size in blocks]
+    for part, rectangle in zip(parts, rectangles, strict=True):
+        if tuple(part.shape) != rectangle.sizes:
+            raise _refused(
+                name, f"its data has shape {tuple(data.shape)} and not {tuple(sharded.local_shape)}"
+            )
+    held = [(one, part) for one, part in zip(rectangles, parts, strict=True) if one.num_elements]
+    replica = sharded.replica_id
+    is_copy = any(replica) if isinstance(replica, Iterable) else bool(replica)
+    slices = _given(sharded.global_shape, [one for one, _ in held], name, is_copy=is_copy)
+    return Sliced(slices, tuple(part for _, part in held), sharded.key)
+
+
+def _given(
+    global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: str, *, is_copy: bool = False
+) -> Slices:
+    """Slices that do not follow from anything, checked for sense."""
+    shape = tuple(map(int, global_shape))
+    for rectangle in rectangles:
+        if not _is_inside(rectangle.global_offsets, rectangle.sizes, shape):
+            raise _refused(name, f"{rectangle} is not inside of the global shape {shape}")
+    ordered = sorted(rectangles)
+    for number, one in enumerate(ordered, start=1):
+        for other in itertools.islice(ordered, number, None):
+            if shape and other.global_offsets[0] >= one.global_offsets[0] + one.sizes[0]:
+                break  # and so are all that follow
+            if _overlap(one, other):
+                raise _refused(name, f"{one} and {other} overlap")
+    return Slices(shape, tuple(rectangles), cuts=None, is_copy=is_copy)
+
+
+def _is_inside(offsets: Ints, sizes: Ints, shape: Iterable[int]) -> bool:
+    shape = tuple(shape)
+    return len(offsets) == len(sizes) == len(shape) and all(
+        0 <= offset <= offset + size <= whole
+        for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+    )
+
+
+def _overlap(one: Rectangle, other: Rectangle) -> bool:
+    return all(
+        max(a, b) < min(a + n, b + m)
+        for a, n, b, m in zip(one.global_offsets, one.sizes, other.global_offsets, other.sizes, strict=True)
+    )
+
+
+def _parts(local: torch.Tensor, rectangles: Sequence[Rectangle]) -> tuple[torch.Tensor, ...]:
+    if len(rectangles) == 1 and rectangles[0].sizes == local.shape:
+        return (local,)
+    return tuple(_narrowed(local, one.local_offsets, one.sizes) for one in rectangles)
+
+
+def _narrowed(tensor: torch.Tensor, offsets: Ints, sizes: Ints) -> torch.Tensor:
+    where = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+    return tensor.detach()[where]  # a view of a parameter would belong to its graph
+
+
+def _contains(whole: Rectangle, one: Rectangle) -> bool:
+    return _is_inside(_minus(one, whole), one.sizes, whole.sizes)
+
+
+def _minus(one: Rectangle, whole: Rectangle) -> Ints:
+    return tuple(a - b for a, b in zip(one.global_offsets, whole.global_offsets, strict=True))
+
+
+def _sum(a: Ints, b: Ints) -> Ints:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _is_a(value: Any, module: str, name: str) -> bool:
+    cls = getattr(sys.modules.get(module), name, None)
+    return cls is not None and isinstance(value, cls)
+
+
+def _is_sharded_tensor(value: Any) -> bool:
+    return _is_a(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
+
+
+def _declares_slices(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _DECLARED)
+
+
+def _is_of_megatron(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _MEGATRON)
+
+
+def _refused(name: str, why: str) -> UnsupportedStateError:
+    return UnsupportedStateError(f"{name}: {why}; nothing was written", path=name)
