@@ -261,7 +261,7 @@ def top_keys(node: Json) -> list[Any] | None:
     if kind not in ("dict", "ordered"):
         return None
     try:
-        return [_key(raw) for raw, _ in node[kind]]
+        return [key_of(raw) for raw, _ in node[kind]]
     except Exception as error:
         raise _malformed(error) from error
 
@@ -376,7 +376,7 @@ class _Decoder:
 
     def _dict(self, items: Json, path: Path, into: Any) -> Any:
         for raw_key, node in items:
-            key = _key(raw_key)
+            key = key_of(raw_key)
             value = self.decode(node, (*path, key))
             if value is not _OMITTED:
                 into[key] = value
@@ -420,7 +420,8 @@ def _has_text(key: Any) -> bool:
     return True
 
 
-def _key(node: Json) -> Any:
+def key_of(node: Json) -> Any:
+    """The key of a dict that a node stands for."""
     return node if isinstance(node, str) else hashable_value(node)
 
 
