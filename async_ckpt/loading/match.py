@@ -319,9 +319,7 @@ class Match:
                 return self._objects[leaf.number]
             number = self.archive.primary(leaf.number)
             if leaf.kind == "bytes":
-                return b"".join(
-                    self.archive.read(piece.extent) for piece in self.archive.index.tensors[number].slices
-                )
+                return self.archive.content(number)
             if number not in self._new:
                 self._new[number] = self.archive.empty(number, torch.device("cpu"))
                 self._want(number, self._new[number])

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from ..errors import UnsupportedStateError
 from ..spec import Json
 from .dtypes import numpy_dtype
 from .names import Path, printable, shown
+from .per_rank import PerRank
 from .plain import (
     SCALARS,
     NotPlainError,
@@ -209,6 +210,12 @@ class SavedRecord:
     fields: dict[str, Any]
 
 
+class Apart(NamedTuple):
+    """A node for each rank, where ranks have values of their own: in merged skeletons, never in a file."""
+
+    nodes: Mapping[int, Json]
+
+
 def decode(
     node: Json, *, types: Iterable[type] = (), keep: Callable[[Path], bool] | None = None
 ) -> tuple[Any, list[Stored]]:
@@ -261,7 +268,7 @@ def top_keys(node: Json) -> list[Any] | None:
     if kind not in ("dict", "ordered"):
         return None
     try:
-        return [_key(raw) for raw, _ in node[kind]]
+        return [key_of(raw) for raw, _ in node[kind]]
     except Exception as error:
         raise _malformed(error) from error
 
@@ -283,6 +290,8 @@ def replaced(value: Any, give: Callable[[Stored], Any]) -> Any:
             # Its dicts, too: load_state_dict(assign=True) writes to them.
             made._metadata = replaced(value._metadata, give)  # type: ignore[attr-defined]
         return made
+    if isinstance(value, PerRank):
+        return PerRank({rank: replaced(item, give) for rank, item in value.items()})
     if type(value) is list:
         return [replaced(item, give) for item in value]
     if type(value) is set:
@@ -302,6 +311,8 @@ class _Decoder:
 
     def decode(self, node: Json, path: Path = ()) -> Any:
         if not isinstance(node, dict):
+            if isinstance(node, Apart):
+                return self._apart(node, path)
             if isinstance(node, list):
                 raise ValueError("a bare list in the skeleton")
             return self._leaf(lambda: node, path)
@@ -328,6 +339,11 @@ class _Decoder:
             where = path if kind == "object" else ()
             return self._leaf(lambda: self._store(kind, number, *how, path=where), path)
         return self._leaf(lambda: plain_value(kind, value), path)
+
+    def _apart(self, apart: Apart, path: Path) -> Any:
+        values = {rank: self.decode(node, path) for rank, node in apart.nodes.items()}
+        kept = {rank: value for rank, value in values.items() if value is not _OMITTED}
+        return PerRank(kept) if kept else _OMITTED
 
     def _namedtuple(self, value: Json, path: Path) -> Any:
         name, fields, nodes = value
@@ -376,7 +392,7 @@ class _Decoder:
 
     def _dict(self, items: Json, path: Path, into: Any) -> Any:
         for raw_key, node in items:
-            key = _key(raw_key)
+            key = key_of(raw_key)
             value = self.decode(node, (*path, key))
             if value is not _OMITTED:
                 into[key] = value
@@ -420,7 +436,7 @@ def _has_text(key: Any) -> bool:
     return True
 
 
-def _key(node: Json) -> Any:
+def key_of(node: Json) -> Any:
     return node if isinstance(node, str) else hashable_value(node)
 
 
