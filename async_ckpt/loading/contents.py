@@ -97,8 +97,8 @@ class Contents:
         except EOFError as error:
             raise self.corrupt(f"truncated: {error}") from error
 
-    def sources(self, number: int) -> Sequence[Source]:
-        """Where all of a tensor is to be read from, each element once.
+    def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:  # noqa: ARG002
+        """Where a tensor is to be read from, each element once; nobody wants more of it than `within`, None for all.
 
         Raises ValueError if this file is one rank's, which has only a part of it.
         """

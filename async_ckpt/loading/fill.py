@@ -258,7 +258,7 @@ def _plan(archive: Contents, item: Wanted, number: int, plan: dict[int, _FilePla
     """Find out where what is wanted lies."""
     told = archive.index.tensors[item.number]
     box = Box(item.offsets or (0,) * len(told.shape), tuple(item.into.shape))
-    for file, piece, held in archive.sources(item.number):
+    for file, piece, held in archive.sources(item.number, box):
         common = held if box.sizes == told.shape else held.common(box)
         if common is not None and piece.extent.length:
             at = plan.setdefault(id(file), _FilePlan(file, [], set()))

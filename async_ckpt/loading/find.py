@@ -27,6 +27,7 @@ from ..runs.others import foreign_kind, newest_named_otherwise
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
+from ..state.names import shown
 from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
 from ..storage.place import Anywhere, place_of, storage_at
@@ -233,6 +234,7 @@ class _Lot(NamedTuple):
             path=where,
             ranks=readers.ranks,
             from_ranks=readers.from_ranks,
+            groups=self.groups,
         )
         if len(self.archives) != merged.world_size:
             raise merged.corrupt(
@@ -274,7 +276,9 @@ def from_committed(
     for _ in range(TRIES):
         try:
             with contextlib.ExitStack() as stack:
-                return use([lot.opened(verify, readers, stack) for lot in step.lots(made)])
+                parts = [lot.opened(verify, readers, stack) for lot in step.lots(made)]
+                _check_names(parts, readers)
+                return use(parts)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, made = made, _read_again(step, made, error)
             if made == before:
@@ -283,6 +287,18 @@ def from_committed(
     raise StorageUnavailableError(
         f"{where} was replaced {TRIES} times while it was read; load it again", path=where
     )
+
+
+def _check_names(parts: Sequence[Part], readers: Readers) -> None:
+    """Whoever says whose value he wants must be right about the name. Raises KeyError."""
+    merged = [part.archive for part in parts if isinstance(part.archive, Merged)]
+    unknown = {*(readers.from_ranks or ())}.difference(*(one.chosen for one in merged))
+    if merged and unknown:
+        apart = sorted({shown(path) for one in merged for path in one.apart})
+        raise KeyError(
+            f"of from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; ranks have their own "
+            f"values of: {', '.join(apart) or 'nothing'}"
+        )
 
 
 def _read_again(step: Committed, made: Manifest, error: CheckpointError) -> Manifest:

@@ -22,7 +22,7 @@ from ..state.merge import Choice, MergedSkeleton, UnknownChoiceError, merge
 from ..state.names import Path, printable, shown
 from ..state.slices import Cut, Mesh, Slices
 from ..state.tree import Stored
-from .contents import Contents, Source, sources_in
+from .contents import Contents, Groups, Source, sources_in
 from .foreign import Zeros
 
 # More of them are not named one by one, and not looked for among more.
@@ -40,9 +40,10 @@ class Merged(Contents):
             as have saved gets its own values, where ranks have their own. All others get a `PerRank` of these.
         per_rank: the dotted names of what each rank has its own of. What else differs is found.
         from_ranks: whose values to take instead, by dotted name.
+        groups: the only top-level entries that count; None for all.
 
-    Raises CorruptCheckpointError for archives that contradict each other, and KeyError where `from_ranks` names what is
-    not there.
+    Raises CorruptCheckpointError for archives that contradict each other, and KeyError where `from_ranks` names a rank that
+    has no such value.
     """
 
     def __init__(
@@ -53,14 +54,20 @@ class Merged(Contents):
         ranks: tuple[int, int] | None = None,
         per_rank: Collection[str] = (),
         from_ranks: Mapping[str, int] | None = None,
+        groups: Groups = None,
     ) -> None:
         super().__init__(Zeros(0), path=path)
         self._archives = self._by_rank(archives)
         rank, world_size = ranks or (None, None)
         choice = Choice(rank if world_size == self.world_size else None, dict(from_ranks or {}))
-        self._merged = self._merge(per_rank, choice)
+        self._merged = self._merge(per_rank, choice, groups)
+        self.chosen, self.apart = self._merged.chosen, self._merged.apart
+        # Tensors that one rank has for itself, though it shares them with others.
+        self._parts = {
+            n for n, ranks in enumerate(self._merged.tensors) if len(ranks) == 1 and self._is_shared(ranks)
+        }
         self.index = self._index()
-        self._sources: dict[int, list[Source]] = {}
+        self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
 
     def _by_rank(self, archives: Sequence[Contents]) -> dict[int, Contents]:
         found: dict[int, Contents] = {}
@@ -78,13 +85,14 @@ class Merged(Contents):
         (self.world_size,) = sizes
         return dict(sorted(found.items()))
 
-    def _merge(self, per_rank: Collection[str], choice: Choice) -> MergedSkeleton:
+    def _merge(self, per_rank: Collection[str], choice: Choice, groups: Groups) -> MergedSkeleton:
         try:
             return merge(
                 {rank: archive.index.skeleton for rank, archive in self._archives.items()},
                 {rank: len(archive.index.tensors) for rank, archive in self._archives.items()},
                 per_rank=per_rank,
                 choice=choice,
+                groups=groups,
             )
         except UnknownChoiceError:
             raise
@@ -134,6 +142,9 @@ class Merged(Contents):
                     self._merged.tensors.append(dict(to))
         return IndexedTensor(first.path, first.dtype, first.shape, (), alias)
 
+    def _is_shared(self, ranks: Mapping[int, int]) -> bool:
+        return any(self._archives[rank].index.tensors[n].spread for rank, n in ranks.items())
+
     # --- as a file --------------------------------------------------------------------------------------------
 
     @property
@@ -143,22 +154,31 @@ class Merged(Contents):
     def is_of_some(self, path: Path) -> bool:
         return path in self._merged.of_some
 
-    def sources(self, number: int) -> Sequence[Source]:
-        """Where all of a tensor is to be read from, each element once: of several copies the lowest rank's.
+    def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:
+        """Where a tensor is to be read from, each element once: of several copies the lowest rank's.
 
-        Raises CorruptCheckpointError if some element of it is in none of the archives.
+        Raises CorruptCheckpointError if some element of it is in none of the archives, and ValueError if one rank has a part
+        of it for itself, and more is wanted.
         """
+        told = self.index.tensors[number]
         if number not in self._sources:
             pieces = [
                 (self._archives[rank], piece)
                 for rank, there in self._merged.tensors[number].items()
                 for piece in self._archives[rank].index.tensors[there].slices
             ]
-            found, missing = sources_in(pieces, self.index.tensors[number].shape)
-            if missing:
-                raise self._lacks(number, missing)
-            self._sources[number] = found
-        return self._sources[number]
+            self._sources[number] = sources_in(pieces, told.shape)
+        found, missing = self._sources[number]
+        if missing and number in self._parts:
+            if any(box.common(within or Box.whole(told.shape)) for box in missing):
+                (rank,) = self._merged.tensors[number]
+                raise ValueError(
+                    f"{self.path}: {shown(told.path)} is of each rank, and rank {rank} has only a part of it; restore it on as "
+                    "many ranks as have saved it, or leave it out with select="
+                )
+        elif missing:
+            raise self._lacks(number, missing)
+        return found
 
     def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:
         """The pickled leaves of all ranks; none are opened unless one of them is asked for."""

@@ -33,8 +33,12 @@ class MergedSkeleton(NamedTuple):
     """The number that each tensor has on each rank that has saved it."""
     objects: list[tuple[int, int]] | None
     """A rank, and the number of the object there; None where all ranks have the same numbers."""
-    of_some: Collection[Path]
+    of_some: Collection[Path] = ()
     """What only some of the ranks have in their dicts."""
+    chosen: Collection[str] = ()
+    """The names that were chosen, as far as there are such."""
+    apart: Collection[Path] = ()
+    """What ranks have their own values of."""
 
 
 class UnknownChoiceError(KeyError):
@@ -69,35 +73,36 @@ def merge(
     *,
     per_rank: Collection[str] = (),
     choice: Choice = _NO_CHOICE,
+    groups: Collection[str] | None = None,
 ) -> MergedSkeleton:
     """Merge skeletons, given by rank, with how many tensors there are for each. `per_rank` are dotted names.
 
-    Raises UnknownChoiceError for a choice that there is not, ValueError where the skeletons contradict themselves, and any error
-    for one that is malformed.
+    With `groups`, only these top-level entries. Raises UnknownChoiceError for the choice of a rank that has no such value,
+    ValueError where the skeletons contradict themselves, and any error for one that is malformed.
     """
-    walk = _Walk(num_tensors, frozenset(per_rank), choice)
+    walk = _Walk(num_tensors, frozenset(per_rank), choice, groups)
     variants = _grouped(skeletons.items())
     if len(variants) == 1 and not per_rank and not choice.from_ranks:
         return walk.as_it_is(*variants[0])
     node = walk.merge(variants, ())
-    unknown = sorted(choice.from_ranks.keys() - walk.names)
-    if unknown:
-        known = ", ".join(sorted(shown(path) for path in walk.apart)) or "none"
-        raise UnknownChoiceError(
-            f"of from_ranks={dict(choice.from_ranks)!r}, {unknown[0]!r} names nothing; ranks have their own values of: {known}"
-        )
-    return MergedSkeleton(node, walk.tensors, walk.objects, frozenset(walk.of_some))
+    return MergedSkeleton(node, walk.tensors, walk.objects, walk.of_some, walk.names, walk.apart)
 
 
 class _Walk:
-    def __init__(self, num_tensors: Mapping[int, int], per_rank: frozenset[str], choice: Choice) -> None:
+    def __init__(
+        self,
+        num_tensors: Mapping[int, int],
+        per_rank: frozenset[str],
+        choice: Choice,
+        groups: Collection[str] | None = None,
+    ) -> None:
         self.tensors: list[Mapping[int, int]] = []
         self.objects: list[tuple[int, int]] = []
         self.of_some: set[Path] = set()
         self.apart: list[Path] = []
         self.names: set[str] = set()  # of those that are chosen, and that there are
         self._num_tensors = num_tensors
-        self._per_rank, self._choice = per_rank, choice
+        self._per_rank, self._choice, self._groups = per_rank, choice, groups
         self._looks_for_names = bool(per_rank or choice.from_ranks)
         self._number: dict[tuple[int, int], int] = {}  # of a tensor, by rank and its number there
 
@@ -105,7 +110,7 @@ class _Walk:
         """The skeleton that all ranks have."""
         num_tensors = min(self._num_tensors[rank] for rank in ranks)
         tensors: list[Mapping[int, int]] = [dict.fromkeys(ranks, n) for n in range(num_tensors)]
-        return MergedSkeleton(skeleton, tensors, None, frozenset())
+        return MergedSkeleton(skeleton, tensors, None)
 
     def merge(self, variants: Sequence[_Variant], path: Path) -> Json:
         if self._looks_for_names and path:
@@ -147,6 +152,8 @@ class _Walk:
         entries: dict[tuple[bool, str], tuple[Json, list[_Variant]]] = {}
         for ranks, items in variants:
             for raw, node in items:
+                if self._groups is not None and not path and raw not in self._groups:
+                    continue
                 key = (True, raw) if isinstance(raw, str) else (False, json.dumps(raw))
                 entries.setdefault(key, (raw, []))[1].append((ranks, node))
         num_ranks = sum(len(ranks) for ranks, _ in variants)
