@@ -5,7 +5,6 @@ In: states and steps. Out: handles, and states back. Knows nothing of: bytes, th
 
 from __future__ import annotations
 
-import operator
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,16 +29,18 @@ from .runs.record import plain_record
 from .runs.retention import best_of, lacking
 from .runs.roots import opened
 from .saving.admission import OnOverlap
+from .saving.agreement import tell_of_failure
 from .saving.borrowed import Contents, check_entries, driver_of
 from .saving.handle import SaveHandle
 from .saving.line import Line
-from .saving.policy import Due, SavePolicy
+from .saving.policy import Due, SavePolicy, whole_step
+from .saving.ranks import Ranks
 from .saving.saver import Saver
 from .saving.signals import Notice
 from .saving.story import CommitRule
-from .saving.targets import StepTarget
+from .saving.targets import step_targets
 from .spans import wall_time
-from .spec import Keep, flag, keep_of, with_article
+from .spec import Keep, flag, keep_of, whole_count
 from .staging.guard import unwrapped
 from .staging.held import refuse_guard
 from .state.capture import Capture
@@ -96,6 +97,10 @@ class AsyncCheckpointer:
             limit applies to each process separately. Catching up a root is not limited.
         trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced
             when the checkpointer is constructed, and complete after each save. Give each process its own.
+        ranks: (rank, world size), for processes that have no process group of torch.distributed, such as Ray actors.
+            (0, 1) stands for a process that saves alone, whatever group it is in. By default the ranks are those of the
+            default process group, and every one of them calls `save` and `restore`.
+        run_id: with `ranks`, a text that is the same on all ranks, and new at every start of them.
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
     called from any thread. Opening, listing and reading change nothing on storage.
@@ -120,6 +125,8 @@ class AsyncCheckpointer:
         commit: CommitRule = "all",
         max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
+        ranks: tuple[int, int] | None = None,
+        run_id: str | None = None,
     ) -> None:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
@@ -134,6 +141,7 @@ class AsyncCheckpointer:
         self.roots = self._roots.names
         self.root = self.roots[0]
         self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
+        self._ranks = Ranks(ranks, run_id, whole_count("max_in_flight", max_in_flight))
         self._saver = Saver(
             host_bytes=host_bytes,
             segment_bytes=segment_bytes,
@@ -145,6 +153,7 @@ class AsyncCheckpointer:
             keep_warm=True,
             max_bandwidth=max_bandwidth,
             trace=trace,
+            ranks=self._ranks,
         )
         self._line = Line(
             self._roots, self._saver, rule=commit, retire=on_rollback == "retire", catch_up=catch_up
@@ -198,15 +207,16 @@ class AsyncCheckpointer:
         numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
         raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
         """
-        step, overwrite = _whole(step, "; the order is save(state, step)"), flag("overwrite", overwrite)
+        step, overwrite = whole_step(step, "; the order is save(state, step)"), flag("overwrite", overwrite)
         if select is not None and unchanged:
             raise ValueError(
                 "select= and unchanged= exclude each other; leave the groups out of the state instead"
             )
         plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
         check_entries(state, per_rank, "per_rank")
-        token, contents = os.urandom(4).hex(), Contents()
-        if driver is not None:
+        contents = Contents()
+        joint = self._ranks.called(step)
+        if driver is not None and self._ranks.world.rank == 0:
             contents.driver = driver_of(driver, state, step=step)
 
         def captured_as(captured: Capture) -> None:
@@ -217,18 +227,24 @@ class AsyncCheckpointer:
 
         line, runs = self._line, self._roots.runs
         groups = [unchanged] if isinstance(unchanged, str) else unchanged
-        handle = self._saver.save(
-            lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs),
-            lambda: [StepTarget(line, run, step, token, overwrite, plain, contents) for run in runs],
-            select=select,
-            captured_as=captured_as,
-            step=step,
-            needs=contents.lenders,
-            guard=self._guard if guard is _INHERITED else guard,
-            rule=line.rule,
-            skipped_path=runs[0].storage.locate(runs[0].folder(step)),
-            unchanged_in=lambda digests: line.unchanged_in(digests, contents.borrowed_groups),
-        )
+        try:
+            handle = self._saver.save(
+                lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs),
+                lambda: step_targets(line, step, overwrite, plain, contents, self._ranks, joint),
+                select=select,
+                joint=joint,
+                captured_as=captured_as,
+                step=step,
+                needs=contents.lenders,
+                guard=self._guard if guard is _INHERITED else guard,
+                rule=line.rule,
+                skipped_path=runs[0].storage.locate(runs[0].folder(step)),
+                unchanged_in=lambda digests: line.unchanged_in(digests, contents.borrowed_groups),
+            )
+        except BaseException as error:
+            if joint is not None:
+                tell_of_failure(self._ranks, joint, runs, error)
+            raise
         self._policy.follow(step, handle)
         return handle
 
@@ -247,7 +263,7 @@ class AsyncCheckpointer:
         With rules of time or signals, the answer differs between processes: call it on rank 0 and broadcast the result.
         `Due(every=…)` alone depends only on the step. Raises ValueError if there is no rule, or if `step` is not a step.
         """
-        return self._policy.should_save(_whole(step))
+        return self._policy.should_save(whole_step(step))
 
     @property
     def preempted(self) -> bool:
@@ -478,15 +494,3 @@ class AsyncCheckpointer:
         if self._saver.is_closed:
             told.append("closed")
         return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(told)}>"
-
-
-def _whole(step: Any, advice: str = "") -> int:
-    """Numbers of numpy count, too."""
-    try:
-        number = -1 if isinstance(step, bool | torch.Tensor) else operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        shown = repr(step) if isinstance(step, int | float | str) else with_article(type(step).__qualname__)
-        raise ValueError(f"step must be a whole number from 0 on, got {shown}{advice}")
-    return number

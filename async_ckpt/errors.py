@@ -121,9 +121,13 @@ class StepBehindError(CheckpointError):
 
 
 class PeerFailedError(CheckpointError):
-    """Another rank could not do its part of the checkpoint."""
+    """Another rank could not do its part of the checkpoint, or did not say in time that it has.
+
+    With `undecided`, the checkpoint may be committed all the same: look at what is committed.
+    """
 
     rank: int
+    undecided: bool = False
 
 
 class SaveAbandonedError(CheckpointError):

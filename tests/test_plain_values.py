@@ -514,7 +514,7 @@ def test_no_file_is_looked_for_by_a_name_that_leaves_the_folder_of_zones(
     archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("async_ckpt.state.plain.ZoneInfo", asked.append)
+    monkeypatch.setattr("zoneinfo.ZoneInfo", asked.append)
     async_ckpt.save({"w": torch.ones(1), "n": 1}, archive).result()
     keys = [node["zone"] for node in HOSTILE.values() if "zone" in node]
     for key in [*keys, "Etc/UTC"]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..spec import DTYPES, MIB, PAGE_BYTES, Extent, Json, TensorSpec, align_up, by_tensor
+from ..spec import DTYPES, MIB, PAGE_BYTES, Extent, Json, RankFacts, TensorSpec, align_up, by_tensor
 from . import digests, index, safetensors, tar
 
 # One member never has more tensors than this: readers refuse headers over 100 MB.
@@ -261,7 +261,7 @@ def lay_out(
     objects: bytes | None,
     step: int | None,
     mtime: int,
-    ranks: Json = None,
+    ranks: RankFacts | None = None,
 ) -> Layout:
     """Place one save: index first, then the planned members, then the objects, then the digests."""
     sizes = [(m.name, m.num_bytes) for m in plan.members]

@@ -1,13 +1,116 @@
-"""Which of the processes of a distributed training this one is.
+"""The processes of a distributed training: which of them this one is, and what they tell each other once.
 
-In: torch.distributed, or what a launcher has set. Out: rank and world size. Knows nothing of: groups, meshes; asks no
-other process.
+In: torch.distributed, what a launcher has set, or what the user says. Out: worlds; words of one rank to another.
+Knows nothing of: checkpoints. There are no collectives here: a word is a key in the store that the process group was
+started with, which any rank may read at any time.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+# From look to look at the store; it grows to the second.
+_FIRST_LOOK_SECONDS: Final = 0.005
+_LOOK_SECONDS: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All processes that save one state together, and which of them this one is.
+
+    `run_id` is what the user calls this start of them; None where they have a store to agree by.
+    """
+
+    rank: int = 0
+    size: int = 1
+    run_id: str | None = None
+    store: Any = None  # torch's; None where the user has said which rank this is
+    has_group: bool = False  # even one process may have tensors that are spread over a group
+
+    @property
+    def is_one(self) -> bool:
+        return self.size == 1
+
+
+def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
+    """What the user says; else what the initialised process group says; else there is this process alone.
+
+    Raises ValueError for ranks that cannot be.
+    """
+    if given is not None:
+        rank, size = _checked(given)
+        if size > 1 and not run_id:
+            raise ValueError(
+                f"ranks=({rank}, {size}) needs run_id=: a text that is the same on all ranks, and new at every start of them"
+            )
+        return World(rank, size, run_id)
+    if run_id is not None:
+        raise ValueError("run_id= belongs to ranks=(rank, world_size); a process group needs none")
+    group = _group()
+    if group is None:
+        _check_environment()
+        return World()
+    from torch.distributed import distributed_c10d
+
+    rank, size = group
+    return World(
+        rank, size, store=distributed_c10d._get_default_store() if size > 1 else None, has_group=True
+    )
+
+
+def _checked(given: Any) -> tuple[int, int]:
+    is_pair = isinstance(given, Sequence) and len(given) == 2 and not isinstance(given, str)
+    if not is_pair or not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
+        raise TypeError(f"ranks must be (rank, world_size), such as (0, 4), got {given!r:.100}")
+    rank, size = given
+    if not 0 <= rank < size:
+        raise ValueError(f"ranks=({rank}, {size}): the ranks of {size} processes are 0 to {size - 1}")
+    return rank, size
+
+
+def _check_environment() -> None:
+    """Raises ValueError for what no launcher sets."""
+    given = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if not (given[0] and given[1]):
+        return
+    try:
+        rank, size = map(int, given)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"RANK and WORLD_SIZE in the environment must be numbers: {error}") from error
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"RANK={rank} and WORLD_SIZE={size} in the environment cannot be: the ranks of {size} processes are 0 to "
+            f"{size - 1}"
+        )
+
+
+class Words:
+    """What ranks say to each other by keys in the store of their process group; each key is written once.
+
+    Only short questions are asked, never one that waits in the store: that would hold up other calls of the process.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def say(self, key: str, word: str) -> None:
+        self._store.set(f"{self._prefix}/{key}", word)
+
+    def hear(self, keys: Sequence[str], wait: Callable[[float], None]) -> list[str]:
+        """The words of these keys, once all are there. `wait` is called with seconds between looks, and may raise."""
+        full = [f"{self._prefix}/{key}" for key in keys]
+        seconds = _FIRST_LOOK_SECONDS
+        while not self._store.check(full):
+            wait(seconds)
+            seconds = min(1.5 * seconds, _LOOK_SECONDS)
+        return [word.decode() for word in self._store.multi_get(full)]
+
+    def is_said(self, key: str) -> bool:
+        return bool(self._store.check([f"{self._prefix}/{key}"]))
 
 
 def warn_of_ranks(*, stacklevel: int) -> None:
@@ -24,11 +127,18 @@ def warn_of_ranks(*, stacklevel: int) -> None:
 
 def ranks() -> tuple[int, int]:
     """Rank and world size; (0, 1) where nothing says that there are others."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    group = _group()
+    if group is not None:
+        return group
     try:  # torchrun, and most other launchers
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
         return 0, 1
+
+
+def _group() -> tuple[int, int] | None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 
 from ..errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
 from ..runs.manifest import Archive
+from ..runs.receipts import archives_of
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.bulk import Parcel, copy
@@ -56,8 +57,13 @@ def _copy_step(source: Run, to: Run, step: int, check: Callable[[], None]) -> No
         if there is None or there.attempt != source.manifest(earlier).attempt:
             _copy_step(source, to, earlier, check)  # what it has borrowed from comes first
     with contextlib.ExitStack() as sinks:
-        for archive in made.own_archives:
+        folder = source.folder(step)
+        for archive in (*archives_of(source.storage, folder, made), *made.beside):
             _copy(source, to, step, archive, check, sinks)
+        for told in (made.ranks.archives, made.ranks.layout) if made.ranks else ():
+            to.storage.replace(
+                f"{to.folder(step)}/{told.name}", source.storage.read(f"{folder}/{told.name}")[0]
+            )
         to.adopt(made, replaces=replaced)
 
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format.digests import DIGEST_BYTES, block_digest
+from ..format.index import MAX_RANKS
 
 NAME: Final = "manifest.json"
 VERSION: Final = 1
@@ -98,12 +99,28 @@ class Retired:
 
 
 @dataclass(frozen=True, slots=True)
+class OfRanks:
+    """What a commit of several ranks has beside its archives, which are named by their ranks (see `receipts`).
+
+    `table` is known to those who shared by it, `num_bytes` are of all archives, and `per_rank` the names in the state of
+    what each rank has for itself.
+    """
+
+    archives: Archive
+    layout: Archive
+    table: str
+    num_bytes: int
+    per_rank: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """One committed checkpoint. `created` is wall time in seconds since the epoch.
 
     `replaces` are the attempts at this step that stood here before, the last first: a root that holds one of those was away.
     `record` is the user's: plain JSON data, whose marks `rolling` and `ttl_seconds` retention obeys.
-    `retires` are the newer commits that left the run with this one.
+    `retires` are the newer commits that left the run with this one. A commit of several ranks has `ranks` instead of
+    `archives`, so that it does not grow with them.
     """
 
     step: int
@@ -115,24 +132,33 @@ class Manifest:
     record: Mapping[str, Any] = field(default_factory=dict)
     elsewhere: tuple[Elsewhere, ...] = ()
     retires: tuple[Retired, ...] = ()
+    ranks: OfRanks | None = None
 
     @property
-    def own_archives(self) -> tuple[Archive, ...]:
-        """All that lie in this step's folder."""
-        beside = {other.archive: None for other in self.elsewhere if other.step == self.step}
-        return (*self.archives, *beside)
+    def own_names(self) -> list[str]:
+        """The names of all objects in this step's folder that it stands for."""
+        if self.ranks is None:
+            return [archive.name for archive in (*self.archives, *self.beside)]
+        of_ranks = [archive_name(rank, self.attempt) for rank in range(self.world_size)]
+        return [*of_ranks, self.ranks.archives.name, self.ranks.layout.name, *(a.name for a in self.beside)]
+
+    @property
+    def beside(self) -> tuple[Archive, ...]:
+        """The archives in this step's folder that are of no rank."""
+        return tuple({other.archive: None for other in self.elsewhere if other.step == self.step})
 
     def lent(self, group: str) -> tuple[Elsewhere, ...]:
         """Where a group is that is not in this step's archives."""
         return tuple(borrowed for borrowed in self.elsewhere if borrowed.group == group)
 
     def path_in(self, folder: str) -> str:
-        """Where its state is: the archive, or with several their folder."""
+        """Where its state is: the archive, or with several ranks their folder."""
         return f"{folder}/{self.archives[0].name}" if len(self.archives) == 1 else folder
 
     @property
     def num_bytes(self) -> int:
-        return sum(archive.num_bytes for archive in self.own_archives)
+        of_ranks = self.ranks.num_bytes if self.ranks else 0
+        return of_ranks + sum(archive.num_bytes for archive in (*self.archives, *self.beside))
 
     def dump(self) -> bytes:
         return seal({"format": "async_ckpt", "version": VERSION, **asdict(self)})
@@ -149,8 +175,9 @@ def parse(data: bytes, *, path: str) -> Manifest:
                 path=path,
                 version=raw["version"],
             )
-        archives = tuple(map(_archive, raw["archives"]))
-        if not archives:
+        archives, world_size = tuple(map(_archive, raw["archives"])), int(raw["world_size"])
+        ranks = raw["ranks"] and _of_ranks(raw["ranks"])
+        if not (archives or ranks) or not 0 < world_size <= MAX_RANKS:
             raise ValueError("it names no archive")
         created = float(raw["created"])
         if not math.isfinite(created):
@@ -158,7 +185,7 @@ def parse(data: bytes, *, path: str) -> Manifest:
         return Manifest(
             int(raw["step"]),
             _attempt(raw["attempt"]),
-            int(raw["world_size"]),
+            world_size,
             created,
             archives,
             tuple(map(_attempt, raw["replaces"])),
@@ -168,6 +195,7 @@ def parse(data: bytes, *, path: str) -> Manifest:
                 for b in raw["elsewhere"]
             ),
             tuple(Retired(int(r["step"]), r["attempt"] and _attempt(r["attempt"])) for r in raw["retires"]),
+            ranks,
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not a manifest ({error!r:.300})", path=path) from error
@@ -185,6 +213,21 @@ def unseal(data: bytes) -> Any:
     if data != _HEAD + block_digest(rest).hex().encode() + _AFTER_DIGEST + rest:
         raise ValueError("it does not match its own digest")
     return json.loads(data)
+
+
+def archive_name(rank: int, attempt: str) -> str:
+    """What the archive of a rank is called in its step's folder."""
+    return f"rank_{rank:05d}.{attempt}.tar"
+
+
+def _of_ranks(raw: Mapping[str, Any]) -> OfRanks:
+    return OfRanks(
+        _archive(raw["archives"]),
+        _archive(raw["layout"]),
+        str(raw["table"]),
+        int(raw["num_bytes"]),
+        tuple(map(str, raw["per_rank"])),
+    )
 
 
 def _archive(raw: Mapping[str, Any]) -> Archive:

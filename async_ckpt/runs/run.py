@@ -33,7 +33,7 @@ from ..spans import Clock
 from ..spec import Keep
 from ..storage.base import Storage
 from .announce import Announcer
-from .manifest import Archive, Elsewhere, Manifest, Retired, intent_name
+from .manifest import Archive, Elsewhere, Manifest, OfRanks, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of
 from .others import foreign_kind, foreign_steps, newest_named_otherwise
 from .retention import Commits, doomed_by, lacking, unheard_metric
@@ -192,8 +192,12 @@ class Run:
         retire: bool,
         record: Mapping[str, Any] | None = None,
         elsewhere: tuple[Elsewhere, ...] = (),
+        ranks: OfRanks | None = None,
+        world_size: int = 1,
     ) -> Manifest:
         """Make the durable archives of an attempt the step's checkpoint. From here on it is true; then `announce` it.
+
+        With `ranks`, several have written it, and what that names tells of their archives.
 
         With `retire`, the newer steps leave the run by the same manifest.
         Raises StepExistsError when another writer was faster; its commit stands.
@@ -211,13 +215,14 @@ class Run:
         made = Manifest(
             step,
             attempt,
-            len(archives),
+            world_size,
             self._clock(),
-            archives,
+            archives if ranks is None else (),
             tuple(filter(None, earlier)),
             record or {},
             elsewhere,
             retires,
+            ranks,
         )
         if retires:
             self._root.storage.put_new(intent_name(step, attempt), made.dump())
@@ -291,9 +296,9 @@ class Run:
             going = [step for step in going if step not in needed]
         return going
 
-    def discard(self, step: int, attempt: str) -> None:
+    def discard(self, step: int, attempt: str, rank: int = 0) -> None:
         """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
-        self._sweeper.discard(step, attempt)
+        self._sweeper.discard(step, attempt, rank)
 
     def sweep(self) -> list[str]:
         """Delete what dead writers left: temp files, unfinished uploads, archives that no manifest names, and intents."""

@@ -58,7 +58,7 @@ class Sweeper:
                 break
             except FileNotFoundError:  # deleted or replaced this moment: look again
                 continue
-            named = {archive.name for made in manifests.values() for archive in made.own_archives}
+            named = {name for made in manifests.values() for name in made.own_names}
             return Inside(names, manifests.get(manifest.NAME), named)
         # One is damaged: it might name any of them.
         return Inside(names, None, {name for name in names if _ARCHIVE.fullmatch(name)})
@@ -82,11 +82,14 @@ class Sweeper:
                     continue
         return attempts
 
-    def discard(self, step: int, attempt: str) -> None:
+    def discard(self, step: int, attempt: str, rank: int = 0) -> None:
         """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
         try:
             named = self.inside(step).named
-            archive, driver = self._root.attempt_path(step, attempt), self._root.driver_path(step, attempt)
+            archive, driver = (
+                self._root.attempt_path(step, attempt, rank),
+                self._root.driver_path(step, attempt),
+            )
             for path in (archive, driver):
                 if path.rpartition("/")[2] not in named:
                     self._root.storage.delete(path)
@@ -122,9 +125,9 @@ class Sweeper:
     def delete_replaced(self, step: int, replaced: Manifest | None) -> None:
         """What `overwrite` leaves behind."""
         borrowed = self._borrowed(step) if replaced else set()
-        for archive in replaced.own_archives if replaced else ():
-            if archive.name not in borrowed:
-                self._root.storage.delete(self._root.archive_path(step, archive))
+        for name in replaced.own_names if replaced else ():
+            if name not in borrowed:
+                self._root.storage.delete(f"{self._root.folder(step)}/{name}")
 
     def delete(self, step: int, inside: Inside, *, whole_folder: bool = False) -> None:
         """Delete a step: its manifest first, and what others have put into its folder only with `whole_folder`."""
@@ -160,7 +163,9 @@ class Sweeper:
         archives = [n for n in names if _ARCHIVE.fullmatch(n)]
         dead: list[str] = []
         known = None if step is None else self._root.known.get(step)
-        if known is not None and {*archives} == {archive.name for archive in known.own_archives}:
+        if known is not None and {*archives} == {
+            name for name in known.own_names if _ARCHIVE.fullmatch(name)
+        }:
             archives = []  # nobody needs to ask
         if step is not None and archives and {*archives} != self.inside(step).named:
             dead = self._root.storage.sweep(folder, archives, delete=False, decided=decided)

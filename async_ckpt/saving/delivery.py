@@ -38,6 +38,7 @@ class Target(Protocol):
     """One place that a save goes to, and what makes it true there. Blocking calls."""
 
     path: str
+    name: str  # of its object there
     storage: Storage
     in_order: bool  # its sink sends in file order, and holds what comes early
     num_bytes_beside: int  # of other objects of the checkpoint, which `commit` writes
@@ -50,6 +51,21 @@ class Target(Protocol):
 
     def check(self) -> None:
         """Check, while the writing goes on, what had to be asked over a network. Raises what refuses the save."""
+
+    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        """The object is durable: say so to the other ranks, and where this one decides, wait for theirs.
+
+        `check` is called in between, and raises when nobody waits any more.
+        """
+
+    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        """Wait for the word of the rank that decides, where that is another one. Raises when it says no."""
+
+    def refuse(self, error: BaseException) -> bool:
+        """The save has failed: tell the other ranks. False if they may commit it all the same: then its object stays."""
+
+    async def follow(self, off_loop: OffLoop) -> None:
+        """It has failed here, and the others know: learn what they decide."""
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         """The object is durable: make it the checkpoint. `late`: it is one elsewhere already, and others may follow it."""
@@ -94,6 +110,8 @@ class Delivery:
         self.task: asyncio.Task[None] | None = None  # ends when the archive is durable there
         # Takes it back when a call has returned that nobody waits for any more.
         self.left_behind: asyncio.Task[None] | None = None
+        self._may_delete = True
+        self._following: asyncio.Task[None] | None = None
         self._drain, self._spans, self._off_loop, self._may_miss = drain, spans, off_loop, may_miss
         self._write_seconds = 0.0
 
@@ -147,11 +165,28 @@ class Delivery:
         """Make it the checkpoint there; raises what keeps it from that."""
         commit = partial(self.target.commit, archives, late=late)
         try:
+            await self.target.hear(self._off_loop, self._drain.check)
             await self._off_loop(self._spans.traced("commit", commit, path=self.target.path))
         except BaseException as error:
             self.error = error
             raise
         self.reached = Reached.COMMITTED
+
+    async def agree(self, archive: Archive) -> None:
+        """See that all ranks have done their parts, as far as this one is to know."""
+        try:
+            await self.target.agree(archive, self._off_loop, self._drain.check)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    async def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks that there will be no commit, if there are any."""
+        self._may_delete = False
+        with suppress(CheckpointError, OSError):
+            self._may_delete = await self._off_loop(partial(self.target.refuse, error))
+            if self._may_delete:
+                self._following = asyncio.create_task(self.target.follow(self._off_loop))
 
     async def arrive_late(self, archives: tuple[Archive, ...]) -> None:
         """Commit it where the save was not waited for, if it comes in time; else it leaves no trace."""
@@ -194,7 +229,7 @@ class Delivery:
             ask_for_exception(self.task)
         if self.sink is None or not (self.is_committed or await self._abort(self.sink, for_ever=for_ever)):
             return
-        if self.reached in (Reached.FINISHING, Reached.DURABLE):
+        if self.reached in (Reached.FINISHING, Reached.DURABLE) and self._may_delete:
             with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
                 await self._off_loop(self.target.discard)
         await self._off_loop(self.sink.close)

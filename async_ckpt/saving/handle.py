@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..errors import ClosedError
-from ..host.threads import Task, is_library_thread
+from ..host.threads import Task, is_library_thread, running_future
 from ..host.waiting import ENDS_THE_WAIT, Wait, wait_for
 from ..report import Progress, SaveReport
 from .waiting import told
@@ -180,3 +180,17 @@ class SaveHandle(Future[SaveReport]):
             error = super().exception()
             return f"<SaveHandle {what} {'failed: ' + type(error).__name__ if error else 'done'}>"
         return f"<SaveHandle {what} {self.progress.fraction:.0%} written>"
+
+
+def skipped(step: int | None, path: str, submit_callbacks: Callable[[Task], None]) -> SaveHandle:
+    """The handle of a save that was not begun, since others are under way."""
+    handle = SaveHandle(
+        step=step,
+        path=path,
+        staging=running_future(),
+        progress=lambda: Progress(0, 0, 0),
+        submit_callbacks=submit_callbacks,
+    )
+    handle.staging_completion.set_result(None)
+    handle.set_result(SaveReport("skipped", step, path))
+    return handle

@@ -13,7 +13,7 @@ from ..format.layout import Image, Layout, TensorPlan, lay_out
 from ..host.pool import MIN_SEGMENTS, SegmentPool
 from ..host.threads import Crew
 from ..spans import wall_time
-from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, align_up, whole_bytes
+from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, RankFacts, align_up, whole_bytes
 from ..staging.device import fill_image, first_device
 from ..state.capture import Capture, capture
 from .groups import GroupDigests, Groups
@@ -35,11 +35,11 @@ class Planner:
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
         self._groups: Groups = {}  # where each was in the last archive that had it; replaced as a whole
 
-    def lay_out(self, captured: Capture, step: int | None) -> Layout:
+    def lay_out(self, captured: Capture, step: int | None, ranks: RankFacts | None = None) -> Layout:
         plan = self._plan
         if plan is None or plan.specs != captured.specs:
             plan = self._plan = TensorPlan(captured.specs)
-        return _lay_out(plan, captured, step)
+        return _lay_out(plan, captured, step, ranks)
 
     def group_digests(self, layout: Layout, step: int | None) -> GroupDigests:
         """What digests the groups of this archive, also as they lay in those before. Of a one-off save nobody asks."""
@@ -128,7 +128,12 @@ def pool_for(segment_bytes: int | None, host_bytes: int | None) -> SegmentPool:
     return SegmentPool(segment_bytes, max_bytes=host_bytes)
 
 
-def _lay_out(plan: TensorPlan, captured: Capture, step: int | None) -> Layout:
+def _lay_out(plan: TensorPlan, captured: Capture, step: int | None, ranks: RankFacts | None = None) -> Layout:
     return lay_out(
-        plan, skeleton=captured.skeleton, objects=captured.objects, step=step, mtime=int(wall_time())
+        plan,
+        skeleton=captured.skeleton,
+        objects=captured.objects,
+        step=step,
+        mtime=int(wall_time()),
+        ranks=ranks,
     )

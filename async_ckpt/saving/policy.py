@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Real
-from typing import Final
+from typing import Any, Final
+
+import torch
 
 from ..report import SaveReport
 from ..spans import Clock, When, epoch_seconds, monotonic, wall_time
+from ..spec import with_article
 from .signals import Signals, signals_of
 
 Deadline = When | Callable[[], float | None]
@@ -235,3 +239,15 @@ def _was_skipped(save: Future[SaveReport]) -> bool:
 
 def _has_failed(save: Future[SaveReport]) -> bool:
     return save.done() and Future.exception(save) is not None
+
+
+def whole_step(step: Any, advice: str = "") -> int:
+    """A step that the user gives; numbers of numpy count, too. Raises ValueError if it is not one."""
+    try:
+        number = -1 if isinstance(step, bool | torch.Tensor) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        shown = repr(step) if isinstance(step, int | float | str) else with_article(type(step).__qualname__)
+        raise ValueError(f"step must be a whole number from 0 on, got {shown}{advice}")
+    return number

@@ -21,9 +21,8 @@ from ..errors import ClosedError, UnsupportedStateError
 from ..format.layout import Layout
 from ..host.threads import running_future
 from ..host.waiting import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
-from ..report import Progress, SaveReport
 from ..spans import NO_TRACE, Clock, Spans, monotonic
-from ..spec import flag, seconds_or_none, whole_count
+from ..spec import RankFacts, flag, seconds_or_none, whole_count
 from ..staging.device import first_device, warm_up
 from ..staging.files import FileFill, FilesImage
 from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
@@ -34,12 +33,13 @@ from ..storage.place import local_place
 from ..trace import TraceFile
 from .admission import Admission, OnOverlap, Place
 from .bar import Bars
-from .delivery import OffLoop, Target
+from .delivery import Target
 from .drain import Drain
-from .handle import SaveHandle
+from .handle import SaveHandle, skipped
 from .ledger import Ledger
 from .planner import Planner, pool_for
-from .story import Attempt, CommitRule, Errand, Order, UnchangedIn, story
+from .ranks import Joint, Ranks
+from .story import Attempt, CommitRule, Errand, Order, UnchangedIn, story, tell
 from .waiting import named, wait_for_saves
 from .worker import Carriers, Pending, abandon, get_worker
 
@@ -61,6 +61,7 @@ class Saver:
         trace: str | os.PathLike[str] | None = None,
         progress: bool = False,
         clock: Clock = monotonic,
+        ranks: Ranks | None = None,
     ) -> None:
         if on_overlap not in ("wait", "skip"):
             raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
@@ -72,7 +73,7 @@ class Saver:
         self._admission = Admission(max_in_flight, on_overlap)
         self.ledger = Ledger()
         self._strict, self._exit_timeout, self._keep_warm = flag("strict", strict), exit_timeout, keep_warm
-        self._clock = clock
+        self._clock, self._ranks = clock, ranks
         self._bars = Bars() if flag("progress", progress) else None
         self._trace_file = None if trace is None else TraceFile(local_place(trace), clock)
         self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
@@ -99,11 +100,12 @@ class Saver:
         rule: CommitRule = "all",
         skipped_path: str = "",
         unchanged_in: UnchangedIn = lambda _: (),
+        joint: Joint | None = None,
     ) -> SaveHandle:
         """Begin a save. `make_targets` and then `state` are called once it is this save's turn, and may refuse it.
 
         `captured_as` is told what is saved, `needs` tells the steps that must stay on storage until it is decided, and
-        `unchanged_in` which groups, by their digests, are those of the commit before.
+        `unchanged_in` which groups, by their digests, are those of the commit before. With `joint`, other ranks save, too.
 
         Raises UnsupportedStateError, ClosedError, what `make_targets` raises, and under `strict` the last unseen error.
         """
@@ -119,12 +121,13 @@ class Saver:
                 admitted = self._admit(place)
             if not admitted:
                 self.ledger.skipped()
-                return _skipped(step, skipped_path)
+                return skipped(step, skipped_path, get_worker().callbacks.submit)
             with self._trace.span("plan", step=step):
                 targets = make_targets()
-                captured = capture(state(), select)
-                captured_as(captured)
-                begun = self._set_up(captured, targets, rule, step, optimizers, spans, place, unchanged_in)
+                captured, facts = self._take(state(), select, joint, captured_as)
+                begun = self._set_up(
+                    captured, facts, targets, rule, step, optimizers, spans, place, unchanged_in
+                )
             get_worker().soon(begun.start)
             with self._trace.span("snapshot", step=step):
                 begun.snapshot.begin()
@@ -140,6 +143,7 @@ class Saver:
     def _set_up(
         self,
         captured: Capture,
+        facts: RankFacts | None,
         targets: Sequence[Target],
         rule: CommitRule,
         step: int | None,
@@ -150,7 +154,7 @@ class Saver:
     ) -> _Begun:
         """Plan the archive, and what copies, writes and commits it; nothing of that has begun."""
         device = first_device(captured.tensors)
-        layout = self._planner.lay_out(captured, step)
+        layout = self._planner.lay_out(captured, step, facts)
         drain = Drain(
             layout,
             self.pool.segment_bytes,
@@ -244,7 +248,7 @@ class Saver:
             turn = self.ledger.follow(pending, lambda: self._admission.leave(place))
             # What the next one needs is little, and soon there again.
             pending.finished.add_done_callback(lambda _: self.pool.release())
-            told = _errand(errand, turn, worker.off_loop)
+            told = tell(errand, turn, worker.off_loop)
             worker.start(pending, told, lambda: errand.afterwards(worker.off_loop))
 
         worker.soon(start)
@@ -285,7 +289,7 @@ class Saver:
     def prewarm(self, state: Any) -> None:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
         with self._trace.span("prewarm"):
-            captured = capture(state)
+            captured, _ = self._take(state)
             self._planner.take_memory(captured, get_worker().copiers)
             warm_up(captured.tensors)
 
@@ -297,7 +301,7 @@ class Saver:
         if not self._keep_warm or self.is_closed or not self.belongs_here:
             return None
         with suppress(UnsupportedStateError, ClosedError):
-            captured = capture(state)
+            captured, _ = self._take(state)
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
             return captured
         return None
@@ -364,6 +368,22 @@ class Saver:
         return self.ledger.metrics(prefix, num_in_flight=in_flight, pool_bytes=self.pool.num_bytes)
 
     # --- parts ------------------------------------------------------------------------------------------------
+
+    def _take(
+        self,
+        state: Any,
+        select: Select = None,
+        joint: Joint | None = None,
+        captured_as: Callable[[Capture], None] = lambda _: None,
+    ) -> tuple[Capture, RankFacts | None]:
+        """What of a state is written here; with several ranks, only what falls to this one."""
+        if self._ranks is None:
+            captured = capture(state, select)
+            captured_as(captured)
+            return captured, None
+        captured = self._ranks.captured(state, select)
+        captured_as(captured)
+        return self._ranks.divided(captured, joint)
 
     def _admit(self, place: Place) -> bool:
         """Take one of the places for saves under way, waiting for it or not. False: skip."""
@@ -471,29 +491,3 @@ class _Begun:
 
     def _leave(self) -> None:
         self._saver._admission.leave(self._place)
-
-
-async def _errand(errand: Errand, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
-    try:
-        return await errand.run(turn, off_loop)
-    except BaseException as error:
-        if not errand.staged.done():
-            errand.staged.set_exception(error)
-        try:
-            await off_loop(partial(errand.failed, error))
-        except Exception as another:
-            error.add_note(f"async_ckpt: cleaning up after it failed too: {another}")
-        raise
-
-
-def _skipped(step: int | None, path: str) -> SaveHandle:
-    handle = SaveHandle(
-        step=step,
-        path=path,
-        staging=running_future(),
-        progress=lambda: Progress(0, 0, 0),
-        submit_callbacks=get_worker().callbacks.submit,
-    )
-    handle.staging_completion.set_result(None)
-    handle.set_result(SaveReport("skipped", step, path))
-    return handle

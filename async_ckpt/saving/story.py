@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Final, Literal, Protocol, Self
 
@@ -75,6 +76,7 @@ async def story(attempt: Attempt) -> SaveReport:
             if order.turn is not None:
                 await asyncio.wrap_future(order.turn)
             with spans.span("commit"):
+                await attempt.agree(durable)  # the other ranks too, if there are any
                 await attempt.commit(durable)
     return attempt.report(await asyncio.wrap_future(order.call_seconds))
 
@@ -99,6 +101,20 @@ class Errand(Protocol):
 
     async def afterwards(self, off_loop: OffLoop) -> None:
         """It is true; clean up."""
+
+
+async def tell(errand: Errand, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+    """Run it, and see that nothing of it stays if it fails."""
+    try:
+        return await errand.run(turn, off_loop)
+    except BaseException as error:
+        if not errand.staged.done():
+            errand.staged.set_exception(error)
+        try:
+            await off_loop(partial(errand.failed, error))
+        except Exception as another:
+            error.add_note(f"async_ckpt: cleaning up after it failed too: {another}")
+        raise
 
 
 class Attempt:
@@ -131,6 +147,8 @@ class Attempt:
                 await delivery.close()
             return
         self.order.drain.fail(error)
+        for delivery in self._deliveries:
+            await delivery.refuse(error)
         await asyncio.wrap_future(self.order.drain.idle)
         for delivery in self._deliveries:
             if delivery.left_behind is None:
@@ -204,6 +222,15 @@ class Attempt:
                 return arrived
         raise AssertionError("every delivery ends in an error or durable")
 
+    async def agree(self, durable: Sequence[Delivery]) -> None:
+        """Go on when all ranks have done their parts. Raises what the save cannot do without."""
+        for delivery in durable:
+            try:
+                await delivery.agree(self._archives[0])
+            except StorageUnavailableError as error:
+                if not self._may_miss(error):
+                    raise
+
     async def commit(self, durable: Sequence[Delivery]) -> None:
         """Make it true wherever it is durable. Raises what the save cannot do without."""
         for delivery in durable:
@@ -261,8 +288,7 @@ class Attempt:
     def _archives(self) -> tuple[Archive, ...]:
         """What a manifest says of them, at every target."""
         order = self.order
-        name = order.targets[0].path.rpartition("/")[2]
-        return (Archive(name, order.layout.file_bytes, order.drain.digest),)
+        return (Archive(order.targets[0].name, order.layout.file_bytes, order.drain.digest),)
 
     def _may_miss(self, error: BaseException) -> bool:
         """Whether the save can do without a place that has this error: the place is away, and another may do."""

@@ -6,7 +6,7 @@ In: places, runs. Out: targets. Knows nothing of: tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from enum import IntEnum
@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from ..errors import CheckpointError, StepExistsError, StorageUnavailableError
 from ..host.ranks import ranks
-from ..runs.manifest import Archive, Elsewhere, Manifest
+from ..runs.manifest import Archive, Elsewhere, Manifest, OfRanks
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
 from ..storage.base import Sink, Storage
@@ -23,8 +23,11 @@ from ..storage.compressed import Zstd, ZstdSink, refuse_if_missing
 from ..storage.locks import temps_of
 from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
+from .agreement import Agreement
 from .borrowed import Contents
+from .delivery import OffLoop
 from .line import Line
+from .ranks import Joint, Ranks
 from .worker import get_worker
 
 Compression = Zstd | Literal["zstd"] | None
@@ -57,7 +60,8 @@ class FileTarget:
 
     def __init__(self, storage: Storage, name: str, how: Zstd | None = None) -> None:
         """`how` it is compressed on the way, if it is."""
-        self.storage, self._name, self._how = storage, name, how
+        self.storage, self.name, self._how = storage, name.rpartition("/")[2], how
+        self._name = name
         self.in_order = storage.in_order or how is not None
         self.path = self.storage.locate(self._name)
         if not self.storage.remote and Path(self.path).is_dir():
@@ -85,6 +89,18 @@ class FileTarget:
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         """Nothing to agree on."""
+
+    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        """Nobody else writes it."""
+
+    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        """Nobody else decides."""
+
+    def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
+        return True
+
+    async def follow(self, off_loop: OffLoop) -> None:
+        """Nobody else decides."""
 
     def hangs(self, quiet: Future[None]) -> None:
         """There is no other place to go on with."""
@@ -117,18 +133,30 @@ class StepTarget:
         overwrite: bool,
         record: Mapping[str, Any],
         contents: Contents,
+        agreement: Agreement | None = None,
     ) -> None:
+        """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step."""
+        self._agreement = agreement
         self._line, self._run, self._step, self._token = line, run, step, token
         self._overwrite, self._record, self._contents = overwrite, record, contents
         self._rolled_back = line.rolled_back
         self._reached = Reached.BEGUN
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
+        self._of_ranks: OfRanks | None = None  # what the manifest is to name, where several ranks have agreed
+        self._made: Manifest | None = None  # what another rank has committed
         self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
-        self._name = run.attempt_path(step, token)
+        self._name = run.attempt_path(step, token, 0 if agreement is None else agreement.rank)
+        self.name = self._name.rpartition("/")[2]
         self.storage, self.in_order = run.storage, run.storage.in_order
-        self.path = run.storage.locate(self._name)
-        run.check_known(step, overwrite=overwrite)
+        self.path = run.storage.locate(self._name if agreement is None else run.folder(step))
+        self._decides = agreement is None or agreement.decides
+        if self._decides:
+            self._check_at_once()
+
+    def _check_at_once(self) -> None:
+        line, run = self._line, self._run
+        run.check_known(self._step, overwrite=self._overwrite)
         if not run.storage.remote:
             try:
                 self._check()
@@ -141,7 +169,9 @@ class StepTarget:
             raise StorageUnavailableError(
                 f"{self.path}: earlier writes there have not returned yet", path=self.path
             )
-        if not self.storage.remote:
+        if self._agreement is not None and self._decides:
+            self._agreement.claim()
+        if not self.storage.remote and self._decides:
             self._run.sweep_once()  # first, for it makes room
         return self.storage.create(
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
@@ -151,6 +181,8 @@ class StepTarget:
         return self.storage.part_segments(num_bytes, segment_bytes)
 
     def check(self) -> None:
+        if not self._decides:
+            return
         if self._reached < Reached.CHECKED:
             self._check()
         if self.storage.remote:
@@ -185,12 +217,31 @@ class StepTarget:
                 step=self._step,
             ) from error.__cause__
 
+    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        if self._agreement is not None:
+            self._of_ranks = await self._agreement.agree(archive, off_loop, check)
+
+    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        if not self._decides and self._agreement is not None:
+            self._made = await self._agreement.hear(off_loop, check)
+
+    def refuse(self, error: BaseException) -> bool:
+        return self._agreement is None or self._agreement.refuse(error)
+
+    async def follow(self, off_loop: OffLoop) -> None:
+        if not self._decides and self._agreement is not None:
+            await self._agreement.follow(off_loop)
+
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
+        if self._made is not None:  # rank 0 has
+            self._is_committed_as(self._made, archives, late=late)
+            self._reached = Reached.ANNOUNCED
+            return
         # Newer steps may have followed since: a late commit takes none of them out of the run.
         retire = self._line.retire and not late
         elsewhere = (*self._contents.borrowed, *self._write_driver())
         with self._telling_ranks():
-            self._run.commit(
+            made = self._run.commit(
                 self._step,
                 self._token,
                 archives,
@@ -198,14 +249,22 @@ class StepTarget:
                 retire=retire,
                 record=self._record,
                 elsewhere=elsewhere,
+                ranks=self._of_ranks,
+                world_size=1 if self._agreement is None else self._agreement.world_size,
             )
         self._reached = Reached.COMMITTED
         self._close_driver()
+        if self._agreement is not None:
+            self._agreement.committed(made)
+        self._is_committed_as(made, archives, late=late)
+        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
+            self._announce()
+
+    def _is_committed_as(self, made: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
+        self.num_bytes_beside = made.num_bytes - sum(archive.num_bytes for archive in archives)
         self._line.groups.committed(self._run, self._step, archives, self._contents)
         if not late:
             self._line.committed(since=self._rolled_back)
-        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
-            self._announce()
 
     def _announce(self) -> None:
         self._run.announce(self._step, in_flight=self._line.in_flight())
@@ -238,9 +297,11 @@ class StepTarget:
 
     def discard(self) -> None:
         self._close_driver()
-        self._run.discard(self._step, self._token)
+        self._run.discard(self._step, self._token, 0 if self._agreement is None else self._agreement.rank)
 
     def afterwards(self) -> None:
+        if not self._decides:
+            return
         replaced = self._replaces[0] if self._replaces else None
         refusal: CheckpointError | None = None
         if self._reached < Reached.ANNOUNCED:
@@ -258,6 +319,26 @@ class StepTarget:
     def hangs(self, quiet: Future[None]) -> None:
         self._line.left_behind(self._run, quiet)
         get_worker().note_hanging(quiet)
+
+
+def step_targets(
+    line: Line,
+    step: int,
+    overwrite: bool,
+    record: Mapping[str, Any],
+    contents: Contents,
+    ranks: Ranks,
+    joint: Joint | None,
+) -> list[StepTarget]:
+    """An attempt at a step, at each root; of all ranks together, with `joint`. Raises what refuses it at once."""
+    if joint is None:
+        token = os.urandom(4).hex()
+        return [StepTarget(line, run, step, token, overwrite, record, contents) for run in line.roots.runs]
+    ranks.begin(joint)
+    return [
+        StepTarget(line, run, step, joint.attempt, overwrite, record, contents, Agreement(ranks, joint, run))
+        for run in line.roots.runs
+    ]
 
 
 class _Kept:

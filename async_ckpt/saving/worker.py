@@ -213,6 +213,10 @@ class Worker:
             wait.goes_on(lambda: what)
         raise ClosedError("the interpreter is exiting; a save must begin before that")
 
+    def begin(self, told: Coroutine[Any, Any, None]) -> None:
+        """Run what nobody waits for on the loop; when the interpreter exits, it is broken off."""
+        asyncio.run_coroutine_threadsafe(told, self._loop)
+
     def start(
         self,
         pending: Pending,

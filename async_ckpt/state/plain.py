@@ -17,18 +17,19 @@ import struct
 import sys
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
-from decimal import Context, Decimal, InvalidOperation
 from enum import Enum
-from fractions import Fraction
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
-from typing import Any, Final
-from uuid import UUID
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from ..spec import Json
 from .dtypes import dtype_name, dtype_named, is_describable, numpy_dtype
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+    from fractions import Fraction
+    from zoneinfo import ZoneInfo
 
 SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 # Bytes from here on are stored like a tensor: base64 in the index would cost a third more, and every reader's time.
@@ -38,7 +39,6 @@ _MAX_FRACTION_BITS: Final = 4096
 # The name of a time zone is the path of a file below the system's folder of zones, and must not leave it.
 _ZONE: Final = re.compile(r"[A-Za-z0-9_+-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,3}")
 # Whatever the caller's own context does about digits that are none.
-_DECIMALS: Final = Context(traps=[InvalidOperation])
 _MEMORY_FORMATS: Final = {
     str(value).removeprefix("torch."): value
     for value in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format)
@@ -81,7 +81,7 @@ def scalar_node(value: Any) -> Json:
 def plain_node(value: Any) -> Json | None:
     """The node of a value that is no scalar, or None: it is not plain."""
     try:
-        if (write := _WRITERS.get(type(value))) is not None:
+        if (write := _writer_of(type(value))) is not None:
             return write(value)
         return _numpy_node(value)
     except NotPlainError:
@@ -139,8 +139,10 @@ def _zone_node(zone: tzinfo | None) -> Json:
     if isinstance(zone, timezone):
         offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
         return {"timezone": [offset.days, offset.seconds, offset.microseconds, *map(scalar_node, name)]}
-    if type(zone) is ZoneInfo and zone.key is not None and _ZONE.fullmatch(zone.key):
-        return {"zone": zone.key}
+    if _is_late(type(zone), "zoneinfo.ZoneInfo"):
+        key: str | None = zone.key  # type: ignore[attr-defined]
+        if key is not None and _ZONE.fullmatch(key):
+            return {"zone": key}
     raise NotPlainError(zone)
 
 
@@ -191,15 +193,33 @@ _WRITERS: Final[Mapping[type, Callable[[Any], Json]]] = {
     time: _time_node,
     timedelta: _timedelta_node,
     timezone: _zone_node,
-    ZoneInfo: _zone_node,
-    Decimal: lambda value: {"decimal": str(value)},
-    Fraction: _fraction_node,
-    UUID: lambda value: {"uuid": value.hex},
     range: lambda value: {"range": [scalar_node(part) for part in (value.start, value.stop, value.step)]},
     slice: _slice_node,
     set: _set_node,
     frozenset: _set_node,
 }
+
+# Of modules that a program may never import: whoever has such a value has imported its module.
+_LATE_WRITERS: Final[Mapping[str, Callable[[Any], Json]]] = {
+    "zoneinfo.ZoneInfo": _zone_node,
+    "decimal.Decimal": lambda value: {"decimal": str(value)},
+    "fractions.Fraction": _fraction_node,
+    "uuid.UUID": lambda value: {"uuid": value.hex},
+}
+
+
+def _writer_of(kind: type) -> Callable[[Any], Json] | None:
+    writer = _WRITERS.get(kind)
+    if writer is None:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        writer = _LATE_WRITERS.get(name) if _is_late(kind, name) else None
+    return writer
+
+
+def _is_late(kind: type, name: str) -> bool:
+    """Whether this is the very class of that name, in a module that somebody has imported."""
+    module, _, inner = name.rpartition(".")
+    return getattr(sys.modules.get(module), inner, None) is kind
 
 
 def _is_unicode(text: str) -> bool:
@@ -304,6 +324,8 @@ def _timezone(value: Json) -> timezone:
 def _named_zone(value: Json) -> ZoneInfo:
     if not isinstance(value, str) or not _ZONE.fullmatch(value):
         raise ValueError(f"{value!r:.50} is not the name of a time zone")
+    from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
     try:
         return ZoneInfo(value)
     except (ZoneInfoNotFoundError, OSError) as error:
@@ -314,7 +336,21 @@ def _fraction(value: Json) -> Fraction:
     numerator, denominator = map(_int, value)
     if max(numerator.bit_length(), denominator.bit_length()) > _MAX_FRACTION_BITS:
         raise ValueError("a fraction of too many digits")
+    from fractions import Fraction
+
     return Fraction(numerator, denominator)
+
+
+def _decimal(value: Json) -> Decimal:
+    from decimal import Context, Decimal, InvalidOperation
+
+    return Decimal(_text(value), Context(traps=[InvalidOperation]))
+
+
+def _uuid(value: Json) -> Any:
+    from uuid import UUID
+
+    return UUID(hex=value)
 
 
 def _range(value: Json) -> range:
@@ -366,9 +402,9 @@ _READERS: Final[Mapping[str, Callable[[Json], Any]]] = {
     "timedelta": _timedelta,
     "timezone": _timezone,
     "zone": _named_zone,
-    "decimal": lambda value: Decimal(_text(value), _DECIMALS),
+    "decimal": _decimal,
     "fraction": _fraction,
-    "uuid": lambda value: UUID(hex=value),
+    "uuid": _uuid,
     "range": _range,
     "slice": _slice,
     "set": lambda value: set(map(hashable_value, value)),

@@ -143,9 +143,9 @@ def _structure(captured: Capture) -> Structure:
         mesh = slices.mesh
         spread: Any = None
         if slices.cuts is None:
-            spread = [[one.global_offsets, one.sizes] for one in slices.rectangles]
+            spread = {"held": [[one.global_offsets, one.sizes] for one in slices.rectangles]}
         elif mesh is not None:
-            spread = [slices.cuts, mesh.shape, mesh.stride, len(mesh.ranks), slices.coordinate is not None]
+            spread = [slices.cuts, mesh.shape, mesh.stride, bool(mesh.ranks), slices.coordinate is not None]
         dtype = captured.specs[here[0]].dtype
         lines.append(json.dumps([name, dtype, slices.global_shape, spread], separators=(",", ":")))
     text = "\n".join(sorted(lines))

@@ -1,0 +1,120 @@
+"""Whether the ranks of a step hold all of its tensors: computed from how their states look, without a byte of them.
+
+In: structures, and which ranks have each. Out: nothing, or an error that names the gap. Knows nothing of: archives.
+
+A structure has one line for each tensor, as `state.ranked` writes them: its name, dtype, global shape, and how it is
+spread over ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+from ..errors import UnsupportedStateError
+from ..spec import Json
+
+Box: TypeAlias = tuple[tuple[int, int], ...]  # from where to where, by dimension
+
+
+class _Held(NamedTuple):
+    """A tensor as the ranks of one structure hold it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    spread: Json
+    ranks: Sequence[int]
+
+
+def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str, str]) -> None:
+    """`classes` are the ranks of each structure, which `structures` has the text of.
+
+    Raises UnsupportedStateError for a tensor that ranks have in different shapes or dtypes, and for one of which no rank has
+    some part.
+    """
+    tensors: dict[str, list[_Held]] = {}
+    for digest, ranks in classes.items():
+        for line in structures[digest].splitlines():
+            name, dtype, shape, spread = json.loads(line)
+            tensors.setdefault(name, []).append(_Held(dtype, tuple(shape), spread, ranks))
+    for name, held in tensors.items():
+        shown = name.replace("\x1f", ".")
+        first = held[0]
+        for other in held[1:]:
+            if (other.dtype, other.shape) != (first.dtype, first.shape):
+                raise UnsupportedStateError(
+                    f"{shown} is {first.dtype}{list(first.shape)} on rank {first.ranks[0]} and {other.dtype}{list(other.shape)} on "
+                    f"rank {other.ranks[0]}; give them different names, or name their group in per_rank=",
+                    path=shown,
+                )
+        if not _is_covered(first.shape, held):
+            _raise_gap(shown, held)
+
+
+def _is_covered(shape: tuple[int, ...], held: Sequence[_Held]) -> bool:
+    if not prod(shape) or any(one.spread is None for one in held):
+        return True
+    boxes: list[Box] = []
+    meshes: dict[str, list[_Held]] = {}
+    for one in held:
+        if isinstance(one.spread, dict):
+            boxes += [
+                tuple((a, a + n) for a, n in zip(at, sizes, strict=True)) for at, sizes in one.spread["held"]
+            ]
+        else:
+            meshes.setdefault(json.dumps(one.spread), []).append(one)
+    for alike in meshes.values():
+        cuts, mesh_shape, stride, is_irregular, is_inside = alike[0].spread
+        if not is_inside:
+            continue
+        ranks = sorted(rank for one in alike for rank in one.ranks)
+        if is_irregular and len(ranks) % prod(mesh_shape) == 0:
+            return True  # each of them says that its mesh is whole
+        if any(_has_all(cuts, start, mesh_shape, stride, set(ranks)) for start in ranks):
+            return True
+    return _missing_of(shape, boxes) is None
+
+
+def _has_all(cuts: Json, start: int, shape: Sequence[int], stride: Sequence[int], ranks: set[int]) -> bool:
+    """Whether these are, from `start` on, all ranks of a mesh that have different parts."""
+    cut = {mesh_dim for _, mesh_dim, _ in cuts}
+    along = [range(size) if dim in cut else range(1) for dim, size in enumerate(shape)]
+    return all(
+        start + sum(step * by for step, by in zip(steps, stride, strict=True)) in ranks
+        for steps in product(*along)
+    )
+
+
+def _missing_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> Box | None:
+    """Something of the shape that is in none of these boxes."""
+    left: list[Box] = [tuple((0, size) for size in shape)]
+    for box in boxes:
+        left = [rest for one in left for rest in _without(one, box)]
+    return left[0] if left else None
+
+
+def _without(one: Box, other: Box) -> Iterator[Box]:
+    """What of a box is not in the other, as boxes that do not overlap."""
+    if any(max(a, c) >= min(b, d) for (a, b), (c, d) in zip(one, other, strict=True)):
+        yield one
+        return
+    inner = list(one)
+    for dim, ((a, b), (c, d)) in enumerate(zip(one, other, strict=True)):
+        if a < c:
+            yield (*inner[:dim], (a, c), *one[dim + 1 :])
+        if d < b:
+            yield (*inner[:dim], (d, b), *one[dim + 1 :])
+        inner[dim] = (max(a, c), min(b, d))
+
+
+def _raise_gap(name: str, held: Sequence[_Held]) -> Any:
+    ranks = sorted(rank for one in held for rank in one.ranks)
+    who = ", ".join(map(str, ranks[:20])) + (" and others" if len(ranks) > 20 else "")
+    raise UnsupportedStateError(
+        f"{name} is spread over ranks of which not all have saved it: only rank{'s' if len(ranks) > 1 else ''} {who} did; have every "
+        "rank save the same state",
+        path=name,
+    )

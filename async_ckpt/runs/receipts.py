@@ -1,0 +1,250 @@
+"""What the ranks of one attempt tell each other on storage: receipts, a verdict, and what a manifest leaves to others.
+
+In: a storage and an attempt. Out: who has done what, and what was decided. Knows nothing of: who waits for whom.
+
+    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<digest>.<size>.<ok|err>    one small object per rank
+    <step>/verdict.<attempt>.json      rank 0's no: the manifest of this attempt will never be put
+    <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
+    <step>/layout.<attempt>.json       which ranks have states of which structure, and the tensors of each structure
+
+Only rank 0 decides: its manifest is the yes. A receipt says by its name all that rank 0 needs as long as nothing is new;
+one listing has them all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from ..errors import CorruptCheckpointError
+from ..format.digests import block_digest
+from ..storage.base import Storage
+from .manifest import NAME as MANIFEST
+from .manifest import Archive, Manifest, archive_name, parse, seal, unseal
+
+# Ranks, ascending, by the digest of the structure that their states have.
+Classes: TypeAlias = Mapping[str, Sequence[int]]
+
+NO_TABLE: Final = "0" * 16
+_RECORD: Final = struct.Struct("<Q16s")
+_NAME: Final = re.compile(
+    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.(ok|err)"
+)
+_FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
+_BESIDE: Final = re.compile(r"(verdict|layout)\.[0-9a-f]{8}\.json|archives\.[0-9a-f]{8}\.bin")
+
+
+def is_folder_of_receipts(name: str) -> bool:
+    return _FOLDER.fullmatch(name) is not None
+
+
+def is_beside(name: str) -> bool:
+    """Whether it is the name of what an attempt of several ranks has beside its archives."""
+    return _BESIDE.fullmatch(name) is not None
+
+
+class Receipt(NamedTuple):
+    """What one rank has done for an attempt. Its archive is durable, if it is `ok`; else it has none.
+
+    `table` is the digest of the classes by which it has taken its share, `NO_TABLE` if it wrote all that it holds;
+    `structure` and `values` are digests of how its state looks, and of what all ranks should have alike.
+    """
+
+    rank: int
+    table: str = NO_TABLE
+    structure: str = NO_TABLE
+    values: str = NO_TABLE
+    digest: str = "0" * 32
+    num_bytes: int = 0
+    is_ok: bool = True
+
+    @property
+    def name(self) -> str:
+        end = "ok" if self.is_ok else "err"
+        return f"{self.rank:05d}.{self.table}.{self.structure}.{self.values}.{self.digest}.{self.num_bytes}.{end}"
+
+    @classmethod
+    def named(cls, name: str) -> Receipt | None:
+        """What a name says; None for any other name."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return None
+        rank, table, structure, values, digest, num_bytes, end = found.groups()
+        return cls(int(rank), table, structure, values, digest, int(num_bytes), end == "ok")
+
+
+class Cause(NamedTuple):
+    """Why a rank could not do its part."""
+
+    rank: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Rank 0's no to an attempt, and what is known of the ranks' states for the next one."""
+
+    attempt: str
+    causes: tuple[Cause, ...]
+    classes: Classes = field(default_factory=dict)
+
+
+class Exchange:
+    """The objects of one attempt at a step, at one root. Blocking calls."""
+
+    def __init__(self, storage: Storage, folder: str, attempt: str) -> None:
+        self.storage, self.folder, self.attempt = storage, folder, attempt
+        self._receipts = f"{folder}/receipts.{attempt}"
+
+    # --- receipts ---------------------------------------------------------------------------------------------
+
+    def put_receipt(self, receipt: Receipt, more: Mapping[str, Any]) -> None:
+        """Say what this rank has done; `more` is read only where it is asked for."""
+        self.storage.replace(f"{self._receipts}/{receipt.name}", seal(more))
+
+    def receipts(self) -> dict[int, Receipt]:
+        """Those that are there, by rank. Of two of one rank, the one that says no."""
+        found: dict[int, Receipt] = {}
+        for name in self.storage.names(self._receipts):
+            receipt = Receipt.named(name)
+            if receipt is not None and (receipt.rank not in found or not receipt.is_ok):
+                found[receipt.rank] = receipt
+        return found
+
+    def more_of(self, receipt: Receipt) -> Any:
+        """What a receipt says beside its name. Raises CorruptCheckpointError."""
+        path = f"{self._receipts}/{receipt.name}"
+        try:
+            return unseal(self.storage.read(path)[0])
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
+
+    def forget_receipts(self) -> None:
+        """It is decided: nobody needs them any more."""
+        self.storage.delete_all(self._receipts)
+
+    # --- what is decided --------------------------------------------------------------------------------------
+
+    def decision(self) -> Manifest | Verdict | None:
+        """The manifest of this very attempt, or one that has replaced it; the verdict on it; None as long as neither is
+        there.
+        """
+        path = f"{self.folder}/{MANIFEST}"
+        try:
+            made = parse(self.storage.read(path)[0], path=path)
+        except FileNotFoundError:
+            pass
+        else:
+            if self.attempt in (made.attempt, *made.replaces):
+                return made
+        return self.verdict()
+
+    def verdict(self) -> Verdict | None:
+        path = self._verdict_path
+        try:
+            raw = unseal(self.storage.read(path)[0])
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
+        causes = tuple(Cause(int(rank), str(error)) for rank, error in raw["causes"])
+        return Verdict(str(raw["attempt"]), causes, unpacked(raw["classes"]))
+
+    def put_verdict(self, verdict: Verdict) -> None:
+        """Create-only: an attempt is decided once."""
+        told = {**asdict(verdict), "classes": packed(verdict.classes)}
+        try:
+            self.storage.put_new(self._verdict_path, seal(told))
+        except FileExistsError:
+            pass
+
+    @property
+    def _verdict_path(self) -> str:
+        return f"{self.folder}/verdict.{self.attempt}.json"
+
+    # --- what the manifest leaves to others -------------------------------------------------------------------
+
+    def put_archives(self, receipts: Sequence[Receipt]) -> Archive:
+        """Sizes and digests of the archives, in the order of ranks."""
+        data = b"".join(_RECORD.pack(one.num_bytes, bytes.fromhex(one.digest)) for one in receipts)
+        return self._put(f"archives.{self.attempt}.bin", data)
+
+    def put_layout(self, classes: Classes, structures: Mapping[str, str]) -> Archive:
+        told = {"classes": packed(classes), "structures": dict(structures)}
+        return self._put(f"layout.{self.attempt}.json", seal(told))
+
+    def _put(self, name: str, data: bytes) -> Archive:
+        self.storage.replace(f"{self.folder}/{name}", data)
+        return Archive(name, len(data), block_digest(data).hex())
+
+
+def archives_of(storage: Storage, folder: str, made: Manifest) -> tuple[Archive, ...]:
+    """All archives of a commit, in the order of ranks. Raises CorruptCheckpointError."""
+    if made.ranks is None:
+        return made.archives
+    data = _read(storage, folder, made.ranks.archives)
+    if len(data) != made.world_size * _RECORD.size:
+        path = storage.locate(f"{folder}/{made.ranks.archives.name}")
+        raise CorruptCheckpointError(f"{path}: it is not of {made.world_size} ranks", path=path)
+    return tuple(
+        Archive(archive_name(rank, made.attempt), num_bytes, digest.hex())
+        for rank, (num_bytes, digest) in enumerate(_RECORD.iter_unpack(data))
+    )
+
+
+def classes_of(storage: Storage, folder: str, made: Manifest) -> Classes:
+    """Which ranks had states of which structure. Raises CorruptCheckpointError."""
+    if made.ranks is None:
+        return {}
+    return unpacked(unseal(_read(storage, folder, made.ranks.layout))["classes"])
+
+
+def _read(storage: Storage, folder: str, told: Archive) -> bytes:
+    path = f"{folder}/{told.name}"
+    try:
+        data = storage.read(path)[0]
+    except FileNotFoundError as error:
+        shown = storage.locate(path)
+        raise CorruptCheckpointError(
+            f"{shown} is missing, though its manifest is there", path=shown
+        ) from error
+    if block_digest(data).hex() != told.digest:
+        shown = storage.locate(path)
+        raise CorruptCheckpointError(
+            f"{shown}: it is not what its manifest names; load an earlier checkpoint", path=shown
+        )
+    return data
+
+
+def table_of(classes: Classes) -> str:
+    """What a table is known by."""
+    if not classes:
+        return NO_TABLE
+    return block_digest(json.dumps(packed(classes), sort_keys=True).encode()).hex()[:16]
+
+
+def packed(classes: Classes) -> dict[str, list[list[int]]]:
+    """Ranks as runs (first, how many, step), of which there are few however many ranks there are."""
+    return {structure: list(_runs(ranks)) for structure, ranks in sorted(classes.items())}
+
+
+def unpacked(raw: Mapping[str, Iterable[Sequence[int]]]) -> Classes:
+    return {
+        structure: [first + step * n for first, count, step in runs for n in range(count)]
+        for structure, runs in raw.items()
+    }
+
+
+def _runs(ranks: Sequence[int]) -> Iterable[list[int]]:
+    at = 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        stop = at + 1
+        while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == step:
+            stop += 1
+        yield [ranks[at], stop - at, step]
+        at = stop

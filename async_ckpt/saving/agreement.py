@@ -1,0 +1,292 @@
+"""How the ranks of one save come to agree that it is committed, at one root.
+
+In: an archive of this rank that is durable, and receipts of the others. Out: what the manifest is to name; or the decision of
+rank 0, which alone makes one. Knows nothing of: what is in the archives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from ..errors import CheckpointError, PeerFailedError, StepExistsError
+from ..runs.coverage import check_coverage
+from ..runs.manifest import Archive, Manifest, OfRanks
+from ..runs.receipts import NO_TABLE, Cause, Classes, Exchange, Receipt, Verdict, classes_of, table_of
+from ..runs.run import Run
+from ..spans import monotonic
+from ..state.ranked import Structure
+from .delivery import OffLoop
+from .ranks import NOT_ALONE, Joint, Ranks, in_words
+from .worker import get_worker
+
+# How long rank 0, whose own archive is durable, waits for the receipts of others; they wait longer for its decision.
+PEER_SECONDS: Final = 1800.0
+_MORE_SECONDS: Final = 600.0
+# How long a root that all ranks share may hide what another has written: NFS does so for a minute.
+SHARED_SECONDS: Final = 120.0
+# Between looks at a root: it grows from the one to the other, and no two ranks look at the same time.
+_FIRST_LOOK_SECONDS: Final = 0.02
+_LOOK_SECONDS: Final = {False: 0.5, True: 4.0}  # at a folder, and at a store
+
+
+class Agreement:
+    """How one rank agrees with the others on one save, at one root. On the loop, but for `refuse`."""
+
+    def __init__(self, ranks: Ranks, joint: Joint, run: Run) -> None:
+        self._ranks, self._joint, self._run = ranks, joint, run
+        self._exchange = Exchange(run.storage, run.folder(joint.step), joint.attempt)
+        self._has_said_yes = False
+        self.may_be_committed = False  # rank 0 is about to put the manifest, or has
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._ranks.world.size
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is the rank that does."""
+        return self.rank == 0
+
+    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks | None:
+        """This rank's archive is durable: say so. On rank 0, go on once all ranks have.
+
+        `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError.
+        """
+        joint = self._joint
+        assert joint.structure is not None
+        if not self.decides:
+            await self._see_that_it_is_shared(off_loop, check)
+        receipt = Receipt(
+            self._ranks.world.rank,
+            joint.table,
+            joint.structure.digest,
+            digest=archive.digest,
+            num_bytes=archive.num_bytes,
+        )
+        await off_loop(partial(self._exchange.put_receipt, receipt, self._more(joint.structure)))
+        self._has_said_yes = True
+        return await self._all_receipts(off_loop, check) if self.decides else None
+
+    def claim(self) -> None:
+        """On rank 0, before anything is written: what the others find there if they see the same root.
+
+        Raises CheckpointError for a run_id that was used before.
+        """
+        ranks = self._ranks
+        if self._run in ranks._claimed:
+            return
+        data = json.dumps({"world_size": ranks.world.size}).encode()
+        try:
+            self._run.storage.put_new(self._claim, data)
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"{self._run.storage.locate('')}: run_id={ranks.world.run_id!r} was used by an earlier start; give a new one at every start"
+            ) from error
+        ranks._claimed.add(self._run)
+
+    @property
+    def _claim(self) -> str:
+        return f"world.{self._ranks.token()}.json"
+
+    async def _see_that_it_is_shared(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        if self._run in self._ranks._claimed:
+            return
+        deadline = monotonic() + SHARED_SECONDS
+        for seconds in _looks(self._run.storage.remote):
+            if await off_loop(lambda: self._claim in self._run.storage.names("")):
+                break
+            if monotonic() > deadline or await off_loop(self._exchange.verdict) is not None:
+                where, rank = self._run.storage.locate(""), self._ranks.world.rank
+                raise PeerFailedError(
+                    f"{where}: rank {rank} does not see there what rank 0 has written. Give a root that all ranks share: a "
+                    "folder on a shared file system, or an object store",
+                    rank=0,
+                    undecided=False,
+                )
+            await _pause(seconds, check)
+        self._ranks._claimed.add(self._run)
+
+    def _more(self, structure: Structure) -> dict[str, Any]:
+        """What rank 0 reads where a structure is new to it: of the first rank that has it."""
+        mates = self._joint.classes.get(structure.digest, ())
+        is_first = not mates or mates[0] == self._ranks.world.rank
+        return {"structure": structure.text} if is_first else {}
+
+    async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks:
+        size, deadline = self._ranks.world.size, monotonic() + PEER_SECONDS
+        for seconds in _looks(self._run.storage.remote):
+            receipts = await off_loop(self._exchange.receipts)
+            refused = [receipt for receipt in receipts.values() if not receipt.is_ok]
+            if refused:
+                await off_loop(partial(self._raise_refusals, refused))
+            if len(receipts) == size:
+                break
+            if monotonic() > deadline:
+                self._raise_missing(receipts)
+            await _pause(seconds, check)
+        ordered = [receipts[rank] for rank in range(size)]
+        made = await off_loop(partial(self._compared, ordered))
+        self.may_be_committed = True
+        return made
+
+    def _raise_refusals(self, refused: Sequence[Receipt]) -> None:
+        causes = [
+            Cause(one.rank, str(self._exchange.more_of(one).get("error", "it gave no reason")))
+            for one in refused
+        ]
+        self._joint.causes += causes
+        raise _peers_failed(self._joint.step, causes)
+
+    def _raise_missing(self, receipts: dict[int, Receipt]) -> None:
+        missing = [rank for rank in range(self._ranks.world.size) if rank not in receipts]
+        who = ", ".join(map(str, missing[:20])) + (
+            f" and {len(missing) - 20} more" if len(missing) > 20 else ""
+        )
+        self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
+        raise PeerFailedError(
+            f"step {self._joint.step} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of rank"
+            f"{'s' if len(missing) > 1 else ''} {who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}",
+            rank=missing[0],
+            undecided=False,
+        )
+
+    def _compared(self, receipts: Sequence[Receipt]) -> OfRanks:
+        """Check that the archives are of one state, and have all of it; then write what the manifest is to name."""
+        ranks = self._ranks
+        classes: dict[str, list[int]] = {}
+        for receipt in receipts:
+            classes.setdefault(receipt.structure, []).append(receipt.rank)
+        for digest, mates in classes.items():
+            if digest not in ranks._known:
+                ranks._known[digest] = self._structure_text(receipts, mates)
+        tables = {receipt.table for receipt in receipts} - {NO_TABLE}
+        if len(tables) > 1:
+            raise PeerFailedError(
+                f"step {self._joint.step} is not committed: its ranks do not agree on who writes what, as after saves that "
+                "only some of them have called; call save alike on every rank",
+                rank=0,
+                undecided=False,
+            )
+        table = table_of(classes)
+        texts = {digest: ranks._known[digest] for digest in classes}
+        if table not in ranks._covered:
+            check_coverage(classes, texts)
+            ranks._covered = {table}
+        ranks._known = texts
+        archives = self._exchange.put_archives(receipts)
+        layout = self._exchange.put_layout(classes, texts)
+        return OfRanks(archives, layout, table, sum(receipt.num_bytes for receipt in receipts))
+
+    def _structure_text(self, receipts: Sequence[Receipt], mates: Sequence[int]) -> str:
+        for rank in mates:
+            text = self._exchange.more_of(receipts[rank]).get("structure")
+            if isinstance(text, str):
+                return text
+        raise CheckpointError(f"ranks {mates} do not say how their states look")
+
+    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest:
+        """On ranks other than 0: what that has committed. Raises PeerFailedError for its verdict, and where there is none in time."""
+        deadline = monotonic() + PEER_SECONDS + _MORE_SECONDS
+        for seconds in _looks(self._run.storage.remote):
+            decision = await off_loop(self._exchange.decision)
+            if isinstance(decision, Manifest):
+                classes = await off_loop(partial(self._classes_after, decision))
+                self._ranks.decided(self._joint, classes)
+                return decision
+            if decision is not None:
+                self._ranks.decided(self._joint, decision.classes)
+                raise _peers_failed(self._joint.step, decision.causes)
+            if monotonic() > deadline:
+                break
+            await _pause(seconds, check)
+        self._joint.is_followed = False
+        raise PeerFailedError(
+            f"step {self._joint.step}: rank 0 has not said in {PEER_SECONDS + _MORE_SECONDS:.0f} s whether it is committed. It may "
+            "be: look at what is committed when rank 0 is back",
+            rank=0,
+            undecided=True,
+        )
+
+    def _classes_after(self, made: Manifest) -> Classes:
+        if made.ranks is None or made.ranks.table == table_of(self._joint.classes):
+            return self._joint.classes
+        return classes_of(self._run.storage, self._run.folder(made.step), made)
+
+    def committed(self, made: Manifest) -> None:
+        """On rank 0: the manifest is there."""
+        self._ranks.decided(self._joint, self._classes_after(made))
+        with suppress(CheckpointError, OSError):  # they go with the step
+            self._exchange.forget_receipts()
+
+    def refuse(self, error: BaseException) -> bool:
+        """The save has failed on this rank. Whether its archive may be deleted: nobody can commit it any more."""
+        if self.decides:
+            if self.may_be_committed and not isinstance(error, StepExistsError):
+                self._joint.is_followed = False
+                return False  # nobody knows whether it is
+            rank, joint = 0, self._joint
+            causes = tuple(joint.causes) or (Cause(rank, in_words(error)),)
+            self._exchange.put_verdict(Verdict(joint.attempt, causes, joint.classes))
+            self._ranks.decided(joint, None)
+            with suppress(CheckpointError, OSError):
+                self._exchange.forget_receipts()
+            return True
+        if not self._has_said_yes:
+            told = Receipt(self._ranks.world.rank, is_ok=False)
+            self._exchange.put_receipt(told, {"error": in_words(error)})
+            return True
+        # Rank 0 may still commit what has its yes.
+        return self._joint.is_decided
+
+    async def follow(self, off_loop: OffLoop) -> None:
+        """This rank has no part in it any more: learn what is decided all the same."""
+        if not self._joint.is_decided:
+            with suppress(CheckpointError, OSError):
+                await self.hear(off_loop, lambda: None)
+
+
+def _looks(is_remote: bool) -> Iterator[float]:
+    """Seconds to pause between looks."""
+    seconds = _FIRST_LOOK_SECONDS
+    while True:
+        yield seconds * random.uniform(0.75, 1.25)
+        seconds = min(1.5 * seconds, _LOOK_SECONDS[is_remote])
+
+
+async def _pause(seconds: float, check: Callable[[], None]) -> None:
+    check()
+    await asyncio.sleep(seconds)
+
+
+def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:
+    told = "; ".join(f"rank {cause.rank}: {cause.error}" for cause in causes[:5])
+    more = f"; and {len(causes) - 5} more" if len(causes) > 5 else ""
+    return PeerFailedError(
+        f"step {step} is not committed: {told}{more}", rank=causes[0].rank if causes else 0, undecided=False
+    )
+
+
+def tell_of_failure(ranks: Ranks, joint: Joint, runs: Sequence[Run], error: BaseException) -> None:
+    """The call of `save` has raised on this rank: tell the others, and learn what they decide. Does not wait for that."""
+    ranks.failed(joint, error)
+    if not joint.attempt:
+        return  # nobody was told of an attempt
+    worker = get_worker()
+
+    async def tell(agreement: Agreement) -> None:
+        with suppress(CheckpointError, OSError):
+            await worker.off_loop(partial(agreement.refuse, error))
+            await agreement.follow(worker.off_loop)
+
+    for run in runs:
+        worker.begin(tell(Agreement(ranks, joint, run)))

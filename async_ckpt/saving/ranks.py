@@ -1,0 +1,227 @@
+"""Several ranks save one state: what each of them tells the others, and how all come to know what was decided.
+
+In: saves, called alike on every rank. Out: attempts that are decided once, for all ranks. Knows nothing of: archives.
+
+There is no collective, and no plan that one rank makes for all. Before the first save rank 0 says, by the store of the
+process group, what this start of the world is called (its token) and which ranks have states alike. From then on nothing
+is asked of the group: the name of an attempt follows from the token, the step and what was decided there before, and all
+else goes through the folder of the step (`runs.receipts`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ..errors import PeerFailedError
+from ..host.ranks import Words, World, world_of
+from ..host.waiting import ENDS_THE_CALL, Wait
+from ..runs.receipts import NO_TABLE, Cause, Classes, table_of
+from ..runs.run import Run
+from ..spans import TIMEKEEPER, monotonic
+from ..spec import RankFacts
+from ..state.capture import Capture, capture
+from ..state.names import Select
+from ..state.ranked import RankedStates, Structure
+
+# How long the first save waits for the other ranks' first save.
+MEETING_SECONDS: Final = 600.0
+_LOOK_SECONDS: Final = 0.02
+NOT_ALONE: Final = (
+    "call save on every rank, or, if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
+)
+
+
+@dataclass(slots=True)
+class Joint:
+    """One save of all ranks, as this rank sees it."""
+
+    step: int
+    number: int  # among the calls of `save`, which are the same on all ranks
+    attempt: str = ""  # once it has begun
+    classes: Classes = field(default_factory=dict)  # by which this rank shares
+    structure: Structure | None = None  # of its state, once it is known
+    causes: list[Cause] = field(default_factory=list)
+    is_followed: bool = True  # somebody here is going to learn what is decided
+    is_decided: bool = False
+
+    @property
+    def table(self) -> str:
+        """What this rank shares by; it takes no share where its structure is in no class."""
+        is_known = self.structure is not None and self.structure.digest in self.classes
+        return table_of(self.classes) if is_known else NO_TABLE
+
+
+class Ranks:
+    """What one checkpointer has to do with the other ranks'. From the thread that saves; `decided` from the loop's."""
+
+    def __init__(self, given: tuple[int, int] | None, run_id: str | None, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._world: World | None = None
+        if given is not None or run_id is not None:
+            self._world = world_of(given, run_id)
+        self._words: Words | None = None
+        self._token: str | None = None
+        self._numbers = itertools.count()
+        self._has_met = False
+        self._states: RankedStates | None = None
+        # Changed on the loop's thread alone, entries at a time.
+        self._tables: dict[int, Classes] = {}  # that follow from the decision of the save of this number
+        self._num_decided: Counter[int] = Counter()  # attempts, by step
+        self._begun: dict[int, Joint] = {}  # the last one that this rank has begun at a step
+        self._known: dict[str, str] = {}  # structures that rank 0 has read, by their digest
+        self._covered: set[str] = set()  # tables whose ranks hold everything
+        self._claimed: set[Run] = set()  # roots at which this start of the world is known to all
+
+    @property
+    def world(self) -> World:
+        """Fixed when it is first asked for, which is at the first save or restore."""
+        if self._world is None:
+            self._world = world_of(None, None)
+        return self._world
+
+    def called(self, step: int) -> Joint | None:
+        """`save` was called; None where there is one rank. To be told of every call, whatever becomes of it."""
+        return None if self.world.is_one else Joint(step, next(self._numbers))
+
+    def begin(self, joint: Joint) -> None:
+        """It is this save's turn. Waits, at the first one, for what rank 0 says.
+
+        Raises PeerFailedError where rank 0 does not say anything, or has not decided about this step's last attempt.
+        """
+        self._wait_for_decision(joint.step)
+        told = f"{self.token()}/{joint.step}/{self._num_decided[joint.step]}"
+        joint.attempt = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+        joint.classes = self._tables.get(joint.number - self._max_in_flight, {})
+        self._begun[joint.step] = joint
+
+    def _wait_for_decision(self, step: int) -> None:
+        begun, wait = self._begun.get(step), Wait("in save()", ENDS_THE_CALL)
+        while begun is not None and not begun.is_decided:
+            if not begun.is_followed:
+                raise PeerFailedError(
+                    f"step {step} was saved before, and this rank does not know whether it is committed, since rank 0 has not "
+                    "said so in time; save another step",
+                    rank=0,
+                    undecided=True,
+                )
+            wait.goes_on(lambda: f"the decision on the attempt at step {step} that failed here")
+            TIMEKEEPER.sleep(_LOOK_SECONDS)
+
+    def captured(self, state: Any, select: Select = None) -> Capture:
+        """All that this rank holds of a state."""
+        states = self._ranked()
+        return capture(state, select, slicer=None if states is None else states.slicer)
+
+    def divided(self, captured: Capture, joint: Joint | None) -> tuple[Capture, RankFacts | None]:
+        """What this rank writes of that. Waits, at the first save, until rank 0 knows how the states of all ranks look.
+
+        Without `joint`, nothing is to be written yet: all that might be.
+        """
+        states = self._ranked()
+        if states is None:
+            return captured, None
+        if joint is None:
+            return states.divided(captured, {})
+        joint.structure = states.structure(captured)
+        if not self._has_met:
+            joint.classes = self._meet(joint.structure.digest)
+        return states.divided(captured, joint.classes)
+
+    def token(self) -> str:
+        """What this start of the world is called: alike on all ranks, and by no other start."""
+        if self._token is None:
+            world = self.world
+            if world.run_id is not None:
+                self._token = hashlib.blake2b(world.run_id.encode(), digest_size=8).hexdigest()
+            elif world.rank == 0:
+                self._token = os.urandom(8).hex()
+                self._said().say("token", self._token)
+            else:
+                (self._token,) = self._hear(["token"], "the first save or restore of rank 0")
+        return self._token
+
+    def _ranked(self) -> RankedStates | None:
+        """None in a process that is no part of anything: then tensors are all that they are."""
+        world = self.world
+        if self._states is None and (world.has_group or not world.is_one):
+            self._states = RankedStates(world.rank, world.size)
+        return self._states
+
+    # --- the first save -----------------------------------------------------------------------------------
+
+    def _said(self) -> Words:
+        """The words of this checkpointer: all ranks open theirs in the same order."""
+        if self._words is None:
+            self._words = Words(self.world.store, f"async_ckpt/{next(_openings)}")
+        return self._words
+
+    def _meet(self, structure: str) -> Classes:
+        """Tell rank 0 how the state looks here, and hear which ranks have states alike."""
+        self._has_met = True
+        rank, size = self.world.rank, self.world.size
+        if self.world.store is None:
+            return {}  # they learn it from the first receipts
+        words = self._said()
+        words.say(f"structure/{rank}", structure)
+        if rank == 0:
+            told = self._hear([f"structure/{n}" for n in range(size)], "the first save of the other ranks")
+            classes: dict[str, list[int]] = {}
+            for n, digest in enumerate(told):
+                if digest != _NONE:  # that rank's save has raised
+                    classes.setdefault(digest, []).append(n)
+            words.say("classes", json.dumps(classes))
+        (text,) = self._hear(["classes"], "the first save of all ranks")
+        return dict(json.loads(text))
+
+    def _hear(self, keys: Sequence[str], what: str) -> list[str]:
+        wait, begin = Wait("in save()", ENDS_THE_CALL), monotonic()
+
+        def go_on(seconds: float) -> None:
+            wait.goes_on(lambda: f"{what}; {NOT_ALONE}")
+            if monotonic() - begin > MEETING_SECONDS:
+                late = [key.rpartition("/")[2] for key in keys if not self._said().is_said(key)]
+                who = f"; nothing was heard of ranks {', '.join(late[:20])}" if len(keys) > 1 else ""
+                raise PeerFailedError(
+                    f"waited {MEETING_SECONDS:.0f} s for {what}{who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}",
+                    rank=int(late[0]) if late and len(keys) > 1 else 0,
+                    undecided=False,
+                )
+            TIMEKEEPER.sleep(seconds)
+
+        return self._said().hear(keys, go_on)
+
+    def failed(self, joint: Joint, error: BaseException) -> None:
+        """The call has raised on this rank: tell the others, as far as they listen. Does not wait."""
+        if not self._has_met and self.world.store is not None:
+            self._has_met = True
+            self._said().say(f"structure/{self.world.rank}", _NONE)
+            if self.world.rank == 0:
+                self._said().say("classes", "{}")
+        joint.causes.append(Cause(self.world.rank, in_words(error)))
+
+    # --- what is decided ----------------------------------------------------------------------------------
+
+    def decided(self, joint: Joint, classes: Classes | None) -> None:
+        """A save is decided, and `classes` is what is known of the ranks from then on; None: what it was begun with."""
+        if joint.is_decided:
+            return
+        joint.is_decided = True
+        self._num_decided[joint.step] += 1
+        self._tables[joint.number] = joint.classes if classes is None else classes
+        self._tables.pop(joint.number - 2 * self._max_in_flight - 1, None)
+
+
+_NONE: Final = "-"
+_openings: Final = itertools.count(1)  # of checkpointers that share with other ranks
+
+
+def in_words(error: BaseException) -> str:
+    """What the other ranks are told of it."""
+    return f"{type(error).__name__}: {error}"[:2000]
