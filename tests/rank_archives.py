@@ -17,10 +17,13 @@ from async_ckpt.loading.load import state_of
 from async_ckpt.loading.merged import Merged
 from async_ckpt.loading.open import OpenArchive
 from async_ckpt.loading.restore import restore_state
+from async_ckpt.runs.manifest import Manifest, OfRanks
+from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
 from async_ckpt.state.capture import Capture, capture
 from async_ckpt.state.ranked import RankedStates
 from async_ckpt.storage.local import LocalStorage
 
+ATTEMPT = "0123abcd"
 Build = Callable[[int], Any]
 
 
@@ -35,7 +38,7 @@ def write_all(folder: Path, world: int, build: Build, *, shared: bool = True) ->
         if shared:
             classes.setdefault(states.structure(captures[rank]).digest, []).append(rank)
     return [
-        write(folder / f"rank_{rank:05d}.0123abcd.tar", *states.divided(captured, classes))
+        write(folder / f"rank_{rank:05d}.{ATTEMPT}.tar", *states.divided(captured, classes))
         for rank, (states, captured) in enumerate(zip(ranked, captures, strict=True))
     ]
 
@@ -60,6 +63,31 @@ def write(path: Path, captured: Capture, ranks: Any) -> Path:
     text = bytes(data[512 : layout.base])
     path.write_bytes(assemble(text, bytes(data[layout.base : layout.digests.data.offset - 512])))
     return path
+
+
+def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = ()) -> Path:
+    """Make a committed step of archives that lie in its folder; returns the folder."""
+    folder = paths[0].parent
+    exchange = Exchange(LocalStorage(folder.parent), folder.name, ATTEMPT)
+    receipts = [
+        Receipt(rank, digest=parsed_digest(path), num_bytes=path.stat().st_size)
+        for rank, path in enumerate(paths)
+    ]
+    of_ranks = OfRanks(
+        exchange.put_archives(receipts),
+        exchange.put_layout({}, {}),
+        NO_TABLE,
+        sum(one.num_bytes for one in receipts),
+        per_rank,
+    )
+    made = Manifest(1, ATTEMPT, len(paths), 0.0, (), ranks=of_ranks)
+    (folder / "manifest.json").write_bytes(made.dump())
+    return folder
+
+
+def parsed_digest(path: Path) -> str:
+    with LocalStorage(path.parent).open(path.name) as reader:
+        return OpenArchive(reader, path=str(path), verify=True).digest
 
 
 @contextmanager

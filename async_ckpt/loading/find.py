@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Self, TypeVar
 
 from ..errors import (
@@ -24,6 +24,7 @@ from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
 from ..runs.naming import numbered
 from ..runs.others import foreign_kind, newest_named_otherwise
+from ..runs.receipts import archives_of
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -192,8 +193,9 @@ class Committed(NamedTuple):
     def lots(self, made: Manifest) -> list[_Lot]:
         """The step's own archives, and those that it has borrowed groups from."""
         below = f"{self.folder}/" if self.folder else ""
-        own = [(f"{below}{told.name}", told) for told in made.archives]
-        found = [_Lot(self.storage, self.folder, own)]
+        own = [(f"{below}{told.name}", told) for told in archives_of(self.storage, self.folder, made)]
+        per_rank = made.ranks.per_rank if made.ranks else ()
+        found = [_Lot(self.storage, self.folder, own, per_rank)]
         lent: dict[tuple[str, str], list[Archive]] = {}
         for one in made.elsewhere:
             lent.setdefault((one.group, one.folder), []).append(one.archive)
@@ -202,16 +204,19 @@ class Committed(NamedTuple):
             lots.setdefault((folder, tuple(archives)), set()).add(group)
         for (folder, lenders), groups in lots.items():
             paths = [(f"{folder}/{told.name}", told) for told in lenders]
-            found.append(_Lot(self.root(), folder, paths, frozenset(groups)))
+            found.append(_Lot(self.root(), folder, paths, per_rank, frozenset(groups)))
         return found
 
 
 class _Lot(NamedTuple):
-    """Archives that a manifest names, those of all ranks of one step; and the groups for which it does, None for all."""
+    """Archives that a manifest names, those of all ranks of one step; the groups for which it does, None for all; and what
+    each rank has for itself.
+    """
 
     storage: Storage
     folder: str
     archives: Sequence[tuple[str, Archive]]
+    per_rank: Collection[str]
     groups: Groups = None
 
     def opened(self, verify: bool, readers: Readers, stack: contextlib.ExitStack) -> Part:
@@ -233,6 +238,7 @@ class _Lot(NamedTuple):
             [opened[path] for path, _ in self.archives],
             path=where,
             ranks=readers.ranks,
+            per_rank=self.per_rank,
             from_ranks=readers.from_ranks,
             groups=self.groups,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from ..errors import CorruptCheckpointError
 from ..format import digests
@@ -150,6 +150,11 @@ class Merged(Contents):
     @property
     def files(self) -> Sequence[Contents]:
         return list(self._archives.values())
+
+    def map(self) -> NoReturn:
+        raise ValueError(
+            f"mmap=True maps one file, but several ranks have saved {self.path}, each in a file of its own; leave mmap out"
+        )
 
     def is_of_some(self, path: Path) -> bool:
         return path in self._merged.of_some

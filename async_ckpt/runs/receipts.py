@@ -204,7 +204,7 @@ def classes_of(storage: Storage, folder: str, made: Manifest) -> Classes:
 
 
 def _read(storage: Storage, folder: str, told: Archive) -> bytes:
-    path = f"{folder}/{told.name}"
+    path = f"{folder}/{told.name}" if folder else told.name
     try:
         data = storage.read(path)[0]
     except FileNotFoundError as error:
