@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_ranks import standing_at
 from matrix_slices import numbered
-from rank_archives import Build, restore_at, write_all
+from rank_archives import Build, opened, restore_at, write_all
 from states import difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from async_ckpt import StateMismatchError
+from async_ckpt.loading.contents import Part
+from async_ckpt.loading.restore import restore_state
+from async_ckpt.spec import MIB
 from async_ckpt.state.sharded import local
+from async_ckpt.storage.local import LocalReader
 
 SHAPES = {"a": (13, 6), "b": (7,), "c": (6, 10, 4), "d": (2, 40)}
 
@@ -213,3 +217,150 @@ def test_another_shape_is_refused_by_name_before_anything_is_written(tmp_path: P
             restore_at(0, 2, paths, live)
 
         assert not live["a"].any()
+
+
+# --- values of each rank ------------------------------------------------------------------------------------------------
+
+
+def own_values(rank: int) -> dict[str, Any]:
+    return {
+        "model": {"w": torch.full((3,), 7.0)},
+        "rng": {"python": [rank, 1], "torch": torch.tensor([rank])},
+        "timer": float(rank),
+    }
+
+
+def nothing() -> dict[str, Any]:
+    return {
+        "model": {"w": torch.zeros(3)},
+        "rng": {"python": [9, 9], "torch": torch.tensor([9])},
+        "timer": 9.0,
+    }
+
+
+def test_a_rank_of_a_world_of_the_same_size_gets_its_own_values(tmp_path: Path):
+    paths = write_all(tmp_path, 3, own_values)
+
+    live = nothing()
+    restore_at(2, 3, paths, live, per_rank=["rng"])
+
+    assert difference(live, own_values(2)) is None
+
+
+def test_in_a_world_of_another_size_nobody_gets_anothers_value(tmp_path: Path):
+    paths = write_all(tmp_path, 3, own_values)
+
+    live = nothing()
+    with pytest.raises(StateMismatchError) as caught:
+        restore_at(2, 4, paths, live, per_rank=["rng"])
+
+    assert difference(live, nothing()) is None
+    assert "rng was saved by each rank for itself" in str(caught.value)
+    assert "from_ranks={'timer': 0}" in str(caught.value)
+
+
+def test_in_a_world_of_another_size_values_are_left_out_or_taken_from_a_rank(tmp_path: Path):
+    paths = write_all(tmp_path, 3, own_values)
+
+    live = nothing()
+    restore_at(2, 4, paths, live, per_rank=["rng"], select="model")
+    assert difference(live, {**nothing(), "model": own_values(0)["model"]}) is None
+
+    restore_at(2, 4, paths, live, per_rank=["rng"], from_ranks={"rng": 1, "timer": 0})
+    assert difference(live, {**own_values(1), "timer": 0.0}) is None
+
+
+class Scheduler:
+    """An object that takes its state as a whole."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_no_object_is_handed_the_values_of_all_ranks(tmp_path: Path):
+    paths = write_all(tmp_path, 2, lambda rank: {"scheduler": {"last": {"lr": 0.1 * rank}, "step": 1}})
+
+    live = {"scheduler": Scheduler(), "empty": {}}
+    with pytest.raises(StateMismatchError, match=r"scheduler\.last\.lr was saved by each rank"):
+        restore_at(0, 3, paths, {"scheduler": live["scheduler"]})
+    assert live["scheduler"].state is None
+
+    restore_at(1, 2, paths, {"scheduler": live["scheduler"]})
+    assert live["scheduler"].state == {"last": {"lr": 0.1}, "step": 1}
+
+
+def test_a_stage_of_a_pipeline_takes_its_part_and_misses_nothing_else(tmp_path: Path):
+    def stage(rank: int) -> dict[str, Any]:
+        return {"model": {f"{rank}.weight": numbered((3, 2)) + rank, "shared": numbered((2,))}}
+
+    paths = write_all(tmp_path, 2, stage)
+    live = {"model": {"1.weight": torch.zeros(3, 2), "shared": torch.zeros(2)}}
+
+    restore_at(0, 1, paths, live)
+    assert difference(live, stage(1)) is None
+
+    with pytest.raises(StateMismatchError, match=r"unexpected in the checkpoint: model\.shared"):
+        restore_at(0, 1, paths, {"model": {"1.weight": torch.zeros(3, 2)}})
+
+
+def test_a_rank_keeps_its_part_of_a_group_that_is_of_each(tmp_path: Path):
+    """Shards of two models, say, that have the same names on the ranks of each."""
+    paths = write_all(tmp_path, 2, lambda rank: {"own": fully_sharded(2)(rank)})
+
+    with standing_at(1, 2), torch.no_grad():
+        live, expected = fully_sharded(2)(1), fully_sharded(2)(1)
+        for tensor in live.values():
+            local(tensor).zero_()
+        restore_at(1, 2, paths, {"own": live}, per_rank=["own"])
+
+        assert all(torch.equal(local(live[name]), local(expected[name])) for name in SHAPES)
+
+
+# --- what is read -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many bytes were read of each file, by its name."""
+    found: dict[str, int] = {}
+    read_into = LocalReader.read_into
+
+    def counting(self: LocalReader, offset: int, target: memoryview) -> None:
+        name = Path(f"/proc/self/fd/{self._fd}").resolve().name
+        found[name] = found.get(name, 0) + len(target)
+        read_into(self, offset, target)
+
+    monkeypatch.setattr(LocalReader, "read_into", counting)
+    return found
+
+
+def large(world: int, placement: Any) -> Build:
+    def build(_: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (world,))
+        return {
+            f"{n}": distribute_tensor(numbered((1024, 2048)) + n, mesh, [placement], src_data_rank=None)
+            for n in range(16)
+        }
+
+    return build
+
+
+def test_in_the_same_layout_a_rank_reads_its_own_bytes(tmp_path: Path, num_read: dict[str, int]):
+    """128 MiB on two ranks."""
+    paths = write_all(tmp_path, 2, large(2, Shard(0)))
+    with standing_at(1, 2), torch.no_grad():
+        live = large(2, Shard(0))(1)
+        own_bytes = sum(local(tensor).nbytes for tensor in live.values())
+        with opened(paths, verify=False, ranks=(1, 2)) as merged:
+            num_read.clear()
+            restore_state([Part(merged)], live)
+
+    assert set(num_read) == {paths[1].name}
+    assert num_read[paths[1].name] <= 1.02 * own_bytes
+    assert own_bytes == 64 * MIB
