@@ -233,7 +233,7 @@ def table_of(storage: Storage, folder: str, made: Manifest) -> Table:
 
 
 def _read(storage: Storage, folder: str, told: Archive) -> bytes:
-    path = f"{folder}/{told.name}"
+    path = f"{folder}/{told.name}" if folder else told.name
     try:
         data = storage.read(path)[0]
     except FileNotFoundError as error:
