@@ -172,7 +172,7 @@ class StepTarget:
         if self._agreement is not None and self._decides:
             self._agreement.claim()
         if not self.storage.remote and self._decides:
-            self._run.sweep_once()  # first, for it makes room
+            self._run.sweep_once(has_ranks=self._agreement is not None)  # first, for it makes room
         return self.storage.create(
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
         )
@@ -311,7 +311,7 @@ class StepTarget:
                 refusal = error  # a tracker that cannot be moved must not keep old steps for ever
         self._run.retain(self._step, replaced=replaced, in_flight=self._line.in_flight())
         if self.storage.remote:
-            self._run.sweep_once()
+            self._run.sweep_once(has_ranks=self._agreement is not None)
         self._line.catch_up_behind(self._run)
         if refusal is not None:
             raise refusal
