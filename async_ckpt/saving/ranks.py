@@ -17,7 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -32,7 +32,7 @@ from ..spec import RankFacts, flag
 from ..staging.device import dense_blocks
 from ..state.capture import Capture
 from ..state.ranked import RankedStates, Structure
-from ..state.sharded import Slicer
+from ..state.sharded import Slicer, mesh_of
 from .values import SharedValues
 
 Differing: TypeAlias = Literal["keep", "fail"]
@@ -61,7 +61,7 @@ class Joint:
         default_factory=dict
     )  # groups that are not saved again, and whose they are
     shared: SharedValues | None = None  # what all should have alike
-    # Digests of what other ranks hold, too, by who they are and by name; None where that was compared before.
+    # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
     copies: dict[str, dict[str, str]] | None = None
     causes: list[Cause] = field(default_factory=list)
     is_followed: bool = True  # somebody here is going to learn what is decided
@@ -85,11 +85,13 @@ class Ranks:
         *,
         differing: Differing = "keep",
         check_replicas: bool = False,
+        mesh: Any = None,
     ) -> None:
         if differing not in ("keep", "fail"):
             raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
         self.may_differ, self._check_replicas = differing == "keep", flag("check_replicas", check_replicas)
         self._max_in_flight = max_in_flight
+        self._root = None if mesh is None else mesh_of(mesh)
         self._world: World | None = None
         if given is not None or run_id is not None:
             self._world = world_of(given, run_id)
@@ -197,7 +199,7 @@ class Ranks:
         """None in a process that is no part of anything: then tensors are all that they are."""
         world = self.world
         if self._states is None and (world.has_group or not world.is_one):
-            self._states = RankedStates(world.rank, world.size)
+            self._states = RankedStates(world.rank, world.size, self._root)
         return self._states
 
     def answers_of_rank_0(self, what: str, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:
@@ -317,12 +319,12 @@ _openings: Final = itertools.count(1)  # of checkpointers that share with other 
 
 
 def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:
-    """Of all bytes of each tensor, by who holds it and its name. Blocks."""
+    """Of the bytes of each tensor that are here, by which of them these are, and its name. Takes its time."""
     found: dict[str, dict[str, str]] = {}
-    for who, name, slices in copies:
+    for what, name, slices in copies:
         blocks = (block for one in slices for _, block in dense_blocks(one.detach(), 0, one.nbytes))
         data = b"".join(block_digest(block.cpu().numpy().data) for block in blocks)
-        found.setdefault(who, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
+        found.setdefault(what, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
     return found
 
 
