@@ -62,11 +62,13 @@ class Merged(Contents):
         choice = Choice(rank if world_size == self.world_size else None, dict(from_ranks or {}))
         self._merged = self._merge(per_rank, choice, groups)
         self.chosen, self.apart = self._merged.chosen, self._merged.apart
-        # Tensors that one rank has for itself, though it shares them with others.
-        self._parts = {
-            n for n, ranks in enumerate(self._merged.tensors) if len(ranks) == 1 and self._is_shared(ranks)
-        }
         self.index = self._index()
+        # Tensors that one rank has for itself, though it holds them together with others.
+        self._parts = {
+            n
+            for n, (ranks, told) in enumerate(zip(self._merged.tensors, self.index.tensors, strict=True))
+            if len(ranks) == 1 and told.spread
+        }
         self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
 
     def _by_rank(self, archives: Sequence[Contents]) -> dict[int, Contents]:
@@ -140,10 +142,8 @@ class Merged(Contents):
                 alias = apart.setdefault(frozenset(to), len(self._merged.tensors))
                 if alias == len(self._merged.tensors):
                     self._merged.tensors.append(dict(to))
-        return IndexedTensor(first.path, first.dtype, first.shape, (), alias)
-
-    def _is_shared(self, ranks: Mapping[int, int]) -> bool:
-        return any(self._archives[rank].index.tensors[n].spread for rank, n in ranks.items())
+        spread = next(filter(None, (one.spread for one in told.values())), None)
+        return IndexedTensor(first.path, first.dtype, first.shape, (), alias, spread)
 
     # --- as a file --------------------------------------------------------------------------------------------
 
