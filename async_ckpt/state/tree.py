@@ -463,6 +463,7 @@ def _has_text(key: Any) -> bool:
 
 
 def key_of(node: Json) -> Any:
+    """The key of a dict that a node stands for."""
     return node if isinstance(node, str) else hashable_value(node)
 
 
