@@ -237,6 +237,7 @@ def step(tmp_path: Path) -> Path:
         tmp_path / "run" / "step_00000001",
         4,
         lambda rank: {"model": sharded((4,)), "rng": rank, "lr": 0.5, "own": torch.ones(rank + 1)},
+        per_rank=("rng", "own"),
     )
     return commit(paths, per_rank=("rng", "own"))
 

@@ -69,6 +69,11 @@ class Contents:
     def check_members(self, members: Iterable[int]) -> None:
         """What else the file says of these members must be what its index says. Raises CorruptCheckpointError."""
 
+    def check_headers(self) -> None:
+        """What all files say of their members must be what their indices say. Raises CorruptCheckpointError."""
+        for file in self.files:
+            file.check_members({piece.member for told in file.index.tensors for piece in told.slices})
+
     @property
     def files(self) -> Sequence[Contents]:
         """The files that it is in."""
