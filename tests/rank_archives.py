@@ -42,7 +42,8 @@ def write_all(
             classes.setdefault(states.structure(captures[rank], per_rank).digest, []).append(rank)
     paths = []
     for rank, (states, captured) in enumerate(zip(ranked, captures, strict=True)):
-        divided = states.divided(captured, classes, per_rank)
+        mates = classes.get(states.structure(captured, per_rank).digest, ())
+        divided = states.divided(captured, mates, per_rank)
         path = folder / f"rank_{rank:05d}.{ATTEMPT}.tar"
         paths.append(write(path, divided.captured, divided.ranks))
     return paths
