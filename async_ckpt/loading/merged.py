@@ -19,9 +19,10 @@ from ..format.index import Index, IndexedTensor, Member
 from ..spec import Extent
 from ..state.cover import Box
 from ..state.merge import Choice, MergedSkeleton, UnknownChoiceError, merge
-from ..state.names import Path, printable, shown
+from ..state.names import Path, dotted, printable, shown
 from ..state.slices import Cut, Mesh, Slices
 from ..state.tree import Stored
+from ..state.values import is_within
 from .contents import Contents, Groups, Source, sources_in
 from .foreign import Zeros
 
@@ -67,7 +68,7 @@ class Merged(Contents):
         self._parts = {
             n
             for n, (ranks, told) in enumerate(zip(self._merged.tensors, self.index.tensors, strict=True))
-            if len(ranks) == 1 and told.spread
+            if len(ranks) == 1 and told.spread and is_within(dotted(told.path), per_rank)
         }
         self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
 
