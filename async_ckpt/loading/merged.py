@@ -23,7 +23,7 @@ from ..state.names import Path, dotted, printable, shown
 from ..state.slices import Cut, Mesh, Slices
 from ..state.tree import Stored
 from ..state.values import is_within
-from .contents import Contents, Groups, Source, sources_in
+from .contents import Contents, Covers, Groups, Source, sources_in
 from .foreign import Zeros
 
 # More of them are not named one by one, and not looked for among more.
@@ -71,6 +71,7 @@ class Merged(Contents):
             if len(ranks) == 1 and told.spread and is_within(dotted(told.path), per_rank)
         }
         self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
+        self._covers: Covers = {}
 
     def _by_rank(self, archives: Sequence[Contents]) -> dict[int, Contents]:
         found: dict[int, Contents] = {}
@@ -173,7 +174,7 @@ class Merged(Contents):
                 for rank, there in self._merged.tensors[number].items()
                 for piece in self._archives[rank].index.tensors[there].slices
             ]
-            self._sources[number] = sources_in(pieces, told.shape)
+            self._sources[number] = sources_in(pieces, told.shape, self._covers)
         found, missing = self._sources[number]
         if missing and number in self._parts:
             if any(box.common(within or Box.whole(told.shape)) for box in missing):
