@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -68,6 +68,15 @@ def is_sharded(value: Any) -> bool:
         or _declares_slices(value)
         or _is_of_megatron(value)
     )
+
+
+def has_shards(state: Any) -> bool:
+    """Whether some tensor in these dicts and lists is one of which other ranks may hold more."""
+    if isinstance(state, Mapping):
+        return any(map(has_shards, state.values()))
+    if isinstance(state, list | tuple):
+        return any(map(has_shards, state))
+    return is_sharded(state)
 
 
 def local(tensor: Any) -> Any:
