@@ -29,6 +29,7 @@ __all__ = [
     "mesh_of",
     "network",
     "numbered",
+    "small",
     "spread",
     "trained",
 ]
@@ -85,6 +86,11 @@ def spread(
     *shape: int, mesh: DeviceMesh | None = None, placements: tuple[Any, ...] = (Shard(0),), add: float = 0.0
 ) -> DTensor:
     return distribute_tensor(numbered(*shape) + add, mesh or mesh_of(), placements)
+
+
+def small(step: int) -> dict[str, Any]:
+    """A state that is a function of its step, and quickly made."""
+    return {"model": {"cut": spread(41, 3, add=step), "whole": numbered(300, 1000) + step}, "step": step}
 
 
 def keep_full(state: Any, path: str | Path) -> None:

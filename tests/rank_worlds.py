@@ -238,11 +238,14 @@ class Here:
 
         setattr(owner, name, call)
 
-    def others_are_done(self, step: int) -> bool:
-        """Whether all other ranks have their receipts there."""
-        folders = list(Path(self.root).glob(f"step_{step:08d}/receipts.*"))
-        names = [name for folder in folders for name in os.listdir(folder) if name.endswith((".ok", ".err"))]
-        return len({int(name[:5]) for name in names} - {self.rank}) == self.size - 1
+    def die_last(self) -> None:
+        """As soon as all other ranks have their receipts there."""
+        until(self._others_are_done)
+        self.die()
+
+    def _others_are_done(self) -> bool:
+        said = {int(path.name[:5]) for path in Path(self.root).glob("step_*/receipts.*/*.*.ok")}
+        return len(said - {self.rank}) == self.size - 1
 
     def expire(self, is_due: Callable[[], bool]) -> None:
         """From then on no deadline of the ranks lies ahead."""
@@ -262,7 +265,7 @@ def _name_of(_: Any, path: str, *__: Any) -> str:
 
 _POINTS: dict[str, tuple[type, str, Callable[..., str]]] = {
     "capture": (ranks.Ranks, "captured", lambda *_: "capture"),
-    "write": (LocalSink, "write", lambda sink, *_: str(sink._path)),
+    "write": (LocalSink, "write", lambda sink, *_: str(sink._target)),
     "receipt": (Exchange, "put_receipt", lambda exchange, *_: exchange.folder),
     "manifest": (
         LocalStorage,
