@@ -34,28 +34,18 @@ from .saving.borrowed import Contents, check_entries, driver_of
 from .saving.handle import SaveHandle
 from .saving.line import Line
 from .saving.policy import Due, SavePolicy, whole_step
-from .saving.ranks import Ranks
+from .saving.ranks import Differing, Ranks
 from .saving.saver import Saver
 from .saving.signals import Notice
 from .saving.story import CommitRule
 from .saving.targets import step_targets
 from .spans import wall_time
 from .spec import Keep, flag, keep_of, whole_count
-from .staging.guard import unwrapped
+from .staging.guard import INHERITED, unwrapped
 from .staging.held import refuse_guard
 from .state.capture import Capture
 from .state.names import Select
 from .storage.place import Anywhere
-
-
-class _Inherited:
-    """Stands for what the checkpointer was given."""
-
-    def __repr__(self) -> str:
-        return "that of the checkpointer"
-
-
-_INHERITED: Any = _Inherited()
 
 
 class AsyncCheckpointer:
@@ -101,6 +91,10 @@ class AsyncCheckpointer:
             (0, 1) stands for a process that saves alone, whatever group it is in. By default the ranks are those of the
             default process group, and every one of them calls `save` and `restore`.
         run_id: with `ranks`, a text that is the same on all ranks, and new at every start of them.
+        differing: plain values and small tensors should be the same on all ranks. Those that are not are kept for each
+            rank, with a warning; with "fail", such a save fails.
+        check_replicas: at every save, compare what several ranks hold of the same tensors. By default, this is done only
+            at the first save of states that look so.
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
     called from any thread. Opening, listing and reading change nothing on storage.
@@ -127,6 +121,8 @@ class AsyncCheckpointer:
         trace: str | os.PathLike[str] | None = None,
         ranks: tuple[int, int] | None = None,
         run_id: str | None = None,
+        differing: Differing = "keep",
+        check_replicas: bool = False,
     ) -> None:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
@@ -141,7 +137,13 @@ class AsyncCheckpointer:
         self.roots = self._roots.names
         self.root = self.roots[0]
         self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
-        self._ranks = Ranks(ranks, run_id, whole_count("max_in_flight", max_in_flight))
+        self._ranks = Ranks(
+            ranks,
+            run_id,
+            whole_count("max_in_flight", max_in_flight),
+            differing=differing,
+            check_replicas=check_replicas,
+        )
         self._saver = Saver(
             host_bytes=host_bytes,
             segment_bytes=segment_bytes,
@@ -168,7 +170,7 @@ class AsyncCheckpointer:
         step: int,
         *,
         overwrite: bool = False,
-        guard: Any = _INHERITED,
+        guard: Any = INHERITED,
         record: Mapping[str, Any] | None = None,
         rolling: bool = False,
         ttl_seconds: float | None = None,
@@ -198,7 +200,7 @@ class AsyncCheckpointer:
                 restored them, such as a frozen reference policy. They are not written again: the manifest refers to the
                 archive that has them, which is kept as long as it is needed. A group that was never saved is written.
             per_rank: names of entries at the top level that each rank has separately, such as the position of its data
-                loader. There is only one rank so far, so they are loaded like all other entries.
+                loader. `RngState` always is. Each rank gets its own back.
             driver: more entries of the state, which one process holds for all ranks (data loader, actors), at most
                 64 MiB. They are written to a separate archive and are part of every load.
 
@@ -215,12 +217,12 @@ class AsyncCheckpointer:
         plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
         check_entries(state, per_rank, "per_rank")
         contents = Contents()
-        joint = self._ranks.called(step)
+        joint = self._ranks.called(step, per_rank)
         if driver is not None and self._ranks.world.rank == 0:
             contents.driver = driver_of(driver, state, step=step)
 
         def captured_as(captured: Capture) -> None:
-            if guard is not _INHERITED:
+            if guard is not INHERITED:
                 refuse_guard(captured.held, guard)
             if select is None:  # what was saved in part is nothing to borrow from
                 contents.captured(captured)
@@ -236,7 +238,7 @@ class AsyncCheckpointer:
                 captured_as=captured_as,
                 step=step,
                 needs=contents.lenders,
-                guard=self._guard if guard is _INHERITED else guard,
+                guard=self._guard if guard is INHERITED else guard,
                 rule=line.rule,
                 skipped_path=runs[0].storage.locate(runs[0].folder(step)),
                 unchanged_in=lambda digests: line.unchanged_in(digests, contents.borrowed_groups),

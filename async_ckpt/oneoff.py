@@ -5,14 +5,14 @@ In: a state and a path, or a path. Out: a handle, or the state. Knows nothing of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from .host.ranks import warn_of_ranks
 from .loading.contents import Part
-from .loading.find import from_path
+from .loading.find import Readers, from_path
 from .loading.load import check_verify, state_of
 from .loading.verify import verify_path
 from .report import VerifyReport
@@ -133,6 +133,7 @@ def load(
     verify: bool = True,
     mmap: bool = False,
     types: Iterable[type] = (),
+    from_ranks: Mapping[str, int] | None = None,
 ) -> Any:
     """Read the state saved at `path`: an archive, the folder of a committed step, or a run (its newest step).
 
@@ -153,16 +154,21 @@ def load(
             is used is read. A tensor that is not aligned to its item size is copied. An extracted archive cannot be
             mapped.
         types: classes of namedtuples, dataclasses and enums to rebuild. Others are returned as tuples, dicts and values.
+        from_ranks: of a step that several ranks have saved: whose value to take where each rank has its own, by name,
+            such as {"rng": 0}. Otherwise such a value is returned as a mapping from rank to value.
+
+    A step that several ranks have saved is returned with full tensors.
 
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
-    and KeyError if `select`, or one of several patterns in it, matches nothing.
+    and KeyError if `select`, or one of several patterns in it, or a name in `from_ranks`, matches nothing. Raises
+    ValueError for the archive of one rank that has only a part of what is selected.
     """
     check_verify(verify)
 
     def build(parts: Sequence[Part]) -> Any:
         return state_of(parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
 
-    return from_path(path, build, verify=verify)
+    return from_path(path, build, verify=verify, readers=Readers(from_ranks=from_ranks))
 
 
 def verify(path: Anywhere) -> VerifyReport:

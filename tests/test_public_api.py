@@ -53,7 +53,7 @@ SIGNATURES = {
     async_ckpt.files.pack_folder: "(folder, destination, *, compression=None)",
     async_ckpt.unpack: "(source, *, scratch=None, max_bytes=None, max_file_bytes=None, max_members=1000000)",
     async_ckpt.files.extract: "(source, folder, *, max_bytes=None, max_file_bytes=None, max_members=1000000)",
-    async_ckpt.load: "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())",
+    async_ckpt.load: "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=(), from_ranks=None)",
     async_ckpt.release: "()",
     async_ckpt.verify: "(path)",
     async_ckpt.snapshot: "(state, *, guard=None, host_bytes=None)",

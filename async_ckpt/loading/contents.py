@@ -6,18 +6,20 @@ Knows nothing of: how the index was found, digests, runs, live objects.
 
 from __future__ import annotations
 
+import math
 import mmap as mmap_module
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
 from ..backends import is_at, is_host
 from ..errors import CorruptCheckpointError, FormatVersionError
-from ..format.index import VERSION, Index
+from ..format.index import VERSION, Index, Slice
 from ..host.memory import advise_huge_pages
-from ..spec import BLOCK_BYTES, Extent
+from ..spec import BLOCK_BYTES, DTYPES, Extent
+from ..state.cover import Box, cover, runs
 from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, Selector, selector, shown
 from ..state.tree import Stored, decode, top_keys
@@ -26,6 +28,14 @@ from ..storage.local import LocalReader
 
 Groups = Collection[str] | None
 CPU: Final = torch.device("cpu")  # said everywhere, because a caller may have set another default
+
+
+class Source(NamedTuple):
+    """Where some of a tensor lies: `box` of it is to be read from this piece of this file."""
+
+    file: Contents
+    piece: Slice
+    box: Box
 
 
 class Contents:
@@ -52,16 +62,25 @@ class Contents:
     def verify(self, offset: int, data: memoryview) -> None:
         """Compare whole blocks that begin at `offset` with their digests. Raises CorruptCheckpointError."""
 
-    def headers(self, numbers: Iterable[int]) -> list[Extent]:  # noqa: ARG002
-        """Where the headers of the members with these tensors lie, to be verified with them."""
+    def headers(self, members: Iterable[int]) -> list[Extent]:  # noqa: ARG002
+        """Where the headers of these members lie, to be verified with what is read of them."""
         return []
+
+    def check_members(self, members: Iterable[int]) -> None:
+        """What else the file says of these members must be what its index says. Raises CorruptCheckpointError."""
+
+    @property
+    def files(self) -> Sequence[Contents]:
+        """The files that it is in."""
+        return (self,)
+
+    def is_of_some(self, path: Path) -> bool:  # noqa: ARG002
+        """Whether only some of the ranks that have saved it had this entry."""
+        return False
 
     def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:  # noqa: ARG002
         """The pickled leaves; none are opened unless one of them is asked for."""
         return []
-
-    def _check_members(self, stored: Iterable[Stored]) -> None:
-        """What else in the file must tell the same story as the index. Raises CorruptCheckpointError."""
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
@@ -77,6 +96,37 @@ class Contents:
             self._reader.read_into(offset, target)
         except EOFError as error:
             raise self.corrupt(f"truncated: {error}") from error
+
+    def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:  # noqa: ARG002
+        """Where a tensor is to be read from, each element once; nobody wants more of it than `within`, None for all.
+
+        Raises ValueError if this file is one rank's, which has only a part of it.
+        """
+        told = self.index.tensors[number]
+        ranks = self.index.ranks
+        found, missing = sources_in([(self, piece) for piece in told.slices], told.shape)
+        if missing:
+            of = "one rank" if ranks is None else f"rank {ranks.rank} of {ranks.world_size} ranks"
+            raise ValueError(
+                f"{self.path}: it is what {of} has saved, and has not all of {shown(told.path)}; load the folder of the step, "
+                f"{self.path.rpartition('/')[0] or '.'}, or with select= only what is whole in this file"
+            )
+        return found
+
+    def content(self, number: int) -> bytes:
+        """The bytes of a small tensor, verified where its files are."""
+        told = self.index.tensors[number]
+        sources = self.sources(number)  # before any memory is taken
+        item_bytes = DTYPES[told.dtype][0]
+        found = bytearray(math.prod(told.shape) * item_bytes)
+        for file, piece, box in sources:
+            file.check_members([piece.member])
+            held = Box(piece.offsets, piece.sizes)
+            for many in runs(box, held, Box.whole(told.shape), item_bytes):
+                for run in many.apart():
+                    data = file.read(Extent(piece.extent.offset + run.source, run.length))
+                    found[run.target : run.target + run.length] = data
+        return bytes(found)
 
     def map(self) -> mmap_module.mmap:
         """The file that was opened, whatever is at its path by now; writes to it are seen by this process alone."""
@@ -105,7 +155,6 @@ class Contents:
             raise self._unreadable(error) from error
         if (select is not None or groups is not None) and value is None:
             raise KeyError(f"select={select!r} matches nothing in {self.path}; it holds {self.names()}")
-        self._check_members(stored)
         return value, stored
 
     def entries(self) -> list[Any] | None:
@@ -175,12 +224,23 @@ class Contents:
             raise FormatVersionError(f"{self.path}: {error}", path=self.path, version=VERSION) from error
 
     def empty(self, number: int, device: torch.device) -> torch.Tensor:
-        """New memory for a tensor of the archive."""
+        """New memory for a tensor of the archive, all of which is there."""
+        self.sources(number)
         told = self.index.tensors[number]
         tensor = torch.empty(told.shape, dtype=self.dtype(number), device=device)
         if is_host(device):
             _ask_for_huge_pages(tensor)
         return tensor
+
+
+def sources_in(
+    pieces: Sequence[tuple[Contents, Slice]], shape: tuple[int, ...]
+) -> tuple[list[Source], list[Box]]:
+    """Where to read each element of a tensor, from the first of the pieces that has it; and what none of them has."""
+    if pieces and pieces[0][1].sizes == shape:
+        return [Source(*pieces[0], Box.whole(shape))], []
+    taken, missing = cover(shape, [Box(piece.offsets, piece.sizes) for _, piece in pieces])
+    return [Source(*pieces[i], box) for i, box in taken], missing
 
 
 class Part(NamedTuple):

@@ -6,8 +6,10 @@ In: tensors of archives, and live tensors. Out: filled tensors. Knows nothing of
 from __future__ import annotations
 
 import functools
+import itertools
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
@@ -20,8 +22,10 @@ from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
 from ..host.process import OnceInProcess
 from ..host.threads import Crew
-from ..spec import BLOCK_BYTES, MIB, PAGE_BYTES, Extent, align_up
+from ..spec import BLOCK_BYTES, DTYPES, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
+from ..state.cover import Box, Run, runs
+from ..state.slices import Ints
 from .contents import CPU, Contents
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
@@ -32,19 +36,20 @@ _MAX_READERS: Final = 16
 
 
 class Wanted(NamedTuple):
-    """One tensor of the archive and the memory that its bytes are to fill: same shape, same dtype, any device."""
+    """The memory that is to be filled, on any device, and what with: the rectangle of a tensor that begins at `offsets`
+    and has the memory's shape. None stands for the tensor as a whole. The dtypes are the same.
+    """
 
     number: int
     into: torch.Tensor
+    offsets: Ints | None = None
 
 
 class _Stretch(NamedTuple):
-    """`length` bytes from byte `source` of a read go to byte `target` of `wanted[wanted]`."""
+    """Bytes of a read that go to `wanted[wanted]`."""
 
-    source: int
     wanted: int
-    target: int
-    length: int
+    run: Run
 
 
 @dataclass(slots=True)
@@ -56,24 +61,49 @@ class Read:
     parts: list[_Stretch]
 
 
-def fill(
-    wanted: Sequence[tuple[Contents, Sequence[Wanted]]],
-    *,
-    copy: bool = True,
-    pool: SegmentPool | None = None,
-) -> None:
-    """Read every wanted tensor of these archives into its memory, in parallel. With `copy=False` only verify the bytes.
+class Plan(NamedTuple):
+    """What is to be read of which files, and where to."""
+
+    wanted: Sequence[Wanted]
+    files: Sequence[_FilePlan]
+
+    def reads(self, *, keep_parts: bool = False) -> list[Read]:
+        return [read for file in self.files for read in file.reads(keep_parts=keep_parts)]
+
+
+def planned(wanted: Iterable[tuple[Contents, Iterable[Wanted]]]) -> Plan:
+    """Find out where all that is wanted lies; the headers of the members that it lies in are read, and compared.
+
+    Raises CorruptCheckpointError.
+    """
+    found: list[Wanted] = []
+    files: dict[int, _FilePlan] = {}
+    for archive, items in wanted:
+        for item in items:
+            _plan(archive, item, len(found), files)
+            found.append(item)
+    checks = [functools.partial(one.file.check_members, one.members) for one in files.values()]
+    if len(checks) > 1:
+        crew = Crew("check", min(_MAX_READERS, len(checks)))
+        try:
+            crew.run_all(checks)
+        finally:
+            crew.stop()
+    else:
+        for check in checks:
+            check()
+    return Plan(found, list(files.values()))
+
+
+def fill(plan: Plan, *, copy: bool = True, pool: SegmentPool | None = None) -> None:
+    """Read everything into its memory, in parallel. With `copy=False` only verify the bytes.
 
     It reads through what `pool` can spare.
     What is on a device is filled in order with its current stream. Raises CorruptCheckpointError; tensors that were
     filled before stay so.
     """
-    targets: list[_Target] = []
-    reads: list[Read] = []
-    for archive, items in wanted:
-        numbers = [item.number for item in items]
-        reads += plan_reads(archive, numbers, keep_parts=copy, first=len(targets))
-        targets += [_Target(item.into) for item in items] if copy else []
+    targets = [_Target(item.into) for item in plan.wanted] if copy else []
+    reads = plan.reads(keep_parts=copy)
     devices = {device for target in targets if (device := device_of(target.flat)) is not None}
     streams = {device: _stream_of(device) for device in devices}
     for device, stream in streams.items():
@@ -170,10 +200,11 @@ def _copy_out(read: Read, segment: Segment, targets: list[_Target], streams: dic
         parts = [part for part in read.parts if targets[part.wanted].device == device]
         if parts:
             _enqueue(parts, segment, targets, device, stream)
-    for source, wanted, begin, length in read.parts:
+    for wanted, run in read.parts:
         target = targets[wanted]
         if target.pointer:
-            memmove(target.pointer + begin, segment.address + source, length)
+            for source, into, length, *_ in run.apart() if run.times > 1 else (run,):
+                memmove(target.pointer + into, segment.address + source, length)
 
 
 def _enqueue(
@@ -185,9 +216,11 @@ def _enqueue(
     # In inference mode, because so may the caller be: its tensors take no writes outside.
     with torch.inference_mode(), backend.on_stream(device, stream):
         try:
-            for source, wanted, begin, length in parts:
-                piece = segment.tensor[source : source + length]
-                targets[wanted].flat[begin : begin + length].copy_(piece, non_blocking=True)
+            for wanted, run in parts:
+                shape = run.times, run.length
+                piece = segment.tensor.as_strided(shape, (run.source_step, 1), run.source)
+                into = targets[wanted].flat.as_strided(shape, (run.target_step, 1), run.target)
+                into.copy_(piece, non_blocking=True)
         finally:
             ended.record(stream)
             ended.synchronize()
@@ -221,39 +254,64 @@ class _Target:
                 items.copy_(self.flat.view(items.dtype).reshape(items.shape))
 
 
-def plan_reads(archive: Contents, numbers: Sequence[int], *, keep_parts: bool, first: int = 0) -> list[Read]:
-    """Cut what these tensors need into reads: whole digest blocks (or pages), neighbours together, up to a buffer's size.
+def _plan(archive: Contents, item: Wanted, number: int, plan: dict[int, _FilePlan]) -> None:
+    """Find out where what is wanted lies."""
+    told = archive.index.tensors[item.number]
+    box = Box(item.offsets or (0,) * len(told.shape), tuple(item.into.shape))
+    for file, piece, held in archive.sources(item.number, box):
+        common = held if box.sizes == told.shape else held.common(box)
+        if common is not None and piece.extent.length:
+            at = plan.setdefault(id(file), _FilePlan(file, [], set()))
+            at.members.add(piece.member)
+            whole = Box(piece.offsets, piece.sizes)
+            for run in runs(common, whole, box, DTYPES[told.dtype][0]):
+                at.add(number, run._replace(source=piece.extent.offset + run.source))
 
-    What is wanted is numbered from `first` on.
-    """
-    wanted: dict[Extent, list[int]] = {}  # one tensor may fill several, that are tied no more
-    for i, number in enumerate(numbers, first):
-        for piece in archive.index.tensors[number].slices:
-            wanted.setdefault(piece.extent, []).append(i)
-    extents = sorted({*wanted, *archive.headers(numbers)}, key=lambda extent: extent.offset)
-    granule = BLOCK_BYTES if archive.is_verified else PAGE_BYTES
-    file_bytes = archive.index.file_bytes
-    reads: list[Read] = []
-    for extent in extents:
-        at, end = extent.offset, extent.end
-        while at < end:
-            last = reads[-1].extent if reads else Extent(0, 0)
-            if at < last.offset:
-                raise archive.corrupt("parts of it overlap")
-            if at >= last.end:
-                begin = at // granule * granule
-                # A block that the read before has fetched already is not read again: `at` lies behind it.
-                room = min(file_bytes - begin, align_up(min(end - begin, READ_BYTES), granule))
-                if begin == last.end and last.length + room <= READ_BYTES and reads:
-                    reads[-1].extent = last = Extent(last.offset, last.length + room)
-                else:
-                    last = Extent(begin, room)
-                    reads.append(Read(archive, last, []))
-            stop = min(end, last.end)
-            if keep_parts:
-                reads[-1].parts += [
-                    _Stretch(at - last.offset, i, at - extent.offset, stop - at)
-                    for i in wanted.get(extent, ())
+
+class _FilePlan(NamedTuple):
+    """What is to be read from one file."""
+
+    file: Contents
+    stretches: list[_Stretch]
+    members: set[int]
+
+    def add(self, wanted: int, run: Run) -> None:
+        """What lies between two runs is read with them, unless that would be a read of its own."""
+        is_far = run.source_step - run.length >= BLOCK_BYTES
+        self.stretches.extend(_Stretch(wanted, one) for one in (run.apart() if is_far else (run,)))
+
+    def reads(self, *, keep_parts: bool) -> list[Read]:
+        """Whole digest blocks (or pages), neighbours together, up to a buffer's size; no byte is read twice."""
+        granule = BLOCK_BYTES if self.file.is_verified else PAGE_BYTES
+        file_bytes = self.file.index.file_bytes
+        extents = [Extent(run.source, run.source_bytes) for _, run in self.stretches]
+        spans: list[list[int]] = []
+        for extent in sorted([*extents, *self.file.headers(self.members)], key=lambda extent: extent.offset):
+            begin = extent.offset // granule * granule
+            end = min(align_up(extent.end, granule), file_bytes)
+            if spans and begin <= spans[-1][1]:
+                spans[-1][1] = max(spans[-1][1], end)
+            else:
+                spans.append([begin, end])
+        found = [
+            Read(self.file, Extent(at, min(READ_BYTES, end - at)), [])
+            for begin, end in spans
+            for at in range(begin, end, READ_BYTES)
+        ]
+        if keep_parts:
+            self._hand_out(found)
+        return found
+
+    def _hand_out(self, reads: Sequence[Read]) -> None:
+        """Give each read the stretches that lie in it, counted from its begin."""
+        begins = [read.extent.offset for read in reads]
+        for wanted, run in self.stretches:
+            end = run.source + run.source_bytes
+            for read in itertools.islice(reads, bisect_right(begins, run.source) - 1, None):
+                begin = read.extent.offset
+                if begin >= end:
+                    break
+                read.parts += [
+                    _Stretch(wanted, one._replace(source=one.source - begin))
+                    for one in run.within(begin, read.extent.end)
                 ]
-            at = stop
-    return reads

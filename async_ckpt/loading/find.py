@@ -9,8 +9,8 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Self, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, Self, TypeVar
 
 from ..errors import (
     CheckpointError,
@@ -19,21 +19,37 @@ from ..errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
+from ..host.threads import Crew
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
 from ..runs.naming import numbered
 from ..runs.others import foreign_kind, newest_named_otherwise
+from ..runs.receipts import archives_of
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
+from ..state.names import shown
 from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
 from ..storage.place import Anywhere, place_of, storage_at
 from .contents import Groups, Part
 from .foreign import opened, parts_of_folder
+from .merged import Merged
 from .open import OpenArchive
 
 T = TypeVar("T")
+# Archives of one step that are opened at once.
+_MAX_OPENERS: Final = 16
+
+
+class Readers(NamedTuple):
+    """Who reads what several ranks have saved; see `Merged`."""
+
+    ranks: tuple[int, int] | None = None
+    from_ranks: Mapping[str, int] | None = None
+
+
+_ANYBODY: Final = Readers()
 
 
 def from_newest(
@@ -41,6 +57,7 @@ def from_newest(
     use: Callable[[Sequence[Part]], T],
     *,
     verify: bool,
+    readers: Readers = _ANYBODY,
     passed_over: Callable[[int, CorruptCheckpointError], None] | None = None,
 ) -> tuple[int, T] | None:
     """The newest committed step, and what `use` makes of its archives; None when nothing is committed.
@@ -60,7 +77,7 @@ def from_newest(
     num_gone = 0
     while (step := newest()) is not None:
         try:
-            return step, from_step(roots, step, use, verify=verify)
+            return step, from_step(roots, step, use, verify=verify, readers=readers)
         except NotCommittedError as error:
             num_gone += 1
             if num_gone == TRIES:
@@ -75,7 +92,14 @@ def from_newest(
     return None
 
 
-def from_step(roots: Roots, step: int, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
+def from_step(
+    roots: Roots,
+    step: int,
+    use: Callable[[Sequence[Part]], T],
+    *,
+    verify: bool,
+    readers: Readers = _ANYBODY,
+) -> T:
     """What `use` makes of the archives of a committed step. Where several roots hold it, the first that is sound counts.
 
     Raises NotCommittedError, also when the step is deleted while it is read, CorruptCheckpointError,
@@ -84,13 +108,15 @@ def from_step(roots: Roots, step: int, use: Callable[[Sequence[Part]], T], *, ve
     holders = roots.holding(step)
     for run in holders[:-1]:
         try:
-            return from_committed(Committed.of(run, step), use, verify=verify)
+            return from_committed(Committed.of(run, step), use, verify=verify, readers=readers)
         except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
             warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
-    return from_committed(Committed.of(holders[-1], step), use, verify=verify)
+    return from_committed(Committed.of(holders[-1], step), use, verify=verify, readers=readers)
 
 
-def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
+def from_path(
+    path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANYBODY
+) -> T:
     """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run.
 
     Or a safetensors file, and a folder that `parts_of_folder` knows.
@@ -103,11 +129,12 @@ def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: boo
     storage = storage_at(path)
     step = step_at(storage, path)
     if step is not None:
-        return from_committed(step, use, verify=verify)
+        return from_committed(step, use, verify=verify, readers=readers)
     num_gone = 0
     while (newest := _newest_folder(storage)) is not None:
         try:
-            return from_committed(Committed.at(storage, newest, lambda: storage), use, verify=verify)
+            found = Committed.at(storage, newest, lambda: storage)
+            return from_committed(found, use, verify=verify, readers=readers)
         except NotCommittedError as error:
             num_gone += 1
             if num_gone == TRIES:
@@ -163,34 +190,68 @@ class Committed(NamedTuple):
 
         return cls(storage, folder, read, root)
 
-    def archives(self, made: Manifest) -> list[_Named]:
+    def lots(self, made: Manifest) -> list[_Lot]:
         """The step's own archives, and those that it has borrowed groups from."""
-        lent: dict[tuple[str, Archive], set[str]] = {}
-        for borrowed in made.elsewhere:
-            lent.setdefault((borrowed.folder, borrowed.archive), set()).add(borrowed.group)
         below = f"{self.folder}/" if self.folder else ""
-        return [
-            *(_Named(self.storage, f"{below}{own.name}", own) for own in made.archives),
-            *(
-                _Named(self.root(), f"{folder}/{told.name}", told, frozenset(groups))
-                for (folder, told), groups in lent.items()
-            ),
-        ]
+        own = [(f"{below}{told.name}", told) for told in archives_of(self.storage, self.folder, made)]
+        per_rank = made.ranks.per_rank if made.ranks else ()
+        found = [_Lot(self.storage, self.folder, own, per_rank)]
+        lent: dict[tuple[str, str], list[Archive]] = {}
+        for one in made.elsewhere:
+            lent.setdefault((one.group, one.folder), []).append(one.archive)
+        lots: dict[tuple[str, tuple[Archive, ...]], set[str]] = {}
+        for (group, folder), archives in lent.items():
+            lots.setdefault((folder, tuple(archives)), set()).add(group)
+        for (folder, lenders), groups in lots.items():
+            paths = [(f"{folder}/{told.name}", told) for told in lenders]
+            found.append(_Lot(self.root(), folder, paths, per_rank, frozenset(groups)))
+        return found
 
 
-class _Named(NamedTuple):
-    """An archive that a manifest names, and the groups for which it does; None: all that it has."""
+class _Lot(NamedTuple):
+    """Archives that a manifest names, those of all ranks of one step; the groups for which it does, None for all; and what
+    each rank has for itself.
+    """
 
     storage: Storage
-    path: str
-    told: Archive
+    folder: str
+    archives: Sequence[tuple[str, Archive]]
+    per_rank: Collection[str]
     groups: Groups = None
 
-    def opened(self, verify: bool, stack: contextlib.ExitStack) -> Part:
-        """The archive, closed with `stack`; it must be the one that the manifest names."""
-        shown = self.storage.locate(self.path)
+    def opened(self, verify: bool, readers: Readers, stack: contextlib.ExitStack) -> Part:
+        """The archives as one file, closed with `stack`; they must be those that the manifest names."""
+        if len(self.archives) == 1:
+            return Part(self._open(*self.archives[0], verify, stack), self.groups)
+        opened: dict[str, OpenArchive] = {}
+
+        def open_one(path: str, told: Archive) -> None:
+            opened[path] = self._open(path, told, verify, stack)
+
+        crew = Crew("open", min(_MAX_OPENERS, len(self.archives)))
         try:
-            reader = stack.enter_context(self.storage.open(self.path))
+            crew.run_all(functools.partial(open_one, *named) for named in self.archives)
+        finally:
+            crew.stop()
+        where = self.storage.locate(self.folder)
+        merged = Merged(
+            [opened[path] for path, _ in self.archives],
+            path=where,
+            ranks=readers.ranks,
+            per_rank=self.per_rank,
+            from_ranks=readers.from_ranks,
+            groups=self.groups,
+        )
+        if len(self.archives) != merged.world_size:
+            raise merged.corrupt(
+                f"its manifest names {len(self.archives)} archives, but {merged.world_size} ranks have saved it"
+            )
+        return Part(merged, self.groups)
+
+    def _open(self, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack) -> OpenArchive:
+        shown = self.storage.locate(path)
+        try:
+            reader = stack.enter_context(self.storage.open(path))
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
                 f"{shown} is missing, though its manifest is there", path=shown
@@ -199,18 +260,20 @@ class _Named(NamedTuple):
             raise CorruptCheckpointError(
                 f"{shown!a} is not a file, though its manifest names it", path=shown
             ) from error
-        if reader.num_bytes != self.told.num_bytes:
+        if reader.num_bytes != told.num_bytes:
             raise CorruptCheckpointError(
-                f"{shown}: {reader.num_bytes:,} bytes, its manifest says {self.told.num_bytes:,}; load an earlier checkpoint",
+                f"{shown}: {reader.num_bytes:,} bytes, its manifest says {told.num_bytes:,}; load an earlier checkpoint",
                 path=shown,
             )
         archive = OpenArchive(reader, path=shown, verify=verify)
-        if verify and archive.digest != self.told.digest:
+        if verify and archive.digest != told.digest:
             raise archive.corrupt("it is not the archive that its manifest names")
-        return Part(archive, self.groups)
+        return archive
 
 
-def from_committed(step: Committed, use: Callable[[Sequence[Part]], T], *, verify: bool) -> T:
+def from_committed(
+    step: Committed, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANYBODY
+) -> T:
     """What `use` makes of the archives of a committed step, compared with its manifest. Raises NotCommittedError.
 
     A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
@@ -219,7 +282,9 @@ def from_committed(step: Committed, use: Callable[[Sequence[Part]], T], *, verif
     for _ in range(TRIES):
         try:
             with contextlib.ExitStack() as stack:
-                return use([archive.opened(verify, stack) for archive in step.archives(made)])
+                parts = [lot.opened(verify, readers, stack) for lot in step.lots(made)]
+                _check_names(parts, readers)
+                return use(parts)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, made = made, _read_again(step, made, error)
             if made == before:
@@ -228,6 +293,18 @@ def from_committed(step: Committed, use: Callable[[Sequence[Part]], T], *, verif
     raise StorageUnavailableError(
         f"{where} was replaced {TRIES} times while it was read; load it again", path=where
     )
+
+
+def _check_names(parts: Sequence[Part], readers: Readers) -> None:
+    """Whoever says whose value he wants must be right about the name. Raises KeyError."""
+    merged = [part.archive for part in parts if isinstance(part.archive, Merged)]
+    unknown = {*(readers.from_ranks or ())}.difference(*(one.chosen for one in merged))
+    if merged and unknown:
+        apart = sorted({shown(path) for one in merged for path in one.apart})
+        raise KeyError(
+            f"of from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; ranks have their own "
+            f"values of: {', '.join(apart) or 'nothing'}"
+        )
 
 
 def _read_again(step: Committed, made: Manifest, error: CheckpointError) -> Manifest:

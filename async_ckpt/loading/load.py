@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch
 
-from ..state.names import Select, selector
+from ..state.names import Select, selector, shown
 from ..state.tree import Stored, replaced
 from .contents import CPU, Contents, Groups, Part
-from .fill import Wanted, fill, plan_reads
+from .fill import Wanted, fill, planned
 
 Verify = bool | Literal["first"]
 
@@ -49,10 +49,15 @@ def load_state(
     if mmap:
         mapped = archive.map()
         tensors = {n: _mapped(archive, n, mapped) for n in numbers}
-        _verify_mapped(archive, numbers, mapped)
     else:
         tensors = {n: archive.empty(n, CPU if n in on_host else device) for n in numbers}
-        fill([(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])])
+    plan = planned([(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])])
+    if mmap:
+        for read in plan.reads():
+            with memoryview(mapped) as view, view[read.extent.offset : read.extent.end] as part:
+                archive.verify(read.extent.offset, part)
+    else:
+        fill(plan)
 
     def give(leaf: Stored) -> Any:
         if leaf.kind == "object":
@@ -172,18 +177,16 @@ def _check_device(map_location: str | torch.device, *, is_used: bool) -> None:
 
 def _mapped(archive: Contents, number: int, mapped: mmap_module.mmap) -> torch.Tensor:
     told, dtype = archive.index.tensors[number], archive.dtype(number)
-    (piece,) = told.slices
+    sources = archive.sources(number)
+    if len(sources) != 1 or sources[0].box.sizes != sources[0].piece.sizes:
+        raise ValueError(
+            f"mmap=True makes views of a file, but {shown(told.path)} is in several pieces, as several ranks have saved it; leave "
+            "mmap out"
+        )
+    piece = sources[0].piece
     if not piece.extent.length:
         return torch.empty(told.shape, dtype=dtype, device=CPU)
     flat = torch.frombuffer(mapped, dtype=torch.uint8, count=piece.extent.length, offset=piece.extent.offset)
     if piece.extent.offset % dtype.itemsize:
         flat = flat.clone()  # other programs align nothing
     return (flat if dtype == torch.uint8 else flat.view(dtype)).view(told.shape)
-
-
-def _verify_mapped(archive: Contents, numbers: Sequence[int], mapped: mmap_module.mmap) -> None:
-    reads = plan_reads(archive, numbers, keep_parts=False)
-    with memoryview(mapped) as view:
-        for read in reads:
-            with view[read.extent.offset : read.extent.end] as part:
-                archive.verify(read.extent.offset, part)

@@ -18,14 +18,16 @@ from typing import Any, Final
 
 import torch
 
-from ..errors import StateMismatchError
+from ..errors import StateMismatchError, UnsupportedStateError
 from ..spec import with_article
 from ..state.capture import why_not
 from ..state.dtypes import dtype_name
 from ..state.held import Held
 from ..state.names import Path, shown
 from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
-from ..state.tree import SavedRecord, Stored, replaced
+from ..state.sharded import Slicer, is_sharded, local
+from ..state.slices import Ints
+from ..state.tree import SavedApart, SavedRecord, Stored, replaced
 from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, paired
 from .contents import Contents
 from .fill import Wanted
@@ -40,7 +42,7 @@ class Match:
     """
 
     def __init__(self, archive: Contents, objects: list[Any], partial: bool) -> None:
-        self.wanted: dict[tuple[int, int], Wanted] = {}
+        self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -49,11 +51,13 @@ class Match:
         self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
         self._shares_a_name = True  # at the top, as far as there are names
         self._partial = partial  # something was selected: what else is live was not asked for
+        self._slicer = Slicer()
+        self._has_tensors = False  # of some this rank may hold nothing
 
     @property
     def fits(self) -> bool:
         """Whether anything of it has a place in the live state."""
-        return bool(self.wanted or self.actions)
+        return bool(self._has_tensors or self.wanted or self.actions)
 
     def raise_problems(self, strict: bool) -> None:
         missing, unexpected = (self.missing, self.unexpected) if strict else ([], [])
@@ -80,6 +84,9 @@ class Match:
             raise TypeError(
                 f"restore fills objects in place and cannot fill a snapshot, as {shown(path)} is; give it the live objects"
             )
+        if isinstance(saved, SavedApart):
+            self._is_of_each_rank(saved)
+            return live
         if isinstance(live, torch.Tensor):
             return self._tensor(live, saved, path)
         if _is_plain_module(live):
@@ -121,20 +128,34 @@ class Match:
             return live
         told = self.archive.index.tensors[saved.number]
         dtype = dtype_name(live.dtype)
-        why = why_not(live)
+        try:
+            held = self._held(live, path)
+        except UnsupportedStateError as error:
+            self.mismatched.append(f"{shown(path)} cannot be filled: {error}")
+            return live
+        why = next(filter(None, (why_not(part) for _, part in held)), None)
         if why:
             self.mismatched.append(f"{shown(path)} cannot be filled: {why}")
         elif (tuple(live.shape), dtype) != (told.shape, told.dtype):
             self.mismatched.append(
                 f"{shown(path)} is {dtype}{list(live.shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
             )
-        elif any(stride == 0 and size > 1 for stride, size in zip(live.stride(), live.shape, strict=True)):
+        elif any(_is_expanded(part) for _, part in held):
             self.mismatched.append(
                 f"{shown(path)} cannot be filled: it is expanded, several items share one place"
             )
         else:
-            self._want(saved.number, live)
+            self._has_tensors = True
+            for offsets, part in held:
+                self._want(saved.number, part, offsets)
         return live
+
+    def _held(self, live: torch.Tensor, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
+        """What this rank holds of a tensor, and where in the tensor that is; None for all of it."""
+        if not is_sharded(live):
+            return [(None, live)]
+        slices, parts, _ = self._slicer.slice(live, name=shown(path))
+        return [(one.global_offsets, part) for one, part in zip(slices.rectangles, parts, strict=True)]
 
     def _module(self, module: torch.nn.Module, saved: Any, path: Path) -> Any:
         if not isinstance(saved, dict):
@@ -207,11 +228,17 @@ class Match:
                 if key not in ("params", "param_names"):  # the live names are of the live model
                     self._entry(live_group, key, value, (*path, "param_groups", i, key))
             for param, number in zip(live_group["params"], group["params"], strict=True):
-                self._optimizer_state(optimizer, param, saved["state"].get(number, {}), _on_device(group))
+                state, inner = saved["state"].get(number, {}), (*path, "state", number)
+                self._optimizer_state(optimizer, param, state, _on_device(group), inner)
         return optimizer
 
     def _optimizer_state(
-        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, saved: Any, step_on_device: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        param: torch.Tensor,
+        saved: Any,
+        step_on_device: bool,
+        path: Path,
     ) -> None:
         live = optimizer.state.get(param, {})
         made: dict[Any, Any] = {}
@@ -221,16 +248,18 @@ class Match:
                 made[key] = self._materialized(value)
                 continue
             told = self.archive.index.tensors[value.number]
-            fits = type(now) is torch.Tensor and (tuple(now.shape), dtype_name(now.dtype)) == (
-                told.shape,
-                told.dtype,
-            )
-            if not fits:
+            fits = (type(now) is torch.Tensor or is_sharded(now)) and (
+                tuple(now.shape),
+                dtype_name(now.dtype),
+            ) == (told.shape, told.dtype)
+            if not fits and told.shape and is_sharded(param) and tuple(param.shape) == told.shape:
+                # As optimizers make it: on the same mesh, cut alike. No rank is asked.
+                now = torch.empty_like(param.detach(), dtype=self.archive.dtype(value.number))
+            elif not fits:
                 # As torch does: `step` stays on the host unless the update kernel reads it from the device.
                 device = param.device if key != "step" or step_on_device else torch.device("cpu")
                 now = self.archive.empty(self.archive.primary(value.number), device)
-            self._want(value.number, now)
-            made[key] = now
+            made[key] = self._tensor(now, value, (*path, key))
 
         def hand_over() -> None:
             if made or param in optimizer.state:
@@ -309,7 +338,9 @@ class Match:
             self.missing += [shown((*path, key)) for key in live if key not in saved]
         if path:  # at the top, what the caller did not ask for is left alone
             names = set(live)
-            self.unexpected += [shown((*path, key)) for key in saved if key not in names]
+            paths = ((*path, key) for key in saved if key not in names)
+            # Another stage of a pipeline, say, had it, and has it still.
+            self.unexpected += [shown(inner) for inner in paths if not self.archive.is_of_some(inner)]
 
     def _materialized(self, saved: Any) -> Any:
         """A value that is not there yet: new tensors, to be filled with the rest."""
@@ -319,15 +350,21 @@ class Match:
                 return self._objects[leaf.number]
             number = self.archive.primary(leaf.number)
             if leaf.kind == "bytes":
-                return b"".join(
-                    self.archive.read(piece.extent) for piece in self.archive.index.tensors[number].slices
-                )
+                return self.archive.content(number)
             if number not in self._new:
                 self._new[number] = self.archive.empty(number, torch.device("cpu"))
                 self._want(number, self._new[number])
             return self.archive.leaf(leaf, self._new[number], torch.device("cpu"))
 
-        return replaced(saved, give)
+        return replaced(saved, give, self._is_of_each_rank)
+
+    def _is_of_each_rank(self, saved: SavedApart) -> None:
+        """Nobody's value is handed to another unless the caller says so."""
+        name = shown(saved.path)
+        self.mismatched.append(
+            f"{name} was saved by each rank for itself, and this rank, in a world of this size, has none; say whose value "
+            f"it is to get, such as from_ranks={{{name!r}: {min(saved.values)}}}, or leave it out with select="
+        )
 
     def _array(self, live: Any, saved: Stored, path: Path) -> Any:
         value = self._materialized(saved)
@@ -339,9 +376,9 @@ class Match:
             self.actions.append(lambda: live.__setitem__(..., value))
         return live
 
-    def _want(self, number: int, tensor: torch.Tensor) -> None:
+    def _want(self, number: int, tensor: torch.Tensor, offsets: Ints | None = None) -> None:
         number = self.archive.primary(number)
-        self.wanted[number, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor)
+        self.wanted[number, offsets, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor, offsets)
 
     def _differs(self, path: Path, here: str, saved: Any) -> None:
         kind = saved.kind if isinstance(saved, Stored) else _class_of(saved).__qualname__
@@ -356,12 +393,23 @@ def _is_plain_module(live: Any) -> bool:
     ):
         return False
     for module in live.modules():
-        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+        hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+        if not all(map(_is_of_fully_shard, hooks)):
             return False
         if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
             return False
-    own = {tensor.data_ptr() for tensor in (*live.parameters(), *live.buffers())}
-    return all(t.data_ptr() in own for t in live.state_dict().values() if isinstance(t, torch.Tensor))
+    own = {local(tensor).data_ptr() for tensor in (*live.parameters(), *live.buffers())}
+    return all(local(t).data_ptr() in own for t in live.state_dict().values() if isinstance(t, torch.Tensor))
+
+
+def _is_of_fully_shard(hook: Any) -> bool:
+    """Whether a hook only sees to it that each rank has its own shard: taking the state dict has done so."""
+    made_by: str = getattr(hook, "hook", hook).__module__
+    return made_by.startswith("torch.distributed.fsdp._fully_shard")
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _is_plain_optimizer(live: Any) -> bool:

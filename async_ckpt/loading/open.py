@@ -233,14 +233,12 @@ class OpenArchive(Contents):
         except ValueError as error:
             raise self.corrupt(str(error)) from error
 
-    def _check_members(self, stored: Iterable[Stored]) -> None:
+    def check_members(self, members: Iterable[int]) -> None:
         """Each member's own headers must tell the same story as the index, before anything is read by either.
 
         That is all that is asked of them; their own blocks are verified with the data behind them.
         """
-        for number in self._members(s.number for s in stored if s.kind != "object"):
-            if number in self._headers:
-                continue
+        for number in sorted(set(members) - self._headers.keys()):
             data = self._check_tar_header(self.index.members[number])
             length = int.from_bytes(self._read_near(Extent(data.offset, min(8, data.length))), "little")
             fits = length <= safetensors.MAX_HEADER_BYTES and 8 + length <= data.length
@@ -248,14 +246,11 @@ class OpenArchive(Contents):
             index.check_member_header(self.index, number, self._read_near(header), path=self.path)
             self._headers[number] = Extent(data.offset - tar.BLOCK, tar.BLOCK + header.length)
 
-    def headers(self, numbers: Iterable[int]) -> list[Extent]:
-        """Where the headers of the members with these tensors lie, to be verified with them."""
-        members = self._members(numbers) if self._digests else ()
-        return [self._headers[member] for member in members if member in self._headers]
-
-    def _members(self, numbers: Iterable[int]) -> list[int]:
-        """The members that hold something of these tensors."""
-        return sorted({piece.member for number in numbers for piece in self.index.tensors[number].slices})
+    def headers(self, members: Iterable[int]) -> list[Extent]:
+        """Where the headers of these members lie, to be verified with what is read of them."""
+        return [
+            self._headers[member] for member in sorted(members) if member in self._headers and self._digests
+        ]
 
     def _check_tar_header(self, member: Member) -> Extent:
         """Where the member's data lies, as its tar header says too."""

@@ -19,8 +19,8 @@ from ..host.pool import SegmentPool
 from ..spec import with_article
 from ..state.names import Select
 from ..state.plain import is_frozen, is_record
-from .contents import Contents, Part
-from .fill import fill
+from .contents import Part
+from .fill import fill, planned
 from .load import Verify, check_lent, check_select, raise_unless_any
 from .match import Match
 
@@ -65,16 +65,17 @@ def restore_state(
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
         match.raise_problems(strict or nothing_fits)
+    plan = planned((match.archive, match.wanted.values()) for match, _ in matches)
     if verify == "first":
-        fill([(match.archive, list(match.wanted.values())) for match, _ in matches], copy=False, pool=pool)
-    for match, share in matches:
-        with _partly_overwritten(match.archive):
-            fill([(match.archive, list(match.wanted.values()))], pool=pool)
-            with torch.no_grad():
+        fill(plan, copy=False, pool=pool)
+    with _partly_overwritten():
+        fill(plan, pool=pool)
+        with torch.no_grad():
+            for match, share in matches:
                 for action in match.actions:
                     action()
-        if share is not live:
-            live.update(share)
+                if share is not live:
+                    live.update(share)
 
 
 def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:
@@ -108,12 +109,12 @@ def _check_root(live: Any) -> None:
 
 
 @contextmanager
-def _partly_overwritten(archive: Contents) -> Iterator[None]:
+def _partly_overwritten() -> Iterator[None]:
     try:
         yield
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
             f"{error} - and the live state is partly overwritten by now: restore another step before training on",
-            path=archive.path,
+            path=error.path,
             partly_overwritten=True,
         ) from error

@@ -27,7 +27,7 @@ from ..spec import Extent
 from ..storage.base import Storage
 from ..storage.compressed import decompressing
 from ..storage.place import Anywhere, storage_at
-from .contents import Part
+from .contents import Contents, Part
 from .fill import READ_BYTES, Read, run_reads
 from .find import (
     Committed,
@@ -78,7 +78,8 @@ class _Reading:
     def compare(self, parts: Sequence[Part]) -> None:
         """Read the archives of a step that were not read yet. Raises CorruptCheckpointError when any of them is damaged."""
         check_lent(parts, None)
-        archives = {(archive.path, archive.digest): archive for archive in map(_with_digests, parts)}
+        files = (_with_digests(file) for part in parts for file in part.archive.files)
+        archives = {(archive.path, archive.digest): archive for archive in files}
         fresh = [key for key in archives if key not in self.found]
         at_path = {path: archives[path, digest] for path, digest in fresh}
         blocks: dict[str, list[int]] = {path: [] for path in at_path}
@@ -97,13 +98,13 @@ class _Reading:
             raise _with_notes(errors[0], errors[1:])
 
 
-def _with_digests(part: Part) -> OpenArchive:
-    if not isinstance(part.archive, OpenArchive):
+def _with_digests(file: Contents) -> OpenArchive:
+    if not isinstance(file, OpenArchive):
         raise ValueError(
-            f"{part.archive.path} is a safetensors file, which has no digests to compare its bytes with; only what "
+            f"{file.path} is a safetensors file, which has no digests to compare its bytes with; only what "
             "async_ckpt has saved can be verified"
         )
-    return part.archive
+    return file
 
 
 def _reads(archive: OpenArchive) -> list[Read]:

@@ -17,11 +17,13 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from ..errors import CorruptCheckpointError
 from ..format.digests import block_digest
+from ..state.shares import VERSION as SHARES_VERSION
 from ..storage.base import Storage
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, archive_name, parse, seal, unseal
@@ -29,6 +31,33 @@ from .manifest import Archive, Manifest, archive_name, parse, seal, unseal
 # Ranks, ascending, by the digest of the structure that their states have.
 Classes: TypeAlias = Mapping[str, Sequence[int]]
 
+
+class Table(NamedTuple):
+    """What is known of the ranks' states: which ranks have states alike, and the names of what differs all the same."""
+
+    classes: Classes = MappingProxyType({})
+    differing: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """What a table is known by."""
+        return block_digest(json.dumps(self.packed(), sort_keys=True).encode()).hex()[:16]
+
+    def packed(self) -> dict[str, Any]:
+        """As JSON: ranks as runs (first, how many, step), of which there are few however many ranks there are."""
+        runs = {structure: list(_runs(ranks)) for structure, ranks in self.classes.items()}
+        return {"classes": runs, "differing": self.differing}
+
+    @classmethod
+    def unpacked(cls, raw: Mapping[str, Any]) -> Self:
+        classes = {
+            structure: [first + step * n for first, count, step in runs for n in range(count)]
+            for structure, runs in raw["classes"].items()
+        }
+        return cls(classes, tuple(map(str, raw["differing"])))
+
+
+EMPTY: Final = Table()  # nothing is known
 NO_TABLE: Final = "0" * 16
 _RECORD: Final = struct.Struct("<Q16s")
 _NAME: Final = re.compile(
@@ -90,7 +119,7 @@ class Verdict:
 
     attempt: str
     causes: tuple[Cause, ...]
-    classes: Classes = field(default_factory=dict)
+    table: Table = EMPTY
 
 
 class Exchange:
@@ -152,11 +181,11 @@ class Exchange:
         except ValueError as error:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
         causes = tuple(Cause(int(rank), str(error)) for rank, error in raw["causes"])
-        return Verdict(str(raw["attempt"]), causes, unpacked(raw["classes"]))
+        return Verdict(str(raw["attempt"]), causes, Table.unpacked(raw["table"]))
 
     def put_verdict(self, verdict: Verdict) -> None:
         """Create-only: an attempt is decided once."""
-        told = {**asdict(verdict), "classes": packed(verdict.classes)}
+        told = {"attempt": verdict.attempt, "causes": verdict.causes, "table": verdict.table.packed()}
         try:
             self.storage.put_new(self._verdict_path, seal(told))
         except FileExistsError:
@@ -173,8 +202,8 @@ class Exchange:
         data = b"".join(_RECORD.pack(one.num_bytes, bytes.fromhex(one.digest)) for one in receipts)
         return self._put(f"archives.{self.attempt}.bin", data)
 
-    def put_layout(self, classes: Classes, structures: Mapping[str, str]) -> Archive:
-        told = {"classes": packed(classes), "structures": dict(structures)}
+    def put_layout(self, table: Table, structures: Mapping[str, str]) -> Archive:
+        told = {**table.packed(), "shares": SHARES_VERSION, "structures": dict(structures)}
         return self._put(f"layout.{self.attempt}.json", seal(told))
 
     def _put(self, name: str, data: bytes) -> Archive:
@@ -196,15 +225,15 @@ def archives_of(storage: Storage, folder: str, made: Manifest) -> tuple[Archive,
     )
 
 
-def classes_of(storage: Storage, folder: str, made: Manifest) -> Classes:
-    """Which ranks had states of which structure. Raises CorruptCheckpointError."""
+def table_of(storage: Storage, folder: str, made: Manifest) -> Table:
+    """What a commit says of the ranks' states. Raises CorruptCheckpointError."""
     if made.ranks is None:
-        return {}
-    return unpacked(unseal(_read(storage, folder, made.ranks.layout))["classes"])
+        return Table()
+    return Table.unpacked(unseal(_read(storage, folder, made.ranks.layout)))
 
 
 def _read(storage: Storage, folder: str, told: Archive) -> bytes:
-    path = f"{folder}/{told.name}"
+    path = f"{folder}/{told.name}" if folder else told.name
     try:
         data = storage.read(path)[0]
     except FileNotFoundError as error:
@@ -218,25 +247,6 @@ def _read(storage: Storage, folder: str, told: Archive) -> bytes:
             f"{shown}: it is not what its manifest names; load an earlier checkpoint", path=shown
         )
     return data
-
-
-def table_of(classes: Classes) -> str:
-    """What a table is known by."""
-    if not classes:
-        return NO_TABLE
-    return block_digest(json.dumps(packed(classes), sort_keys=True).encode()).hex()[:16]
-
-
-def packed(classes: Classes) -> dict[str, list[list[int]]]:
-    """Ranks as runs (first, how many, step), of which there are few however many ranks there are."""
-    return {structure: list(_runs(ranks)) for structure, ranks in sorted(classes.items())}
-
-
-def unpacked(raw: Mapping[str, Iterable[Sequence[int]]]) -> Classes:
-    return {
-        structure: [first + step * n for first, count, step in runs for n in range(count)]
-        for structure, runs in raw.items()
-    }
 
 
 def _runs(ranks: Sequence[int]) -> Iterable[list[int]]:

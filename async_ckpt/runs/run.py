@@ -18,7 +18,7 @@ save. That no other process has committed since is told by the version of the jo
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import Any
@@ -328,6 +328,10 @@ class Run:
             return view.without(self.doomed(view, protected=self._protected(step, view, in_flight)))
 
         self._announcer.announce(step, spared)
+
+    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Run tasks that ask the storage, in parallel where asking is slow. Raises what one of them does."""
+        self._root.do_all(tasks)
 
     def learn(self) -> None:
         """Read ahead, while an archive is on its way, the manifests that the journal is made from."""

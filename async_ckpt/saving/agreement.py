@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from ..errors import CheckpointError, PeerFailedError, StepExistsError
+from ..errors import CheckpointError, PeerFailedError, StepExistsError, UnsupportedStateError
 from ..runs.coverage import check_coverage
-from ..runs.manifest import Archive, Manifest, OfRanks
-from ..runs.receipts import NO_TABLE, Cause, Classes, Exchange, Receipt, Verdict, classes_of, table_of
+from ..runs.manifest import Archive, Manifest, OfRanks, archive_name
+from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
 from ..runs.run import Run
 from ..spans import monotonic
 from ..state.ranked import Structure
+from ..state.shares import EVERYBODY_BYTES
 from .delivery import OffLoop
 from .ranks import NOT_ALONE, Joint, Ranks, in_words
+from .values import differing
 from .worker import get_worker
 
 # How long rank 0, whose own archive is durable, waits for the receipts of others; they wait longer for its decision.
@@ -31,8 +34,12 @@ _MORE_SECONDS: Final = 600.0
 # How long a root that all ranks share may hide what another has written: NFS does so for a minute.
 SHARED_SECONDS: Final = 120.0
 # Between looks at a root: it grows from the one to the other, and no two ranks look at the same time.
+# Archives that rank 0 looks into where their ranks' values are not the same.
+_MAX_COMPARED: Final = 64
 _FIRST_LOOK_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = {False: 0.5, True: 4.0}  # at a folder, and at a store
+
+_log = logging.getLogger("async_ckpt")
 
 
 class Agreement:
@@ -42,6 +49,7 @@ class Agreement:
         self._ranks, self._joint, self._run = ranks, joint, run
         self._exchange = Exchange(run.storage, run.folder(joint.step), joint.attempt)
         self._has_said_yes = False
+        self._table: Table | None = None  # that follows from the commit
         self.may_be_committed = False  # rank 0 is about to put the manifest, or has
 
     @property
@@ -64,14 +72,16 @@ class Agreement:
         """
         joint = self._joint
         assert joint.structure is not None
+        assert joint.shared is not None
         if not self.decides:
             await self._see_that_it_is_shared(off_loop, check)
         receipt = Receipt(
-            self._ranks.world.rank,
-            joint.table,
+            self.rank,
+            joint.shares_by,
             joint.structure.digest,
-            digest=archive.digest,
-            num_bytes=archive.num_bytes,
+            await off_loop(joint.shared.digest),
+            archive.digest,
+            archive.num_bytes,
         )
         await off_loop(partial(self._exchange.put_receipt, receipt, self._more(joint.structure)))
         self._has_said_yes = True
@@ -117,10 +127,11 @@ class Agreement:
         self._ranks._claimed.add(self._run)
 
     def _more(self, structure: Structure) -> dict[str, Any]:
-        """What rank 0 reads where a structure is new to it: of the first rank that has it."""
-        mates = self._joint.classes.get(structure.digest, ())
-        is_first = not mates or mates[0] == self._ranks.world.rank
-        return {"structure": structure.text} if is_first else {}
+        """What rank 0 reads where a structure is new to it: of the first rank that has it; and digests of copies of all."""
+        mates = self._joint.table.classes.get(structure.digest, ())
+        is_first = not mates or mates[0] == self.rank
+        more: dict[str, Any] = {"structure": structure.text} if is_first else {}
+        return more if self._joint.copies is None else {**more, "copies": self._joint.copies}
 
     async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks:
         size, deadline = self._ranks.world.size, monotonic() + PEER_SECONDS
@@ -177,15 +188,80 @@ class Agreement:
                 rank=0,
                 undecided=False,
             )
-        table = table_of(classes)
         texts = {digest: ranks._known[digest] for digest in classes}
-        if table not in ranks._covered:
+        covered = Table(classes).digest
+        if covered not in ranks._covered:
             check_coverage(classes, texts)
-            ranks._covered = {table}
+            ranks._covered = {covered}
+        if self._joint.copies is not None:
+            self._compare_copies(receipts)
         ranks._known = texts
+        self._table = Table(classes, self._differing(receipts))
         archives = self._exchange.put_archives(receipts)
-        layout = self._exchange.put_layout(classes, texts)
-        return OfRanks(archives, layout, table, sum(receipt.num_bytes for receipt in receipts))
+        layout = self._exchange.put_layout(self._table, texts)
+        num_bytes = sum(receipt.num_bytes for receipt in receipts)
+        per_rank = tuple(sorted({*self._joint.per_rank, *self._table.differing}))
+        return OfRanks(archives, layout, self._table.digest, num_bytes, per_rank)
+
+    def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
+        """What several ranks hold of a tensor must be the same. Raises UnsupportedStateError, naming one that is not."""
+        first: dict[tuple[str, str], tuple[int, str]] = {}
+        found: dict[int, Any] = {}
+
+        def read(receipt: Receipt) -> None:
+            found[receipt.rank] = self._exchange.more_of(receipt).get("copies") or {}
+
+        self._run.do_all([partial(read, receipt) for receipt in receipts])
+        for rank in sorted(found):
+            for who, tensors in found[rank].items():
+                for name, digest in tensors.items():
+                    other, there = first.setdefault((who, name), (rank, digest))
+                    if there != digest:
+                        raise UnsupportedStateError(
+                            f"{name} should be the same on ranks {other} and {rank}, and is not: a plain tensor stands for the same one on "
+                            "all ranks. Give its group in per_rank=, if each rank has its own",
+                            path=name,
+                        )
+
+    def _differing(self, receipts: Sequence[Receipt]) -> tuple[str, ...]:
+        """The names of values and small tensors that are not the same on all ranks; each is told once.
+
+        Raises UnsupportedStateError where that is not allowed, and where ranks with the same tensors have other values.
+        """
+        joint, exchange = self._joint, self._exchange
+        known = joint.table.differing
+        ours: dict[str, Receipt] = {}
+        for receipt in receipts:
+            ours.setdefault(receipt.values, receipt)
+        if len(ours) == 1:
+            return known
+        chosen = list(ours.values())[:_MAX_COMPARED]
+        paths = {one.rank: f"{exchange.folder}/{archive_name(one.rank, joint.attempt)}" for one in chosen}
+        names, _ = differing(exchange.storage, list(paths.values()), EVERYBODY_BYTES, joint.per_rank)
+        for structure in {one.structure for one in chosen}:
+            alike = [paths[one.rank] for one in chosen if one.structure == structure]
+            _, alone = differing(exchange.storage, alike, EVERYBODY_BYTES, joint.per_rank)
+            if alone:
+                raise UnsupportedStateError(
+                    f"only some ranks have {', '.join(alone[:5])}; have all of them save the same entries, or name what each has for "
+                    "itself in per_rank=",
+                    path=alone[0],
+                )
+        if names and not self._ranks.may_differ:
+            raise UnsupportedStateError(
+                f"not the same on all ranks: {', '.join(names[:5])}; name what each rank has for itself in per_rank=, or allow "
+                'it with differing="keep"',
+                path=names[0],
+            )
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            _log.warning(
+                "%s: not the same on all ranks, and so kept for each of them: %s%s. Name them in per_rank= if that is meant",
+                exchange.storage.locate(exchange.folder),
+                ", ".join(names[:5]),
+                more,
+            )
+        return tuple(sorted({*known, *names}))
 
     def _structure_text(self, receipts: Sequence[Receipt], mates: Sequence[int]) -> str:
         for rank in mates:
@@ -200,11 +276,11 @@ class Agreement:
         for seconds in _looks(self._run.storage.remote):
             decision = await off_loop(self._exchange.decision)
             if isinstance(decision, Manifest):
-                classes = await off_loop(partial(self._classes_after, decision))
-                self._ranks.decided(self._joint, classes)
+                table = await off_loop(partial(self._table_after, decision))
+                self._is_committed(table)
                 return decision
             if decision is not None:
-                self._ranks.decided(self._joint, decision.classes)
+                self._ranks.decided(self._joint, decision.table)
                 raise _peers_failed(self._joint.step, decision.causes)
             if monotonic() > deadline:
                 break
@@ -217,14 +293,20 @@ class Agreement:
             undecided=True,
         )
 
-    def _classes_after(self, made: Manifest) -> Classes:
-        if made.ranks is None or made.ranks.table == table_of(self._joint.classes):
-            return self._joint.classes
-        return classes_of(self._run.storage, self._run.folder(made.step), made)
+    def _table_after(self, made: Manifest) -> Table:
+        if made.ranks is None or made.ranks.table == self._joint.table.digest:
+            return self._joint.table
+        return table_of(self._run.storage, self._run.folder(made.step), made)
 
-    def committed(self, made: Manifest) -> None:
+    def _is_committed(self, table: Table) -> None:
+        if self._joint.structure is not None:
+            self._ranks._compared.add(self._joint.structure.digest)
+        self._ranks.decided(self._joint, table)
+
+    def committed(self) -> None:
         """On rank 0: the manifest is there."""
-        self._ranks.decided(self._joint, self._classes_after(made))
+        assert self._table is not None
+        self._is_committed(self._table)
         with suppress(CheckpointError, OSError):  # they go with the step
             self._exchange.forget_receipts()
 
@@ -236,7 +318,7 @@ class Agreement:
                 return False  # nobody knows whether it is
             rank, joint = 0, self._joint
             causes = tuple(joint.causes) or (Cause(rank, in_words(error)),)
-            self._exchange.put_verdict(Verdict(joint.attempt, causes, joint.classes))
+            self._exchange.put_verdict(Verdict(joint.attempt, causes, joint.table))
             self._ranks.decided(joint, None)
             with suppress(CheckpointError, OSError):
                 self._exchange.forget_receipts()

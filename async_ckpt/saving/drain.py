@@ -25,6 +25,7 @@ from ..spec import BLOCK_BYTES
 from ..storage.base import Sink
 from ..storage.pace import Pace
 from .groups import GroupDigest, GroupDigests
+from .values import SharedValues
 
 Submit = Callable[[Callable[[], None]], None]
 
@@ -134,6 +135,7 @@ class Drain:
         submit: Submit,
         *,
         groups: GroupDigests | None = None,
+        values: SharedValues | None = None,
         may_drop: bool = False,
         trace: Trace = NO_TRACE,
     ) -> None:
@@ -150,7 +152,7 @@ class Drain:
         self._covered = layout.digests.data.offset if layout.digests else 0
         self._first_tail = self._covered // segment_bytes if layout.digests else self.num_segments
         self._digests = bytearray(digests.num_blocks(self._covered) * digests.DIGEST_BYTES)
-        self._groups = groups or GroupDigests({})
+        self._groups, self._values = groups or GroupDigests({}), values
         self.digest = ""
         self.idle = running_future()  # all lanes have ended, and no task is under way
         self._lock = threading.Lock()
@@ -420,6 +422,8 @@ class Drain:
             for i, begin in enumerate(range(0, num_bytes, BLOCK_BYTES)):
                 block = lease.segment.view[begin : min(begin + BLOCK_BYTES, num_bytes)]
                 self._groups.note(first + i, block)
+                if self._values is not None:
+                    self._values.note(first + i, block)
                 at = (first + i) * digests.DIGEST_BYTES
                 self._digests[at : at + digests.DIGEST_BYTES] = digests.block_digest(block)
 

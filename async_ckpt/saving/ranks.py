@@ -15,20 +15,27 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
 
 from ..errors import PeerFailedError
+from ..format.digests import block_digest
 from ..host.ranks import Words, World, world_of
 from ..host.waiting import ENDS_THE_CALL, Wait
-from ..runs.receipts import NO_TABLE, Cause, Classes, table_of
+from ..runs.receipts import EMPTY, NO_TABLE, Cause, Classes, Table
 from ..runs.run import Run
 from ..spans import TIMEKEEPER, monotonic
-from ..spec import RankFacts
+from ..spec import RankFacts, flag
+from ..staging.device import dense_blocks
 from ..state.capture import Capture, capture
 from ..state.names import Select
 from ..state.ranked import RankedStates, Structure
+from .values import SharedValues
+
+Differing: TypeAlias = Literal["keep", "fail"]
 
 # How long the first save waits for the other ranks' first save.
 MEETING_SECONDS: Final = 600.0
@@ -45,23 +52,38 @@ class Joint:
     step: int
     number: int  # among the calls of `save`, which are the same on all ranks
     attempt: str = ""  # once it has begun
-    classes: Classes = field(default_factory=dict)  # by which this rank shares
+    table: Table = EMPTY  # by which this rank shares
     structure: Structure | None = None  # of its state, once it is known
+    per_rank: tuple[str, ...] = ()  # the names of what each rank has for itself
+    shared: SharedValues | None = None  # what all should have alike
+    # Digests of what other ranks hold, too, by who they are and by name; None where that was compared before.
+    copies: dict[str, dict[str, str]] | None = None
     causes: list[Cause] = field(default_factory=list)
     is_followed: bool = True  # somebody here is going to learn what is decided
     is_decided: bool = False
 
     @property
-    def table(self) -> str:
-        """What this rank shares by; it takes no share where its structure is in no class."""
-        is_known = self.structure is not None and self.structure.digest in self.classes
-        return table_of(self.classes) if is_known else NO_TABLE
+    def shares_by(self) -> str:
+        """The table that this rank shares by; it takes no share where its structure is in no class."""
+        is_known = self.structure is not None and self.structure.digest in self.table.classes
+        return self.table.digest if is_known else NO_TABLE
 
 
 class Ranks:
     """What one checkpointer has to do with the other ranks'. From the thread that saves; `decided` from the loop's."""
 
-    def __init__(self, given: tuple[int, int] | None, run_id: str | None, max_in_flight: int) -> None:
+    def __init__(
+        self,
+        given: tuple[int, int] | None,
+        run_id: str | None,
+        max_in_flight: int,
+        *,
+        differing: Differing = "keep",
+        check_replicas: bool = False,
+    ) -> None:
+        if differing not in ("keep", "fail"):
+            raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
+        self.may_differ, self._check_replicas = differing == "keep", flag("check_replicas", check_replicas)
         self._max_in_flight = max_in_flight
         self._world: World | None = None
         if given is not None or run_id is not None:
@@ -72,12 +94,13 @@ class Ranks:
         self._has_met = False
         self._states: RankedStates | None = None
         # Changed on the loop's thread alone, entries at a time.
-        self._tables: dict[int, Classes] = {}  # that follow from the decision of the save of this number
+        self._tables: dict[int, Table] = {}  # that follow from the decision of the save of this number
         self._num_decided: Counter[int] = Counter()  # attempts, by step
         self._begun: dict[int, Joint] = {}  # the last one that this rank has begun at a step
         self._known: dict[str, str] = {}  # structures that rank 0 has read, by their digest
         self._covered: set[str] = set()  # tables whose ranks hold everything
         self._claimed: set[Run] = set()  # roots at which this start of the world is known to all
+        self._compared: set[str] = set()  # structures of commits, in which what ranks hold alike was compared
 
     @property
     def world(self) -> World:
@@ -86,9 +109,12 @@ class Ranks:
             self._world = world_of(None, None)
         return self._world
 
-    def called(self, step: int) -> Joint | None:
+    def called(self, step: int, per_rank: Collection[str] = ()) -> Joint | None:
         """`save` was called; None where there is one rank. To be told of every call, whatever becomes of it."""
-        return None if self.world.is_one else Joint(step, next(self._numbers))
+        if self.world.is_one:
+            return None
+        names = [per_rank] if isinstance(per_rank, str) else per_rank
+        return Joint(step, next(self._numbers), per_rank=tuple(names))
 
     def begin(self, joint: Joint) -> None:
         """It is this save's turn. Waits, at the first one, for what rank 0 says.
@@ -98,7 +124,7 @@ class Ranks:
         self._wait_for_decision(joint.step)
         told = f"{self.token()}/{joint.step}/{self._num_decided[joint.step]}"
         joint.attempt = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
-        joint.classes = self._tables.get(joint.number - self._max_in_flight, {})
+        joint.table = self._tables.get(joint.number - self._max_in_flight, Table())
         self._begun[joint.step] = joint
 
     def _wait_for_decision(self, step: int) -> None:
@@ -128,11 +154,20 @@ class Ranks:
         if states is None:
             return captured, None
         if joint is None:
-            return states.divided(captured, {})
-        joint.structure = states.structure(captured)
+            made = states.divided(captured, {})
+            return made.captured, made.ranks
+        per_rank = tuple(sorted({*joint.per_rank, *captured.per_rank}))
+        joint.structure = states.structure(captured, per_rank)
         if not self._has_met:
-            joint.classes = self._meet(joint.structure.digest)
-        return states.divided(captured, joint.classes)
+            joint.table = Table(self._meet(joint.structure.digest))
+        made = states.divided(captured, joint.table.classes, per_rank)
+        joint.per_rank = tuple(sorted({*per_rank, *joint.table.differing}))
+        joint.shared = SharedValues(
+            captured.skeleton, captured.objects, made.small, made.captured.specs, joint.per_rank
+        )
+        if self._check_replicas or joint.structure.digest not in self._compared:
+            joint.copies = _digests(states.copies(captured))
+        return made.captured, made.ranks
 
     def token(self) -> str:
         """What this start of the world is called: alike on all ranks, and by no other start."""
@@ -208,18 +243,28 @@ class Ranks:
 
     # --- what is decided ----------------------------------------------------------------------------------
 
-    def decided(self, joint: Joint, classes: Classes | None) -> None:
-        """A save is decided, and `classes` is what is known of the ranks from then on; None: what it was begun with."""
+    def decided(self, joint: Joint, table: Table | None) -> None:
+        """A save is decided, and `table` is what is known of the ranks from then on; None: what it was begun with."""
         if joint.is_decided:
             return
         joint.is_decided = True
         self._num_decided[joint.step] += 1
-        self._tables[joint.number] = joint.classes if classes is None else classes
+        self._tables[joint.number] = joint.table if table is None else table
         self._tables.pop(joint.number - 2 * self._max_in_flight - 1, None)
 
 
 _NONE: Final = "-"
 _openings: Final = itertools.count(1)  # of checkpointers that share with other ranks
+
+
+def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:
+    """Of all bytes of each tensor, by who holds it and its name. Blocks."""
+    found: dict[str, dict[str, str]] = {}
+    for who, name, slices in copies:
+        blocks = (block for one in slices for _, block in dense_blocks(one.detach(), 0, one.nbytes))
+        data = b"".join(block_digest(block.cpu().numpy().data) for block in blocks)
+        found.setdefault(who, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
+    return found
 
 
 def in_words(error: BaseException) -> str:

@@ -126,7 +126,7 @@ class Saver:
                 targets = make_targets()
                 captured, facts = self._take(state(), select, joint, captured_as)
                 begun = self._set_up(
-                    captured, facts, targets, rule, step, optimizers, spans, place, unchanged_in
+                    captured, facts, joint, targets, rule, step, optimizers, spans, place, unchanged_in
                 )
             get_worker().soon(begun.start)
             with self._trace.span("snapshot", step=step):
@@ -144,6 +144,7 @@ class Saver:
         self,
         captured: Capture,
         facts: RankFacts | None,
+        joint: Joint | None,
         targets: Sequence[Target],
         rule: CommitRule,
         step: int | None,
@@ -155,11 +156,15 @@ class Saver:
         """Plan the archive, and what copies, writes and commits it; nothing of that has begun."""
         device = first_device(captured.tensors)
         layout = self._planner.lay_out(captured, step, facts)
+        shared = None if joint is None else joint.shared
+        if shared is not None:
+            shared.lie_in(layout)
         drain = Drain(
             layout,
             self.pool.segment_bytes,
             self._planner.admit(layout, targets),
             get_worker().background.submit,
+            values=shared,
             groups=self._planner.group_digests(layout, step),
             may_drop=rule == "any" and len(targets) > 1,
             trace=self._trace,

@@ -255,7 +255,7 @@ class StepTarget:
         self._reached = Reached.COMMITTED
         self._close_driver()
         if self._agreement is not None:
-            self._agreement.committed(made)
+            self._agreement.committed()
         self._is_committed_as(made, archives, late=late)
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
             self._announce()

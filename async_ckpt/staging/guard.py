@@ -141,3 +141,13 @@ def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+class _Inherited:
+    """Stands for what the checkpointer was given."""
+
+    def __repr__(self) -> str:
+        return "that of the checkpointer"
+
+
+INHERITED: Any = _Inherited()

@@ -25,7 +25,8 @@ from ..errors import UnsupportedStateError
 from ..spec import DTYPES, Json, SliceOf, TensorSpec, with_article
 from .dtypes import dtype_name, is_describable
 from .held import Held, marks_of, tree_of
-from .names import Path, Select, selector, shown
+from .names import Path, Select, dotted, selector, shown
+from .rng import RngState
 from .sharded import Slicer, is_sharded
 from .slices import Slices
 from .tree import Encoder, is_omitted
@@ -58,6 +59,8 @@ class Capture:
     types: Collection[type] = ()
     slices: Sequence[Slices] = ()
     """What this rank holds of each tensor, by its number; empty where a state is of one process."""
+    per_rank: tuple[str, ...] = ()
+    """The names of what is each process's own: random generators."""
 
 
 def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) -> Capture:
@@ -92,6 +95,7 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
         walk.modules,
         encoder.types,
         walk.slices,
+        tuple(walk.per_rank),
     )
 
 
@@ -116,6 +120,7 @@ class _Walk:
         self._state_dicts = StateDicts(state)
         self._slicer = slicer
         self.slices: list[Slices] = []
+        self.per_rank: list[str] = []
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
         self.marks: list[Mark | None] = []
@@ -133,6 +138,8 @@ class _Walk:
             self.held.append(value)
             self._held_marks.update(marks_of(value))
             return tree_of(value)
+        if isinstance(value, RngState):
+            self.per_rank.append(dotted(path))
         if isinstance(value, torch.nn.Module):
             self.modules[path] = weakref.ref(plain_model(value))  # a wrapper may be made for the call alone
         return self._state_dicts.of(value)

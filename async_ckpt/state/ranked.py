@@ -17,8 +17,9 @@ import torch
 from ..spec import DTYPES, MeshFacts, RankFacts, SliceOf, Spread, TensorSpec, by_tensor
 from .capture import Capture
 from .sharded import Slicer
-from .shares import Holding, written
+from .shares import Holding, by_everybody, written
 from .slices import Mesh, Rectangle, Replicas, Slices
+from .values import is_within
 
 # Ranks, by the digest of the structure that they have.
 Classes: TypeAlias = Mapping[str, Sequence[int]]
@@ -42,15 +43,28 @@ class _Source(NamedTuple):
     within: tuple[slice, ...] | None
 
 
+class Divided(NamedTuple):
+    """What one rank writes of a state."""
+
+    captured: Capture
+    ranks: RankFacts
+    """What its index says of it."""
+    small: Mapping[str, int]
+    """The numbers of the specs of small tensors that every rank writes for itself, by their dotted names."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     captured: list[TensorSpec]
     slices: Sequence[Slices]
     classes: Classes
+    per_rank: tuple[str, ...]
     structure: Structure
     specs: list[TensorSpec]
     sources: list[_Source]
     ranks: RankFacts
+    small: Mapping[str, int]
+    copies: Sequence[tuple[str, str, list[int]]]  # of whom, name, captured specs
 
 
 class RankedStates:
@@ -64,47 +78,64 @@ class RankedStates:
         self.slicer = Slicer()
         self._plan: _Plan | None = None
 
-    def structure(self, captured: Capture) -> Structure:
-        plan = self._plan
-        if plan is not None and plan.captured == captured.specs and plan.slices == captured.slices:
-            return plan.structure
-        return _structure(captured)
+    def structure(self, captured: Capture, per_rank: tuple[str, ...] = ()) -> Structure:
+        """`per_rank` are the names of what each rank has for itself: it is no part of this."""
+        plan = self._fitting(captured, per_rank)
+        return _structure(captured, per_rank) if plan is None else plan.structure
 
-    def divided(self, captured: Capture, classes: Classes) -> tuple[Capture, RankFacts]:
-        """The same with the slices that this rank writes, and what its index says of it.
+    def divided(self, captured: Capture, classes: Classes, per_rank: tuple[str, ...] = ()) -> Divided:
+        """What this rank writes of what it has captured.
 
         A rank whose structure is in none of these classes, or has another one there, writes all that it holds.
         """
-        plan = self._plan
-        if (
-            plan is None
-            or plan.classes != classes
-            or plan.captured != captured.specs
-            or plan.slices != captured.slices
-        ):
-            plan = self._plan = self._planned(captured, classes)
+        plan = self._fitting(captured, per_rank)
+        if plan is None or plan.classes != classes:
+            plan = self._plan = self._planned(captured, classes, per_rank)
         tensors = [_narrowed(captured.tensors[i], within) for i, within in plan.sources]
         marks = [captured.marks[i] for i, _ in plan.sources]
         held = frozenset(n for n, (i, _) in enumerate(plan.sources) if i in captured.held_tensors)
         made = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, held_tensors=held)
-        return made, plan.ranks
+        return Divided(made, plan.ranks, plan.small)
 
-    def _planned(self, captured: Capture, classes: Classes) -> _Plan:
-        structure = _structure(captured)
+    def copies(self, captured: Capture) -> list[tuple[str, str, list[torch.Tensor]]]:
+        """The tensors that other ranks have, too, of the state that was divided last: who, their name, and their slices.
+
+        Small ones are not among them: every rank writes those.
+        """
+        assert self._plan is not None
+        return [(who, name, [captured.tensors[i] for i in specs]) for who, name, specs in self._plan.copies]
+
+    def _fitting(self, captured: Capture, per_rank: tuple[str, ...]) -> _Plan | None:
+        """The last plan, if it is of such a state."""
+        plan = self._plan
+        is_same = plan is not None and plan.captured == captured.specs and plan.slices == captured.slices
+        return plan if plan is not None and is_same and plan.per_rank == per_rank else None
+
+    def _planned(self, captured: Capture, classes: Classes, per_rank: tuple[str, ...]) -> _Plan:
+        structure = _structure(captured, per_rank)
         mates = list(classes.get(structure.digest, ()))
         if self.rank not in mates:
             mates = [self.rank]
         names, tensors = _names(captured), by_tensor(captured.specs)
+        own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
         holdings = {
             names[number]: Holding(
                 slices,
                 DTYPES[captured.specs[tensors[number][0]].dtype][0],
-                _sharers(slices, self.rank, mates),
+                Replicas() if number in own else _sharers(slices, self.rank, mates),
             )
             for number, slices in enumerate(captured.slices)
             if captured.specs[tensors[number][0]].alias_of is None
         }
         taken = written(holdings)
+        everybody = by_everybody(holdings)
+        small: dict[str, int] = {}
+        copies = [
+            (_whose(slices), names[number], tensors[number])
+            for number, slices in enumerate(captured.slices)
+            if names[number] in holdings and number not in own and names[number] not in everybody
+            if slices.rectangles and (slices.is_plain or slices.replicas().size > 1)
+        ]
         meshes: dict[Mesh, int] = {}
         specs: list[TensorSpec] = []
         sources: list[_Source] = []
@@ -116,6 +147,8 @@ class RankedStates:
             first[here[0]] = len(specs)
             told = SliceOf(number, slices.global_shape, None, _spread(slices, meshes))
             ours = () if spec.alias_of is not None else taken[names[number]]
+            if names[number] in everybody and number not in own and ours:
+                small[_shown(names[number])] = len(specs)
             for rectangle in ours:
                 i, within = _place(rectangle, slices.rectangles, here)
                 specs.append(
@@ -128,7 +161,18 @@ class RankedStates:
                 sources.append(_Source(here[0], (slice(0, 0),) if captured.tensors[here[0]].dim() else None))
         facts = tuple(MeshFacts(mesh.start, mesh.shape, mesh.stride, mesh.ranks) for mesh in meshes)
         ranks = RankFacts(self.rank, self.world_size, facts)
-        return _Plan(captured.specs, captured.slices, classes, structure, specs, sources, ranks)
+        return _Plan(
+            captured.specs,
+            captured.slices,
+            classes,
+            per_rank,
+            structure,
+            specs,
+            sources,
+            ranks,
+            small,
+            copies,
+        )
 
 
 def _names(captured: Capture) -> list[str]:
@@ -136,10 +180,22 @@ def _names(captured: Capture) -> list[str]:
     return ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in by_tensor(captured.specs)]
 
 
-def _structure(captured: Capture) -> Structure:
+def _shown(name: str) -> str:
+    return name.replace("\x1f", ".")
+
+
+def _whose(slices: Slices) -> str:
+    """Which ranks hold the same of a tensor as this one; all that have it, where it knows of no mesh."""
+    ranks = slices.replicas().ranks
+    return "all" if ranks is None else ",".join(map(str, ranks.all_ranks()))
+
+
+def _structure(captured: Capture, per_rank: tuple[str, ...]) -> Structure:
     tensors = by_tensor(captured.specs)
     lines = []
     for name, here, slices in zip(_names(captured), tensors, captured.slices, strict=True):
+        if is_within(_shown(name), per_rank):
+            continue
         mesh = slices.mesh
         spread: Any = None
         if slices.cuts is None:

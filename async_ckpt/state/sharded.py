@@ -70,6 +70,11 @@ def is_sharded(value: Any) -> bool:
     )
 
 
+def local(tensor: Any) -> Any:
+    """The plain tensor with what this rank holds of a DTensor; any other is itself."""
+    return tensor._local_tensor if _is_a(tensor, "torch.distributed.tensor", "DTensor") else tensor
+
+
 class Slicer:
     """Says what this rank holds of tensors.
 

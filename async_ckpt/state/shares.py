@@ -48,12 +48,12 @@ def written(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rectangle, ...]]
     """
     taken: dict[str, list[Rectangle]] = {name: [] for name in holdings}
     lines: dict[Replicas, list[_Piece]] = {}
-    by_everybody = _by_everybody(holdings)
+    everybody = by_everybody(holdings)
     for name in sorted(holdings):
         slices, item_bytes, replicas = holdings[name]
         if slices.is_copy:
             continue
-        if name in by_everybody or replicas.size == 1:
+        if name in everybody or replicas.size == 1:
             taken[name].extend(slices.rectangles)
         else:
             line = lines.setdefault(replicas, [])
@@ -64,7 +64,8 @@ def written(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rectangle, ...]]
     return {name: tuple(rectangles) for name, rectangles in taken.items()}
 
 
-def _by_everybody(holdings: Mapping[str, Holding]) -> set[str]:
+def by_everybody(holdings: Mapping[str, Holding]) -> set[str]:
+    """The names of the small whole tensors that each rank writes for itself."""
     names, total = set(), 0
     for name in sorted(holdings):
         slices, item_bytes, _ = holdings[name]

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from ..errors import UnsupportedStateError
 from ..spec import Json
 from .dtypes import numpy_dtype
 from .names import Path, printable, shown
+from .per_rank import PerRank
 from .plain import (
     SCALARS,
     NotPlainError,
@@ -209,6 +210,20 @@ class SavedRecord:
     fields: dict[str, Any]
 
 
+class Apart(NamedTuple):
+    """A node for each rank, where ranks have values of their own: in merged skeletons, never in a file."""
+
+    nodes: Mapping[int, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedApart:
+    """What each rank has saved of its own: rank -> value. `path` is for people."""
+
+    values: dict[int, Any]
+    path: Path
+
+
 def decode(
     node: Json, *, types: Iterable[type] = (), keep: Callable[[Path], bool] | None = None
 ) -> tuple[Any, list[Stored]]:
@@ -261,7 +276,7 @@ def top_keys(node: Json) -> list[Any] | None:
     if kind not in ("dict", "ordered"):
         return None
     try:
-        return [_key(raw) for raw, _ in node[kind]]
+        return [key_of(raw) for raw, _ in node[kind]]
     except Exception as error:
         raise _malformed(error) from error
 
@@ -271,26 +286,35 @@ def _malformed(error: Exception) -> ValueError:
     return ValueError(printable(f"{type(error).__name__}: {error!s:.200}"))
 
 
-def replaced(value: Any, give: Callable[[Stored], Any]) -> Any:
-    """A copy of a decoded structure with every `Stored` replaced by what `give` has for it."""
+def replaced(
+    value: Any, give: Callable[[Stored], Any], of_ranks: Callable[[SavedApart], Any] | None = None
+) -> Any:
+    """A copy of a decoded structure with every `Stored` replaced by what `give` has for it.
+
+    What ranks have of their own becomes a `PerRank`, or what `of_ranks` has for it.
+    """
     if isinstance(value, Stored):
         return give(value)
+    if isinstance(value, SavedApart):
+        if of_ranks is not None:
+            return of_ranks(value)
+        return PerRank({rank: replaced(item, give) for rank, item in value.values.items()})
     if isinstance(value, SavedRecord):
-        return make_record(value.cls, replaced(value.fields, give))
+        return make_record(value.cls, replaced(value.fields, give, of_ranks))
     if isinstance(value, dict):
-        made = type(value)((key, replaced(item, give)) for key, item in value.items())
+        made = type(value)((key, replaced(item, give, of_ranks)) for key, item in value.items())
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             # Its dicts, too: load_state_dict(assign=True) writes to them.
-            made._metadata = replaced(value._metadata, give)  # type: ignore[attr-defined]
+            made._metadata = replaced(value._metadata, give, of_ranks)  # type: ignore[attr-defined]
         return made
     if type(value) is list:
-        return [replaced(item, give) for item in value]
+        return [replaced(item, give, of_ranks) for item in value]
     if type(value) is set:
         return set(value)
     if type(value) is deque:
-        return deque((replaced(item, give) for item in value), value.maxlen)
+        return deque((replaced(item, give, of_ranks) for item in value), value.maxlen)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        items = [replaced(item, give) for item in value]
+        items = [replaced(item, give, of_ranks) for item in value]
         return value._make(items) if hasattr(value, "_make") else tuple(items)
     return value
 
@@ -302,6 +326,8 @@ class _Decoder:
 
     def decode(self, node: Json, path: Path = ()) -> Any:
         if not isinstance(node, dict):
+            if isinstance(node, Apart):
+                return self._apart(node, path)
             if isinstance(node, list):
                 raise ValueError("a bare list in the skeleton")
             return self._leaf(lambda: node, path)
@@ -328,6 +354,11 @@ class _Decoder:
             where = path if kind == "object" else ()
             return self._leaf(lambda: self._store(kind, number, *how, path=where), path)
         return self._leaf(lambda: plain_value(kind, value), path)
+
+    def _apart(self, apart: Apart, path: Path) -> Any:
+        values = {rank: self.decode(node, path) for rank, node in apart.nodes.items()}
+        kept = {rank: value for rank, value in values.items() if value is not _OMITTED}
+        return SavedApart(kept, path) if kept else _OMITTED
 
     def _namedtuple(self, value: Json, path: Path) -> Any:
         name, fields, nodes = value
@@ -376,7 +407,7 @@ class _Decoder:
 
     def _dict(self, items: Json, path: Path, into: Any) -> Any:
         for raw_key, node in items:
-            key = _key(raw_key)
+            key = key_of(raw_key)
             value = self.decode(node, (*path, key))
             if value is not _OMITTED:
                 into[key] = value
@@ -420,7 +451,8 @@ def _has_text(key: Any) -> bool:
     return True
 
 
-def _key(node: Json) -> Any:
+def key_of(node: Json) -> Any:
+    """The key of a dict that a node stands for."""
     return node if isinstance(node, str) else hashable_value(node)
 
 

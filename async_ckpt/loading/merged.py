@@ -1,0 +1,238 @@
+"""What several ranks have saved of one state, each in an archive of its own, as one file.
+
+In: the opened archives of one step. Out: one tree of names, and where the bytes of each tensor lie.
+Knows nothing of: runs, live objects, how bytes are read.
+
+An archive has its rank's own skeleton, and those slices of tensors that the rank has written. Whatever the indices say,
+nothing is allocated for a tensor before each of its elements was found in one of the archives.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from ..errors import CorruptCheckpointError
+from ..format import digests
+from ..format.index import Index, IndexedTensor, Member
+from ..spec import Extent
+from ..state.cover import Box
+from ..state.merge import Choice, MergedSkeleton, UnknownChoiceError, merge
+from ..state.names import Path, printable, shown
+from ..state.slices import Cut, Mesh, Slices
+from ..state.tree import Stored
+from .contents import Contents, Groups, Source, sources_in
+from .foreign import Zeros
+
+# More of them are not named one by one, and not looked for among more.
+_MANY: Final = 8
+_MAX_SEARCHED: Final = 1 << 16
+
+
+class Merged(Contents):
+    """The archives of all ranks of a step, as one file. They are opened and closed by whoever hands them over.
+
+    Args:
+        archives: in any order; all of the same step.
+        path: what they are together, for people: the folder of the step.
+        ranks: the rank that restores, and how many restore together; None for a load by one process. A rank of as many
+            as have saved gets its own values, where ranks have their own. All others get a `PerRank` of these.
+        per_rank: the dotted names of what each rank has its own of. What else differs is found.
+        from_ranks: whose values to take instead, by dotted name.
+        groups: the only top-level entries that count; None for all.
+
+    Raises CorruptCheckpointError for archives that contradict each other, and KeyError where `from_ranks` names a rank that
+    has no such value.
+    """
+
+    def __init__(
+        self,
+        archives: Sequence[Contents],
+        *,
+        path: str,
+        ranks: tuple[int, int] | None = None,
+        per_rank: Collection[str] = (),
+        from_ranks: Mapping[str, int] | None = None,
+        groups: Groups = None,
+    ) -> None:
+        super().__init__(Zeros(0), path=path)
+        self._archives = self._by_rank(archives)
+        rank, world_size = ranks or (None, None)
+        choice = Choice(rank if world_size == self.world_size else None, dict(from_ranks or {}))
+        self._merged = self._merge(per_rank, choice, groups)
+        self.chosen, self.apart = self._merged.chosen, self._merged.apart
+        # Tensors that one rank has for itself, though it shares them with others.
+        self._parts = {
+            n for n, ranks in enumerate(self._merged.tensors) if len(ranks) == 1 and self._is_shared(ranks)
+        }
+        self.index = self._index()
+        self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
+
+    def _by_rank(self, archives: Sequence[Contents]) -> dict[int, Contents]:
+        found: dict[int, Contents] = {}
+        sizes = set()
+        for archive in archives:
+            ranks = archive.index.ranks
+            if ranks is None:
+                raise archive.corrupt("a manifest says that it is one rank's of several, but it is not")
+            if ranks.rank in found:
+                raise archive.corrupt(f"it is rank {ranks.rank}'s, and so is {found[ranks.rank].path}")
+            found[ranks.rank] = archive
+            sizes.add(ranks.world_size)
+        if len(sizes) != 1:
+            raise self.corrupt(f"its archives were saved by worlds of {sorted(sizes)} ranks")
+        (self.world_size,) = sizes
+        return dict(sorted(found.items()))
+
+    def _merge(self, per_rank: Collection[str], choice: Choice, groups: Groups) -> MergedSkeleton:
+        try:
+            return merge(
+                {rank: archive.index.skeleton for rank, archive in self._archives.items()},
+                {rank: len(archive.index.tensors) for rank, archive in self._archives.items()},
+                per_rank=per_rank,
+                choice=choice,
+                groups=groups,
+            )
+        except UnknownChoiceError:
+            raise
+        except Exception as error:  # the texts may be anybody's
+            why = printable(f"{type(error).__name__}: {error!s:.200}")
+            raise self.corrupt(f"the skeletons of its archives cannot be read as one ({why})") from error
+
+    def _index(self) -> Index:
+        """What all archives say together."""
+        numbers = {
+            (rank, there): n for n, one in enumerate(self._merged.tensors) for rank, there in one.items()
+        }
+        apart: dict[frozenset[tuple[int, int]], int] = {}
+        tensors: list[IndexedTensor] = []
+        while len(tensors) < len(self._merged.tensors):  # which may grow by what others are tied to
+            tensors.append(self._tensor(len(tensors), numbers, apart))
+        first = next(iter(self._archives.values())).index
+        nowhere = Member(digests.MEMBER, Extent(0, 0))
+        return Index(first.step, (), tuple(tensors), (), self._merged.skeleton, nowhere, 0)
+
+    def _tensor(
+        self,
+        n: int,
+        numbers: Mapping[tuple[int, int], int],
+        apart: dict[frozenset[tuple[int, int]], int],
+    ) -> IndexedTensor:
+        told = {rank: self._archives[rank].index.tensors[i] for rank, i in self._merged.tensors[n].items()}
+        first_rank, first = next(iter(told.items()))
+        for rank, other in told.items():
+            if (other.dtype, other.shape) != (first.dtype, first.shape):
+                raise self.corrupt(
+                    f"{shown(first.path)} is {first.dtype}{list(first.shape)} on rank {first_rank} and "
+                    f"{other.dtype}{list(other.shape)} on rank {rank}"
+                )
+        # A rank that has nothing of a tensor does not know what it is tied to.
+        ties = {rank: one.alias_of for rank, one in told.items() if one.alias_of is not None or one.slices}
+        alias = None
+        if any(i is not None for i in ties.values()):
+            to = {(rank, i) for rank, i in ties.items() if i is not None}
+            if len(to) < len(ties):
+                raise self.corrupt(f"{shown(first.path)} is tied to another tensor on some ranks alone")
+            known = {numbers.get(one) for one in to}
+            alias = known.pop()
+            if known or alias is None:  # it is tied to what ranks have for themselves
+                alias = apart.setdefault(frozenset(to), len(self._merged.tensors))
+                if alias == len(self._merged.tensors):
+                    self._merged.tensors.append(dict(to))
+        return IndexedTensor(first.path, first.dtype, first.shape, (), alias)
+
+    def _is_shared(self, ranks: Mapping[int, int]) -> bool:
+        return any(self._archives[rank].index.tensors[n].spread for rank, n in ranks.items())
+
+    # --- as a file --------------------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> Sequence[Contents]:
+        return list(self._archives.values())
+
+    def map(self) -> NoReturn:
+        raise ValueError(
+            f"mmap=True maps one file, but several ranks have saved {self.path}, each in a file of its own; leave mmap out"
+        )
+
+    def is_of_some(self, path: Path) -> bool:
+        return path in self._merged.of_some
+
+    def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:
+        """Where a tensor is to be read from, each element once: of several copies the lowest rank's.
+
+        Raises CorruptCheckpointError if some element of it is in none of the archives, and ValueError if one rank has a part
+        of it for itself, and more is wanted.
+        """
+        told = self.index.tensors[number]
+        if number not in self._sources:
+            pieces = [
+                (self._archives[rank], piece)
+                for rank, there in self._merged.tensors[number].items()
+                for piece in self._archives[rank].index.tensors[there].slices
+            ]
+            self._sources[number] = sources_in(pieces, told.shape)
+        found, missing = self._sources[number]
+        if missing and number in self._parts:
+            if any(box.common(within or Box.whole(told.shape)) for box in missing):
+                (rank,) = self._merged.tensors[number]
+                raise ValueError(
+                    f"{self.path}: {shown(told.path)} is of each rank, and rank {rank} has only a part of it; restore it on as "
+                    "many ranks as have saved it, or leave it out with select="
+                )
+        elif missing:
+            raise self._lacks(number, missing)
+        return found
+
+    def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:
+        """The pickled leaves of all ranks; none are opened unless one of them is asked for."""
+        wanted = {leaf.number: leaf for leaf in stored if leaf.kind == "object"}
+        found: list[Any] = [None] * (max(wanted, default=-1) + 1)
+        by_rank: dict[int, list[tuple[int, Stored]]] = {}
+        for number, leaf in wanted.items():
+            objects = self._merged.objects
+            rank, there = (next(iter(self._archives)), number) if objects is None else objects[number]
+            by_rank.setdefault(rank, []).append((number, Stored("object", there, path=leaf.path)))
+        for rank, leaves in by_rank.items():
+            loaded = self._archives[rank].objects([leaf for _, leaf in leaves], trust=trust)
+            for number, leaf in leaves:
+                found[number] = loaded[leaf.number]
+        return found
+
+    def _lacks(self, number: int, missing: list[Box]) -> CorruptCheckpointError:
+        told = self.index.tensors[number]
+        boxes = ", ".join(map(str, missing[:_MANY])) + (", …" if len(missing) > _MANY else "")
+        num_missing = sum(box.num_elements for box in missing)
+        owners = sorted(self._owners(number, missing))
+        who = ", ".join(f"rank {rank}" for rank in owners[:_MANY]) + (", …" if len(owners) > _MANY else "")
+        error = self.corrupt(
+            f"{shown(told.path)}: {boxes} of shape {list(told.shape)} is in none of its archives, {num_missing:,} elements"
+            + (f", which {who} should have" if owners else "")
+        )
+        error.tensors = (shown(told.path),)
+        return error
+
+    def _owners(self, number: int, missing: list[Box]) -> set[int]:
+        """The ranks that hold something of it, as far as the archives say so."""
+        found: set[int] = set()
+        for rank, there in self._merged.tensors[number].items():
+            index = self._archives[rank].index
+            told = index.tensors[there]
+            if told.spread is None or index.ranks is None:
+                continue
+            if told.spread.cuts is None:
+                if any(Box(*held).common(box) for held in told.spread.held for box in missing):
+                    found.add(rank)
+                continue
+            mesh = Mesh(*index.ranks.meshes[told.spread.mesh])
+            cuts = tuple(Cut(*cut) for cut in told.spread.cuts)
+            if mesh.size * sum(cut.runs for cut in cuts) > _MAX_SEARCHED:
+                continue
+            for coordinate in itertools.product(*map(range, mesh.shape)):
+                there_held = Slices.at(coordinate, global_shape=told.shape, cuts=cuts, mesh=mesh).rectangles
+                boxes = [Box(one.global_offsets, one.sizes) for one in there_held]
+                if any(held.common(box) for held in boxes for box in missing):
+                    found.add(mesh.rank_at(coordinate))
+            break  # all say the same
+        return found

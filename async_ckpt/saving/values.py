@@ -1,0 +1,164 @@
+"""What several ranks should have alike besides their large tensors: plain values and small tensors; and where they do not.
+
+In: the skeleton of one rank, and its archive's blocks as they are digested; archives of others on storage. Out: one digest,
+and the names of what differs. Knows nothing of: receipts, who is asked.
+
+Every rank has its small tensors in its own archive, so what turns out to differ (timers, running statistics) is there for
+each of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from ..errors import CheckpointError
+from ..format import digests, index, tar
+from ..format.layout import Layout
+from ..spec import BLOCK_BYTES, MIB, Extent, TensorSpec
+from ..state.names import dotted
+from ..state.values import is_within, leaves
+from ..storage.base import Reader, Storage
+
+_GAP_BYTES: Final = MIB  # between small tensors that are read at once
+
+
+class SharedValues:
+    """Those of one save of this rank. `note` is called from any thread, once for each block of the archive."""
+
+    def __init__(
+        self,
+        skeleton: str,
+        objects: bytes | None,
+        small: Mapping[str, int],
+        specs: Sequence[TensorSpec],
+        per_rank: Collection[str],
+    ) -> None:
+        """`small` are the numbers of the specs of small tensors, by their names; what is `per_rank` does not count."""
+        self._skeleton, self._objects, self._per_rank = skeleton, objects, tuple(sorted(per_rank))
+        self._small = {
+            name: number for name, number in sorted(small.items()) if not is_within(name, per_rank)
+        }
+        self._specs = specs
+        self._extents: list[Extent] = []
+        self._data: list[bytearray] = []
+        self._in_block: dict[int, list[int]] = {}
+
+    def lie_in(self, layout: Layout) -> None:
+        """Where the small tensors lie in the file."""
+        begins = layout.plan.begins
+        for number in self._small.values():
+            begin = begins[number]
+            self._extents.append(
+                Extent(0 if begin is None else layout.base + begin, self._specs[number].num_bytes)
+            )
+        self._data = [bytearray(extent.length) for extent in self._extents]
+        for at, extent in enumerate(self._extents):
+            for block in range(extent.offset // BLOCK_BYTES, -(-extent.end // BLOCK_BYTES)):
+                self._in_block.setdefault(block, []).append(at)
+
+    def note(self, number: int, block: memoryview) -> None:
+        """This is block `number` of the file."""
+        offset = number * BLOCK_BYTES
+        for at in self._in_block.get(number, ()):
+            extent = self._extents[at]
+            begin, end = max(extent.offset, offset), min(extent.end, offset + len(block))
+            self._data[at][begin - extent.offset : end - extent.offset] = block[begin - offset : end - offset]
+
+    def digest(self) -> str:
+        """Of all of it, when every block was noted. Takes time for each value; not on the caller's thread."""
+        told = {
+            name: text
+            for name, text in leaves(json.loads(self._skeleton)).items()
+            if not is_within(name, self._per_rank)
+        }
+        parts: list[bytes | bytearray] = [
+            json.dumps([self._per_rank, sorted(told.items())]).encode(),
+            self._objects or b"",
+        ]
+        for name, data in zip(self._small, self._data, strict=True):
+            parts += [name.encode(), data]
+        return digests.block_digest(b"\0".join(parts)).hex()[:16]
+
+
+class _Archived:
+    """The values of one rank's archive."""
+
+    def __init__(self, reader: Reader, path: str) -> None:
+        self._reader = reader
+        head = self._read(Extent(0, min(BLOCK_BYTES, reader.num_bytes)))
+        end = tar.BLOCK + tar.parse_header(head[: tar.BLOCK])[1]
+        if end > len(head):
+            head += self._read(Extent(len(head), end - len(head)))
+        self.index = index.parse(head[tar.BLOCK : end], path=path)
+        self.leaves = leaves(self.index.skeleton)
+        self.small = {
+            dotted(told.path): (told.dtype, told.shape, told.slices[0].extent)
+            for told in self.index.tensors
+            if told.spread is None and told.alias_of is None
+            if len(told.slices) == 1 and told.slices[0].sizes == told.shape
+        }
+        objects = self.index.member(index.OBJECTS)
+        self.objects = b"" if objects is None else self._read(objects.data)
+
+    def bytes_of(self, extents: Collection[Extent]) -> dict[Extent, bytes]:
+        """Small extents, neighbours read at once."""
+        found: dict[Extent, bytes] = {}
+        spans: list[list[Extent]] = []
+        for extent in sorted(extents, key=lambda extent: extent.offset):
+            if spans and extent.offset - spans[-1][-1].end < _GAP_BYTES:
+                spans[-1].append(extent)
+            else:
+                spans.append([extent])
+        for span in spans:
+            begin = span[0].offset
+            data = self._read(Extent(begin, max(extent.end for extent in span) - begin))
+            found |= {extent: data[extent.offset - begin :][: extent.length] for extent in span}
+        return found
+
+    def _read(self, extent: Extent) -> bytes:
+        data = bytearray(extent.length)
+        self._reader.read_into(extent.offset, memoryview(data))
+        return bytes(data)
+
+
+def differing(
+    storage: Storage, paths: Sequence[str], small_bytes: int, per_rank: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """The names of values and small tensors that are not the same in all of these archives that have them; and those that
+    only some of them have.
+
+    Tensors of up to `small_bytes` are compared; what is known to be `per_rank` is not.
+    """
+    first: dict[str, str] = {}
+    tensors: dict[str, bytes] = {}
+    counts: dict[str, int] = {}
+    objects: set[bytes] = set()
+    different: set[str] = set()
+    for path in paths:
+        with storage.open(path) as reader:
+            try:
+                archive = _Archived(reader, storage.locate(path))
+                objects.add(archive.objects)
+                chosen = {
+                    name: extent
+                    for name, (_, _, extent) in archive.small.items()
+                    if extent.length <= small_bytes and not is_within(name, per_rank)
+                }
+                data = archive.bytes_of(set(chosen.values()))
+            except (ValueError, EOFError) as error:
+                raise CheckpointError(f"{storage.locate(path)} cannot be compared: {error}") from error
+        for name, text in archive.leaves.items():
+            counts[name] = counts.get(name, 0) + 1
+            if first.setdefault(name, text) != text:
+                different.add(name)
+        for name, extent in chosen.items():
+            if tensors.setdefault(name, data[extent]) != data[extent]:
+                different.add(name)
+    if len(objects) > 1:
+        different |= {name for name, text in first.items() if text == '["object"]'}
+    alone = sorted(
+        name for name, count in counts.items() if count < len(paths) and not is_within(name, per_rank)
+    )
+    return sorted(name for name in different if not is_within(name, per_rank)), alone

@@ -1,0 +1,247 @@
+"""One skeleton out of those that several ranks have saved of one state.
+
+In: a skeleton for each rank. Out: a skeleton in which each tensor stands once, and whose number it is on each rank.
+Knows nothing of: files, tensors.
+
+Dicts are merged key by key: the stages of a pipeline have others. What is alike on all ranks that have it is one value,
+and a tensor is one tensor. Where values differ, or are said to be of each rank, they stay apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from ..spec import Json
+from .names import Path, dotted, shown
+from .tree import Apart, key_of
+
+# Ranks whose nodes are alike, and the node.
+_Variant: TypeAlias = tuple[tuple[int, ...], Json]
+_KEYED: Final = frozenset({"dict", "ordered", "dataclass"})
+_IN_ORDER: Final = frozenset({"list", "tuple", "deque", "namedtuple"})
+_NUMBERED: Final = frozenset({"tensor", "ndarray", "bytes"})
+
+
+class MergedSkeleton(NamedTuple):
+    """Numbers of tensors and objects in `skeleton` count these lists."""
+
+    skeleton: Json
+    tensors: list[Mapping[int, int]]
+    """The number that each tensor has on each rank that has saved it."""
+    objects: list[tuple[int, int]] | None
+    """A rank, and the number of the object there; None where all ranks have the same numbers."""
+    of_some: Collection[Path] = ()
+    """What only some of the ranks have in their dicts."""
+    chosen: Collection[str] = ()
+    """The names that were chosen, as far as there are such."""
+    apart: Collection[Path] = ()
+    """What ranks have their own values of."""
+
+
+class UnknownChoiceError(KeyError):
+    """The caller has chosen a value that there is not."""
+
+
+class Choice(NamedTuple):
+    """Whose values count where ranks have their own: those of `rank`, but for names of which `from_ranks` says another."""
+
+    rank: int | None = None
+    from_ranks: Mapping[str, int] = MappingProxyType({})
+
+    def of(self, path: Path, ranks: Collection[int]) -> int | None:
+        """The rank whose value counts; None if all do. Raises UnknownChoiceError for one that has none."""
+        name = dotted(path)
+        for told, rank in self.from_ranks.items():
+            if name == told or name.startswith(f"{told}."):
+                if rank not in ranks:
+                    raise UnknownChoiceError(
+                        f"of from_ranks={dict(self.from_ranks)!r}: rank {rank} has saved no {shown(path)}; {_ranks(ranks)} have"
+                    )
+                return rank
+        return self.rank if self.rank in ranks else None
+
+
+_NO_CHOICE: Final = Choice()
+
+
+def merge(
+    skeletons: Mapping[int, Json],
+    num_tensors: Mapping[int, int],
+    *,
+    per_rank: Collection[str] = (),
+    choice: Choice = _NO_CHOICE,
+    groups: Collection[str] | None = None,
+) -> MergedSkeleton:
+    """Merge skeletons, given by rank, with how many tensors there are for each. `per_rank` are dotted names.
+
+    With `groups`, only these top-level entries. Raises UnknownChoiceError for the choice of a rank that has no such value,
+    ValueError where the skeletons contradict themselves, and any error for one that is malformed.
+    """
+    walk = _Walk(num_tensors, frozenset(per_rank), choice, groups)
+    variants = _grouped(skeletons.items())
+    if len(variants) == 1 and not per_rank and not choice.from_ranks:
+        return walk.as_it_is(*variants[0])
+    node = walk.merge(variants, ())
+    return MergedSkeleton(node, walk.tensors, walk.objects, walk.of_some, walk.names, walk.apart)
+
+
+class _Walk:
+    def __init__(
+        self,
+        num_tensors: Mapping[int, int],
+        per_rank: frozenset[str],
+        choice: Choice,
+        groups: Collection[str] | None = None,
+    ) -> None:
+        self.tensors: list[Mapping[int, int]] = []
+        self.objects: list[tuple[int, int]] = []
+        self.of_some: set[Path] = set()
+        self.apart: list[Path] = []
+        self.names: set[str] = set()  # of those that are chosen, and that there are
+        self._num_tensors = num_tensors
+        self._per_rank, self._choice, self._groups = per_rank, choice, groups
+        self._looks_for_names = bool(per_rank or choice.from_ranks)
+        self._number: dict[tuple[int, int], int] = {}  # of a tensor, by rank and its number there
+
+    def as_it_is(self, ranks: tuple[int, ...], skeleton: Json) -> MergedSkeleton:
+        """The skeleton that all ranks have."""
+        num_tensors = min(self._num_tensors[rank] for rank in ranks)
+        tensors: list[Mapping[int, int]] = [dict.fromkeys(ranks, n) for n in range(num_tensors)]
+        return MergedSkeleton(skeleton, tensors, None)
+
+    def merge(self, variants: Sequence[_Variant], path: Path) -> Json:
+        if self._looks_for_names and path:
+            name = dotted(path)
+            self.names |= {name} & self._choice.from_ranks.keys()
+            if name in self._per_rank:
+                return self._kept_apart(variants, path)
+        kinds = {_kind(node) for _, node in variants}
+        if len(kinds) > 1:
+            return self._kept_apart(variants, path)
+        (kind,) = kinds
+        if kind in _KEYED or kind in _IN_ORDER:
+            return self._container(kind, variants, path)
+        if kind in _NUMBERED or kind == "object":
+            return self._leaf(kind, variants, path)
+        return variants[0][1] if len(variants) == 1 else self._kept_apart(variants, path)
+
+    def _container(self, kind: str, variants: Sequence[_Variant], path: Path) -> Json:
+        split = [(ranks, *_split(kind, node[kind])) for ranks, node in variants]
+        texts = {json.dumps(rest) for _, rest, _ in split}
+        if len(texts) > 1 or (kind in _IN_ORDER and len({len(inside) for _, _, inside in split}) > 1):
+            return self._kept_apart(variants, path)
+        rest = split[0][1]
+        if kind in _IN_ORDER:
+            nodes = [
+                self.merge(_grouped((ranks, inside[i]) for ranks, _, inside in split), (*path, i))
+                for i in range(len(split[0][2]))
+            ]
+            return {kind: [*rest, nodes] if kind == "namedtuple" else [nodes, *rest] if rest else nodes}
+        items = self._items([(ranks, inside) for ranks, _, inside in split], path)
+        if kind == "dataclass":
+            return {kind: [*rest, items]}
+        metadata = [(ranks, node["metadata"]) for ranks, node in variants if "metadata" in node]
+        # Of modules that only some ranks have; version numbers, where they are of all.
+        more = {"metadata": self._metadata(metadata)} if metadata else {}
+        return {kind: items, **more}
+
+    def _items(self, variants: Sequence[tuple[tuple[int, ...], Json]], path: Path) -> list[Json]:
+        entries: dict[tuple[bool, str], tuple[Json, list[_Variant]]] = {}
+        for ranks, items in variants:
+            for raw, node in items:
+                if self._groups is not None and not path and raw not in self._groups:
+                    continue
+                key = (True, raw) if isinstance(raw, str) else (False, json.dumps(raw))
+                entries.setdefault(key, (raw, []))[1].append((ranks, node))
+        num_ranks = sum(len(ranks) for ranks, _ in variants)
+        found = []
+        for raw, inside in entries.values():
+            inner = (*path, key_of(raw))
+            if sum(len(ranks) for ranks, _ in inside) < num_ranks:
+                self.of_some.add(inner)
+            found.append([raw, self.merge(_grouped(inside), inner)])
+        return found
+
+    def _metadata(self, variants: Sequence[_Variant]) -> Json:
+        items: dict[str, Json] = {}
+        for _, node in variants:
+            for raw, value in node["dict"]:
+                items.setdefault(json.dumps(raw), [raw, value])
+        return {"dict": list(items.values())}
+
+    def _leaf(self, kind: str, variants: Sequence[_Variant], path: Path) -> Json:
+        told = [(ranks, *(node[kind] if kind == "ndarray" else [node[kind]])) for ranks, node in variants]
+        if len({json.dumps(how) for _, _, *how in told}) > 1:
+            return self._kept_apart(variants, path)
+        _, first, *how = told[0]
+        if kind == "object":
+            self.objects.append((told[0][0][0], first))
+            return {kind: len(self.objects) - 1}
+        number = self.number_of({rank: number for ranks, number, *_ in told for rank in ranks})
+        return {kind: [number, *how] if kind == "ndarray" else number}
+
+    def number_of(self, numbers: Mapping[int, int]) -> int:
+        """The number of the tensor that has these on these ranks. Raises ValueError if it is part of another one."""
+        for rank, number in numbers.items():
+            if type(number) is not int or not 0 <= number < self._num_tensors[rank]:
+                raise ValueError(f"{number!r:.50} numbers no tensor of rank {rank}")
+        known = {self._number.get(one) for one in numbers.items()}
+        if known == {None}:
+            self.tensors.append(numbers)
+            self._number.update(dict.fromkeys(numbers.items(), len(self.tensors) - 1))
+            return len(self.tensors) - 1
+        found = known.pop()
+        if known or found is None or self.tensors[found] != numbers:
+            raise ValueError("a tensor is at two places of the state on some ranks, and not on others")
+        return found
+
+    def _kept_apart(self, variants: Sequence[_Variant], path: Path) -> Json:
+        by_rank = {rank: node for ranks, node in variants for rank in ranks}
+        self.apart.append(path)
+        chosen = self._choice.of(path, by_rank)
+        if chosen is not None:
+            return self._own(chosen, by_rank[chosen], path)
+        return Apart({rank: self._own(rank, by_rank[rank], path) for rank in sorted(by_rank)})
+
+    def _own(self, rank: int, node: Json, path: Path) -> Json:
+        """What one rank has, with the numbers that its tensors have here."""
+        walk = _Walk(self._num_tensors, frozenset(), _NO_CHOICE)
+        walk.tensors, walk.objects, walk._number = self.tensors, self.objects, self._number
+        return walk.merge([((rank,), node)], path)
+
+
+def _kind(node: Json) -> Any:
+    return next(iter(node), None) if isinstance(node, dict) else None
+
+
+def _split(kind: str, value: Json) -> tuple[list[Json], list[Json]]:
+    """What a container of this kind says of itself, and what is in it."""
+    if kind == "deque":
+        nodes, maxlen = value
+        return [maxlen], nodes
+    if kind == "dataclass":
+        name, items = value
+        return [name], items
+    if kind == "namedtuple":
+        name, fields, nodes = value
+        return [name, fields], nodes
+    return [], value
+
+
+def _grouped(nodes: Iterable[tuple[Any, Json]]) -> list[_Variant]:
+    """Those that are alike together. By their text: 1, 1.0 and True are equal."""
+    listed = [((ranks,) if isinstance(ranks, int) else ranks, node) for ranks, node in nodes]
+    if len(listed) == 1:
+        return listed
+    found: dict[str, tuple[tuple[int, ...], Json]] = {}
+    for ranks, node in listed:
+        text = json.dumps(node)
+        found[text] = (found[text][0] + ranks if text in found else ranks, node)
+    return list(found.values())
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

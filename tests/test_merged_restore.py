@@ -1,0 +1,366 @@
+"""What several ranks have saved, restored in place: each rank reads what it holds, in the layout that is live now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_ranks import standing_at
+from matrix_slices import numbered
+from rank_archives import Build, opened, restore_at, write_all
+from states import difference
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from async_ckpt import StateMismatchError
+from async_ckpt.loading.contents import Part
+from async_ckpt.loading.restore import restore_state
+from async_ckpt.spec import MIB
+from async_ckpt.state.sharded import local
+from async_ckpt.storage.local import LocalReader
+
+SHAPES = {"a": (13, 6), "b": (7,), "c": (6, 10, 4), "d": (2, 40)}
+
+
+def cut(mesh_shape: tuple[int, ...], *placements: Any) -> Callable[[int], dict[str, Any]]:
+    """Numbered tensors as `distribute_tensor` cuts them."""
+
+    def build(_: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=tuple("xyz"[: len(mesh_shape)]))
+        return {
+            name: distribute_tensor(
+                numbered(shape), mesh, [p if getattr(p, "dim", 0) < len(shape) else Replicate() for p in placements],
+                src_data_rank=None,
+            )
+            for name, shape in SHAPES.items()
+        }  # fmt: skip
+
+    return build
+
+
+def plain(_: int) -> dict[str, Any]:
+    return {name: numbered(shape) for name, shape in SHAPES.items()}
+
+
+def fully_sharded(world: int) -> Callable[[int], dict[str, Any]]:
+    def build(_: int) -> dict[str, Any]:
+        module = nn.Module()
+        for name, shape in SHAPES.items():
+            module.register_parameter(name, nn.Parameter(numbered(shape)))
+        fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
+        return dict(module.named_parameters())
+
+    return build
+
+
+def strided(_: int) -> dict[str, Any]:
+    """fully_shard over tensor parallelism, on 6 ranks."""
+    made = {}
+    for name, shape in SHAPES.items():
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+        module = nn.Module()
+        full = distribute_tensor(numbered(shape), mesh["tp"], [Shard(0)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(full))
+        fully_shard(module, mesh=mesh["dp"])
+        made |= dict(module.named_parameters())
+    return made
+
+
+LAYOUTS: dict[str, tuple[int, Build]] = {
+    "DDP": (2, plain),
+    "FSDP2 on 2": (2, fully_sharded(2)),
+    "FSDP2 on 3": (3, fully_sharded(3)),
+    "FSDP2 on 9": (9, fully_sharded(9)),
+    "TP": (2, cut((2,), Shard(1))),
+    "TP twice": (6, cut((2, 3), Shard(1), Shard(2))),
+    "HSDP": (4, cut((2, 2), Replicate(), Shard(0))),
+    "FSDP2 over TP": (6, strided),
+}
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+def test_each_rank_gets_its_own_of_what_any_layout_has_saved(before: str, after: str, tmp_path: Path):
+    """The oracle is torch's own cutting: what it made is emptied, filled, and compared with what it was."""
+    world, build = LAYOUTS[before]
+    paths = write_all(tmp_path, world, build)
+
+    world, build = LAYOUTS[after]
+    for rank in range(world):
+        with standing_at(rank, world), torch.no_grad():
+            live, expected = build(rank), build(rank)
+            for tensor in live.values():
+                local(tensor).fill_(-1)
+
+            restore_at(rank, world, paths, live)
+
+            for name, tensor in live.items():
+                assert torch.equal(local(tensor), local(expected[name])), (rank, name)
+
+
+# --- models and optimizers ----------------------------------------------------------------------------------------------
+
+
+def trained(world: int | None, *, seed: int = 0) -> dict[str, Any]:
+    """A model and an optimizer that has moments, sharded or not; of equal values for each seed, wherever it is made."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(10, 13), nn.BatchNorm1d(13), nn.Linear(13, 3))
+    if world is not None:
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        state["step"] = torch.tensor(float(seed))
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter)
+            values = numbered(tuple(parameter.shape)) + len(name) + seed
+            local(state[name]).copy_(local(values if world is None else distributed_like(parameter, values)))
+    return {"model": model, "optimizer": optimizer}
+
+
+def distributed_like(tensor: Any, full: torch.Tensor) -> DTensor:
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def held(state: dict[str, Any]) -> dict[str, Any]:
+    """All that a rank has of a model and its optimizer, as plain values."""
+    optimizer = state["optimizer"].state_dict()
+    return {
+        "model": {name: local(tensor).clone() for name, tensor in state["model"].state_dict().items()},
+        "moments": [
+            {name: local(value).clone() for name, value in moments.items()}
+            for moments in optimizer["state"].values()
+        ],
+        "groups": optimizer["param_groups"],
+    }
+
+
+def no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch would send to other ranks fails."""
+    for name in (
+        "all_gather_into_tensor",
+        "all_gather",
+        "all_reduce",
+        "broadcast",
+        "scatter",
+        "all_to_all",
+        "reduce_scatter_tensor",
+    ):
+        monkeypatch.setattr(torch.distributed, name, None)
+    for name in ("all_gather_tensor", "all_reduce", "broadcast", "all_to_all_single"):
+        monkeypatch.setattr(torch.distributed._functional_collectives, name, None)
+
+
+@pytest.mark.parametrize("has_moments", [True, False], ids=["moments", "none yet"])
+@pytest.mark.parametrize("world", [3, 2], ids=["same layout", "another"])
+def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(
+    world: int, has_moments: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    paths = write_all(tmp_path, 3, lambda _: trained(3))
+
+    for rank in range(world):
+        with standing_at(rank, world):
+            expected, live = held(trained(world)), trained(world, seed=1)
+            if not has_moments:
+                live["optimizer"].state.clear()
+            before = [local(tensor).data_ptr() for tensor in live["model"].state_dict().values()]
+            with monkeypatch.context() as patched:
+                no_collectives(patched)
+                restore_at(rank, world, paths, live)
+
+            assert difference(held(live), expected) is None
+            assert [local(tensor).data_ptr() for tensor in live["model"].state_dict().values()] == before
+            for parameter, moments in live["optimizer"].state.items():
+                assert moments["exp_avg"].placements == parameter.placements
+
+
+def test_a_sharded_model_takes_what_one_process_has_saved(tmp_path: Path):
+    paths = write_all(tmp_path, 1, lambda _: trained(None))
+
+    with standing_at(1, 2):
+        live = trained(2, seed=1)
+        live["optimizer"].state.clear()
+        restore_at(1, 2, paths, live)
+
+        assert difference(held(live), held(trained(2))) is None
+
+
+def test_a_plain_model_takes_what_ranks_have_saved(tmp_path: Path):
+    paths = write_all(tmp_path, 3, lambda _: trained(3))
+
+    with standing_at(0, 1):
+        live = trained(None, seed=1)
+        restore_at(0, 1, paths, live)
+
+    assert difference(held(live), held(trained(None))) is None
+
+
+def test_another_shape_is_refused_by_name_before_anything_is_written(tmp_path: Path):
+    paths = write_all(tmp_path, 2, fully_sharded(2))
+
+    with standing_at(0, 2), torch.no_grad():
+        live = {
+            "a": numbered((13, 6)).zero_(),
+            "b": distribute_tensor(
+                numbered((9,)), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+            ),
+        }
+        with pytest.raises(
+            StateMismatchError, match=r"b is float32\[9\] here and float32\[7\] in the checkpoint"
+        ):
+            restore_at(0, 2, paths, live)
+
+        assert not live["a"].any()
+
+
+# --- values of each rank ------------------------------------------------------------------------------------------------
+
+
+def own_values(rank: int) -> dict[str, Any]:
+    return {
+        "model": {"w": torch.full((3,), 7.0)},
+        "rng": {"python": [rank, 1], "torch": torch.tensor([rank])},
+        "timer": float(rank),
+    }
+
+
+def nothing() -> dict[str, Any]:
+    return {
+        "model": {"w": torch.zeros(3)},
+        "rng": {"python": [9, 9], "torch": torch.tensor([9])},
+        "timer": 9.0,
+    }
+
+
+def test_a_rank_of_a_world_of_the_same_size_gets_its_own_values(tmp_path: Path):
+    paths = write_all(tmp_path, 3, own_values)
+
+    live = nothing()
+    restore_at(2, 3, paths, live, per_rank=["rng"])
+
+    assert difference(live, own_values(2)) is None
+
+
+def test_in_a_world_of_another_size_nobody_gets_anothers_value(tmp_path: Path):
+    paths = write_all(tmp_path, 3, own_values)
+
+    live = nothing()
+    with pytest.raises(StateMismatchError) as caught:
+        restore_at(2, 4, paths, live, per_rank=["rng"])
+
+    assert difference(live, nothing()) is None
+    assert "rng was saved by each rank for itself" in str(caught.value)
+    assert "from_ranks={'timer': 0}" in str(caught.value)
+
+
+def test_in_a_world_of_another_size_values_are_left_out_or_taken_from_a_rank(tmp_path: Path):
+    paths = write_all(tmp_path, 3, own_values)
+
+    live = nothing()
+    restore_at(2, 4, paths, live, per_rank=["rng"], select="model")
+    assert difference(live, {**nothing(), "model": own_values(0)["model"]}) is None
+
+    restore_at(2, 4, paths, live, per_rank=["rng"], from_ranks={"rng": 1, "timer": 0})
+    assert difference(live, {**own_values(1), "timer": 0.0}) is None
+
+
+class Scheduler:
+    """An object that takes its state as a whole."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_no_object_is_handed_the_values_of_all_ranks(tmp_path: Path):
+    paths = write_all(tmp_path, 2, lambda rank: {"scheduler": {"last": {"lr": 0.1 * rank}, "step": 1}})
+
+    live = {"scheduler": Scheduler(), "empty": {}}
+    with pytest.raises(StateMismatchError, match=r"scheduler\.last\.lr was saved by each rank"):
+        restore_at(0, 3, paths, {"scheduler": live["scheduler"]})
+    assert live["scheduler"].state is None
+
+    restore_at(1, 2, paths, {"scheduler": live["scheduler"]})
+    assert live["scheduler"].state == {"last": {"lr": 0.1}, "step": 1}
+
+
+def test_a_stage_of_a_pipeline_takes_its_part_and_misses_nothing_else(tmp_path: Path):
+    def stage(rank: int) -> dict[str, Any]:
+        return {"model": {f"{rank}.weight": numbered((3, 2)) + rank, "shared": numbered((2,))}}
+
+    paths = write_all(tmp_path, 2, stage)
+    live = {"model": {"1.weight": torch.zeros(3, 2), "shared": torch.zeros(2)}}
+
+    restore_at(0, 1, paths, live)
+    assert difference(live, stage(1)) is None
+
+    with pytest.raises(StateMismatchError, match=r"unexpected in the checkpoint: model\.shared"):
+        restore_at(0, 1, paths, {"model": {"1.weight": torch.zeros(3, 2)}})
+
+
+def test_a_rank_keeps_its_part_of_a_group_that_is_of_each(tmp_path: Path):
+    """Shards of two models, say, that have the same names on the ranks of each."""
+    paths = write_all(tmp_path, 2, lambda rank: {"own": fully_sharded(2)(rank)})
+
+    with standing_at(1, 2), torch.no_grad():
+        live, expected = fully_sharded(2)(1), fully_sharded(2)(1)
+        for tensor in live.values():
+            local(tensor).zero_()
+        restore_at(1, 2, paths, {"own": live}, per_rank=["own"])
+
+        assert all(torch.equal(local(live[name]), local(expected[name])) for name in SHAPES)
+
+
+# --- what is read -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many bytes were read of each file, by its name."""
+    found: dict[str, int] = {}
+    read_into = LocalReader.read_into
+
+    def counting(self: LocalReader, offset: int, target: memoryview) -> None:
+        name = Path(f"/proc/self/fd/{self._fd}").resolve().name
+        found[name] = found.get(name, 0) + len(target)
+        read_into(self, offset, target)
+
+    monkeypatch.setattr(LocalReader, "read_into", counting)
+    return found
+
+
+def large(world: int, placement: Any) -> Build:
+    def build(_: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (world,))
+        return {
+            f"{n}": distribute_tensor(numbered((1024, 2048)) + n, mesh, [placement], src_data_rank=None)
+            for n in range(16)
+        }
+
+    return build
+
+
+def test_in_the_same_layout_a_rank_reads_its_own_bytes(tmp_path: Path, num_read: dict[str, int]):
+    """128 MiB on two ranks."""
+    paths = write_all(tmp_path, 2, large(2, Shard(0)))
+    with standing_at(1, 2), torch.no_grad():
+        live = large(2, Shard(0))(1)
+        own_bytes = sum(local(tensor).nbytes for tensor in live.values())
+        with opened(paths, verify=False, ranks=(1, 2)) as merged:
+            num_read.clear()
+            restore_state([Part(merged)], live)
+
+    assert set(num_read) == {paths[1].name}
+    assert num_read[paths[1].name] <= 1.02 * own_bytes
+    assert own_bytes == 64 * MIB
