@@ -20,14 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from children import Child, Nursery
-from racing import until
+from racing import PATIENCE, until
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
 from async_ckpt.runs.receipts import Exchange
 from async_ckpt.saving import agreement, ranks
 from async_ckpt.saving.agreement import Agreement
+from async_ckpt.saving.targets import StepTarget
 from async_ckpt.storage.local import LocalSink, LocalStorage
 
+_PATIENCE = PATIENCE / 2  # less than the library's own, and than pytest's
 _PRELUDE = """
 import os, torch
 import torch.distributed as dist
@@ -77,7 +79,7 @@ class World:
         ends, hung = [], None
         for child in self.children:
             try:
-                ends.append(child.ended())
+                ends.append(child.ended(_PATIENCE))
             except AssertionError as error:
                 hung = hung or error
                 for other in self.children:
@@ -210,6 +212,10 @@ class Here:
     def hear(self, *words: str) -> None:
         until(lambda: all(map(self.is_said, words)))
 
+    def fail(self, error: BaseException) -> None:
+        """To be called at a point."""
+        raise error
+
     def meet(self, word: str) -> None:
         """All ranks come here; not by the group, whose calls are counted."""
         self.say(f"{word}-{self.rank}")
@@ -259,11 +265,7 @@ class Here:
         agreement.monotonic = ranks.monotonic = clock  # type: ignore[attr-defined]
 
 
-def _name_of(_: Any, path: str, *__: Any) -> str:
-    return path
-
-
-_POINTS: dict[str, tuple[type, str, Callable[..., str]]] = {
+_POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
     "capture": (ranks.Ranks, "captured", lambda *_: "capture"),
     "write": (LocalSink, "write", lambda sink, *_: str(sink._target)),
     "receipt": (Exchange, "put_receipt", lambda exchange, *_: exchange.folder),
@@ -272,6 +274,9 @@ _POINTS: dict[str, tuple[type, str, Callable[..., str]]] = {
         "put_new",
         lambda _, path, *__: path if path.endswith("manifest.json") else "",
     ),
+    "decision": (Exchange, "decision", lambda exchange: exchange.folder),
+    "driver": (StepTarget, "_write_driver", lambda target: target._name),
     "verdict": (Exchange, "put_verdict", lambda exchange, *_: exchange.folder),
+    "looking again": (agreement, "_pause", lambda *_: "looking again"),
     "hear": (Agreement, "hear", lambda agreed, *_: agreed._run.folder(agreed._joint.step)),
 }
