@@ -11,22 +11,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
-
 from .errors import (
     CheckpointError,
     CorruptCheckpointError,
-    NotCommittedError,
 )
 from .loading.catch_up import catch_up
 from .loading.contents import Part
-from .loading.find import from_newest, from_step
-from .loading.load import Verify, check_verify, state_of
+from .loading.find import Readers, from_step
+from .loading.load import Verify, check_verify
 from .loading.match import is_looked_into
+from .loading.reading import RunReader
 from .loading.restore import restore_state
+from .loading.resume import resume
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
-from .runs.retention import best_of, lacking
 from .runs.roots import opened
 from .saving.admission import OnOverlap
 from .saving.agreement import tell_of_failure
@@ -48,7 +46,7 @@ from .state.names import Select
 from .storage.place import Anywhere
 
 
-class AsyncCheckpointer:
+class AsyncCheckpointer(RunReader):
     """The checkpoints of one training run, below a folder, a URL, or several of them.
 
         with AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
@@ -222,6 +220,8 @@ class AsyncCheckpointer:
         def captured_as(captured: Capture) -> None:
             if guard is not INHERITED:
                 refuse_guard(captured.held, guard)
+            if joint is not None:
+                joint.borrowed = {lent.group: lent.step for lent in contents.borrowed}
             if select is None:  # what was saved in part is nothing to borrow from
                 contents.captured(captured)
 
@@ -344,76 +344,6 @@ class AsyncCheckpointer:
 
     # --- reading ----------------------------------------------------------------------------------------------
 
-    def steps(self) -> list[int]:
-        """The committed steps, ascending.
-
-        ckpt.steps()  # [100, 200, 300]
-        """
-        return self._roots.steps()
-
-    def latest(self) -> int | None:
-        """The newest committed step, or None.
-
-        ckpt.latest()  # 300
-        """
-        return self._roots.latest()
-
-    def records(self) -> dict[int, dict[str, Any]]:
-        """The record of every committed step, ascending by step; empty where `save` was given none.
-
-        ckpt.records()  # {100: {"loss": 0.7}, 200: {"loss": 0.5}, 300: {}}
-        """
-        return {step: dict(made.record) if made else {} for step, made in self._roots.view().items()}
-
-    def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
-        """The committed step whose record has the best value of a metric. If two are equal, the newer one.
-
-            ckpt.save(state, step=100, record={"loss": 0.5})
-            state = ckpt.load(ckpt.best("loss", mode="min"))
-
-        A value that is not a finite number is ignored. Raises NotCommittedError if no record has the metric.
-        """
-        if mode not in ("min", "max"):
-            raise ValueError(f'mode must be "min" or "max", got {mode!r}')
-        commits = self._roots.view()
-        found = best_of(list(commits), commits, (metric, mode, 1))
-        if not found:
-            why = f"no record of a committed step has the metric {lacking(metric, commits)}"
-            raise NotCommittedError(f"{self.root}: {why}", path=self.root, step=None)
-        return found[0]
-
-    def load(
-        self,
-        step: int | None = None,
-        *,
-        map_location: str | torch.device | None = None,
-        select: Select = None,
-        trust: bool = False,
-        verify: bool = True,
-        mmap: bool = False,
-        types: Iterable[type] = (),
-    ) -> Any:
-        """Read the state of a step, by default the newest. Everything else is as for `async_ckpt.load`.
-
-            weights = ckpt.load(100, select="model")["model"]
-
-        Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`.
-        """
-
-        def build(parts: Sequence[Part]) -> Any:
-            return state_of(
-                parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
-            )
-
-        check_verify(verify)
-        if step is not None:
-            return from_step(self._roots, step, build, verify=verify)
-        found = from_newest(self._roots, build, verify=verify)
-        if found is None:
-            told = "; ".join(self._roots.told_of_others()) or f"{self.root}: nothing is committed yet"
-            raise NotCommittedError(told, path=self.root, step=None)
-        return found[1]
-
     def restore(
         self,
         state: Any,
@@ -424,6 +354,8 @@ class AsyncCheckpointer:
         trust: bool = False,
         verify: Verify = True,
         types: Iterable[type] = (),
+        from_ranks: Mapping[str, int] | None = None,
+        fallback: bool = False,
     ) -> int | None:
         """Fill live objects in place from a step, by default the newest. Returns the step, or None if there is none.
 
@@ -443,6 +375,12 @@ class AsyncCheckpointer:
             trust: as for `async_ckpt.load`.
             verify: compare the digest of every block. "first" does so before anything is written, and reads twice.
             types: as for `async_ckpt.load`.
+            from_ranks: of a step that a world of another size has saved: whose value to take where each rank had its own,
+                by name, such as {"rng": 0}. In a world of the same size, each rank gets its own.
+            fallback: with several ranks and without `step`, whether a step that is corrupt for one of them is skipped by
+                all of them. By default that rank raises CorruptCheckpointError.
+
+        With several ranks and without `step`, all of them call this, and take the step that rank 0 names.
 
         Raises StateMismatchError before anything is written, CorruptCheckpointError, and NotCommittedError for a `step`
         that is not committed, and when the newest goes by another `naming` than this checkpointer's.
@@ -466,10 +404,19 @@ class AsyncCheckpointer:
         check_verify(verify)
         for pending in self._saver.ledger.pending():
             pending.handle.staging_completion.exception()  # what is being copied must not be overwritten
+        readers = Readers(*self._ranks.readers(from_ranks))
         if step is not None:
-            from_step(self._roots, step, put_back, verify=bool(verify))
+            from_step(self._roots, step, put_back, verify=bool(verify), readers=readers)
         else:
-            found = from_newest(self._roots, put_back, verify=bool(verify), passed_over=tell)
+            found = resume(
+                self._roots,
+                put_back,
+                verify=bool(verify),
+                readers=readers,
+                talk=self._ranks.talk(),
+                fallback=flag("fallback", fallback),
+                passed_over=tell,
+            )
             if found is None:
                 for told in self._roots.told_of_others():
                     warnings.warn(f"nothing was restored: {told}", RuntimeWarning, stacklevel=2)

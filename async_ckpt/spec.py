@@ -155,6 +155,9 @@ def by_tensor(specs: Sequence[TensorSpec]) -> list[list[int]]:
     return found
 
 
+# Where structures are told: stands for the dtype of a group that is not saved again, and the step for its shape.
+BORROWED: Final = "borrowed"
+
 Best: TypeAlias = tuple[str, Literal["min", "max"], int]
 
 

@@ -24,7 +24,7 @@ from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
 from ..runs.naming import numbered
 from ..runs.others import foreign_kind, newest_named_otherwise
-from ..runs.receipts import archives_of
+from ..runs.receipts import archives_in, archives_of
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -203,8 +203,9 @@ class Committed(NamedTuple):
         for (group, folder), archives in lent.items():
             lots.setdefault((folder, tuple(archives)), set()).add(group)
         for (folder, lenders), groups in lots.items():
-            paths = [(f"{folder}/{told.name}", told) for told in lenders]
-            found.append(_Lot(self.root(), folder, paths, per_rank, frozenset(groups)))
+            root = self.root()
+            paths = [(f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders)]
+            found.append(_Lot(root, folder, paths, per_rank, frozenset(groups)))
         return found
 
 

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import UnsupportedStateError
-from ..spec import Json
+from ..spec import BORROWED, Json
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # from where to where, by dimension
 
@@ -36,10 +36,21 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
     some part.
     """
     tensors: dict[str, list[_Held]] = {}
+    borrowed: dict[str, list[tuple[str, int]]] = {}
     for digest, ranks in classes.items():
         for line in structures[digest].splitlines():
             name, dtype, shape, spread = json.loads(line)
+            if dtype == BORROWED:
+                borrowed.setdefault(digest, []).append((name, shape[0]))
+                continue
             tensors.setdefault(name, []).append(_Held(dtype, tuple(shape), spread, ranks))
+    if len({tuple(borrowed.get(digest, ())) for digest in classes}) > 1:
+        groups = sorted({group for lent in borrowed.values() for group, _ in lent})
+        raise UnsupportedStateError(
+            f"not all ranks borrow {', '.join(groups)} from the same step; give the same unchanged= on every rank, and have all of "
+            "them restore the same step",
+            path=groups[0],
+        )
     for name, held in tensors.items():
         shown = name.replace("\x1f", ".")
         first = held[0]

@@ -147,6 +147,11 @@ class Manifest:
         """The archives in this step's folder that are of no rank."""
         return tuple({other.archive: None for other in self.elsewhere if other.step == self.step})
 
+    @property
+    def lenders(self) -> tuple[Archive, ...]:
+        """What later steps name to borrow a group from this one: its archive, or what tells of those of all ranks."""
+        return self.archives if self.ranks is None else (self.ranks.archives,)
+
     def lent(self, group: str) -> tuple[Elsewhere, ...]:
         """Where a group is that is not in this step's archives."""
         return tuple(borrowed for borrowed in self.elsewhere if borrowed.group == group)

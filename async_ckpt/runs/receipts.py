@@ -63,8 +63,15 @@ _RECORD: Final = struct.Struct("<Q16s")
 _NAME: Final = re.compile(
     r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.(ok|err)"
 )
+_ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
 _FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
 _BESIDE: Final = re.compile(r"(verdict|layout)\.[0-9a-f]{8}\.json|archives\.[0-9a-f]{8}\.bin")
+
+
+def attempt_of_all(name: str) -> str | None:
+    """The attempt, if this is the name of what tells of the archives of all ranks."""
+    found = _ALL.fullmatch(name)
+    return found and found[1]
 
 
 def is_folder_of_receipts(name: str) -> bool:
@@ -221,14 +228,20 @@ class Exchange:
 
 def archives_of(storage: Storage, folder: str, made: Manifest) -> tuple[Archive, ...]:
     """All archives of a commit, in the order of ranks. Raises CorruptCheckpointError."""
-    if made.ranks is None:
-        return made.archives
-    data = _read(storage, folder, made.ranks.archives)
-    if len(data) != made.world_size * _RECORD.size:
-        path = storage.locate(f"{folder}/{made.ranks.archives.name}")
-        raise CorruptCheckpointError(f"{path}: it is not of {made.world_size} ranks", path=path)
+    return archives_in(storage, folder, made.lenders)
+
+
+def archives_in(storage: Storage, folder: str, told: Sequence[Archive]) -> tuple[Archive, ...]:
+    """These archives; or where they are what tells of those of all ranks, these, in their order."""
+    attempt = _ALL.fullmatch(told[0].name) if len(told) == 1 else None
+    if attempt is None:
+        return tuple(told)
+    data = _read(storage, folder, told[0])
+    if not data or len(data) % _RECORD.size:
+        path = storage.locate(f"{folder}/{told[0].name}")
+        raise CorruptCheckpointError(f"{path}: {len(data)} bytes do not tell of whole archives", path=path)
     return tuple(
-        Archive(archive_name(rank, made.attempt), num_bytes, digest.hex())
+        Archive(archive_name(rank, attempt[1]), num_bytes, digest.hex())
         for rank, (num_bytes, digest) in enumerate(_RECORD.iter_unpack(data))
     )
 

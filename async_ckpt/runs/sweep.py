@@ -15,6 +15,7 @@ from ..errors import (
 )
 from . import manifest
 from .manifest import Manifest, intent_name, is_retired_name
+from .receipts import attempt_of_all
 from .root import Root
 
 _ARCHIVE: Final = re.compile(r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar")
@@ -67,7 +68,11 @@ class Sweeper:
         """Archives of a step that later ones have borrowed from, also if the step itself names another by now."""
         commits = self._root.view(self._root.relist())
         made = (made for later, made in commits.borrowers.items() if later > step)
-        return {borrowed.archive.name for m in made for borrowed in m.elsewhere if borrowed.step == step}
+        lent = {borrowed.archive.name for m in made for borrowed in m.elsewhere if borrowed.step == step}
+        # Of several ranks, what tells of all their archives is named for all of them.
+        attempts = {attempt for name in lent if (attempt := attempt_of_all(name))}
+        names = self._root.storage.names(self._root.folder(step)) if attempts else []
+        return lent | {name for name in names if name.split(".")[1:2] and name.split(".")[1] in attempts}
 
     def retired(self, step: int) -> set[str]:
         """Attempts at a step whose manifests a rollback has renamed."""

@@ -225,7 +225,7 @@ class UnchangedGroups:
         if made is None or not groups:
             return
         folder = runs[0].folder(step)
-        parts = {name: tuple(Elsewhere(name, step, folder, a) for a in made.archives) for name in groups}
+        parts = {name: tuple(Elsewhere(name, step, folder, a) for a in made.lenders) for name in groups}
         parts |= {name: there for name in groups if (there := made.lent(name))}
         look = Look(captured)
         with self._lock:

@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
@@ -55,6 +55,9 @@ class Joint:
     table: Table = EMPTY  # by which this rank shares
     structure: Structure | None = None  # of its state, once it is known
     per_rank: tuple[str, ...] = ()  # the names of what each rank has for itself
+    borrowed: Mapping[str, int] = field(
+        default_factory=dict
+    )  # groups that are not saved again, and whose they are
     shared: SharedValues | None = None  # what all should have alike
     # Digests of what other ranks hold, too, by who they are and by name; None where that was compared before.
     copies: dict[str, dict[str, str]] | None = None
@@ -90,7 +93,7 @@ class Ranks:
             self._world = world_of(given, run_id)
         self._words: Words | None = None
         self._token: str | None = None
-        self._numbers = itertools.count()
+        self._numbers, self._restores = itertools.count(), itertools.count()
         self._has_met = False
         self._states: RankedStates | None = None
         # Changed on the loop's thread alone, entries at a time.
@@ -169,13 +172,13 @@ class Ranks:
         if states is None:
             return captured, None
         if joint is None:
-            made = states.divided(captured, {})
+            made = states.divided(captured)
             return made.captured, made.ranks
         per_rank = tuple(sorted({*joint.per_rank, *captured.per_rank}))
-        joint.structure = states.structure(captured, per_rank)
+        joint.structure = states.structure(captured, per_rank, joint.borrowed)
         if not self._has_met:
             joint.table = Table(self._meet(joint.structure.digest))
-        made = states.divided(captured, joint.table.classes, per_rank)
+        made = states.divided(captured, joint.table.classes.get(joint.structure.digest, ()), per_rank)
         joint.per_rank = tuple(sorted({*per_rank, *joint.table.differing}))
         joint.shared = SharedValues(
             captured.skeleton, captured.objects, made.small, made.captured.specs, joint.per_rank
@@ -204,6 +207,26 @@ class Ranks:
             self._states = RankedStates(world.rank, world.size)
         return self._states
 
+    # --- a restore ----------------------------------------------------------------------------------------
+
+    def readers(
+        self, from_ranks: Mapping[str, int] | None
+    ) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:
+        """Who reads: this rank of so many, where there are several; and whose values it wants."""
+        world = self.world
+        return None if world.is_one else (world.rank, world.size), from_ranks
+
+    def talk(self) -> Talk | None:
+        """What the ranks say to each other about a restore; None where there is one. Raises ValueError without a store."""
+        world = self.world
+        if world.is_one:
+            return None
+        if world.store is None:
+            raise ValueError(
+                "with ranks=, there is no process group by which ranks could agree on the newest step; give step="
+            )
+        return Talk(self, f"restore/{next(self._restores)}")
+
     # --- the first save -----------------------------------------------------------------------------------
 
     def _said(self) -> Words:
@@ -230,8 +253,8 @@ class Ranks:
         (text,) = self._hear(["classes"], "the first save of all ranks")
         return dict(json.loads(text))
 
-    def _hear(self, keys: Sequence[str], what: str) -> list[str]:
-        wait, begin = Wait("in save()", ENDS_THE_CALL), monotonic()
+    def _hear(self, keys: Sequence[str], what: str, where: str = "save()") -> list[str]:
+        wait, begin = Wait(f"in {where}", ENDS_THE_CALL), monotonic()
 
         def go_on(seconds: float) -> None:
             wait.goes_on(lambda: f"{what}; {NOT_ALONE}")
@@ -284,6 +307,20 @@ def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str,
         data = b"".join(block_digest(block.cpu().numpy().data) for block in blocks)
         found.setdefault(who, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
     return found
+
+
+class Talk:
+    """The words of one restore, which all ranks call in the same order."""
+
+    def __init__(self, ranks: Ranks, prefix: str) -> None:
+        self._ranks, self._prefix = ranks, prefix
+        self.rank, self.size = ranks.world.rank, ranks.world.size
+
+    def say(self, key: str, word: str) -> None:
+        self._ranks._said().say(f"{self._prefix}/{key}", word)
+
+    def hear(self, keys: Sequence[str], what: str) -> list[str]:
+        return self._ranks._hear([f"{self._prefix}/{key}" for key in keys], what, "restore()")
 
 
 def in_words(error: BaseException) -> str:

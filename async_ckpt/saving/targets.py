@@ -265,7 +265,7 @@ class StepTarget:
 
     def _is_committed_as(self, made: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
         self.num_bytes_beside = made.num_bytes - sum(archive.num_bytes for archive in archives)
-        self._line.groups.committed(self._run, self._step, archives, self._contents)
+        self._line.groups.committed(self._run, self._step, made.lenders, self._contents)
         if not late:
             self._line.committed(since=self._rolled_back)
 

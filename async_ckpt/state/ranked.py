@@ -10,19 +10,17 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
-from ..spec import DTYPES, MeshFacts, RankFacts, SliceOf, Spread, TensorSpec, by_tensor
+from ..spec import BORROWED, DTYPES, MeshFacts, RankFacts, SliceOf, Spread, TensorSpec, by_tensor
 from .capture import Capture
 from .sharded import Slicer
 from .shares import Holding, by_everybody, written
 from .slices import Mesh, Rectangle, Replicas, Slices
 from .values import is_within
-
-# Ranks, by the digest of the structure that they have.
-Classes: TypeAlias = Mapping[str, Sequence[int]]
 
 
 class Structure(NamedTuple):
@@ -57,7 +55,7 @@ class Divided(NamedTuple):
 class _Plan:
     captured: list[TensorSpec]
     slices: Sequence[Slices]
-    classes: Classes
+    mates: Sequence[int]
     per_rank: tuple[str, ...]
     structure: Structure
     specs: list[TensorSpec]
@@ -78,19 +76,32 @@ class RankedStates:
         self.slicer = Slicer()
         self._plan: _Plan | None = None
 
-    def structure(self, captured: Capture, per_rank: tuple[str, ...] = ()) -> Structure:
-        """`per_rank` are the names of what each rank has for itself: it is no part of this."""
-        plan = self._fitting(captured, per_rank)
-        return _structure(captured, per_rank) if plan is None else plan.structure
-
-    def divided(self, captured: Capture, classes: Classes, per_rank: tuple[str, ...] = ()) -> Divided:
-        """What this rank writes of what it has captured.
-
-        A rank whose structure is in none of these classes, or has another one there, writes all that it holds.
+    def structure(
+        self,
+        captured: Capture,
+        per_rank: tuple[str, ...] = (),
+        borrowed: Mapping[str, int] = MappingProxyType({}),
+    ) -> Structure:
+        """`per_rank` are the names of what each rank has for itself: it is no part of this. `borrowed` groups are not saved
+        again: they are those of the steps that are given with them.
         """
         plan = self._fitting(captured, per_rank)
-        if plan is None or plan.classes != classes:
-            plan = self._plan = self._planned(captured, classes, per_rank)
+        made = _structure(captured, per_rank) if plan is None else plan.structure
+        if not borrowed:
+            return made
+        lines = [json.dumps([group, BORROWED, [step], None]) for group, step in sorted(borrowed.items())]
+        return _digested("\n".join([*lines, made.text]))
+
+    def divided(
+        self, captured: Capture, mates: Sequence[int] = (), per_rank: tuple[str, ...] = ()
+    ) -> Divided:
+        """What this rank writes of what it has captured; `mates` are all ranks that are known to have the same structure.
+
+        If this rank is none of them, it writes all that it holds.
+        """
+        plan = self._fitting(captured, per_rank)
+        if plan is None or plan.mates != mates:
+            plan = self._plan = self._planned(captured, mates, per_rank)
         tensors = [_narrowed(captured.tensors[i], within) for i, within in plan.sources]
         marks = [captured.marks[i] for i, _ in plan.sources]
         held = frozenset(n for n, (i, _) in enumerate(plan.sources) if i in captured.held_tensors)
@@ -111,11 +122,9 @@ class RankedStates:
         is_same = plan is not None and plan.captured == captured.specs and plan.slices == captured.slices
         return plan if plan is not None and is_same and plan.per_rank == per_rank else None
 
-    def _planned(self, captured: Capture, classes: Classes, per_rank: tuple[str, ...]) -> _Plan:
+    def _planned(self, captured: Capture, given: Sequence[int], per_rank: tuple[str, ...]) -> _Plan:
         structure = _structure(captured, per_rank)
-        mates = list(classes.get(structure.digest, ()))
-        if self.rank not in mates:
-            mates = [self.rank]
+        mates = given if self.rank in given else [self.rank]
         names, tensors = _names(captured), by_tensor(captured.specs)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
         holdings = {
@@ -164,7 +173,7 @@ class RankedStates:
         return _Plan(
             captured.specs,
             captured.slices,
-            classes,
+            given,
             per_rank,
             structure,
             specs,
@@ -204,7 +213,10 @@ def _structure(captured: Capture, per_rank: tuple[str, ...]) -> Structure:
             spread = [slices.cuts, mesh.shape, mesh.stride, bool(mesh.ranks), slices.coordinate is not None]
         dtype = captured.specs[here[0]].dtype
         lines.append(json.dumps([name, dtype, slices.global_shape, spread], separators=(",", ":")))
-    text = "\n".join(sorted(lines))
+    return _digested("\n".join(sorted(lines)))
+
+
+def _digested(text: str) -> Structure:
     return Structure(text, hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
 
 

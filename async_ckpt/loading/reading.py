@@ -1,0 +1,98 @@
+"""What a run says of itself, and what is in its steps: all that asks for no live object.
+
+In: the roots of a run. Out: steps, records, states. Knows nothing of: saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from ..errors import NotCommittedError
+from ..runs.retention import best_of, lacking
+from ..runs.roots import Roots
+from ..state.names import Select
+from .contents import Part
+from .find import Readers, from_newest, from_step
+from .load import check_verify, state_of
+
+
+class RunReader:
+    """The reading side of a checkpointer. It changes nothing on storage."""
+
+    root: str
+    _roots: Roots
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending.
+
+        ckpt.steps()  # [100, 200, 300]
+        """
+        return self._roots.steps()
+
+    def latest(self) -> int | None:
+        """The newest committed step, or None.
+
+        ckpt.latest()  # 300
+        """
+        return self._roots.latest()
+
+    def records(self) -> dict[int, dict[str, Any]]:
+        """The record of every committed step, ascending by step; empty where `save` was given none.
+
+        ckpt.records()  # {100: {"loss": 0.7}, 200: {"loss": 0.5}, 300: {}}
+        """
+        return {step: dict(made.record) if made else {} for step, made in self._roots.view().items()}
+
+    def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
+        """The committed step whose record has the best value of a metric. If two are equal, the newer one.
+
+            ckpt.save(state, step=100, record={"loss": 0.5})
+            state = ckpt.load(ckpt.best("loss", mode="min"))
+
+        A value that is not a finite number is ignored. Raises NotCommittedError if no record has the metric.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f'mode must be "min" or "max", got {mode!r}')
+        commits = self._roots.view()
+        found = best_of(list(commits), commits, (metric, mode, 1))
+        if not found:
+            why = f"no record of a committed step has the metric {lacking(metric, commits)}"
+            raise NotCommittedError(f"{self.root}: {why}", path=self.root, step=None)
+        return found[0]
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        map_location: str | torch.device | None = None,
+        select: Select = None,
+        trust: bool = False,
+        verify: bool = True,
+        mmap: bool = False,
+        types: Iterable[type] = (),
+        from_ranks: Mapping[str, int] | None = None,
+    ) -> Any:
+        """Read the state of a step, by default the newest. Everything else is as for `async_ckpt.load`.
+
+            weights = ckpt.load(100, select="model")["model"]
+
+        Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`.
+        """
+
+        def build(parts: Sequence[Part]) -> Any:
+            return state_of(
+                parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
+            )
+
+        check_verify(verify)
+        readers = Readers(None, from_ranks)
+        if step is not None:
+            return from_step(self._roots, step, build, verify=verify, readers=readers)
+        found = from_newest(self._roots, build, verify=verify, readers=readers)
+        if found is None:
+            told = "; ".join(self._roots.told_of_others()) or f"{self.root}: nothing is committed yet"
+            raise NotCommittedError(told, path=self.root, step=None)
+        return found[1]

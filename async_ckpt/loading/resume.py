@@ -1,0 +1,142 @@
+"""From which step a run goes on: the newest, the one that was asked for, or with several ranks the one that rank 0 names.
+
+In: runs, and what is to be made of a step's archives. Out: the step, and what was made. Knows nothing of: live objects.
+
+Several ranks must not start from different steps, whatever each of them sees or can read. So without a step of the user's
+rank 0 names one, and nobody falls back to an older one alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from ..errors import CheckpointError, CorruptCheckpointError, NotCommittedError, PeerFailedError
+from ..runs.roots import Roots
+from ..spans import TIMEKEEPER, monotonic
+from .contents import Part
+from .find import Readers, from_newest, from_step
+
+T = TypeVar("T")
+
+# How long a root may hide from one rank what another sees there: NFS does so for a minute.
+SEEN_SECONDS: Final = 120.0
+_LOOK_SECONDS: Final = 0.2
+
+
+class Talk(Protocol):
+    """What ranks say to each other about one restore; each word once."""
+
+    rank: int
+    size: int
+
+    def say(self, key: str, word: str) -> None: ...
+
+    def hear(self, keys: Sequence[str], what: str) -> list[str]:
+        """The words of these keys, once they are said. Raises PeerFailedError where that takes too long."""
+
+
+def resume(
+    roots: Roots,
+    use: Callable[[Sequence[Part]], T],
+    *,
+    verify: bool,
+    readers: Readers,
+    talk: Talk | None,
+    fallback: bool,
+    passed_over: Callable[[int, CorruptCheckpointError], None],
+) -> tuple[int, T] | None:
+    """The newest committed step that can be read, and what `use` makes of it; None where nothing is committed.
+
+    With `talk`, all ranks take the step that rank 0 names. One that finds it corrupt raises; with `fallback` it says so, and
+    rank 0 names an older one to all.
+    Raises CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
+    """
+    if talk is None:
+        return from_newest(roots, use, verify=verify, readers=readers, passed_over=passed_over)
+    corrupt: dict[int, CorruptCheckpointError] = {}
+    while (step := _named(roots, talk, corrupt)) is not None:
+        try:
+            made = from_step(roots, step, use, verify=verify, readers=readers)
+        except CorruptCheckpointError as error:
+            if not fallback:
+                raise
+            corrupt[step] = error
+            _is_fine_everywhere(talk, step, is_fine=False)
+            passed_over(step, error)
+            continue
+        if not fallback or _is_fine_everywhere(talk, step, is_fine=True):
+            return step, made
+        corrupt[step] = CorruptCheckpointError(
+            f"step {step} is corrupt as another rank reads it", path=repr(roots)
+        )
+        passed_over(step, corrupt[step])
+    if corrupt:
+        raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
+    return None
+
+
+def _named(roots: Roots, talk: Talk, corrupt: dict[int, CorruptCheckpointError]) -> int | None:
+    """The step that rank 0 names after these were found corrupt, once this rank sees it, too."""
+    key = f"{len(corrupt)}/step"
+    if talk.rank == 0:
+        try:
+            found = _newest_but(roots, corrupt)
+        except BaseException as error:
+            talk.say(key, json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}))
+            raise
+        talk.say(key, json.dumps({"found": found}))
+        return found[0] if found else None
+    (text,) = talk.hear([key], "the step that rank 0 restores")
+    told: dict[str, Any] = json.loads(text)
+    if "error" in told:
+        raise PeerFailedError(
+            f"rank 0 could not say which step to restore: {told['error']}", rank=0, undecided=False
+        )
+    if told["found"] is None:
+        return None
+    step, attempt = told["found"]
+    _wait_until_seen(roots, int(step), str(attempt), talk.rank)
+    return int(step)
+
+
+def _newest_but(roots: Roots, corrupt: dict[int, CorruptCheckpointError]) -> tuple[int, str] | None:
+    roots.check_naming()
+    for step in sorted(roots.steps(), reverse=True):
+        made = next((made for run in roots.holding(step) if (made := run.committed(step))), None)
+        if step not in corrupt:
+            return step, "" if made is None else made.attempt
+    return None
+
+
+def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
+    deadline = monotonic() + SEEN_SECONDS
+    while True:
+        try:
+            if any(
+                not attempt or (made is not None and attempt in (made.attempt, *made.replaces))
+                for made in (run.committed(step) for run in roots.holding(step))
+            ):
+                return
+        except NotCommittedError:
+            pass
+        except CheckpointError:
+            raise
+        if monotonic() > deadline:
+            raise PeerFailedError(
+                f"{roots!r}: rank 0 restores step {step}, which rank {rank} does not see there; give a root that all ranks share",
+                rank=0,
+                undecided=False,
+            )
+        TIMEKEEPER.sleep(_LOOK_SECONDS)
+
+
+def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
+    """Whether all ranks could read a step. Waits until each has said so."""
+    talk.say(f"{step}/{talk.rank}", "fine" if is_fine else "corrupt")
+    if talk.rank == 0:
+        words = talk.hear([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
+        talk.say(f"{step}/all", "fine" if {*words} == {"fine"} else "corrupt")
+    (word,) = talk.hear([f"{step}/all"], "what the other ranks read")
+    return word == "fine"
