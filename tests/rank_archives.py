@@ -38,7 +38,10 @@ def write_all(folder: Path, world: int, build: Build, *, shared: bool = True) ->
         if shared:
             classes.setdefault(states.structure(captures[rank]).digest, []).append(rank)
     return [
-        write(folder / f"rank_{rank:05d}.{ATTEMPT}.tar", *states.divided(captured, classes.get(states.structure(captured).digest, ()))[:2])
+        write(
+            folder / f"rank_{rank:05d}.{ATTEMPT}.tar",
+            *states.divided(captured, classes.get(states.structure(captured).digest, ()))[:2],
+        )
         for rank, (states, captured) in enumerate(zip(ranked, captures, strict=True))
     ]
 
