@@ -366,6 +366,22 @@ def test_in_the_same_layout_a_rank_reads_its_own_bytes(tmp_path: Path, num_read:
     assert own_bytes == 64 * MIB
 
 
+def test_what_lies_between_wide_rows_is_not_read(tmp_path: Path, num_read: dict[str, int]):
+    """Of three rows of 8 MiB a rank of eight holds 1 MiB each."""
+    paths = write_all(tmp_path, 1, lambda _: {"wide": numbered((3, 2 * MIB))})
+    with standing_at(5, 8), torch.no_grad():
+        full = numbered((3, 2 * MIB))
+        live = distribute_tensor(full, init_device_mesh("cpu", (8,)), [Shard(1)], src_data_rank=None)
+        expected = local(live).clone()
+        local(live).zero_()
+        with opened(paths, verify=False, ranks=(5, 8)) as merged:
+            num_read.clear()
+            restore_state([Part(merged)], {"wide": live})
+
+        assert torch.equal(local(live), expected)
+    assert num_read[paths[0].name] <= 3 * MIB * 1.02
+
+
 # --- objects with a state dict of their own -----------------------------------------------------------------------------
 
 

@@ -79,10 +79,11 @@ SIGNATURES = {
     ),
     AsyncCheckpointer.should_save: "(self, step)",
     AsyncCheckpointer.load: (
-        "(self, step=None, *, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())"
+        "(self, step=None, *, map_location=None, select=None, trust=False, verify=True, mmap=False, types=(), from_ranks=None)"
     ),
     AsyncCheckpointer.restore: (
-        "(self, state, step=None, *, select=None, strict=True, trust=False, verify=True, types=())"
+        "(self, state, step=None, *, select=None, strict=True, trust=False, verify=True, types=(), from_ranks=None, "
+        "fallback=False)"
     ),
     AsyncCheckpointer.steps: "(self)",
     AsyncCheckpointer.catch_up: "(self)",

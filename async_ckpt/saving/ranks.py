@@ -15,9 +15,9 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 
@@ -30,9 +30,9 @@ from ..runs.run import Run
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import RankFacts, flag
 from ..staging.device import dense_blocks
-from ..state.capture import Capture, capture
-from ..state.names import Select
+from ..state.capture import Capture
 from ..state.ranked import RankedStates, Structure
+from ..state.sharded import Slicer
 from .values import SharedValues
 
 Differing: TypeAlias = Literal["keep", "fail"]
@@ -40,6 +40,8 @@ Differing: TypeAlias = Literal["keep", "fail"]
 # How long the first save waits for the other ranks' first save.
 MEETING_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.02
+# Words of rank 0 that stay in the store: no rank is so many steps behind another.
+_ANSWERS_KEPT: Final = 1000
 NOT_ALONE: Final = (
     "call save on every rank, or, if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 )
@@ -50,8 +52,8 @@ class Joint:
     """One save of all ranks, as this rank sees it."""
 
     step: int
-    number: int  # among the calls of `save`, which are the same on all ranks
     attempt: str = ""  # once it has begun
+    number: int = 0  # among those that have begun, as on all ranks
     table: Table = EMPTY  # by which this rank shares
     structure: Structure | None = None  # of its state, once it is known
     per_rank: tuple[str, ...] = ()  # the names of what each rank has for itself
@@ -93,7 +95,7 @@ class Ranks:
             self._world = world_of(given, run_id)
         self._words: Words | None = None
         self._token: str | None = None
-        self._numbers, self._restores = itertools.count(), itertools.count()
+        self._numbers, self._restores, self._answers = itertools.count(), itertools.count(), itertools.count()
         self._has_met = False
         self._states: RankedStates | None = None
         # Changed on the loop's thread alone, entries at a time.
@@ -112,12 +114,16 @@ class Ranks:
             self._world = world_of(None, None)
         return self._world
 
+    @property
+    def is_alone(self) -> bool:
+        return self.world.is_one
+
     def called(self, step: int, per_rank: Collection[str] = ()) -> Joint | None:
-        """`save` was called; None where there is one rank. To be told of every call, whatever becomes of it."""
+        """`save` was called; None where there is one rank."""
         if self.world.is_one:
             return None
         names = [per_rank] if isinstance(per_rank, str) else per_rank
-        return Joint(step, next(self._numbers), per_rank=tuple(names))
+        return Joint(step, per_rank=tuple(names))
 
     def begin(self, joint: Joint) -> None:
         """It is this save's turn. Waits, at the first one, for what rank 0 says.
@@ -127,6 +133,7 @@ class Ranks:
         self._wait_for_decision(joint.step)
         told = f"{self.token()}/{joint.step}/{self._num_decided[joint.step]}"
         joint.attempt = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+        joint.number = next(self._numbers)
         joint.table = self._tables.get(joint.number - self._max_in_flight, Table())
         self._begun[joint.step] = joint
 
@@ -143,10 +150,11 @@ class Ranks:
             wait.goes_on(lambda: f"the decision on the attempt at step {step} that failed here")
             TIMEKEEPER.sleep(_LOOK_SECONDS)
 
-    def captured(self, state: Any, select: Select = None) -> Capture:
-        """All that this rank holds of a state."""
+    @property
+    def slicer(self) -> Slicer | None:
+        """What tells which slices of tensors are here; None in a process that is no part of anything."""
         states = self._ranked()
-        return capture(state, select, slicer=None if states is None else states.slicer)
+        return None if states is None else states.slicer
 
     def divided(self, captured: Capture, joint: Joint | None) -> tuple[Capture, RankFacts | None]:
         """What this rank writes of that. Waits, at the first save, until rank 0 knows how the states of all ranks look.
@@ -191,6 +199,34 @@ class Ranks:
         if self._states is None and (world.has_group or not world.is_one):
             self._states = RankedStates(world.rank, world.size)
         return self._states
+
+    def answers_of_rank_0(self, what: str, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:
+        """What rank 0 finds by asking, on all ranks. Each of them calls this at the same places of its program.
+
+        Raises PeerFailedError on the others where it raises on rank 0.
+        """
+        if self.world.is_one:
+            return ask()
+        if self.world.store is None:
+            raise ValueError(
+                f"{what} is decided by rank 0 for all ranks, which needs a process group; leave it out with ranks="
+            )
+        number = next(self._answers)
+        key = f"answer/{number}"
+        if self.world.rank == 0:
+            try:
+                answers = ask()
+            except BaseException as error:
+                self._said().say(key, json.dumps(in_words(error)))
+                raise
+            self._said().say(key, json.dumps(answers))
+            self._said().forget(f"answer/{number - _ANSWERS_KEPT}")
+            return answers
+        (text,) = self._hear([key], f"rank 0's word on {what}", what)
+        told = json.loads(text)
+        if isinstance(told, str):
+            raise PeerFailedError(f"{what} has failed on rank 0: {told}", rank=0, undecided=False)
+        return tuple(told)
 
     # --- a restore ----------------------------------------------------------------------------------------
 
