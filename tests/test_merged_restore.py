@@ -270,6 +270,23 @@ def test_in_a_world_of_another_size_values_are_left_out_or_taken_from_a_rank(tmp
     assert difference(live, {**own_values(1), "timer": 0.0}) is None
 
 
+def test_what_differs_inside_of_a_model_or_an_optimizer_is_named_too(tmp_path: Path):
+    def trained_at(rank: int) -> dict[str, Any]:
+        state = trained(None)
+        groups = state["optimizer"].param_groups
+        if rank:
+            groups.append({**groups[0], "params": [nn.Parameter(torch.ones(2))]})
+        return state
+
+    paths = write_all(tmp_path, 2, trained_at)
+    with pytest.raises(StateMismatchError) as caught:
+        restore_at(0, 1, paths, trained(None), per_rank=["model.1.running_mean"])
+
+    assert "model.1.running_mean was saved by each rank for itself" in str(caught.value)
+    assert "optimizer.param_groups was saved by each rank for itself" in str(caught.value)
+    assert len(caught.value.mismatched) == 2
+
+
 class Scheduler:
     """An object that takes its state as a whole."""
 
