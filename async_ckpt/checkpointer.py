@@ -93,6 +93,8 @@ class AsyncCheckpointer(RunReader):
             rank, with a warning; with "fail", such a save fails.
         check_replicas: at every save, compare what several ranks hold of the same tensors. By default, this is done only
             at the first save of states that look so.
+        mesh: the DeviceMesh of which those of all tensors are parts, such as (data parallel, tensor parallel). What has
+            copies on several of its parts, as norms have under FSDP and tensor parallelism, is then written once.
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
     called from any thread. Opening, listing and reading change nothing on storage.
@@ -121,6 +123,7 @@ class AsyncCheckpointer(RunReader):
         run_id: str | None = None,
         differing: Differing = "keep",
         check_replicas: bool = False,
+        mesh: Any = None,
     ) -> None:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
@@ -142,6 +145,7 @@ class AsyncCheckpointer(RunReader):
             whole_count("max_in_flight", max_in_flight),
             differing=differing,
             check_replicas=check_replicas,
+            mesh=mesh,
         )
         self._saver = Saver(
             host_bytes=host_bytes,
@@ -217,8 +221,6 @@ class AsyncCheckpointer(RunReader):
         check_entries(state, per_rank, "per_rank")
         contents = Contents()
         joint = self._ranks.called(step, per_rank)
-        if driver is not None and self._ranks.world.rank == 0:
-            contents.driver = driver_of(driver, state, step=step)
 
         def captured_as(captured: Capture) -> None:
             if guard is not INHERITED:
@@ -231,6 +233,8 @@ class AsyncCheckpointer(RunReader):
         line, runs = self._line, self._roots.runs
         groups = [unchanged] if isinstance(unchanged, str) else unchanged
         try:
+            if driver is not None and self._ranks.world.rank == 0:
+                contents.driver = driver_of(driver, state, step=step)
             handle = self._saver.save(
                 lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs),
                 lambda: step_targets(line, step, overwrite, plain, contents, self._ranks, joint),

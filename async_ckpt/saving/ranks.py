@@ -17,7 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -32,7 +32,7 @@ from ..spec import RankFacts, flag
 from ..staging.device import dense_blocks
 from ..state.capture import Capture
 from ..state.ranked import RankedStates, Structure
-from ..state.sharded import Slicer
+from ..state.sharded import Slicer, mesh_of
 from .values import SharedValues
 
 Differing: TypeAlias = Literal["keep", "fail"]
@@ -61,7 +61,7 @@ class Joint:
         default_factory=dict
     )  # groups that are not saved again, and whose they are
     shared: SharedValues | None = None  # what all should have alike
-    # Digests of what other ranks hold, too, by who they are and by name; None where that was compared before.
+    # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
     copies: dict[str, dict[str, str]] | None = None
     causes: list[Cause] = field(default_factory=list)
     is_followed: bool = True  # somebody here is going to learn what is decided
@@ -85,11 +85,13 @@ class Ranks:
         *,
         differing: Differing = "keep",
         check_replicas: bool = False,
+        mesh: Any = None,
     ) -> None:
         if differing not in ("keep", "fail"):
             raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
         self.may_differ, self._check_replicas = differing == "keep", flag("check_replicas", check_replicas)
         self._max_in_flight = max_in_flight
+        self._root = None if mesh is None else mesh_of(mesh)
         self._world: World | None = None
         if given is not None or run_id is not None:
             self._world = world_of(given, run_id)
@@ -125,20 +127,35 @@ class Ranks:
         names = [per_rank] if isinstance(per_rank, str) else per_rank
         return Joint(step, per_rank=tuple(names))
 
-    def begin(self, joint: Joint) -> None:
+    def begin(self, joint: Joint, listen_again: Callable[[Joint], None]) -> None:
         """It is this save's turn. Waits, at the first one, for what rank 0 says.
+
+        `listen_again` is called with an attempt at the step that was given up undecided: rank 0 may have decided since.
 
         Raises PeerFailedError where rank 0 does not say anything, or has not decided about this step's last attempt.
         """
-        self._wait_for_decision(joint.step)
-        told = f"{self.token()}/{joint.step}/{self._num_decided[joint.step]}"
-        joint.attempt = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+        self._wait_for_decision(joint.step, listen_again)
+        self._name(joint)
         joint.number = next(self._numbers)
         joint.table = self._tables.get(joint.number - self._max_in_flight, Table())
+
+    def _name(self, joint: Joint) -> None:
+        """Give its attempt the name that it has on all ranks."""
+        joint.attempt = self._attempt(joint.step, self._num_decided[joint.step])
         self._begun[joint.step] = joint
 
-    def _wait_for_decision(self, step: int) -> None:
+    def _attempt(self, step: int, number: int) -> str:
+        told = f"{self.token()}/{step}/{number}"
+        return hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+
+    def decided_attempts(self, step: int) -> list[str]:
+        """The attempts of this start of the world at a step that are decided."""
+        return [self._attempt(step, number) for number in range(self._num_decided[step])]
+
+    def _wait_for_decision(self, step: int, listen_again: Callable[[Joint], None]) -> None:
         begun, wait = self._begun.get(step), Wait("in save()", ENDS_THE_CALL)
+        if begun is not None and not begun.is_decided and not begun.is_followed:
+            listen_again(begun)
         while begun is not None and not begun.is_decided:
             if not begun.is_followed:
                 raise PeerFailedError(
@@ -197,7 +214,7 @@ class Ranks:
         """None in a process that is no part of anything: then tensors are all that they are."""
         world = self.world
         if self._states is None and (world.has_group or not world.is_one):
-            self._states = RankedStates(world.rank, world.size)
+            self._states = RankedStates(world.rank, world.size, self._root)
         return self._states
 
     def answers_of_rank_0(self, what: str, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:
@@ -293,6 +310,10 @@ class Ranks:
 
     def failed(self, joint: Joint, error: BaseException) -> None:
         """The call has raised on this rank: tell the others, as far as they listen. Does not wait."""
+        before = self._begun.get(joint.step)
+        is_known = self._token is not None or self.world.rank == 0 or self.world.run_id is not None
+        if not joint.attempt and is_known and (before is None or before.is_decided):
+            self._name(joint)  # the others have begun it, or are about to
         if not self._has_met and self.world.store is not None:
             self._has_met = True
             self._said().say(f"structure/{self.world.rank}", _NONE)
@@ -317,12 +338,12 @@ _openings: Final = itertools.count(1)  # of checkpointers that share with other 
 
 
 def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:
-    """Of all bytes of each tensor, by who holds it and its name. Blocks."""
+    """Of the bytes of each tensor that are here, by which of them these are, and its name. Takes its time."""
     found: dict[str, dict[str, str]] = {}
-    for who, name, slices in copies:
+    for what, name, slices in copies:
         blocks = (block for one in slices for _, block in dense_blocks(one.detach(), 0, one.nbytes))
         data = b"".join(block_digest(block.cpu().numpy().data) for block in blocks)
-        found.setdefault(who, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
+        found.setdefault(what, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
     return found
 
 

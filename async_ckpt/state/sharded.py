@@ -84,6 +84,16 @@ def local(tensor: Any) -> Any:
     return tensor._local_tensor if _is_a(tensor, "torch.distributed.tensor", "DTensor") else tensor
 
 
+def mesh_of(device_mesh: Any) -> Mesh:
+    """The ranks of torch's DeviceMesh. Raises TypeError for anything else."""
+    if not _is_a(device_mesh, "torch.distributed.device_mesh", "DeviceMesh"):
+        raise TypeError(
+            f"mesh must be the DeviceMesh that those of all tensors are parts of, got {device_mesh!r:.100}"
+        )
+    ranks = device_mesh.mesh
+    return Mesh.of(ranks.shape, ranks.flatten().tolist())
+
+
 class Slicer:
     """Says what this rank holds of tensors.
 
@@ -136,8 +146,7 @@ class Slicer:
 
     def _cut(self, spec: Any, global_shape: Iterable[int], name: str) -> Slices:
         if spec.mesh not in self._meshes:
-            ranks = spec.mesh.mesh
-            self._meshes[spec.mesh] = Mesh.of(ranks.shape, ranks.flatten().tolist())
+            self._meshes[spec.mesh] = mesh_of(spec.mesh)
         mesh = self._meshes[spec.mesh]
         coordinate = spec.mesh.get_coordinate()
         return Slices.at(
