@@ -93,6 +93,8 @@ class AsyncCheckpointer(RunReader):
             rank, with a warning; with "fail", such a save fails.
         check_replicas: at every save, compare what several ranks hold of the same tensors. By default, this is done only
             at the first save of states that look so.
+        mesh: the DeviceMesh of which those of all tensors are parts, such as (data parallel, tensor parallel). What has
+            copies on several of its parts, as norms have under FSDP and tensor parallelism, is then written once.
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
     called from any thread. Opening, listing and reading change nothing on storage.
@@ -121,6 +123,7 @@ class AsyncCheckpointer(RunReader):
         run_id: str | None = None,
         differing: Differing = "keep",
         check_replicas: bool = False,
+        mesh: Any = None,
     ) -> None:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
@@ -130,6 +133,7 @@ class AsyncCheckpointer(RunReader):
             raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
         due = due or Due()
         notice = self._notice = Notice(due.signals)
+        self._is_preempted = False
         self._policy = SavePolicy(due, preempted=lambda: notice.is_given)
         self._roots = opened(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
         self.roots = self._roots.names
@@ -141,6 +145,7 @@ class AsyncCheckpointer(RunReader):
             whole_count("max_in_flight", max_in_flight),
             differing=differing,
             check_replicas=check_replicas,
+            mesh=mesh,
         )
         self._saver = Saver(
             host_bytes=host_bytes,
@@ -262,10 +267,17 @@ class AsyncCheckpointer(RunReader):
         more, one is attempted anyway. A signal makes one save due at the next step, and another only if that one failed.
 
         The step that was saved last, or restored, is not due. Called again for the same step, it returns the same answer.
-        With rules of time or signals, the answer differs between processes: call it on rank 0 and broadcast the result.
-        `Due(every=…)` alone depends only on the step. Raises ValueError if there is no rule, or if `step` is not a step.
+        With several ranks and rules of time or signals, rank 0 answers for all of them: call it on every rank, at every
+        step. `Due(every=…)` alone depends only on the step, and asks nobody. Raises ValueError if there is no rule, or if `step` is not a step.
         """
-        return self._policy.should_save(whole_step(step))
+        number = whole_step(step)
+        if self._policy.is_arithmetic:
+            return self._policy.should_save(number)
+        answers = self._ranks.answers_of_rank_0(
+            "should_save()", lambda: (self._policy.should_save(number), self._notice.is_given)
+        )
+        is_due, self._is_preempted = answers
+        return is_due
 
     @property
     def preempted(self) -> bool:
@@ -276,9 +288,9 @@ class AsyncCheckpointer(RunReader):
                 if ckpt.preempted:  # asked here, so that nothing is left unsaved
                     break
 
-        Always False without `signals`.
+        Always False without `signals`. With several ranks, it is what rank 0 knew at the last `should_save`, on all of them.
         """
-        return self._notice.is_given
+        return self._notice.is_given if self._ranks.is_alone else self._is_preempted
 
     def prewarm(self, state: Any) -> None:
         """Plan the archive, and allocate and page-lock host memory, before the first save.

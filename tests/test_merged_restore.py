@@ -15,7 +15,7 @@ from states import difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from async_ckpt import StateMismatchError
 from async_ckpt.loading.contents import Part
@@ -364,3 +364,43 @@ def test_in_the_same_layout_a_rank_reads_its_own_bytes(tmp_path: Path, num_read:
     assert set(num_read) == {paths[1].name}
     assert num_read[paths[1].name] <= 1.02 * own_bytes
     assert own_bytes == 64 * MIB
+
+
+# --- objects with a state dict of their own -----------------------------------------------------------------------------
+
+
+class Training:
+    """Takes its state as torch's `set_state_dict` does: sharded as it has given it."""
+
+    def __init__(self, tensors: dict[str, Any], epoch: int) -> None:
+        self.tensors, self.epoch = tensors, epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensors": dict(self.tensors), "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert all(isinstance(tensor, DTensor) for tensor in state["tensors"].values())
+        self.tensors, self.epoch = state["tensors"], state["epoch"]
+
+
+def test_an_object_with_shards_gets_them_back_as_shards(tmp_path: Path):
+    paths = write_all(tmp_path, 3, lambda rank: {"training": Training(fully_sharded(3)(rank), 5)})
+
+    with standing_at(1, 2), torch.no_grad():
+        live, expected = Training(fully_sharded(2)(1), 0), fully_sharded(2)(1)
+        for tensor in live.tensors.values():
+            local(tensor).zero_()
+        restore_at(1, 2, paths, {"training": live})
+
+        assert live.epoch == 5
+        assert all(torch.equal(local(live.tensors[name]), local(expected[name])) for name in SHAPES)
+
+
+def test_a_partial_tensor_is_refused_by_name(tmp_path: Path):
+    paths = write_all(tmp_path, 2, fully_sharded(2))
+
+    with standing_at(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        live = DTensor.from_local(numbered((7,)), mesh, [Partial()], run_check=False)
+        with pytest.raises(StateMismatchError, match="b cannot be filled: a DTensor that is Partial"):
+            restore_at(0, 2, paths, {"b": live}, select="b")

@@ -71,7 +71,7 @@ SIGNATURES = {
         "(root, *, keep=None, due=None, guard=None, host_bytes=None, "
         "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, naming=None, strict=False, "
         "exit_timeout=None, progress=False, commit='all', max_bandwidth=None, trace=None, "
-        "ranks=None, run_id=None, differing='keep', check_replicas=False)"
+        "ranks=None, run_id=None, differing='keep', check_replicas=False, mesh=None)"
     ),
     AsyncCheckpointer.save: (
         "(self, state, step, *, overwrite=False, guard=that of the checkpointer, record=None, rolling=False, ttl_seconds=None, "
@@ -79,10 +79,11 @@ SIGNATURES = {
     ),
     AsyncCheckpointer.should_save: "(self, step)",
     AsyncCheckpointer.load: (
-        "(self, step=None, *, map_location=None, select=None, trust=False, verify=True, mmap=False, types=())"
+        "(self, step=None, *, map_location=None, select=None, trust=False, verify=True, mmap=False, types=(), from_ranks=None)"
     ),
     AsyncCheckpointer.restore: (
-        "(self, state, step=None, *, select=None, strict=True, trust=False, verify=True, types=())"
+        "(self, state, step=None, *, select=None, strict=True, trust=False, verify=True, types=(), from_ranks=None, "
+        "fallback=False)"
     ),
     AsyncCheckpointer.steps: "(self)",
     AsyncCheckpointer.catch_up: "(self)",

@@ -128,9 +128,9 @@ def test_a_signal_during_a_save_leaves_it_be_and_it_is_the_last_one(tmp_path, nu
     from async_ckpt.saving import saver
     capture = saver.capture
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         tell(SIGTERM)
-        return capture(*arguments)
+        return capture(*arguments, **options)
 
     with open_() as ckpt:
         assert not ckpt.should_save(1)

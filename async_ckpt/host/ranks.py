@@ -109,6 +109,10 @@ class Words:
             seconds = min(1.5 * seconds, _LOOK_SECONDS)
         return [word.decode() for word in self._store.multi_get(full)]
 
+    def forget(self, key: str) -> None:
+        """Nobody will ask for it any more; no error where it was never said."""
+        self._store.delete_key(f"{self._prefix}/{key}")
+
     def is_said(self, key: str) -> bool:
         return bool(self._store.check([f"{self._prefix}/{key}"]))
 

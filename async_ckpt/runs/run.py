@@ -304,9 +304,9 @@ class Run:
         """Delete what dead writers left: temp files, unfinished uploads, archives that no manifest names, and intents."""
         return self._sweeper.sweep()
 
-    def sweep_once(self) -> None:
-        """What an earlier process left behind; our own failures leave nothing."""
-        self._sweeper.sweep_once()
+    def sweep_once(self, *, has_ranks: bool = False) -> None:
+        """What an earlier process left behind; our own failures leave nothing. With several ranks, only what is old."""
+        self._sweeper.sweep_once(has_ranks=has_ranks)
 
     # --- what others are told ---------------------------------------------------------------------------------
 

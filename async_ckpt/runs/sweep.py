@@ -6,6 +6,7 @@ In: a root, steps to delete. Out: a root without them; what others have put ther
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
@@ -15,18 +16,30 @@ from ..errors import (
 )
 from . import manifest
 from .manifest import Manifest, intent_name, is_retired_name
-from .receipts import attempt_of_all
+from .receipts import attempt_of_all, is_beside, is_folder_of_receipts
 from .root import Root
 
 _ARCHIVE: Final = re.compile(r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar")
 _TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp|\.async_ckpt-probe-[0-9a-f]+")
+_CLAIM: Final = re.compile(r"world\.[0-9a-f]{16}\.json")
+_OF_OTHER_RANK: Final = re.compile(r"\.?rank_(?!00000\.)\d{5,}\.[0-9a-f]{8}\.")
 # How often a manifest that is listed, and gone when it is read, is looked for again: more often than others will replace it.
 _READ_TRIES: Final = 20
 
 
 def is_ours(name: str) -> bool:
     """Whether something of this name in the folder of a step may be ours, and no commit."""
-    return bool(_ARCHIVE.fullmatch(name) or _TEMP.fullmatch(name)) or is_retired_name(name)
+    is_file = bool(_ARCHIVE.fullmatch(name) or _TEMP.fullmatch(name)) or is_retired_name(name)
+    return is_file or is_beside(name) or is_folder_of_receipts(name)
+
+
+def _of_ranks(names: Iterable[str]) -> set[str]:
+    """The attempts of several ranks."""
+    found = set()
+    for name in names:
+        if is_beside(name) or is_folder_of_receipts(name) or _OF_OTHER_RANK.match(name):
+            found.add(name.lstrip(".").split(".")[1])
+    return found
 
 
 class Inside(NamedTuple):
@@ -42,7 +55,7 @@ class Sweeper:
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._swept = False
+        self._swept = self._has_ranks = False
 
     def inside(self, step: int) -> Inside:
         """What lies in the folder of a step, and what of that its manifest names, or one that was retired."""
@@ -143,6 +156,8 @@ class Sweeper:
         for name in inside.names:
             if name in inside.named or is_retired_name(name):
                 self._root.storage.delete(f"{folder}/{name}")
+            elif is_beside(name) or is_folder_of_receipts(name):  # of attempts that were decided before
+                self._root.storage.delete_all(f"{folder}/{name}")
             elif name != manifest.NAME:
                 foreign.append(name)
         if whole_folder:
@@ -162,9 +177,16 @@ class Sweeper:
         folder = "" if step is None else self._root.folder(step)
         names = self._root.storage.names(folder)
         decided = step is None or (newest is not None and step <= newest)
-        temps = self._root.storage.sweep(
-            folder, [n for n in names if _TEMP.fullmatch(n)], delete=True, decided=decided
-        )
+        attempts = _of_ranks(names)
+
+        def dead_of(chosen: Iterable[str], *, delete: bool) -> list[str]:
+            """Those whose writers are gone. Of several ranks, some may run on other machines, whose locks are not seen here."""
+            of_ranks = {n for n in chosen if self._has_ranks or n.lstrip(".").split(".")[1] in attempts}
+            sweep = partial(self._root.storage.sweep, folder, delete=delete, decided=decided)
+            alone = [n for n in chosen if n not in of_ranks]
+            return [*sweep(alone), *sweep(sorted(of_ranks), of_ranks=True)]
+
+        temps = dead_of([n for n in names if _TEMP.fullmatch(n)], delete=True)
         archives = [n for n in names if _ARCHIVE.fullmatch(n)]
         dead: list[str] = []
         known = None if step is None else self._root.known.get(step)
@@ -173,21 +195,37 @@ class Sweeper:
         }:
             archives = []  # nobody needs to ask
         if step is not None and archives and {*archives} != self.inside(step).named:
-            dead = self._root.storage.sweep(folder, archives, delete=False, decided=decided)
+            dead = dead_of(archives, delete=False)
             # Looked at again after the locks: a writer gives its lock up only once its manifest is there.
             named = self.inside(step).named | (self._borrowed(step) if dead else set())
             dead = [name for name in dead if name not in named]
         for name in dead:
             self._root.storage.delete(f"{folder}/{name}")
+        if step is None:  # what starts of several ranks have announced
+            claims = [n for n in names if _CLAIM.fullmatch(n)]
+            dead += self._root.storage.sweep("", claims, delete=True, decided=True, of_ranks=True)
+        elif decided:
+            dead += self._sweep_beside(folder, names, {*dead})
         if step is not None and len(temps) == len(names):
             # A writer was killed before it had written anything, or had ended.
             self._root.storage.remove_if_empty(folder)
         swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
 
-    def sweep_once(self) -> None:
+    def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str]) -> list[str]:
+        """What attempts of several ranks have left that have no archive here any more."""
+        left = {n.split(".")[1] for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
+        gone = [n for n in names if is_beside(n) and n.split(".")[1] not in left]
+        swept = self._root.storage.sweep(folder, gone, delete=True, decided=True, of_ranks=True)
+        attempts = {n.split(".")[1] for n in swept}
+        for name in names:
+            if is_folder_of_receipts(name) and name.split(".")[1] in attempts:
+                self._root.storage.delete_all(f"{folder}/{name}")
+        return swept
+
+    def sweep_once(self, *, has_ranks: bool = False) -> None:
         """What an earlier process left behind; our own failures leave nothing."""
         if not self._swept:
-            self._swept = True
+            self._swept, self._has_ranks = True, has_ranks
             try:
                 self.sweep()
             except BaseException:

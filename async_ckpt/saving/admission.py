@@ -39,14 +39,19 @@ class Admission:
         # Oldest first. It changes by `append` and `remove` alone, each of which is one step for every other thread.
         self._claims: list[weakref.ref[Place]] = []
 
-    def enter(self, place: Place, check: Callable[[], None]) -> bool:
-        """Wait until it is this place's turn; False at once where overlapping saves are skipped.
+    @property
+    def may_skip(self) -> bool:
+        """Whether overlapping saves are skipped."""
+        return self._on_overlap == "skip"
+
+    def enter(self, place: Place, check: Callable[[], None], *, must: bool = False) -> bool:
+        """Wait until it is this place's turn; False at once where overlapping saves are skipped, but not if it `must`.
 
         `check` is called while waiting, and raises when there is nothing to wait for.
         """
         self._claims.append(weakref.ref(place))
         while not self._is_its_turn(place):
-            if self._on_overlap == "skip":
+            if self.may_skip and not must:
                 self.leave(place)
                 return False
             try:

@@ -217,13 +217,13 @@ class Agreement:
 
         self._run.do_all([partial(read, receipt) for receipt in receipts])
         for rank in sorted(found):
-            for who, tensors in found[rank].items():
+            for what, tensors in found[rank].items():
                 for name, digest in tensors.items():
-                    other, there = first.setdefault((who, name), (rank, digest))
+                    other, there = first.setdefault((what, name), (rank, digest))
                     if there != digest:
                         raise UnsupportedStateError(
-                            f"{name} should be the same on ranks {other} and {rank}, and is not: a plain tensor stands for the same one on "
-                            "all ranks. Give its group in per_rank=, if each rank has its own",
+                            f"{name} should be the same on ranks {other} and {rank}, and is not: ranks that have the same part of a tensor, "
+                            "as all have of a plain one, must have the same values. Give its group in per_rank=, if each has its own",
                             path=name,
                         )
 

@@ -130,6 +130,12 @@ class SavePolicy:
         self._has_tried = False  # a save began while it was near
         self._is_deaf = False  # the deadline's function has failed, and that was logged
 
+    @property
+    def is_arithmetic(self) -> bool:
+        """Whether the answers depend on nothing but steps, so that they are the same in every process."""
+        due = self._due
+        return (due.seconds, due.deadline) == (None, None) and not due.signals
+
     def should_save(self, step: int) -> bool:
         """Whether a save of `step` is due. To be asked once at every step; asked again, the answer is the same.
 

@@ -30,9 +30,9 @@ from ..runs.run import Run
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import RankFacts, flag
 from ..staging.device import dense_blocks
-from ..state.capture import Capture, capture
-from ..state.names import Select
+from ..state.capture import Capture
 from ..state.ranked import RankedStates, Structure
+from ..state.sharded import Slicer, mesh_of
 from .values import SharedValues
 
 Differing: TypeAlias = Literal["keep", "fail"]
@@ -40,6 +40,8 @@ Differing: TypeAlias = Literal["keep", "fail"]
 # How long the first save waits for the other ranks' first save.
 MEETING_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.02
+# Words of rank 0 that stay in the store: no rank is so many steps behind another.
+_ANSWERS_KEPT: Final = 1000
 NOT_ALONE: Final = (
     "call save on every rank, or, if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 )
@@ -50,8 +52,8 @@ class Joint:
     """One save of all ranks, as this rank sees it."""
 
     step: int
-    number: int  # among the calls of `save`, which are the same on all ranks
     attempt: str = ""  # once it has begun
+    number: int = 0  # among those that have begun, as on all ranks
     table: Table = EMPTY  # by which this rank shares
     structure: Structure | None = None  # of its state, once it is known
     per_rank: tuple[str, ...] = ()  # the names of what each rank has for itself
@@ -59,7 +61,7 @@ class Joint:
         default_factory=dict
     )  # groups that are not saved again, and whose they are
     shared: SharedValues | None = None  # what all should have alike
-    # Digests of what other ranks hold, too, by who they are and by name; None where that was compared before.
+    # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
     copies: dict[str, dict[str, str]] | None = None
     causes: list[Cause] = field(default_factory=list)
     is_followed: bool = True  # somebody here is going to learn what is decided
@@ -83,17 +85,19 @@ class Ranks:
         *,
         differing: Differing = "keep",
         check_replicas: bool = False,
+        mesh: Any = None,
     ) -> None:
         if differing not in ("keep", "fail"):
             raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
         self.may_differ, self._check_replicas = differing == "keep", flag("check_replicas", check_replicas)
         self._max_in_flight = max_in_flight
+        self._root = None if mesh is None else mesh_of(mesh)
         self._world: World | None = None
         if given is not None or run_id is not None:
             self._world = world_of(given, run_id)
         self._words: Words | None = None
         self._token: str | None = None
-        self._numbers, self._restores = itertools.count(), itertools.count()
+        self._numbers, self._restores, self._answers = itertools.count(), itertools.count(), itertools.count()
         self._has_met = False
         self._states: RankedStates | None = None
         # Changed on the loop's thread alone, entries at a time.
@@ -112,12 +116,16 @@ class Ranks:
             self._world = world_of(None, None)
         return self._world
 
+    @property
+    def is_alone(self) -> bool:
+        return self.world.is_one
+
     def called(self, step: int, per_rank: Collection[str] = ()) -> Joint | None:
-        """`save` was called; None where there is one rank. To be told of every call, whatever becomes of it."""
+        """`save` was called; None where there is one rank."""
         if self.world.is_one:
             return None
         names = [per_rank] if isinstance(per_rank, str) else per_rank
-        return Joint(step, next(self._numbers), per_rank=tuple(names))
+        return Joint(step, per_rank=tuple(names))
 
     def begin(self, joint: Joint, listen_again: Callable[[Joint], None]) -> None:
         """It is this save's turn. Waits, at the first one, for what rank 0 says.
@@ -128,6 +136,7 @@ class Ranks:
         """
         self._wait_for_decision(joint.step, listen_again)
         self._name(joint)
+        joint.number = next(self._numbers)
         joint.table = self._tables.get(joint.number - self._max_in_flight, Table())
 
     def _name(self, joint: Joint) -> None:
@@ -158,10 +167,11 @@ class Ranks:
             wait.goes_on(lambda: f"the decision on the attempt at step {step} that failed here")
             TIMEKEEPER.sleep(_LOOK_SECONDS)
 
-    def captured(self, state: Any, select: Select = None) -> Capture:
-        """All that this rank holds of a state."""
+    @property
+    def slicer(self) -> Slicer | None:
+        """What tells which slices of tensors are here; None in a process that is no part of anything."""
         states = self._ranked()
-        return capture(state, select, slicer=None if states is None else states.slicer)
+        return None if states is None else states.slicer
 
     def divided(self, captured: Capture, joint: Joint | None) -> tuple[Capture, RankFacts | None]:
         """What this rank writes of that. Waits, at the first save, until rank 0 knows how the states of all ranks look.
@@ -204,8 +214,36 @@ class Ranks:
         """None in a process that is no part of anything: then tensors are all that they are."""
         world = self.world
         if self._states is None and (world.has_group or not world.is_one):
-            self._states = RankedStates(world.rank, world.size)
+            self._states = RankedStates(world.rank, world.size, self._root)
         return self._states
+
+    def answers_of_rank_0(self, what: str, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:
+        """What rank 0 finds by asking, on all ranks. Each of them calls this at the same places of its program.
+
+        Raises PeerFailedError on the others where it raises on rank 0.
+        """
+        if self.world.is_one:
+            return ask()
+        if self.world.store is None:
+            raise ValueError(
+                f"{what} is decided by rank 0 for all ranks, which needs a process group; leave it out with ranks="
+            )
+        number = next(self._answers)
+        key = f"answer/{number}"
+        if self.world.rank == 0:
+            try:
+                answers = ask()
+            except BaseException as error:
+                self._said().say(key, json.dumps(in_words(error)))
+                raise
+            self._said().say(key, json.dumps(answers))
+            self._said().forget(f"answer/{number - _ANSWERS_KEPT}")
+            return answers
+        (text,) = self._hear([key], f"rank 0's word on {what}", what)
+        told = json.loads(text)
+        if isinstance(told, str):
+            raise PeerFailedError(f"{what} has failed on rank 0: {told}", rank=0, undecided=False)
+        return tuple(told)
 
     # --- a restore ----------------------------------------------------------------------------------------
 
@@ -300,12 +338,12 @@ _openings: Final = itertools.count(1)  # of checkpointers that share with other 
 
 
 def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:
-    """Of all bytes of each tensor, by who holds it and its name. Blocks."""
+    """Of the bytes of each tensor that are here, by which of them these are, and its name. Takes its time."""
     found: dict[str, dict[str, str]] = {}
-    for who, name, slices in copies:
+    for what, name, slices in copies:
         blocks = (block for one in slices for _, block in dense_blocks(one.detach(), 0, one.nbytes))
         data = b"".join(block_digest(block.cpu().numpy().data) for block in blocks)
-        found.setdefault(who, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
+        found.setdefault(what, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
     return found
 
 

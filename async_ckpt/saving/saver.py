@@ -112,13 +112,12 @@ class Saver:
         optimizers = unwrapped(guard)
         self._tell_of_unseen(stacklevel=4)
         spans = Spans(self._clock, self._trace)
-        # From here on this thread may be interrupted at any line. It holds no lock, and changes nothing that others see
-        # but through `soon`; what it has begun is taken back below.
+        # From here on this thread may be interrupted at any line: what it has begun is taken back below.
         place = Place(step, needs)
         begun: _Begun | None = None
         try:
             with self._trace.span("wait for a place", step=step):
-                admitted = self._admit(place)
+                admitted = self._admit(place, joint)
             if not admitted:
                 self.ledger.skipped()
                 return skipped(step, skipped_path, get_worker().callbacks.submit)
@@ -382,15 +381,12 @@ class Saver:
         captured_as: Callable[[Capture], None] = lambda _: None,
     ) -> tuple[Capture, RankFacts | None]:
         """What of a state is written here; with several ranks, only what falls to this one."""
-        if self._ranks is None:
-            captured = capture(state, select)
-            captured_as(captured)
-            return captured, None
-        captured = self._ranks.captured(state, select)
+        ranks = self._ranks
+        captured = capture(state, select, slicer=ranks.slicer if ranks else None)
         captured_as(captured)
-        return self._ranks.divided(captured, joint)
+        return ranks.divided(captured, joint) if ranks else (captured, None)
 
-    def _admit(self, place: Place) -> bool:
+    def _admit(self, place: Place, joint: Joint | None) -> bool:
         """Take one of the places for saves under way, waiting for it or not. False: skip."""
         self._refuse_if_forked()
         self._refuse_if_closed()
@@ -401,7 +397,11 @@ class Saver:
             self._refuse_if_closed()
             wait.goes_on(self.ledger.told_of_undecided)
 
-        return self._admission.enter(place, goes_on)
+        admission = self._admission
+        if self._ranks is None or joint is None or not admission.may_skip:
+            return admission.enter(place, goes_on)
+        (enters,) = self._ranks.answers_of_rank_0("save()", lambda: (admission.enter(place, goes_on),))
+        return enters and (place.is_admitted or admission.enter(place, goes_on, must=True))
 
     def _refuse_if_closed(self) -> None:
         if self.is_closed:

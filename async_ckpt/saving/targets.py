@@ -173,7 +173,7 @@ class StepTarget:
         if self._agreement is not None and self._decides:
             self._agreement.claim()
         if not self.storage.remote and self._decides:
-            self._run.sweep_once()  # first, for it makes room
+            self._run.sweep_once(has_ranks=self._agreement is not None)  # first, for it makes room
         return self.storage.create(
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
         )
@@ -314,7 +314,7 @@ class StepTarget:
                 refusal = error  # a tracker that cannot be moved must not keep old steps for ever
         self._run.retain(self._step, replaced=replaced, in_flight=self._line.in_flight())
         if self.storage.remote:
-            self._run.sweep_once()
+            self._run.sweep_once(has_ranks=self._agreement is not None)
         self._line.catch_up_behind(self._run)
         if refusal is not None:
             raise refusal
@@ -337,6 +337,11 @@ def step_targets(
     if joint is None:
         token = os.urandom(4).hex()
         return [StepTarget(line, run, step, token, overwrite, record, contents) for run in line.roots.runs]
+    if line.rule == "any" and not line.has_one_root:
+        raise ValueError(
+            'commit="any" with several roots and several ranks is not supported: ranks could wait for each other at different '
+            'roots; use commit="all", or one root'
+        )
     ranks.begin(joint, partial(listen_again, ranks, line.roots.runs))
     return [
         StepTarget(line, run, step, joint.attempt, overwrite, record, contents, Agreement(ranks, joint, run))

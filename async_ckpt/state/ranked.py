@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ class _Plan:
     sources: list[_Source]
     ranks: RankFacts
     small: Mapping[str, int]
-    copies: Sequence[tuple[str, str, list[int]]]  # of whom, name, captured specs
+    copies: Sequence[tuple[str, str, list[int]]]  # what of it, name, captured specs
 
 
 class RankedStates:
@@ -71,8 +72,9 @@ class RankedStates:
     It divides among the ranks what they hold alike; only those that are known to have the same structure share.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, root: Mesh | None = None) -> None:
+        """`root` is a mesh of which those of all tensors are parts: it tells which of these have copies of each other."""
+        self.rank, self.world_size, self._root = rank, world_size, root
         self.slicer = Slicer()
         self._plan: _Plan | None = None
 
@@ -109,12 +111,52 @@ class RankedStates:
         return Divided(made, plan.ranks, plan.small)
 
     def copies(self, captured: Capture) -> list[tuple[str, str, list[torch.Tensor]]]:
-        """The tensors that other ranks have, too, of the state that was divided last: who, their name, and their slices.
-
-        Small ones are not among them: every rank writes those.
+        """The tensors of the state that was divided last of which other ranks may have the same: what of it, its name, and
+        the slices that are here. Small ones are not among them: every rank writes those.
         """
         assert self._plan is not None
-        return [(who, name, [captured.tensors[i] for i in specs]) for who, name, specs in self._plan.copies]
+        return [(what, name, [captured.tensors[i] for i in specs]) for what, name, specs in self._plan.copies]
+
+    def _has_others(self, slices: Slices) -> bool:
+        """Whether ranks may have the same of a tensor as this one, as far as can be known."""
+        mesh = slices.mesh
+        return mesh is None or slices.replicas().size > 1 or mesh.size < self.world_size
+
+    def _sharers(self, slices: Slices, mates: Sequence[int]) -> Replicas:
+        """The ranks that hold the same, and are known to have a state of the same structure."""
+        if slices.is_plain:
+            ranks = list(mates)
+        else:
+            replicas = self._under_root(slices) or slices.replicas().ranks
+            if replicas is None:
+                return Replicas()
+            known = set(mates)
+            ranks = [one for one in replicas.all_ranks() if one in known]
+        if len(ranks) < 2:
+            return Replicas()
+        return Replicas(Mesh.of((len(ranks),), ranks), ranks.index(self.rank))
+
+    def _under_root(self, slices: Slices) -> Mesh | None:
+        """The ranks of the root mesh that hold the same of a tensor, if its own mesh is a part of that."""
+        root, mesh = self._root, slices.mesh
+        if (
+            root is None
+            or mesh is None
+            or slices.cuts is None
+            or self.rank not in (ranks := root.all_ranks())
+        ):
+            return None
+        at, coordinate = ranks.index(self.rank), list[int]()
+        for size in reversed(root.shape):
+            at, step = divmod(at, size)
+            coordinate.insert(0, step)
+        cut = {one.mesh_dim for one in slices.cuts}
+        for dims in permutations(range(len(root.shape)), len(mesh.shape)):
+            part = root.along(dims, tuple(coordinate))
+            if (part.shape, part.all_ranks()) == (mesh.shape, mesh.all_ranks()):
+                free = [dim for dim in range(len(root.shape)) if dim not in {dims[n] for n in cut}]
+                return root.along(free, tuple(coordinate)) if free else None
+        return None
 
     def _fitting(self, captured: Capture, per_rank: tuple[str, ...]) -> _Plan | None:
         """The last plan, if it is of such a state."""
@@ -131,7 +173,7 @@ class RankedStates:
             names[number]: Holding(
                 slices,
                 DTYPES[captured.specs[tensors[number][0]].dtype][0],
-                Replicas() if number in own else _sharers(slices, self.rank, mates),
+                Replicas() if number in own else self._sharers(slices, mates),
             )
             for number, slices in enumerate(captured.slices)
             if captured.specs[tensors[number][0]].alias_of is None
@@ -140,10 +182,10 @@ class RankedStates:
         everybody = by_everybody(holdings)
         small: dict[str, int] = {}
         copies = [
-            (_whose(slices), names[number], tensors[number])
+            (_boxes(slices), names[number], tensors[number])
             for number, slices in enumerate(captured.slices)
             if names[number] in holdings and number not in own and names[number] not in everybody
-            if slices.rectangles and (slices.is_plain or slices.replicas().size > 1)
+            if slices.rectangles and self._has_others(slices)
         ]
         meshes: dict[Mesh, int] = {}
         specs: list[TensorSpec] = []
@@ -193,10 +235,9 @@ def _shown(name: str) -> str:
     return name.replace("\x1f", ".")
 
 
-def _whose(slices: Slices) -> str:
-    """Which ranks hold the same of a tensor as this one; all that have it, where it knows of no mesh."""
-    ranks = slices.replicas().ranks
-    return "all" if ranks is None else ",".join(map(str, ranks.all_ranks()))
+def _boxes(slices: Slices) -> str:
+    """What of a tensor is here: whoever has the same of it must have the same values."""
+    return json.dumps([[one.global_offsets, one.sizes] for one in slices.rectangles], separators=(",", ":"))
 
 
 def _structure(captured: Capture, per_rank: tuple[str, ...]) -> Structure:
@@ -218,21 +259,6 @@ def _structure(captured: Capture, per_rank: tuple[str, ...]) -> Structure:
 
 def _digested(text: str) -> Structure:
     return Structure(text, hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
-
-
-def _sharers(slices: Slices, rank: int, mates: Sequence[int]) -> Replicas:
-    """The ranks that hold the same, and are known to have a state of the same structure."""
-    if slices.is_plain:
-        ranks = list(mates)
-    else:
-        replicas = slices.replicas()
-        if replicas.ranks is None:
-            return Replicas()
-        known = set(mates)
-        ranks = [one for one in replicas.ranks.all_ranks() if one in known]
-    if len(ranks) < 2:
-        return Replicas()
-    return Replicas(Mesh.of((len(ranks),), ranks), ranks.index(rank))
 
 
 def _spread(slices: Slices, meshes: dict[Mesh, int]) -> Spread | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -70,9 +70,28 @@ def is_sharded(value: Any) -> bool:
     )
 
 
+def has_shards(state: Any) -> bool:
+    """Whether some tensor in these dicts and lists is one of which other ranks may hold more."""
+    if isinstance(state, Mapping):
+        return any(map(has_shards, state.values()))
+    if isinstance(state, list | tuple):
+        return any(map(has_shards, state))
+    return is_sharded(state)
+
+
 def local(tensor: Any) -> Any:
     """The plain tensor with what this rank holds of a DTensor; any other is itself."""
     return tensor._local_tensor if _is_a(tensor, "torch.distributed.tensor", "DTensor") else tensor
+
+
+def mesh_of(device_mesh: Any) -> Mesh:
+    """The ranks of torch's DeviceMesh. Raises TypeError for anything else."""
+    if not _is_a(device_mesh, "torch.distributed.device_mesh", "DeviceMesh"):
+        raise TypeError(
+            f"mesh must be the DeviceMesh that those of all tensors are parts of, got {device_mesh!r:.100}"
+        )
+    ranks = device_mesh.mesh
+    return Mesh.of(ranks.shape, ranks.flatten().tolist())
 
 
 class Slicer:
@@ -127,8 +146,7 @@ class Slicer:
 
     def _cut(self, spec: Any, global_shape: Iterable[int], name: str) -> Slices:
         if spec.mesh not in self._meshes:
-            ranks = spec.mesh.mesh
-            self._meshes[spec.mesh] = Mesh.of(ranks.shape, ranks.flatten().tolist())
+            self._meshes[spec.mesh] = mesh_of(spec.mesh)
         mesh = self._meshes[spec.mesh]
         coordinate = spec.mesh.get_coordinate()
         return Slices.at(

@@ -171,12 +171,19 @@ class Storage(Protocol):
         """Those of these paths that exist, in the order given; asked in parallel where asking is slow."""
 
     def sweep(
-        self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False
+        self,
+        folder: str,
+        names: list[str],
+        *,
+        delete: bool = False,
+        decided: bool = False,
+        of_ranks: bool = False,
     ) -> list[str]:
         """Of these names, those whose writer is provably gone; deleted, or left for the caller to judge.
 
         `decided`: a newer step is committed, so no writer could still commit them. Where the writer itself cannot
-        be asked, that and a day's age by the store's clock is the proof.
+        be asked, that and a day's age by the store's clock is the proof; so it is for what one of several ranks has
+        written (`of_ranks`), which may run on another machine.
         """
 
     def sweep_uploads(self) -> list[str]:

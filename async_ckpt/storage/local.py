@@ -44,6 +44,7 @@ from .disk import (
     translated,
 )
 from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, is_dead
+from .stores import ORPHAN_SECONDS
 
 try:
     import fcntl
@@ -193,9 +194,27 @@ class LocalStorage:
         names: list[str],
         *,
         delete: bool = False,
-        decided: bool = False,  # noqa: ARG002
+        decided: bool = False,
+        of_ranks: bool = False,
     ) -> list[str]:
+        if of_ranks:
+            names = self._old(folder, names) if decided and names else []
         return [name for name in names if is_dead(self.root / folder / name, delete=delete)]
+
+    def _old(self, folder: str, names: list[str]) -> list[str]:
+        """Those that were last written to more than a day ago, by the clock of the file system."""
+        temp, fd = create_locked(self.root / folder / "clock")
+        try:
+            limit = os.fstat(fd).st_mtime - ORPHAN_SECONDS
+        finally:
+            delete_temp(temp)
+            forget(fd)
+        old = []
+        for name in names:
+            with suppress(OSError):
+                if os.stat(self.root / folder / name, follow_symlinks=False).st_mtime < limit:
+                    old.append(name)
+        return old
 
     def sweep_uploads(self) -> list[str]:
         return []  # what is unfinished here is a file, and `sweep` sees it

@@ -208,7 +208,13 @@ class FsspecStorage:
         return [path for path in paths if path in found]
 
     def sweep(
-        self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False
+        self,
+        folder: str,
+        names: list[str],
+        *,
+        delete: bool = False,
+        decided: bool = False,
+        of_ranks: bool = False,  # noqa: ARG002
     ) -> list[str]:
         if not decided or not names:
             return []

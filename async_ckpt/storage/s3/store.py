@@ -183,7 +183,13 @@ class ObjectStorage:
     # --- what dead writers left -------------------------------------------------------------------------------
 
     def sweep(
-        self, folder: str, names: list[str], *, delete: bool = False, decided: bool = False
+        self,
+        folder: str,
+        names: list[str],
+        *,
+        delete: bool = False,
+        decided: bool = False,
+        of_ranks: bool = False,  # noqa: ARG002
     ) -> list[str]:
         if not decided or not names:
             return []
