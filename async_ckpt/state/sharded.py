@@ -84,6 +84,11 @@ def local(tensor: Any) -> Any:
     return tensor._local_tensor if _is_a(tensor, "torch.distributed.tensor", "DTensor") else tensor
 
 
+def local_part(value: Any) -> Any:
+    """The plain tensor that a DTensor has here; anything else as it is."""
+    return value._local_tensor if _is_a(value, "torch.distributed.tensor", "DTensor") else value
+
+
 def mesh_of(device_mesh: Any) -> Mesh:
     """The ranks of torch's DeviceMesh. Raises TypeError for anything else."""
     if not _is_a(device_mesh, "torch.distributed.device_mesh", "DeviceMesh"):
