@@ -17,7 +17,7 @@ from async_ckpt.loading.load import state_of
 from async_ckpt.loading.merged import Merged
 from async_ckpt.loading.open import OpenArchive
 from async_ckpt.loading.restore import restore_state
-from async_ckpt.runs.manifest import Archive, Manifest, OfRanks
+from async_ckpt.runs.manifest import Archive, Elsewhere, Manifest, OfRanks, parse
 from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
 from async_ckpt.spec import RankFacts
 from async_ckpt.state.capture import Capture, capture
@@ -71,8 +71,10 @@ def write(path: Path, captured: Capture, ranks: RankFacts) -> Path:
     return path
 
 
-def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = ()) -> Path:
-    """Make a committed step of archives that lie in its folder; returns the folder."""
+def commit(
+    paths: Sequence[Path], *, per_rank: tuple[str, ...] = (), lent: Mapping[str, Path] | None = None
+) -> Path:
+    """Make a committed step of archives that lie in its folder; returns the folder. `lent` are groups of other steps."""
     folder = paths[0].parent
     exchange = Exchange(LocalStorage(folder.parent), folder.name, ATTEMPT)
     receipts = [
@@ -86,7 +88,12 @@ def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = ()) -> Path:
         sum(one.num_bytes for one in receipts),
         per_rank,
     )
-    made = Manifest(1, ATTEMPT, len(paths), 0.0, (), ranks=of_ranks)
+    elsewhere = tuple(
+        Elsewhere(group, 1, lender.name, archive)
+        for group, lender in (lent or {}).items()
+        for archive in parse((lender / "manifest.json").read_bytes(), path=str(lender)).lenders
+    )
+    made = Manifest(2 if lent else 1, ATTEMPT, len(paths), 0.0, (), elsewhere=elsewhere, ranks=of_ranks)
     (folder / "manifest.json").write_bytes(made.dump())
     return folder
 

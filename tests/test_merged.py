@@ -258,6 +258,21 @@ def test_a_step_of_several_ranks_loads_by_its_folder_and_by_that_of_its_run(of: 
     assert loaded["own"].tolist() == [1, 1]
 
 
+def test_a_group_that_a_step_of_other_ranks_has_lent_loads_with_the_rest(step: Path):
+    """It was saved by four; now there are six, each with values of its own."""
+    own = write_all(
+        step.parent / "step_00000002", 6, lambda rank: {"rng": 10 + rank, "lr": 0.25}, per_rank=("rng",)
+    )
+    later = commit(own, per_rank=("rng",), lent={"model": step})
+
+    loaded = async_ckpt.load(later, from_ranks={"rng": 5})
+
+    assert loaded.keys() == {"rng", "lr", "model"}
+    assert (loaded["rng"], loaded["lr"]) == (15, 0.25)
+    assert difference(loaded["model"], network().state_dict()) is None
+    assert async_ckpt.verify(later).num_archives == 10
+
+
 def test_every_archive_of_a_step_is_verified(step: Path):
     assert async_ckpt.verify(step).num_archives == 4
 

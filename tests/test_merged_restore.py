@@ -270,6 +270,23 @@ def test_in_a_world_of_another_size_values_are_left_out_or_taken_from_a_rank(tmp
     assert difference(live, {**own_values(1), "timer": 0.0}) is None
 
 
+def test_what_differs_inside_of_a_model_or_an_optimizer_is_named_too(tmp_path: Path):
+    def trained_at(rank: int) -> dict[str, Any]:
+        state = trained(None)
+        groups = state["optimizer"].param_groups
+        if rank:
+            groups.append({**groups[0], "params": [nn.Parameter(torch.ones(2))]})
+        return state
+
+    paths = write_all(tmp_path, 2, trained_at)
+    with pytest.raises(StateMismatchError) as caught:
+        restore_at(0, 1, paths, trained(None), per_rank=["model.1.running_mean"])
+
+    assert "model.1.running_mean was saved by each rank for itself" in str(caught.value)
+    assert "optimizer.param_groups was saved by each rank for itself" in str(caught.value)
+    assert len(caught.value.mismatched) == 2
+
+
 class Scheduler:
     """An object that takes its state as a whole."""
 
@@ -364,6 +381,22 @@ def test_in_the_same_layout_a_rank_reads_its_own_bytes(tmp_path: Path, num_read:
     assert set(num_read) == {paths[1].name}
     assert num_read[paths[1].name] <= 1.02 * own_bytes
     assert own_bytes == 64 * MIB
+
+
+def test_what_lies_between_wide_rows_is_not_read(tmp_path: Path, num_read: dict[str, int]):
+    """Of three rows of 8 MiB a rank of eight holds 1 MiB each."""
+    paths = write_all(tmp_path, 1, lambda _: {"wide": numbered((3, 2 * MIB))})
+    with standing_at(5, 8), torch.no_grad():
+        full = numbered((3, 2 * MIB))
+        live = distribute_tensor(full, init_device_mesh("cpu", (8,)), [Shard(1)], src_data_rank=None)
+        expected = local(live).clone()
+        local(live).zero_()
+        with opened(paths, verify=False, ranks=(5, 8)) as merged:
+            num_read.clear()
+            restore_state([Part(merged)], {"wide": live})
+
+        assert torch.equal(local(live), expected)
+    assert num_read[paths[0].name] <= 3 * MIB * 1.02
 
 
 # --- objects with a state dict of their own -----------------------------------------------------------------------------

@@ -110,9 +110,8 @@ class Match:
 
         It is taken only for what ranks have shared, since taking it may do anything.
         """
-        if not any(
-            leaf.kind == "tensor" and self.archive.index.tensors[leaf.number].spread for leaf in leaves(saved)
-        ):
+        tensors = (leaf for leaf in leaves(saved) if isinstance(leaf, Stored) and leaf.kind == "tensor")
+        if not any(self.archive.index.tensors[leaf.number].spread for leaf in tensors):
             return None
         state = live.state_dict()
         return state if isinstance(state, dict) and has_shards(state) else None
@@ -396,6 +395,10 @@ class Match:
         self.wanted[number, offsets, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor, offsets)
 
     def _differs(self, path: Path, here: str, saved: Any) -> None:
+        if apart := [leaf for leaf in leaves(saved) if isinstance(leaf, SavedApart)]:
+            for leaf in apart:
+                self._is_of_each_rank(leaf)
+            return
         kind = saved.kind if isinstance(saved, Stored) else _class_of(saved).__qualname__
         self.mismatched.append(f"{shown(path)} {here} and {with_article(kind)} in the checkpoint")
 

@@ -319,9 +319,9 @@ def replaced(
     return value
 
 
-def leaves(value: Any) -> Iterator[Stored]:
-    """Every `Stored` in a decoded structure, but for those that ranks have of their own."""
-    if isinstance(value, Stored):
+def leaves(value: Any) -> Iterator[Stored | SavedApart]:
+    """Every `Stored` in a decoded structure, and what ranks have of their own, as it is."""
+    if isinstance(value, Stored | SavedApart):
         yield value
     elif isinstance(value, SavedRecord):
         yield from leaves(value.fields)
