@@ -54,16 +54,16 @@ def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
-def fsdp(mesh: DeviceMesh | None = None) -> dict[str, Any]:
-    model, mesh = network(), mesh or mesh_of()
+def fsdp(mesh: DeviceMesh | None = None, width: int = 37) -> dict[str, Any]:
+    model, mesh = network(width), mesh or mesh_of()
     for layer in model:
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh)
     return trained(fully_shard(model, mesh=mesh))
 
 
-def hsdp(replicas: int) -> dict[str, Any]:
-    return fsdp(mesh_of(replicas, dist.get_world_size() // replicas, names=("replicate", "shard")))
+def hsdp(replicas: int, width: int = 37) -> dict[str, Any]:
+    return fsdp(mesh_of(replicas, dist.get_world_size() // replicas, names=("replicate", "shard")), width)
 
 
 def fsdp_tp(tp: int) -> dict[str, Any]:

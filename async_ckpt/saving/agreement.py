@@ -168,9 +168,11 @@ class Agreement:
             f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         )
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
+        is_first = not self._ranks._compared  # no commit has shown yet that all see the same root
+        shared = f"; {self._run.storage.locate('')} must be shared by all ranks" if is_first else ""
         raise PeerFailedError(
             f"step {self._joint.step} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of rank"
-            f"{'s' if len(missing) > 1 else ''} {who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}",
+            f"{'s' if len(missing) > 1 else ''} {who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}{shared}",
             rank=missing[0],
             undecided=False,
         )

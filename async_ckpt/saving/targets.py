@@ -204,17 +204,18 @@ class StepTarget:
 
     @contextmanager
     def _telling_ranks(self) -> Iterator[None]:
-        """In a distributed training, whoever committed the step first may have been another rank of it."""
+        """Where ranks save each for itself, whoever committed the step first may have been another of them."""
         try:
             yield
         except StepExistsError as error:
             rank, world_size = ranks()
-            if world_size < 2:
+            if world_size < 2 or self._agreement is not None:
                 raise
             raise StepExistsError(
                 f"{error}. This is rank {rank} of {world_size}: if every rank saves to {self._run.storage.locate('')}, "
                 "each writes the whole state, and only one can commit the step. Save on rank 0 alone "
-                "(`if dist.get_rank() == 0: …`), or give each rank a root of its own",
+                "(`if dist.get_rank() == 0: …`), give each rank a root of its own, or initialize the process group first, "
+                "so that all ranks save together",
                 step=self._step,
             ) from error.__cause__
 
