@@ -266,7 +266,7 @@ class Here:
 
 
 _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
-    "capture": (ranks.Ranks, "captured", lambda *_: "capture"),
+    "capture": (ranks.Ranks, "divided", lambda *_: "capture"),
     "write": (LocalSink, "write", lambda sink, *_: str(sink._target)),
     "receipt": (Exchange, "put_receipt", lambda exchange, *_: exchange.folder),
     "manifest": (
