@@ -161,7 +161,12 @@ class AsyncCheckpointer(RunReader):
             ranks=self._ranks,
         )
         self._line = Line(
-            self._roots, self._saver, rule=commit, retire=on_rollback == "retire", catch_up=catch_up
+            self._roots,
+            self._saver,
+            rule=commit,
+            retire=on_rollback == "retire",
+            catch_up=catch_up,
+            ranks=self._ranks,
         )
         self._notice.listen()  # last: what could not be constructed has no handlers
 
@@ -221,8 +226,6 @@ class AsyncCheckpointer(RunReader):
         check_entries(state, per_rank, "per_rank")
         contents = Contents()
         joint = self._ranks.called(step, per_rank)
-        if driver is not None and self._ranks.world.rank == 0:
-            contents.driver = driver_of(driver, state, step=step)
 
         def captured_as(captured: Capture) -> None:
             if guard is not INHERITED:
@@ -235,6 +238,8 @@ class AsyncCheckpointer(RunReader):
         line, runs = self._line, self._roots.runs
         groups = [unchanged] if isinstance(unchanged, str) else unchanged
         try:
+            if driver is not None and self._ranks.world.rank == 0:
+                contents.driver = driver_of(driver, state, step=step)
             handle = self._saver.save(
                 lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs),
                 lambda: step_targets(line, step, overwrite, plain, contents, self._ranks, joint),

@@ -99,8 +99,8 @@ class Child:
         """Return when the child has printed this there, or on the stream `err`."""
         until(lambda: text in (self._folder / stream).read_text())
 
-    def ended(self) -> Ended:
-        told = self._nursery.ask({"wait": self.pid, "patience": PATIENCE})
+    def ended(self, patience: float = PATIENCE) -> Ended:
+        told = self._nursery.ask({"wait": self.pid, "patience": patience})
         out, err = ((self._folder / name).read_text() for name in ("out", "err"))
         assert not told["hung"], f"the child did not end\n{out}\n{err}"
         return Ended(told["status"], out, err)

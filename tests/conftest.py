@@ -18,6 +18,7 @@ from buckets import PART
 from children import Nursery
 from hypothesis import settings
 from racing import PATIENCE, Gate
+from rank_worlds import Worlds
 from slices import examples
 
 from async_ckpt.host import waiting
@@ -156,6 +157,12 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """What runs scripts in processes of their own, forked from one that has imported all they need."""
     with Nursery(tmp_path_factory.mktemp("children")) as started:
         yield started
+
+
+@pytest.fixture
+def worlds(nursery: Nursery, tmp_path: Path) -> Worlds:
+    """What starts trainings of several ranks, which save below `worlds.root`."""
+    return Worlds(nursery, tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,9 @@ from async_ckpt.loading.load import state_of
 from async_ckpt.loading.merged import Merged
 from async_ckpt.loading.open import OpenArchive
 from async_ckpt.loading.restore import restore_state
-from async_ckpt.runs.manifest import Manifest, OfRanks
+from async_ckpt.runs.manifest import Archive, Elsewhere, Manifest, OfRanks, parse
 from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
+from async_ckpt.spec import RankFacts
 from async_ckpt.state.capture import Capture, capture
 from async_ckpt.state.ranked import RankedStates
 from async_ckpt.storage.local import LocalStorage
@@ -27,7 +28,9 @@ ATTEMPT = "0123abcd"
 Build = Callable[[int], Any]
 
 
-def write_all(folder: Path, world: int, build: Build, *, shared: bool = True) -> list[Path]:
+def write_all(
+    folder: Path, world: int, build: Build, *, shared: bool = True, per_rank: tuple[str, ...] = ()
+) -> list[Path]:
     """Write what `build(rank)` makes on each rank; not `shared`, nobody knows of others, and all write all they hold."""
     ranked = [RankedStates(rank, world) for rank in range(world)]
     classes: dict[str, list[int]] = {}
@@ -36,17 +39,17 @@ def write_all(folder: Path, world: int, build: Build, *, shared: bool = True) ->
         with standing_at(rank, world):
             captures.append(capture(build(rank), slicer=states.slicer))
         if shared:
-            classes.setdefault(states.structure(captures[rank]).digest, []).append(rank)
-    return [
-        write(
-            folder / f"rank_{rank:05d}.{ATTEMPT}.tar",
-            *states.divided(captured, classes.get(states.structure(captured).digest, ()))[:2],
-        )
-        for rank, (states, captured) in enumerate(zip(ranked, captures, strict=True))
-    ]
+            classes.setdefault(states.structure(captures[rank], per_rank).digest, []).append(rank)
+    paths = []
+    for rank, (states, captured) in enumerate(zip(ranked, captures, strict=True)):
+        mates = classes.get(states.structure(captured, per_rank).digest, ())
+        divided = states.divided(captured, mates, per_rank)
+        path = folder / f"rank_{rank:05d}.{ATTEMPT}.tar"
+        paths.append(write(path, divided.captured, divided.ranks))
+    return paths
 
 
-def write(path: Path, captured: Capture, ranks: Any) -> Path:
+def write(path: Path, captured: Capture, ranks: RankFacts) -> Path:
     """Write one archive, at once and in one piece."""
     layout = lay_out(
         TensorPlan(captured.specs),
@@ -68,8 +71,10 @@ def write(path: Path, captured: Capture, ranks: Any) -> Path:
     return path
 
 
-def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = ()) -> Path:
-    """Make a committed step of archives that lie in its folder; returns the folder."""
+def commit(
+    paths: Sequence[Path], *, per_rank: tuple[str, ...] = (), lent: Mapping[str, Path] | None = None
+) -> Path:
+    """Make a committed step of archives that lie in its folder; returns the folder. `lent` are groups of other steps."""
     folder = paths[0].parent
     exchange = Exchange(LocalStorage(folder.parent), folder.name, ATTEMPT)
     receipts = [
@@ -78,12 +83,17 @@ def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = ()) -> Path:
     ]
     of_ranks = OfRanks(
         exchange.put_archives(receipts),
-        exchange.put_layout({}, {}),
+        Archive(f"layout.{ATTEMPT}.json", 0, "0" * 32),  # nobody who loads asks for it
         NO_TABLE,
         sum(one.num_bytes for one in receipts),
         per_rank,
     )
-    made = Manifest(1, ATTEMPT, len(paths), 0.0, (), ranks=of_ranks)
+    elsewhere = tuple(
+        Elsewhere(group, 1, lender.name, archive)
+        for group, lender in (lent or {}).items()
+        for archive in parse((lender / "manifest.json").read_bytes(), path=str(lender)).lenders
+    )
+    made = Manifest(2 if lent else 1, ATTEMPT, len(paths), 0.0, (), elsewhere=elsewhere, ranks=of_ranks)
     (folder / "manifest.json").write_bytes(made.dump())
     return folder
 

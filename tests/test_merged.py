@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerators import Accelerator
 from archives import flip, forge, little_memory
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import commit, load_all, opened, write_all
@@ -20,7 +23,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError
+from async_ckpt.loading.contents import Part
+from async_ckpt.loading.find import from_path
 from async_ckpt.loading.merged import Merged
+from async_ckpt.spec import MIB
 from async_ckpt.state import PerRank
 
 
@@ -217,11 +223,12 @@ def test_many_archives_become_one_quickly(tmp_path: Path):
     state = {"model": {f"layers.{n}.weight": torch.ones(2) for n in range(1000)}}
     paths = write_all(tmp_path, 16, lambda rank: {"rng": list(range(rank)), **state})
 
-    begin = time.perf_counter()
     with opened(paths, verify=False, per_rank=["rng"]) as merged:
         archives = merged.files
         begin = time.perf_counter()
-        Merged(archives, path="x", per_rank=["rng"]).tree()
+        again = Merged(archives, path="x", per_rank=["rng"])
+        for leaf in again.tree()[1]:
+            again.sources(leaf.number)
         seconds = time.perf_counter() - begin
 
     assert seconds < 1
@@ -237,6 +244,7 @@ def step(tmp_path: Path) -> Path:
         tmp_path / "run" / "step_00000001",
         4,
         lambda rank: {"model": sharded((4,)), "rng": rank, "lr": 0.5, "own": torch.ones(rank + 1)},
+        per_rank=("rng", "own"),
     )
     return commit(paths, per_rank=("rng", "own"))
 
@@ -248,6 +256,21 @@ def test_a_step_of_several_ranks_loads_by_its_folder_and_by_that_of_its_run(of: 
     assert difference(loaded["model"], network().state_dict()) is None
     assert dict(loaded["rng"]) == {0: 0, 1: 1, 2: 2, 3: 3}
     assert loaded["own"].tolist() == [1, 1]
+
+
+def test_a_group_that_a_step_of_other_ranks_has_lent_loads_with_the_rest(step: Path):
+    """It was saved by four; now there are six, each with values of its own."""
+    own = write_all(
+        step.parent / "step_00000002", 6, lambda rank: {"rng": 10 + rank, "lr": 0.25}, per_rank=("rng",)
+    )
+    later = commit(own, per_rank=("rng",), lent={"model": step})
+
+    loaded = async_ckpt.load(later, from_ranks={"rng": 5})
+
+    assert loaded.keys() == {"rng", "lr", "model"}
+    assert (loaded["rng"], loaded["lr"]) == (15, 0.25)
+    assert difference(loaded["model"], network().state_dict()) is None
+    assert async_ckpt.verify(later).num_archives == 10
 
 
 def test_every_archive_of_a_step_is_verified(step: Path):
@@ -286,6 +309,36 @@ def test_a_step_that_lacks_the_archive_of_a_rank_is_corrupt(step: Path):
 
     with pytest.raises(CorruptCheckpointError, match="rank_00001"):
         async_ckpt.load(step)
+
+
+def test_of_many_archives_little_more_than_the_indices_is_kept_in_memory(tmp_path: Path):
+    """Of each archive the first 4 MiB are read."""
+    state = {"model": numbered((2048, 1024))}
+    folder = commit(write_all(tmp_path / "run" / "step_00000001", 4, lambda _: state, shared=False))
+
+    def traced(parts: Sequence[Part]) -> int:
+        assert len(parts[0].archive.files) == 4
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        from_path(folder, traced, verify=True)  # whatever the first time imports
+        before = tracemalloc.get_traced_memory()[0]
+        assert from_path(folder, traced, verify=True) - before < 4 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("accelerator", ["late"], indirect=True)
+def test_pieces_are_put_together_on_a_device(accelerator: Accelerator, tmp_path: Path):
+    placed = [(Shard(1), Shard(0)), (Shard(1), Shard(1))]
+
+    def build(_: int) -> Any:
+        return {name: made for name, (made, _) in torch_cuts((2, 3), placed, [2, 8]).items()}
+
+    for tensor in load_all(write_all(tmp_path, 6, build), map_location=accelerator.kind).values():
+        assert tensor.device.type == accelerator.kind
+        assert torch.equal(tensor.cpu(), numbered(tuple(tensor.shape)))
 
 
 # --- lies ---------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from states import difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from async_ckpt import StateMismatchError
 from async_ckpt.loading.contents import Part
@@ -270,6 +270,23 @@ def test_in_a_world_of_another_size_values_are_left_out_or_taken_from_a_rank(tmp
     assert difference(live, {**own_values(1), "timer": 0.0}) is None
 
 
+def test_what_differs_inside_of_a_model_or_an_optimizer_is_named_too(tmp_path: Path):
+    def trained_at(rank: int) -> dict[str, Any]:
+        state = trained(None)
+        groups = state["optimizer"].param_groups
+        if rank:
+            groups.append({**groups[0], "params": [nn.Parameter(torch.ones(2))]})
+        return state
+
+    paths = write_all(tmp_path, 2, trained_at)
+    with pytest.raises(StateMismatchError) as caught:
+        restore_at(0, 1, paths, trained(None), per_rank=["model.1.running_mean"])
+
+    assert "model.1.running_mean was saved by each rank for itself" in str(caught.value)
+    assert "optimizer.param_groups was saved by each rank for itself" in str(caught.value)
+    assert len(caught.value.mismatched) == 2
+
+
 class Scheduler:
     """An object that takes its state as a whole."""
 
@@ -364,3 +381,59 @@ def test_in_the_same_layout_a_rank_reads_its_own_bytes(tmp_path: Path, num_read:
     assert set(num_read) == {paths[1].name}
     assert num_read[paths[1].name] <= 1.02 * own_bytes
     assert own_bytes == 64 * MIB
+
+
+def test_what_lies_between_wide_rows_is_not_read(tmp_path: Path, num_read: dict[str, int]):
+    """Of three rows of 8 MiB a rank of eight holds 1 MiB each."""
+    paths = write_all(tmp_path, 1, lambda _: {"wide": numbered((3, 2 * MIB))})
+    with standing_at(5, 8), torch.no_grad():
+        full = numbered((3, 2 * MIB))
+        live = distribute_tensor(full, init_device_mesh("cpu", (8,)), [Shard(1)], src_data_rank=None)
+        expected = local(live).clone()
+        local(live).zero_()
+        with opened(paths, verify=False, ranks=(5, 8)) as merged:
+            num_read.clear()
+            restore_state([Part(merged)], {"wide": live})
+
+        assert torch.equal(local(live), expected)
+    assert num_read[paths[0].name] <= 3 * MIB * 1.02
+
+
+# --- objects with a state dict of their own -----------------------------------------------------------------------------
+
+
+class Training:
+    """Takes its state as torch's `set_state_dict` does: sharded as it has given it."""
+
+    def __init__(self, tensors: dict[str, Any], epoch: int) -> None:
+        self.tensors, self.epoch = tensors, epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensors": dict(self.tensors), "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert all(isinstance(tensor, DTensor) for tensor in state["tensors"].values())
+        self.tensors, self.epoch = state["tensors"], state["epoch"]
+
+
+def test_an_object_with_shards_gets_them_back_as_shards(tmp_path: Path):
+    paths = write_all(tmp_path, 3, lambda rank: {"training": Training(fully_sharded(3)(rank), 5)})
+
+    with standing_at(1, 2), torch.no_grad():
+        live, expected = Training(fully_sharded(2)(1), 0), fully_sharded(2)(1)
+        for tensor in live.tensors.values():
+            local(tensor).zero_()
+        restore_at(1, 2, paths, {"training": live})
+
+        assert live.epoch == 5
+        assert all(torch.equal(local(live.tensors[name]), local(expected[name])) for name in SHAPES)
+
+
+def test_a_partial_tensor_is_refused_by_name(tmp_path: Path):
+    paths = write_all(tmp_path, 2, fully_sharded(2))
+
+    with standing_at(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        live = DTensor.from_local(numbered((7,)), mesh, [Partial()], run_check=False)
+        with pytest.raises(StateMismatchError, match="b cannot be filled: a DTensor that is Partial"):
+            restore_at(0, 2, paths, {"b": live}, select="b")

@@ -1,14 +1,12 @@
-"""Every rank of a distributed training saves to one root: one of them commits, and the others are told what to do."""
+"""Which rank of how many a process is: by its process group, by its user's word, or alone whatever its launcher has set."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from children import Child, Nursery
 from scripted_disk import scripted
 from states import open_run, state_at
 
@@ -18,92 +16,30 @@ from async_ckpt.host.ranks import ranks
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
-# Both ranks hold a model under DDP; `meet` is a barrier.
-HEAD = """
-import sys
-import torch
-import torch.distributed as dist
-from async_ckpt import StepExistsError
-from async_ckpt.host.ranks import ranks
-from children import hold_writes
-from states import open_run
 
-torch.set_num_threads(1)
-root, meeting, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-assert ranks() == (0, 1)
-dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-assert ranks() == (rank, 2)
-meet = dist.barrier
-torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-model(torch.ones(2, 8) * (rank + 1)).sum().backward()
-"""
+@needs_fork
+def test_one_rank_of_a_process_group_saves_alone_when_it_says_so(worlds):
+    script = """
+    model = ddp()["model"]
+    if here.rank == 0:
+        with open_run(here.root, ranks=(0, 1)) as ckpt:
+            here.save(ckpt, {"model": model}, 1)
+    """
+    first, _ = worlds.run(2, script)
 
-# Rank 1 comes when the step is there, or has begun when rank 0 commits.
-LATE = """
-with open_run(root) as ckpt:
-    if rank == 0:
-        ckpt.save({"model": model}, step=1).result()
-    meet()
-    if rank == 1:
-        try:
-            ckpt.save({"model": model}, step=1)
-        except StepExistsError as error:
-            print(error)
-    meet()
-"""
-OVERTAKEN = """
-go = hold_writes()
-if rank == 0:
-    go.set()
-with open_run(root) as ckpt:
-    if rank == 1:
-        handle = ckpt.save({"model": model}, step=1)
-    meet()
-    if rank == 0:
-        ckpt.save({"model": model}, step=1).result()
-    meet()
-    go.set()
-    if rank == 1:
-        print(handle.exception())
-    meet()
-"""
+    assert first.saves == [{"step": 1, "status": "committed"}]
+    assert len(open_run(worlds.root).load()["model"]) == 6
 
 
 @needs_fork
-@pytest.mark.parametrize(
-    ("script", "what"),
-    [(LATE, "step 1 is committed already"), (OVERTAKEN, "committed by another writer in the meantime")],
-)
-def test_the_rank_that_does_not_commit_is_told_to_save_on_rank_0_alone(tmp_path, nursery, script, what):
-    first, second = both(nursery, tmp_path, HEAD + script + "dist.destroy_process_group()\n")
-    kept, refused = first.ended(), second.ended()
-
-    assert (kept.status, kept.out) == (0, ""), kept.err
-    assert refused.status == 0, refused.err
-    assert what in refused.out
-    assert f"This is rank 1 of 2: if every rank saves to {tmp_path / 'run'}" in refused.out
-    assert "Save on rank 0 alone (`if dist.get_rank() == 0: …`)" in refused.out
-    with open_run(tmp_path / "run") as ckpt:
-        assert ckpt.steps() == [1]
-        assert len(ckpt.load()["model"]) == 2
-
-
-def both(nursery: Nursery, folder: Path, code: str) -> list[Child]:
-    return [nursery.start(code, folder / "run", folder / "meeting", rank) for rank in (0, 1)]
-
-
-@needs_fork
-def test_ranks_with_a_root_each_save_side_by_side(tmp_path, nursery):
-    body = """
-with open_run(f"{root}/rank{rank}") as ckpt:
-    ckpt.save({"model": model}, step=1)
-dist.destroy_process_group()
-"""
-    for child in both(nursery, tmp_path, HEAD + body):
-        ended = child.ended()
-        assert (ended.status, ended.out) == (0, ""), ended.err
-    assert [open_run(tmp_path / "run" / f"rank{rank}").steps() for rank in (0, 1)] == [[1], [1]]
+def test_ranks_with_a_root_each_save_side_by_side_when_they_say_so(worlds):
+    script = """
+    with open_run(f"{here.root}/rank{here.rank}", ranks=(0, 1)) as ckpt:
+        here.save(ckpt, {"whole": numbered(3)}, 1)
+    """
+    for one in worlds.run(2, script):
+        assert one.saves == [{"step": 1, "status": "committed"}]
+    assert [open_run(worlds.root / f"rank{rank}").steps() for rank in (0, 1)] == [[1], [1]]
 
 
 def test_what_the_launcher_has_set_tells_of_ranks_too(tmp_path, monkeypatch):
@@ -134,6 +70,53 @@ def test_a_file_that_every_rank_may_write_is_warned_of_once(tmp_path, monkeypatc
     assert caught[0].filename == __file__
 
 
+@pytest.mark.parametrize(
+    ("rank", "world_size", "what"),
+    [
+        (
+            "4",
+            "4",
+            "RANK=4 and WORLD_SIZE=4 in the environment cannot be: the ranks of 4 processes are 0 to 3",
+        ),
+        ("-1", "4", "RANK=-1 and WORLD_SIZE=4 in the environment cannot be"),
+        ("0", "0", "RANK=0 and WORLD_SIZE=0 in the environment cannot be"),
+        ("one", "2", "RANK and WORLD_SIZE in the environment must be numbers: .*'one'"),
+    ],
+)
+def test_what_no_launcher_sets_is_refused(tmp_path, monkeypatch, rank, world_size, what):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with open_run(tmp_path) as ckpt, pytest.raises(ValueError, match=what):
+        ckpt.save(state_at(1), step=1)
+    with open_run(tmp_path, ranks=(0, 1)) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "what"),
+    [
+        ({"ranks": (4, 4), "run_id": "a"}, ValueError, "the ranks of 4 processes are 0 to 3"),
+        ({"ranks": (-1, 4), "run_id": "a"}, ValueError, "the ranks of 4 processes are 0 to 3"),
+        ({"ranks": (0, 4)}, ValueError, "needs run_id=: a text that is the same on all ranks"),
+        ({"ranks": (0, 4), "run_id": ""}, ValueError, "needs run_id="),
+        ({"ranks": (0, 4), "run_id": 7}, TypeError, "run_id must be a text, got 7"),
+        ({"run_id": "a"}, ValueError, "run_id= belongs to ranks="),
+        (
+            {"ranks": 4, "run_id": "a"},
+            TypeError,
+            r"ranks must be \(rank, world_size\), such as \(0, 4\), got 4",
+        ),
+        ({"ranks": "04", "run_id": "a"}, TypeError, "ranks must be"),
+        ({"ranks": (0, True), "run_id": "a"}, TypeError, "ranks must be"),
+        ({"ranks": (0.0, 4), "run_id": "a"}, TypeError, "ranks must be"),
+        ({"ranks": (0, 1, 2), "run_id": "a"}, TypeError, "ranks must be"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_at_once(tmp_path, given, error, what):
+    with pytest.raises(error, match=what):
+        open_run(tmp_path, **given)
+
+
 def test_the_cause_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -149,9 +132,7 @@ def test_the_cause_is_kept(tmp_path, monkeypatch):
     assert isinstance(error.__cause__, FileExistsError)
 
 
-@pytest.mark.parametrize(
-    ("rank", "world_size"), [(None, None), ("0", "1"), ("0", None), ("", ""), ("one", "2")]
-)
+@pytest.mark.parametrize(("rank", "world_size"), [(None, None), ("0", "1"), ("0", None), ("", ""), ("", "2")])
 def test_a_process_alone_is_told_nothing_of_ranks(tmp_path, monkeypatch, rank, world_size):
     for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)

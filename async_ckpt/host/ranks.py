@@ -41,6 +41,8 @@ def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
 
     Raises ValueError for ranks that cannot be.
     """
+    if run_id is not None and not isinstance(run_id, str):
+        raise TypeError(f"run_id must be a text, got {run_id!r:.100}")
     if given is not None:
         rank, size = _checked(given)
         if size > 1 and not run_id:

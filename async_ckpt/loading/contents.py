@@ -10,7 +10,7 @@ import math
 import mmap as mmap_module
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,7 +19,7 @@ from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format.index import VERSION, Index, Slice
 from ..host.memory import advise_huge_pages
 from ..spec import BLOCK_BYTES, DTYPES, Extent
-from ..state.cover import Box, cover, runs
+from ..state.cover import Box, Cover, cover, runs
 from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, Selector, selector, shown
 from ..state.tree import Stored, decode, top_keys
@@ -69,6 +69,11 @@ class Contents:
     def check_members(self, members: Iterable[int]) -> None:
         """What else the file says of these members must be what its index says. Raises CorruptCheckpointError."""
 
+    def check_headers(self) -> None:
+        """What all files say of their members must be what their indices say. Raises CorruptCheckpointError."""
+        for file in self.files:
+            file.check_members({piece.member for told in file.index.tensors for piece in told.slices})
+
     @property
     def files(self) -> Sequence[Contents]:
         """The files that it is in."""
@@ -104,7 +109,8 @@ class Contents:
         """
         told = self.index.tensors[number]
         ranks = self.index.ranks
-        found, missing = sources_in([(self, piece) for piece in told.slices], told.shape)
+        pieces = [(self, piece) for piece in told.slices]
+        found, missing = sources_in(pieces, told.shape)
         if missing:
             of = "one rank" if ranks is None else f"rank {ranks.rank} of {ranks.world_size} ranks"
             raise ValueError(
@@ -233,14 +239,23 @@ class Contents:
         return tensor
 
 
+# By the shape of a tensor and the boxes that it is in: the layers of a model are alike.
+Covers: TypeAlias = dict[tuple[tuple[int, ...], tuple[Box, ...]], Cover]
+
+
 def sources_in(
-    pieces: Sequence[tuple[Contents, Slice]], shape: tuple[int, ...]
+    pieces: Sequence[tuple[Contents, Slice]], shape: tuple[int, ...], known: Covers | None = None
 ) -> tuple[list[Source], list[Box]]:
     """Where to read each element of a tensor, from the first of the pieces that has it; and what none of them has."""
     if pieces and pieces[0][1].sizes == shape:
         return [Source(*pieces[0], Box.whole(shape))], []
-    taken, missing = cover(shape, [Box(piece.offsets, piece.sizes) for _, piece in pieces])
-    return [Source(*pieces[i], box) for i, box in taken], missing
+    boxes = tuple(Box(piece.offsets, piece.sizes) for _, piece in pieces)
+    found = None if known is None else known.get((shape, boxes))
+    if found is None:
+        found = cover(shape, boxes)
+        if known is not None:
+            known[shape, boxes] = found
+    return [Source(*pieces[i], box) for i, box in found.taken], found.missing
 
 
 class Part(NamedTuple):

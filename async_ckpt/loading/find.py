@@ -228,6 +228,7 @@ class _Lot(NamedTuple):
 
         def open_one(path: str, told: Archive) -> None:
             opened[path] = self._open(path, told, verify, stack)
+            opened[path].keep_little()
 
         crew = Crew("open", min(_MAX_OPENERS, len(self.archives)))
         try:

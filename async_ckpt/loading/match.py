@@ -9,7 +9,6 @@ Modules and torch's own optimizers are looked into; an object with its own `load
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, MutableMapping
@@ -25,12 +24,13 @@ from ..state.dtypes import dtype_name
 from ..state.held import Held
 from ..state.names import Path, shown
 from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
-from ..state.sharded import Slicer, is_sharded, local
+from ..state.sharded import Slicer, has_shards, is_sharded
 from ..state.slices import Ints
-from ..state.tree import SavedApart, SavedRecord, Stored, replaced
+from ..state.tree import SavedApart, SavedRecord, Stored, leaves, replaced
 from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, paired
 from .contents import Contents
 from .fill import Wanted
+from .known import is_of_another_kind, is_on_device, is_optimizer_state, is_plain_module, is_plain_optimizer
 
 _SEQUENCES: Final = list | tuple | deque
 
@@ -89,12 +89,14 @@ class Match:
             return live
         if isinstance(live, torch.Tensor):
             return self._tensor(live, saved, path)
-        if _is_plain_module(live):
+        if is_plain_module(live):
             return self._module(live, saved, path)
-        if _is_plain_optimizer(live):
+        if is_plain_optimizer(live):
             return self._optimizer(live, saved, path)
         if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
-            value = self._materialized(self._as_live_expects(live, saved, path))
+            expected = self._as_live_expects(live, saved, path)
+            state = self._shards_of(live, expected)
+            value = self._materialized(expected) if state is None else self.visit(state, expected, path)
             self.actions.append(lambda: live.load_state_dict(value))
             return live
         if _is_array(live) and isinstance(saved, Stored):
@@ -102,6 +104,17 @@ class Match:
         if isinstance(live, Enum):  # as a namedtuple, its class is the live one
             return member_of(type(live), self._materialized(saved))
         return self._container(live, saved, path)
+
+    def _shards_of(self, live: Any, saved: Any) -> dict[Any, Any] | None:
+        """An object's own state dict, if it has shards: they are filled where they are, and handed back with the rest.
+
+        It is taken only for what ranks have shared, since taking it may do anything.
+        """
+        tensors = (leaf for leaf in leaves(saved) if isinstance(leaf, Stored) and leaf.kind == "tensor")
+        if not any(self.archive.index.tensors[leaf.number].spread for leaf in tensors):
+            return None
+        state = live.state_dict()
+        return state if isinstance(state, dict) and has_shards(state) else None
 
     def _container(self, live: Any, saved: Any, path: Path) -> Any:
         fields = saved.fields if isinstance(saved, SavedRecord) else saved
@@ -131,7 +144,8 @@ class Match:
         try:
             held = self._held(live, path)
         except UnsupportedStateError as error:
-            self.mismatched.append(f"{shown(path)} cannot be filled: {error}")
+            refusal = str(error).removeprefix(f"{shown(path)}: ").removesuffix("; nothing was written")
+            self.mismatched.append(f"{shown(path)} cannot be filled: {refusal}")
             return live
         why = next(filter(None, (why_not(part) for _, part in held)), None)
         if why:
@@ -187,7 +201,7 @@ class Match:
 
     def _as_live_expects(self, live: Any, saved: Any, path: Path) -> Any:
         """What was saved of an object, as its own `load_state_dict` wants it."""
-        if isinstance(live, torch.optim.Optimizer) and _is_optimizer_state(saved):
+        if isinstance(live, torch.optim.Optimizer) and is_optimizer_state(saved):
             groups = [
                 {k: v for k, v in group.items() if k != "param_names"} for group in saved["param_groups"]
             ]
@@ -209,7 +223,7 @@ class Match:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
         """What Optimizer.load_state_dict does, but in place and in the saved dtype: it would cast to the parameter's."""
-        if not _is_optimizer_state(saved):
+        if not is_optimizer_state(saved):
             self._differs(path, "is an optimizer here", saved)
             return optimizer
         groups = saved["param_groups"]
@@ -220,7 +234,7 @@ class Match:
                 f"{shown(path)} has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
             )
             return optimizer
-        if why := _is_of_another_kind(optimizer, groups):
+        if why := is_of_another_kind(optimizer, groups):
             self.mismatched.append(f"{shown(path)} {why}")
             return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -229,7 +243,7 @@ class Match:
                     self._entry(live_group, key, value, (*path, "param_groups", i, key))
             for param, number in zip(live_group["params"], group["params"], strict=True):
                 state, inner = saved["state"].get(number, {}), (*path, "state", number)
-                self._optimizer_state(optimizer, param, state, _on_device(group), inner)
+                self._optimizer_state(optimizer, param, state, is_on_device(group), inner)
         return optimizer
 
     def _optimizer_state(
@@ -381,98 +395,21 @@ class Match:
         self.wanted[number, offsets, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor, offsets)
 
     def _differs(self, path: Path, here: str, saved: Any) -> None:
+        if apart := [leaf for leaf in leaves(saved) if isinstance(leaf, SavedApart)]:
+            for leaf in apart:
+                self._is_of_each_rank(leaf)
+            return
         kind = saved.kind if isinstance(saved, Stored) else _class_of(saved).__qualname__
         self.mismatched.append(f"{shown(path)} {here} and {with_article(kind)} in the checkpoint")
-
-
-def _is_plain_module(live: Any) -> bool:
-    """A module whose state dict is its own memory, and that does nothing of its own when it is loaded."""
-    if (
-        not isinstance(live, torch.nn.Module)
-        or type(live).load_state_dict is not torch.nn.Module.load_state_dict
-    ):
-        return False
-    for module in live.modules():
-        hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
-        if not all(map(_is_of_fully_shard, hooks)):
-            return False
-        if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
-            return False
-    own = {local(tensor).data_ptr() for tensor in (*live.parameters(), *live.buffers())}
-    return all(local(t).data_ptr() in own for t in live.state_dict().values() if isinstance(t, torch.Tensor))
-
-
-def _is_of_fully_shard(hook: Any) -> bool:
-    """Whether a hook only sees to it that each rank has its own shard: taking the state dict has done so."""
-    made_by: str = getattr(hook, "hook", hook).__module__
-    return made_by.startswith("torch.distributed.fsdp._fully_shard")
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _is_plain_optimizer(live: Any) -> bool:
-    """One of torch's optimizers, or one that saves and loads like them."""
-    base = torch.optim.Optimizer
-    if not isinstance(live, base) or type(live).load_state_dict is not base.load_state_dict:
-        return False
-    hooks = (
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-        "_optimizer_state_dict_post_hooks",
-    )
-    return type(live).state_dict is base.state_dict and not any(getattr(live, name, None) for name in hooks)
-
-
-def _is_optimizer_state(saved: Any) -> bool:
-    """What Optimizer.state_dict makes: numbered parameters in groups, and a dict for each that has state."""
-    if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
-        return False
-    groups = saved.get("param_groups")
-    return (
-        isinstance(groups, list)
-        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-        and all(type(number) is int for group in groups for number in group["params"])
-        and all(isinstance(state, dict) for state in saved["state"].values())
-    )
-
-
-@functools.cache
-def _settings() -> frozenset[str]:
-    """What the optimizers of torch are made with."""
-    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-    return frozenset(
-        name
-        for kind in kinds
-        if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-        for name in inspect.signature(kind).parameters
-    )
-
-
-def _is_of_another_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> str | None:
-    """Why this state is not one of this optimizer: each has settings that the other does not know.
-
-    One side alone may have more: a newer version of the optimizer does. And schedulers add settings of their own.
-    """
-    saved = {key for group in groups for key in group}
-    known = {key for group in optimizer.param_groups for key in group}
-    only_saved, only_known = (saved - known) & _settings(), optimizer.defaults.keys() - saved
-    if not (only_saved and only_known):
-        return None
-    return (
-        f"was saved from another kind of optimizer, with {', '.join(sorted(only_saved))}; "
-        f"{type(optimizer).__qualname__} has {', '.join(sorted(only_known))} instead"
-    )
-
-
-def _on_device(group: dict[str, Any]) -> bool:
-    return bool(group.get("capturable") or group.get("fused"))
-
-
 def is_looked_into(live: Any) -> bool:
     """Whether taking a state dict of it is nothing but looking: a plain module, a container, a tensor."""
-    return _is_structure(live) or _is_plain_module(live)
+    return _is_structure(live) or is_plain_module(live)
 
 
 def _is_filled_in_place(live: Any) -> bool:

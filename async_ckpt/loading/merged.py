@@ -19,10 +19,11 @@ from ..format.index import Index, IndexedTensor, Member
 from ..spec import Extent
 from ..state.cover import Box
 from ..state.merge import Choice, MergedSkeleton, UnknownChoiceError, merge
-from ..state.names import Path, printable, shown
+from ..state.names import Path, dotted, printable, shown
 from ..state.slices import Cut, Mesh, Slices
 from ..state.tree import Stored
-from .contents import Contents, Groups, Source, sources_in
+from ..state.values import is_within
+from .contents import Contents, Covers, Groups, Source, sources_in
 from .foreign import Zeros
 
 # More of them are not named one by one, and not looked for among more.
@@ -62,12 +63,15 @@ class Merged(Contents):
         choice = Choice(rank if world_size == self.world_size else None, dict(from_ranks or {}))
         self._merged = self._merge(per_rank, choice, groups)
         self.chosen, self.apart = self._merged.chosen, self._merged.apart
-        # Tensors that one rank has for itself, though it shares them with others.
-        self._parts = {
-            n for n, ranks in enumerate(self._merged.tensors) if len(ranks) == 1 and self._is_shared(ranks)
-        }
         self.index = self._index()
+        # Tensors that one rank has for itself, though it holds them together with others.
+        self._parts = {
+            n
+            for n, (ranks, told) in enumerate(zip(self._merged.tensors, self.index.tensors, strict=True))
+            if len(ranks) == 1 and told.spread and is_within(dotted(told.path), per_rank)
+        }
         self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
+        self._covers: Covers = {}
 
     def _by_rank(self, archives: Sequence[Contents]) -> dict[int, Contents]:
         found: dict[int, Contents] = {}
@@ -140,10 +144,8 @@ class Merged(Contents):
                 alias = apart.setdefault(frozenset(to), len(self._merged.tensors))
                 if alias == len(self._merged.tensors):
                     self._merged.tensors.append(dict(to))
-        return IndexedTensor(first.path, first.dtype, first.shape, (), alias)
-
-    def _is_shared(self, ranks: Mapping[int, int]) -> bool:
-        return any(self._archives[rank].index.tensors[n].spread for rank, n in ranks.items())
+        spread = next(filter(None, (one.spread for one in told.values())), None)
+        return IndexedTensor(first.path, first.dtype, first.shape, (), alias, spread)
 
     # --- as a file --------------------------------------------------------------------------------------------
 
@@ -172,7 +174,7 @@ class Merged(Contents):
                 for rank, there in self._merged.tensors[number].items()
                 for piece in self._archives[rank].index.tensors[there].slices
             ]
-            self._sources[number] = sources_in(pieces, told.shape)
+            self._sources[number] = sources_in(pieces, told.shape, self._covers)
         found, missing = self._sources[number]
         if missing and number in self._parts:
             if any(box.common(within or Box.whole(told.shape)) for box in missing):

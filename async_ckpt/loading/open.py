@@ -74,16 +74,18 @@ class OpenArchive(Contents):
             self._digests = self._read_digests()
             self.read(Extent(0, self._head_bytes))
         self._headers: dict[int, Extent] = {}  # of the members that were checked, from the tar header on
+        self.num_begun = len(self._begin)
+        """How many bytes were read so far: whole blocks, or all of it. With `verify` they are compared too."""
 
     @property
     def digest(self) -> str:
         """The archive's own digest, as its manifest records it."""
         return digests.self_digest(bytes(self._tail[: self.index.digests.data.length]))
 
-    @property
-    def num_begun(self) -> int:
-        """How many bytes were read when it was opened: whole blocks, or all of it. With `verify` they are compared too."""
-        return len(self._begin)
+    def keep_little(self) -> None:
+        """Forget what was read beside the index, for one archive of many."""
+        self._begin = memoryview(bytes(self._begin[: self._head_bytes]))
+        self._verified = self._kept
 
     # --- small reads ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CorruptCheckpointError
+from ..errors import CorruptCheckpointError, StateMismatchError
 from ..host.pool import SegmentPool
 from ..spec import with_article
 from ..state.names import Select
@@ -64,7 +64,11 @@ def restore_state(
     raise_unless_any(errors, len(shares))
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
-        match.raise_problems(strict or nothing_fits)
+        try:
+            match.raise_problems(strict or nothing_fits)
+        except StateMismatchError:
+            match.archive.check_headers()  # it may be the index that is wrong
+            raise
     plan = planned((match.archive, match.wanted.values()) for match, _ in matches)
     if verify == "first":
         fill(plan, copy=False, pool=pool)

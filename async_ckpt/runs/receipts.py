@@ -134,7 +134,7 @@ class Exchange:
 
     def __init__(self, storage: Storage, folder: str, attempt: str) -> None:
         self.storage, self.folder, self.attempt = storage, folder, attempt
-        self._receipts = f"{folder}/receipts.{attempt}"
+        self._receipts = self._receipts_of(attempt)
 
     # --- receipts ---------------------------------------------------------------------------------------------
 
@@ -159,9 +159,18 @@ class Exchange:
         except ValueError as error:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
 
-    def forget_receipts(self) -> None:
-        """It is decided: nobody needs them any more."""
+    def forget(self, refused: Iterable[str]) -> None:
+        """It is committed, by all ranks: they need neither its receipts any more, nor what is left of refused attempts.
+
+        Not before: as long as one of them may still be late, it would put its receipt into a folder that goes away.
+        """
         self.storage.delete_all(self._receipts)
+        for attempt in refused:
+            self.storage.delete_all(self._receipts_of(attempt))
+            self.storage.delete(self._verdict_of(attempt))
+
+    def _receipts_of(self, attempt: str) -> str:
+        return f"{self.folder}/receipts.{attempt}"
 
     # --- what is decided --------------------------------------------------------------------------------------
 
@@ -180,7 +189,7 @@ class Exchange:
         return self.verdict()
 
     def verdict(self) -> Verdict | None:
-        path = self._verdict_path
+        path = self._verdict_of(self.attempt)
         try:
             raw = unseal(self.storage.read(path)[0])
         except FileNotFoundError:
@@ -194,13 +203,12 @@ class Exchange:
         """Create-only: an attempt is decided once."""
         told = {"attempt": verdict.attempt, "causes": verdict.causes, "table": verdict.table.packed()}
         try:
-            self.storage.put_new(self._verdict_path, seal(told))
+            self.storage.put_new(self._verdict_of(self.attempt), seal(told))
         except FileExistsError:
             pass
 
-    @property
-    def _verdict_path(self) -> str:
-        return f"{self.folder}/verdict.{self.attempt}.json"
+    def _verdict_of(self, attempt: str) -> str:
+        return f"{self.folder}/verdict.{attempt}.json"
 
     # --- what the manifest leaves to others -------------------------------------------------------------------
 

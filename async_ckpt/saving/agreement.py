@@ -15,7 +15,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from ..errors import CheckpointError, PeerFailedError, StepExistsError, UnsupportedStateError
+from ..errors import (
+    CheckpointError,
+    PeerFailedError,
+    StepExistsError,
+    StorageUnavailableError,
+    UnsupportedStateError,
+)
 from ..runs.coverage import check_coverage
 from ..runs.manifest import Archive, Manifest, OfRanks, archive_name
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
@@ -146,9 +152,7 @@ class Agreement:
                 self._raise_missing(receipts)
             await _pause(seconds, check)
         ordered = [receipts[rank] for rank in range(size)]
-        made = await off_loop(partial(self._compared, ordered))
-        self.may_be_committed = True
-        return made
+        return await off_loop(partial(self._compared, ordered))
 
     def _raise_refusals(self, refused: Sequence[Receipt]) -> None:
         causes = [
@@ -164,9 +168,11 @@ class Agreement:
             f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         )
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
+        is_first = not self._ranks._compared  # no commit has shown yet that all see the same root
+        shared = f"; {self._run.storage.locate('')} must be shared by all ranks" if is_first else ""
         raise PeerFailedError(
             f"step {self._joint.step} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of rank"
-            f"{'s' if len(missing) > 1 else ''} {who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}",
+            f"{'s' if len(missing) > 1 else ''} {who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}{shared}",
             rank=missing[0],
             undecided=False,
         )
@@ -270,11 +276,16 @@ class Agreement:
                 return text
         raise CheckpointError(f"ranks {mates} do not say how their states look")
 
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest:
+    async def hear(
+        self, off_loop: OffLoop, check: Callable[[], None], seconds: float | None = None
+    ) -> Manifest:
         """On ranks other than 0: what that has committed. Raises PeerFailedError for its verdict, and where there is none in time."""
-        deadline = monotonic() + PEER_SECONDS + _MORE_SECONDS
-        for seconds in _looks(self._run.storage.remote):
-            decision = await off_loop(self._exchange.decision)
+        in_time = PEER_SECONDS + _MORE_SECONDS if seconds is None else seconds
+        deadline = monotonic() + in_time
+        for pause in _looks(self._run.storage.remote):
+            decision: Manifest | Verdict | None = None
+            with suppress(StorageUnavailableError):  # rank 0 may commit all the same
+                decision = await off_loop(self._exchange.decision)
             if isinstance(decision, Manifest):
                 table = await off_loop(partial(self._table_after, decision))
                 self._is_committed(table)
@@ -284,10 +295,10 @@ class Agreement:
                 raise _peers_failed(self._joint.step, decision.causes)
             if monotonic() > deadline:
                 break
-            await _pause(seconds, check)
+            await _pause(pause, check)
         self._joint.is_followed = False
         raise PeerFailedError(
-            f"step {self._joint.step}: rank 0 has not said in {PEER_SECONDS + _MORE_SECONDS:.0f} s whether it is committed. It may "
+            f"step {self._joint.step}: rank 0 has not said in {in_time:.0f} s whether it is committed. It may "
             "be: look at what is committed when rank 0 is back",
             rank=0,
             undecided=True,
@@ -306,22 +317,20 @@ class Agreement:
     def committed(self) -> None:
         """On rank 0: the manifest is there."""
         assert self._table is not None
-        self._is_committed(self._table)
         with suppress(CheckpointError, OSError):  # they go with the step
-            self._exchange.forget_receipts()
+            self._exchange.forget(self._ranks.decided_attempts(self._joint.step))
+        self._is_committed(self._table)
 
     def refuse(self, error: BaseException) -> bool:
         """The save has failed on this rank. Whether its archive may be deleted: nobody can commit it any more."""
+        self._joint.is_followed = False  # until `follow`
         if self.decides:
             if self.may_be_committed and not isinstance(error, StepExistsError):
-                self._joint.is_followed = False
                 return False  # nobody knows whether it is
             rank, joint = 0, self._joint
             causes = tuple(joint.causes) or (Cause(rank, in_words(error)),)
             self._exchange.put_verdict(Verdict(joint.attempt, causes, joint.table))
             self._ranks.decided(joint, None)
-            with suppress(CheckpointError, OSError):
-                self._exchange.forget_receipts()
             return True
         if not self._has_said_yes:
             told = Receipt(self._ranks.world.rank, is_ok=False)
@@ -330,11 +339,12 @@ class Agreement:
         # Rank 0 may still commit what has its yes.
         return self._joint.is_decided
 
-    async def follow(self, off_loop: OffLoop) -> None:
+    async def follow(self, off_loop: OffLoop, seconds: float | None = None) -> None:
         """This rank has no part in it any more: learn what is decided all the same."""
         if not self._joint.is_decided:
+            self._joint.is_followed = True
             with suppress(CheckpointError, OSError):
-                await self.hear(off_loop, lambda: None)
+                await self.hear(off_loop, lambda: None, seconds)
 
 
 def _looks(is_remote: bool) -> Iterator[float]:
@@ -372,3 +382,15 @@ def tell_of_failure(ranks: Ranks, joint: Joint, runs: Sequence[Run], error: Base
 
     for run in runs:
         worker.begin(tell(Agreement(ranks, joint, run)))
+
+
+def listen_again(ranks: Ranks, runs: Sequence[Run], joint: Joint) -> None:
+    """A save was given up undecided on this rank: rank 0 may have decided since. Does not wait for that."""
+    joint.is_followed = True
+    worker = get_worker()
+
+    async def listen() -> None:
+        for run in runs:
+            await Agreement(ranks, joint, run).follow(worker.off_loop, SHARED_SECONDS)
+
+    worker.begin(listen())

@@ -127,20 +127,35 @@ class Ranks:
         names = [per_rank] if isinstance(per_rank, str) else per_rank
         return Joint(step, per_rank=tuple(names))
 
-    def begin(self, joint: Joint) -> None:
+    def begin(self, joint: Joint, listen_again: Callable[[Joint], None]) -> None:
         """It is this save's turn. Waits, at the first one, for what rank 0 says.
+
+        `listen_again` is called with an attempt at the step that was given up undecided: rank 0 may have decided since.
 
         Raises PeerFailedError where rank 0 does not say anything, or has not decided about this step's last attempt.
         """
-        self._wait_for_decision(joint.step)
-        told = f"{self.token()}/{joint.step}/{self._num_decided[joint.step]}"
-        joint.attempt = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+        self._wait_for_decision(joint.step, listen_again)
+        self._name(joint)
         joint.number = next(self._numbers)
         joint.table = self._tables.get(joint.number - self._max_in_flight, Table())
+
+    def _name(self, joint: Joint) -> None:
+        """Give its attempt the name that it has on all ranks."""
+        joint.attempt = self._attempt(joint.step, self._num_decided[joint.step])
         self._begun[joint.step] = joint
 
-    def _wait_for_decision(self, step: int) -> None:
+    def _attempt(self, step: int, number: int) -> str:
+        told = f"{self.token()}/{step}/{number}"
+        return hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+
+    def decided_attempts(self, step: int) -> list[str]:
+        """The attempts of this start of the world at a step that are decided."""
+        return [self._attempt(step, number) for number in range(self._num_decided[step])]
+
+    def _wait_for_decision(self, step: int, listen_again: Callable[[Joint], None]) -> None:
         begun, wait = self._begun.get(step), Wait("in save()", ENDS_THE_CALL)
+        if begun is not None and not begun.is_decided and not begun.is_followed:
+            listen_again(begun)
         while begun is not None and not begun.is_decided:
             if not begun.is_followed:
                 raise PeerFailedError(
@@ -295,6 +310,10 @@ class Ranks:
 
     def failed(self, joint: Joint, error: BaseException) -> None:
         """The call has raised on this rank: tell the others, as far as they listen. Does not wait."""
+        before = self._begun.get(joint.step)
+        is_known = self._token is not None or self.world.rank == 0 or self.world.run_id is not None
+        if not joint.attempt and is_known and (before is None or before.is_decided):
+            self._name(joint)  # the others have begun it, or are about to
         if not self._has_met and self.world.store is not None:
             self._has_met = True
             self._said().say(f"structure/{self.world.rank}", _NONE)

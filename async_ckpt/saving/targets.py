@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,7 +24,7 @@ from ..storage.compressed import Zstd, ZstdSink, refuse_if_missing
 from ..storage.locks import temps_of
 from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
-from .agreement import Agreement
+from .agreement import Agreement, listen_again
 from .borrowed import Contents
 from .delivery import OffLoop
 from .line import Line
@@ -203,17 +204,18 @@ class StepTarget:
 
     @contextmanager
     def _telling_ranks(self) -> Iterator[None]:
-        """In a distributed training, whoever committed the step first may have been another rank of it."""
+        """Where ranks save each for itself, whoever committed the step first may have been another of them."""
         try:
             yield
         except StepExistsError as error:
             rank, world_size = ranks()
-            if world_size < 2:
+            if world_size < 2 or self._agreement is not None:
                 raise
             raise StepExistsError(
                 f"{error}. This is rank {rank} of {world_size}: if every rank saves to {self._run.storage.locate('')}, "
                 "each writes the whole state, and only one can commit the step. Save on rank 0 alone "
-                "(`if dist.get_rank() == 0: …`), or give each rank a root of its own",
+                "(`if dist.get_rank() == 0: …`), give each rank a root of its own, or initialize the process group first, "
+                "so that all ranks save together",
                 step=self._step,
             ) from error.__cause__
 
@@ -240,6 +242,8 @@ class StepTarget:
         # Newer steps may have followed since: a late commit takes none of them out of the run.
         retire = self._line.retire and not late
         elsewhere = (*self._contents.borrowed, *self._write_driver())
+        if self._agreement is not None:
+            self._agreement.may_be_committed = True
         with self._telling_ranks():
             made = self._run.commit(
                 self._step,
@@ -339,7 +343,7 @@ def step_targets(
             'commit="any" with several roots and several ranks is not supported: ranks could wait for each other at different '
             'roots; use commit="all", or one root'
         )
-    ranks.begin(joint)
+    ranks.begin(joint, partial(listen_again, ranks, line.roots.runs))
     return [
         StepTarget(line, run, step, joint.attempt, overwrite, record, contents, Agreement(ranks, joint, run))
         for run in line.roots.runs

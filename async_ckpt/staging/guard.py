@@ -17,6 +17,7 @@ import torch
 
 from ..backends import device_of, has_plain_bytes, is_capturing, is_on_host
 from ..spec import MIB, TensorSpec
+from ..state.sharded import local_part
 
 # Below this a copy costs less than keeping account of it.
 DEFERRED_BYTES: Final = MIB
@@ -130,11 +131,11 @@ def deferrable(
 
 
 def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
     on_host = all(map(is_on_host, params))
     yield from (p for p in params if type(p) in (torch.Tensor, torch.nn.Parameter) and has_plain_bytes(p))
     for state in optimizer.state.values():
-        for value in state.values() if isinstance(state, dict) else ():
+        for value in map(local_part, state.values()) if isinstance(state, dict) else ():
             if type(value) is torch.Tensor and (on_host or device_of(value) is not None):
                 yield value
 

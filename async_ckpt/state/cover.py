@@ -30,10 +30,14 @@ class Box(NamedTuple):
 
     def common(self, other: Box) -> Box | None:
         """What is in both; None if that is nothing."""
-        begins = tuple(map(max, self.offsets, other.offsets))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
-        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        return Box(begins, sizes) if all(size > 0 for size in sizes) else None
+        begins, sizes = [], []
+        for a, n, b, m in zip(*self, *other, strict=True):
+            begin, end = max(a, b), min(a + n, b + m)
+            if begin >= end:
+                return None
+            begins.append(begin)
+            sizes.append(end - begin)
+        return Box(tuple(begins), tuple(sizes))
 
     def __str__(self) -> str:
         """As it is written in Python: `[0:4, 2:6]`."""

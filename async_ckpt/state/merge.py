@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ..spec import Json
 from .names import Path, dotted, shown
 from .tree import Apart, key_of
+from .values import is_within
 
 # Ranks whose nodes are alike, and the node.
 _Variant: TypeAlias = tuple[tuple[int, ...], Json]
@@ -55,7 +56,7 @@ class Choice(NamedTuple):
         """The rank whose value counts; None if all do. Raises UnknownChoiceError for one that has none."""
         name = dotted(path)
         for told, rank in self.from_ranks.items():
-            if name == told or name.startswith(f"{told}."):
+            if is_within(name, (told,)):
                 if rank not in ranks:
                     raise UnknownChoiceError(
                         f"of from_ranks={dict(self.from_ranks)!r}: rank {rank} has saved no {shown(path)}; {_ranks(ranks)} have"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -70,9 +70,23 @@ def is_sharded(value: Any) -> bool:
     )
 
 
+def has_shards(state: Any) -> bool:
+    """Whether some tensor in these dicts and lists is one of which other ranks may hold more."""
+    if isinstance(state, Mapping):
+        return any(map(has_shards, state.values()))
+    if isinstance(state, list | tuple):
+        return any(map(has_shards, state))
+    return is_sharded(state)
+
+
 def local(tensor: Any) -> Any:
     """The plain tensor with what this rank holds of a DTensor; any other is itself."""
     return tensor._local_tensor if _is_a(tensor, "torch.distributed.tensor", "DTensor") else tensor
+
+
+def local_part(value: Any) -> Any:
+    """The plain tensor that a DTensor has here; anything else as it is."""
+    return value._local_tensor if _is_a(value, "torch.distributed.tensor", "DTensor") else value
 
 
 def mesh_of(device_mesh: Any) -> Mesh:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -317,6 +317,17 @@ def replaced(
         items = [replaced(item, give, of_ranks) for item in value]
         return value._make(items) if hasattr(value, "_make") else tuple(items)
     return value
+
+
+def leaves(value: Any) -> Iterator[Stored | SavedApart]:
+    """Every `Stored` in a decoded structure, and what ranks have of their own, as it is."""
+    if isinstance(value, Stored | SavedApart):
+        yield value
+    elif isinstance(value, SavedRecord):
+        yield from leaves(value.fields)
+    elif isinstance(value, dict | list | tuple | deque) and type(value) is not torch.Size:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
 
 
 class _Decoder:

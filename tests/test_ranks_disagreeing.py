@@ -1,0 +1,128 @@
+"""Ranks whose states or calls do not fit together: each of them is told what is wrong, by name; or it is what pipelines do."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from rank_oracle import saved
+from rank_states import numbered
+from states import open_run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+# Rank 1 has another state in step 2.
+OTHER = """
+with open_run(here.root) as ckpt:
+    for step in (1, 2, 3):
+        state = small(step)
+        if step == {step} and here.rank == 1:
+            {change}
+        here.save(ckpt, state, step)
+"""
+# What rank 1 does to its state, and what all ranks are told.
+CHANGES = {
+    "another shape": (
+        'state["model"]["whole"] = numbered(300, 1001)',
+        "model.whole is float32[300, 1000] on rank 0 and float32[300, 1001] on rank 1",
+    ),
+    "another global shape": (
+        'state["model"]["cut"] = DTensor.from_local(numbered(21, 3), mesh_of(), [Shard(0)], run_check=False, shape=(42, 3), stride=(3, 1))',
+        "model.cut is float32[41, 3] on rank 0 and float32[42, 3] on rank 1",
+    ),
+    "another dtype": (
+        'state["model"]["whole"] = numbered(300, 1000, dtype=torch.float64)',
+        "model.whole is float32[300, 1000] on rank 0 and float64[300, 1000] on rank 1",
+    ),
+    "no part of what is cut": (
+        'del state["model"]["cut"]',
+        "model.cut is spread over ranks of which not all",
+    ),
+    "a mesh of its own": (
+        'state["model"]["cut"] = DTensor.from_local(numbered(20, 3), init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()], run_check=False)',
+        "model.cut",
+    ),
+    "sums that are not added up": (
+        'from torch.distributed.tensor import Partial; state["model"]["cut"] = DTensor.from_local(numbered(41, 3), mesh_of(), [Partial()], run_check=False)',
+        "model.cut",
+    ),
+}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_rank_with_another_state_is_told_of_by_name_on_all_ranks(worlds, change, step):
+    code, text = CHANGES[change]
+    ended = worlds.run(2, OTHER.format(change=code, step=step))
+
+    for one in ended:
+        told = one.saves[step - 1]
+        assert text in told.get("text", ""), told
+        assert not told.get("undecided"), told
+    assert open_run(worlds.root).steps() == sorted({1, 2, 3} - {step})
+
+
+STAGES = """
+with open_run(here.root) as ckpt:
+    for step in (1, 2):
+        pair = here.rank // 2
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "dp"))["dp"]
+        state = {f"stage{pair}": {"cut": spread(41, 3, mesh=mesh), "whole": numbered(300, 1000)}, "lr": 0.1}
+        here.save(ckpt, state, step)
+"""
+
+
+def test_stages_of_a_pipeline_have_names_of_their_own(worlds):
+    ended = worlds.run(4, STAGES)
+
+    assert [one.get("status") for end in ended for one in end.saves] == ["committed"] * 8
+    for step in (1, 2):
+        found = saved(worlds.root, step)
+        for stage in ("stage0", "stage1"):
+            assert torch.equal(found.tensors[f"{stage}.cut"], numbered(41, 3))
+            assert torch.equal(found.tensors[f"{stage}.whole"], numbered(300, 1000))
+        half = 300 * 1000 * 4 // 2  # the ranks of each stage share what both have
+        assert all(abs(num_bytes - half) < 8192 for num_bytes in found.num_bytes), found.num_bytes
+
+
+# Rank 1 is one step ahead, or its deadline is over when rank 0 gives up.
+ANOTHER_STEP = """
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    here.expire(lambda: True)
+    here.save(ckpt, small(2), 2 if here.rank != 1 else 3)
+"""
+
+
+def test_a_rank_that_saves_another_step_is_missed_by_name(worlds):
+    ended = worlds.run(2, ANOTHER_STEP)
+
+    first, second = (one.saves[1] for one in ended)
+    assert (first["rank"], first["undecided"]) == (1, False)
+    assert "nothing was heard of rank 1. Call save on every rank" in first["text"]
+    assert (second["rank"], second["undecided"]) == (0, True)
+    assert open_run(worlds.root).steps() == [1]
+
+
+ABSENT = """
+state = small(1)
+with open_run(here.root) as ckpt:
+    here.expire(lambda: here.is_said("gone"))
+    if here.rank == {absent}:
+        here.say("gone")
+    else:
+        here.save(ckpt, state, 1)
+    here.meet("end")
+"""
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come_to_the_first_save_is_named(worlds, absent):
+    """As under `if rank == 0: ckpt.save(…)`, which needs ranks=(0, 1)."""
+    ended = worlds.run(2, ABSENT.format(absent=absent))
+
+    (told,) = ended[1 - absent].saves
+    assert (told["error"], told["rank"], told["undecided"]) == ("PeerFailedError", absent, False)
+    assert "give its AsyncCheckpointer ranks=(0, 1)" in told["text"]
+    assert open_run(worlds.root).steps() == []

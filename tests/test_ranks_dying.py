@@ -1,0 +1,92 @@
+"""A rank is killed in the middle of a save: the step is whole or not there, and no two ranks are told opposite things."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from rank_oracle import saved
+from rank_states import numbered
+from rank_worlds import Ended, Worlds
+from states import open_run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+SIZE = 3
+# Step 1 is saved by all; one of them dies in step 2, and the deadlines of the others then pass.
+DYING = """
+who, waiting = {who}, {waiting}
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    state = small(2)
+    here.meet("made")
+    if here.rank == who:
+        if "{point}" == "save":
+            {die}()
+        here.at("{point}", {die}, step=None if "{point}" == "capture" else 2)
+    if here.rank in waiting:
+        here.expire(lambda: here.is_said(f"dead{{who}}"))
+    here.save(ckpt, state, 2)
+"""
+AGAIN = """
+with open_run(here.root) as ckpt:
+    for step in range(ckpt.latest() + 1, 4):
+        here.save(ckpt, small(step), step)
+"""
+
+
+def assert_goes_on(worlds: Worlds, steps: list[int]) -> None:
+    """Every step that is there is whole; and so are those that the next start of the training saves."""
+    assert open_run(worlds.root).steps() == steps
+    for ended in worlds.run(SIZE, AGAIN):
+        assert [one.get("status") for one in ended.saves] == ["committed"] * (3 - steps[-1]), ended.saves
+    for step in (1, 2, 3):
+        found = saved(worlds.root, step)
+        assert torch.equal(found.tensors["model.cut"], numbered(41, 3) + step)
+        assert torch.equal(found.tensors["model.whole"], numbered(300, 1000) + step)
+        assert [state["step"] for state in found.states] == [step] * SIZE
+
+
+def second(ended: list[Ended], dead: int) -> list[dict]:
+    """What the others were told of the second save."""
+    return [one.saves[1] for rank, one in enumerate(ended) if rank != dead]
+
+
+@pytest.mark.parametrize("point", ["save", "capture", "write", "receipt"])
+def test_a_rank_that_dies_before_its_part_is_done_is_named_to_all_others(worlds, point):
+    script = DYING.format(who=1, waiting=[0], point=point, die="here.die_last")
+    told = second(worlds.run(SIZE, script, killed={1}), dead=1)
+
+    assert [one["error"] for one in told] == ["PeerFailedError"] * 2
+    assert [one["undecided"] for one in told] == [False] * 2
+    assert [one["rank"] for one in told] == [1] * 2
+    assert "nothing was heard of rank 1" in told[0]["text"]
+    assert "rank 1: it did not finish its part in time" in told[1]["text"]
+    assert_goes_on(worlds, [1])
+
+
+def test_a_rank_that_dies_when_its_part_is_done_is_not_missed(worlds):
+    script = DYING.format(who=1, waiting=[], point="after receipt", die="here.die")
+    told = second(worlds.run(SIZE, script, killed={1}), dead=1)
+
+    assert [one.get("status") for one in told] == ["committed"] * 2
+    assert_goes_on(worlds, [1, 2])
+
+
+@pytest.mark.parametrize("point", ["save", "capture", "write", "receipt", "after receipt", "manifest"])
+def test_without_rank_0_nothing_is_committed_and_nobody_says_that_it_failed(worlds, point):
+    script = DYING.format(who=0, waiting=[1, 2], point=point, die="here.die_last")
+    told = second(worlds.run(SIZE, script, killed={0}), dead=0)
+
+    assert [one["error"] for one in told] == ["PeerFailedError"] * 2
+    assert [one["undecided"] for one in told] == [True] * 2
+    assert_goes_on(worlds, [1])
+
+
+def test_what_rank_0_has_committed_before_it_died_is_committed_everywhere(worlds):
+    script = DYING.format(who=0, waiting=[], point="after manifest", die="here.die")
+    told = second(worlds.run(SIZE, script, killed={0}), dead=0)
+
+    assert [one.get("status") for one in told] == ["committed"] * 2
+    assert_goes_on(worlds, [1, 2])

@@ -1,0 +1,134 @@
+"""Where several ranks save: shared folders, stores, several roots; and roots that only look shared, or that others use too."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from rank_oracle import saved
+from rank_states import numbered
+from states import open_run
+
+from async_ckpt import Place
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+TWICE = """
+with open_run({root}) as ckpt:
+    for step in (1, 2):
+        here.save(ckpt, small(step), step)
+"""
+
+
+def assert_committed(root: object, steps: list[int]) -> None:
+    assert open_run(root).steps() == steps
+    for step in steps:
+        assert torch.equal(saved(root, step).tensors["model.cut"], numbered(41, 3) + step)
+
+
+def test_a_store_is_a_root_like_any_other(worlds, s3, bucket):
+    options = s3.options
+    root = f"Place('s3://{bucket}/run', options={options})"
+    ended = worlds.run(2, "from async_ckpt import Place\n" + TWICE.format(root=root))
+
+    assert [save.get("status") for one in ended for save in one.saves] == ["committed"] * 4
+    assert_committed(Place(f"s3://{bucket}/run", options=options), [1, 2])
+    assert not [key for key in s3.keys(bucket) if "receipts" in key]
+
+
+def test_several_roots_have_every_step_each(worlds, tmp_path):
+    roots = [tmp_path / "a", tmp_path / "b"]
+    ended = worlds.run(2, TWICE.format(root=f"{[str(root) for root in roots]}"))
+
+    assert [save.get("status") for one in ended for save in one.saves] == ["committed"] * 4
+    for root in roots:
+        assert_committed(root, [1, 2])
+
+
+# As where each node has a disk of its own. Rank 0 does not find the receipt of rank 1.
+LOCAL = """
+with open_run(f"{here.root}/node{here.rank}") as ckpt:
+    state = small(1)
+    here.at("looking again", lambda: here.say(f"waiting{here.rank}"))
+    here.expire(lambda: here.is_said(f"waiting{here.rank}"))
+    here.save(ckpt, state, 1)
+"""
+
+
+def test_a_root_that_is_local_to_each_node_is_refused(worlds):
+    first, second = worlds.run(2, LOCAL)
+
+    assert (first.saves[0]["error"], first.saves[0]["rank"]) == ("PeerFailedError", 1)
+    assert f"{worlds.root}/node0 must be shared by all ranks" in first.saves[0]["text"]
+    assert second.saves[0]["error"] == "PeerFailedError"
+    assert (
+        "rank 1 does not see there what rank 0 has written. Give a root that all ranks share"
+        in second.saves[0]["text"]
+    )
+    for rank in (0, 1):
+        assert open_run(worlds.root / f"node{rank}").steps() == []
+
+
+# Two trainings have been given one folder. The second commits while the first is about to.
+INTRUDER = """
+with open_run(here.root) as ckpt:
+    if "{who}" == "first" and here.rank == 0:
+        here.at("manifest", lambda: until(Path("{go}").exists), step=1)
+    here.tell("ready") if here.rank else None
+    here.save(ckpt, small(1), 1)
+    here.save(ckpt, small(2 if "{who}" == "first" else 3), 2 if "{who}" == "first" else 3)
+"""
+
+
+def test_of_two_trainings_in_one_folder_one_commits_a_step_and_the_other_is_told(worlds, tmp_path):
+    script = "from pathlib import Path\nfrom racing import until\n" + INTRUDER
+    go = tmp_path / "go"
+    first = worlds.start(2, script.format(who="first", go=go))
+    second = worlds.start(2, script.format(who="second", go=go)).ended()
+    go.touch()
+    ended = first.ended()
+
+    assert [save.get("status") for one in second for save in one.saves] == ["committed"] * 4
+    told = [one.saves[0] for one in ended]
+    assert [one["error"] for one in told] == ["StepExistsError", "PeerFailedError"]
+    assert "another writer" in told[0]["text"]
+    assert "rank 0: StepExistsError" in told[1]["text"]
+    assert "step 2 is below the committed step 3" in ended[0].saves[1]["text"]
+    assert_committed(worlds.root, [1, 3])
+
+
+def test_a_world_of_another_size_goes_on(worlds):
+    script = """
+    with open_run(here.root) as ckpt:
+        state = small(0)
+        start = ckpt.restore(state)
+        step = 1 if start is None else start + 1
+        here.tell([start, float(state["model"]["whole"].min())])
+        here.save(ckpt, small(step), step)
+    """
+    for size, start in ((2, [None, 0.0]), (3, [1, 1.0]), (2, [2, 2.0])):
+        for one in worlds.run(size, script):
+            assert one.told[0] == start
+            assert one.saves[0].get("status") == "committed", one.saves
+    assert_committed(worlds.root, [1, 2, 3])
+    assert [saved(worlds.root, step).manifest.world_size for step in (1, 2, 3)] == [2, 3, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_clock_that_is_hours_off_on_one_rank_changes_nothing(worlds, rank):
+    """Nor does the next start, by a clock that is right again."""
+    script = """
+    from async_ckpt import checkpointer
+    real = checkpointer.wall_time
+    checkpointer.wall_time = lambda: real() + {seconds}
+    with open_run(here.root, keep=2) as ckpt:
+        for step in {steps}:
+            here.save(ckpt, small(step), step)
+    """
+    seconds = f"(5 * 3600 if here.rank == {rank} else 0)"
+    first = worlds.run(2, script.format(seconds=seconds, steps=[1, 2]))
+    second = worlds.run(2, script.format(seconds=0, steps=[3]))
+
+    assert [save.get("status") for one in (*first, *second) for save in one.saves] == ["committed"] * 6
+    assert_committed(worlds.root, [2, 3])
