@@ -16,7 +16,7 @@ import random
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, Literal, NamedTuple
 from unittest.mock import patch
@@ -28,14 +28,14 @@ from async_ckpt.format.layout import TensorPlan, lay_out
 from async_ckpt.host import ranks as host_ranks
 from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Archive, Manifest, archive_name, parse, seal
-from async_ckpt.runs.receipts import Exchange, Receipt
+from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
 from async_ckpt.runs.roots import Roots
 from async_ckpt.runs.run import Run
 from async_ckpt.saving import agreement, ranks
 from async_ckpt.saving.borrowed import Contents
 from async_ckpt.saving.line import Line
 from async_ckpt.saving.saver import Saver
-from async_ckpt.saving.targets import StepTarget, step_targets
+from async_ckpt.saving.targets import step_targets
 from async_ckpt.state.capture import Capture, capture
 from async_ckpt.state.ranked import RankedStates
 from async_ckpt.state.sharded import Sliced, Slicer
@@ -119,6 +119,8 @@ class Saved:
     afterwards_seconds: float
     """What rank 0 goes on to do then, beside the training."""
     rank_0: Traffic
+    """Until then."""
+    afterwards_requests: int
     follower: Traffic
     requests: int
     """Of all ranks."""
@@ -132,7 +134,9 @@ class Saved:
 class SimulatedWorld:
     """The ranks of one training. `save` again and again: only the first of them is a first one."""
 
-    def __init__(self, kind: Kind, size: int, num_tensors: int = NUM_TENSORS, *, spread_seconds: float = 2.0) -> None:
+    def __init__(
+        self, kind: Kind, size: int, num_tensors: int = NUM_TENSORS, *, spread_seconds: float = 2.0
+    ) -> None:
         """Archives are durable within `spread_seconds` of each other."""
         self.kind, self.size, self._num_tensors, self._spread = kind, size, num_tensors, spread_seconds
         self._random = random.Random(size)
@@ -170,9 +174,10 @@ class SimulatedWorld:
             rank_0.committed_at - last,
             max(known, follower.committed_at) - last,
             rank_0.done_at - rank_0.committed_at,
-            rank_0.storage.traffic,
+            rank_0.until_committed,
+            rank_0.storage.traffic.requests - rank_0.until_committed.requests,
             follower.storage.traffic,
-            when.total() + rank_0.storage.traffic.requests + follower.storage.traffic.requests,
+            sum(when.values()) + rank_0.storage.traffic.requests + follower.storage.traffic.requests,
             max(when.values(), default=0),
             len(made.dump()),
             made.ranks.layout.num_bytes,
@@ -183,7 +188,7 @@ class SimulatedWorld:
         """The most memory that rank 0 has taken at one time to commit a step, besides what it had."""
         attempt = self._begun(step)
         self._others_say(attempt, [self._loop.time()] * self.size)
-        asyncio.set_event_loop(self._loop)
+        self._rank_0.claim()
         self._loop.run_until_complete(self._follower.say(attempt.archive(_FOLLOWER)))
         tracemalloc.start()
         try:
@@ -210,7 +215,7 @@ class SimulatedWorld:
         assert joint.structure is not None
         assert joint.shared is not None
         exchange = Exchange(self._follower.storage, attempt.folder, attempt.name)
-        values = joint.shared.digest()
+        shares_by, values = joint.shares_by, joint.shared.digest()
         more = self._copies if self._is_first else [None] * _SHARDS
         bodies = [seal({} if copies is None else {"copies": copies}) for copies in more]
         told: dict[int, float] = {}
@@ -222,9 +227,10 @@ class SimulatedWorld:
             copies = more[rank % _SHARDS]
             receipt = Receipt(
                 rank,
-                joint.shares_by,
+                shares_by,
                 joint.structure.digest,
                 values,
+                NO_TABLE if copies is None else agreement._digest(copies),
                 archive.digest,
                 archive.num_bytes,
             )
@@ -249,15 +255,16 @@ class SimulatedWorld:
         """When the last of them has read the manifest; and how many requests they make in each second."""
         when: Counter[int] = Counter()
         last = 0.0
-        for rank, at in told.items():
+        for at in told.values():
             when[int(at - LATENCY_SECONDS)] += 1 + self._is_first
             moment = at
-            for pause in agreement._looks(is_remote=True):
+            for number, pause in enumerate(agreement._looks(True, self.size)):
                 when[int(moment)] += 1
                 if moment >= put_at:
                     break
-                when[int(moment)] += 1  # nor is there a verdict
-                moment += 2 * LATENCY_SECONDS + pause
+                asks_for_verdict = number % agreement._LOOKS_PER_VERDICT == 0
+                when[int(moment)] += asks_for_verdict
+                moment += (1 + asks_for_verdict) * LATENCY_SECONDS + pause
             last = max(last, moment + LATENCY_SECONDS)
         return last, when
 
@@ -287,10 +294,16 @@ class _Rank:
         self.ranks._world = host_ranks.World(rank, world.size, store=world._store, has_group=True)
         self.ranks._words = host_ranks.Words(world._store, "scale")
         self._line = Line(
-            Roots([self.run]), Saver(ranks=self.ranks), rule="all", retire=False, catch_up=lambda *_, **__: []
+            Roots([self.run]),
+            Saver(ranks=self.ranks),
+            rule="all",
+            retire=False,
+            catch_up=lambda *_, **__: [],
+            ranks=self.ranks,
         )
         self._capture = capture
         self.committed_at = self.done_at = 0.0
+        self.until_committed = Traffic()
 
     def begin(self, step: int) -> None:
         """What the call of `save` does, but for copying."""
@@ -312,16 +325,18 @@ class _Rank:
         )
 
     async def lead(self, durable_at: float, archive: Archive) -> None:
-        await self.storage.off_loop(self._claim)
+        await self.storage.off_loop(self.claim)
         await self.storage.off_loop(self._target.check)
         await asyncio.sleep(durable_at - self._loop.time())
         await self.say(archive)
         await self.storage.off_loop(partial(self._target.commit, (archive,)))
         self.committed_at = self._loop.time()
+        self.until_committed = replace(self.storage.traffic)
         await self.storage.off_loop(self._target.afterwards)
         self.done_at = self._loop.time()
 
-    def _claim(self) -> None:
+    def claim(self) -> None:
+        """As it is done before anything is written."""
         assert self._target._agreement is not None
         self._target._agreement.claim()
 

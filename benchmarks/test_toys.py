@@ -43,6 +43,10 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
         "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_roots"},
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
     },
+    "scale": {
+        "figures": {"plan_first_ddp", "plan_cached_hsdp", "plan_beside_dcp", "commit_first_fsdp", "memory_hsdp"},
+        "growth": {"growth_plan_first", "growth_dcp_global", "growth_known", "growth_layout", "growth_restart_all"},
+    },
     "groups": {"figures": {"group_digests_2", "group_digests_100", "group_saves", "group_saves_cpu"}},
     "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
     "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},

@@ -23,7 +23,6 @@ from .shares import Holding, by_everybody, written
 from .slices import Mesh, Rectangle, Replicas, Slices
 from .values import is_within
 
-
 T = TypeVar("T")
 # Of most tensors a rank of many writes nothing: to cut that from each of them would take longer than all else.
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
