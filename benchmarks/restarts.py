@@ -17,13 +17,14 @@ from async_ckpt.format.layout import Layout, TensorPlan, lay_out
 from async_ckpt.loading.find import Committed, Readers, from_committed
 from async_ckpt.loading.restore import restore_state
 from async_ckpt.runs.manifest import NAME as MANIFEST
-from async_ckpt.runs.manifest import Archive, Manifest, OfRanks, archive_name
+from async_ckpt.runs.manifest import Manifest, OfRanks, archive_name
 from async_ckpt.runs.receipts import Exchange, Receipt, Table
 from async_ckpt.runs.run import Run
 from async_ckpt.spec import BLOCK_BYTES
 from async_ckpt.state.capture import capture
 from async_ckpt.state.ranked import RankedStates
 
+from .fake_ranks import sharded, standing_at
 from .far_store import Bucket, FarStorage
 from .simulated_ranks import LATENCY_SECONDS, Placed
 
@@ -52,9 +53,9 @@ def of_one_reader(size: int, num_tensors: int, sample: int) -> Restart:
     for rank in range(size):
         folder = _put(bucket, rank, size, num_tensors)
     _commit(bucket, folder, size)
-    counted = [
-        _restored(bucket, rank, size, num_tensors) for rank in range(0, size, max(1, size // sample))
-    ][:sample]
+    counted = [_restored(bucket, rank, size, num_tensors) for rank in range(0, size, max(1, size // sample))][
+        :sample
+    ]
     held = num_tensors * _ROWS * _COLUMNS * 4
     requests = mean(count for count, _, _ in counted)
     return Restart(
@@ -103,28 +104,20 @@ def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> tuple[i
     """Requests, bytes, and requests for each archive of another rank."""
     storage = _Counted(bucket, LATENCY_SECONDS)
     run = Run(storage, clock=lambda: 0.0)
-    live = {"model": {f"layer.{n}": _shard(rank, size) for n in range(num_tensors)}}
-    from_committed(
-        Committed.of(run, _STEP),
-        lambda parts: restore_state(parts, live),
-        verify=True,
-        readers=Readers((rank, size)),
-    )
-    if any(value.any() for value in live["model"].values()):
+    local = {f"layer.{n}": torch.ones(_ROWS, _COLUMNS) for n in range(num_tensors)}
+    with standing_at(rank, size) as mesh:
+        live = {name: sharded(value, (size * _ROWS, _COLUMNS), mesh) for name, value in local.items()}
+        from_committed(
+            Committed.of(run, _STEP),
+            lambda parts: restore_state(parts, {"model": live}),
+            verify=True,
+            readers=Readers((rank, size)),
+        )
+    if any(value.any() for value in local.values()):
         raise AssertionError("what was restored is not what was saved")
     own = run.attempt_path(_STEP, _ATTEMPT, rank)
     others = sum(count for path, count in storage.reads.items() if path != own)
     return storage.traffic.requests, storage.traffic.received, others / (size - 1)
-
-
-def _shard(rank: int, size: int) -> torch.Tensor:
-    """A tensor that says, by the names of torch's `CheckpointableTensor`, what of a larger one it is."""
-    tensor = torch.ones(_ROWS, _COLUMNS)
-    tensor.global_shape = (size * _ROWS, _COLUMNS)  # type: ignore[attr-defined]
-    tensor.global_offsets = [(rank * _ROWS, 0)]  # type: ignore[attr-defined]
-    tensor.local_offsets = [(0, 0)]  # type: ignore[attr-defined]
-    tensor.local_sizes = [(_ROWS, _COLUMNS)]  # type: ignore[attr-defined]
-    return tensor
 
 
 class _Counted(FarStorage):
@@ -158,7 +151,7 @@ class _Zeros:
         for begin in range(0, covered, BLOCK_BYTES):
             block = bytearray(min(BLOCK_BYTES, covered - begin))
             self.read_into(begin, memoryview(block))
-            blocks += digests.block_digest(block)
+            blocks += digests.block_digest(bytes(block))
         tail = digests.dump(covered, bytes(blocks))
         self._literals.append((covered, tail))
         self.digest = digests.self_digest(tail)

@@ -6,26 +6,23 @@ In: a setting. Out: figures and growths by name. Knows nothing of: how ranks are
 from __future__ import annotations
 
 import gc
-import itertools
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import linear_regression, median
 from time import process_time
 from typing import Any, ClassVar, Final
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from async_ckpt.saving.planner import Planner, pool_for
 from async_ckpt.state.ranked import RankedStates
 
 from . import restarts
+from .fake_ranks import sharded, standing_at
 from .limits import MIB
 from .setting import Setting
 from .simulated_ranks import KINDS, LATENCY_SECONDS, Kind, Saved, SimulatedWorld, captured, state
@@ -51,7 +48,7 @@ class Growth:
     unit: str
     points: Mapping[str, Points]
 
-    GROUP: ClassVar = "growth"
+    GROUP: ClassVar = "ranks"
     HEAD: ClassVar = ["what", "fewest ranks", "most ranks", "slope"]
 
     def slope(self, kind: str) -> float | None:
@@ -165,8 +162,8 @@ def _planned_by_dcp(size: int, num_tensors: int) -> tuple[float, float]:
     local, found = [], []
     leader = DefaultSavePlanner()
     for rank in range(size):
-        with _standing_at(rank, size):
-            here = _distributed(rank, size, num_tensors)
+        with standing_at(rank, size) as mesh:
+            here = _distributed(rank, mesh, num_tensors)
             planner = leader if rank == 0 else DefaultSavePlanner()
             begin = process_time()
             planner.set_up_planner(here, None, is_coordinator=rank == 0)
@@ -177,29 +174,15 @@ def _planned_by_dcp(size: int, num_tensors: int) -> tuple[float, float]:
     return median(local), process_time() - begin
 
 
-@contextmanager
-def _standing_at(rank: int, size: int) -> Any:
-    """This process is that rank, as far as DTensors ask; there is nobody else."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _distributed(rank: int, size: int, num_tensors: int) -> dict[str, Any]:
+def _distributed(rank: int, mesh: DeviceMesh, num_tensors: int) -> dict[str, Any]:
     """The same state, in DTensors."""
-    mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False)
 
     def shard(whole: torch.Tensor) -> Any:
         if not whole.dim():
             return whole
-        chunk = -(-whole.shape[0] // size)
+        chunk = -(-whole.shape[0] // mesh.size())
         rows = min(max(0, whole.shape[0] - rank * chunk), chunk)
-        stride = torch.empty(whole.shape, device="meta").stride()
-        return DTensor.from_local(
-            whole[:rows], mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=stride
-        )
+        return sharded(whole[:rows], whole.shape, mesh)
 
     whole = state(num_tensors)
     model = {name: shard(value) for name, value in whole["model"].items()}
@@ -215,6 +198,7 @@ def _distributed(rank: int, size: int, num_tensors: int) -> dict[str, Any]:
 
 def commits(setting: Setting) -> dict[str, Row]:
     """Simulated seconds from the moment on at which the last archive is durable."""
+    random.seed(setting.world_tensors)  # of the pauses between looks
     saves = {
         (kind, size): _saves(kind, size, setting.world_tensors)
         for kind in KINDS

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch.distributed import HashStore
+import torch.distributed as dist
 
 from async_ckpt.format.layout import TensorPlan, lay_out
 from async_ckpt.host import ranks as host_ranks
@@ -90,7 +90,8 @@ class Placed(Slicer):
     def __init__(self, kind: Kind, rank: int, size: int) -> None:
         super().__init__()
         self._cuts: tuple[Cut, ...] | None = None if kind == "DDP" else (Cut(0, int(kind == "HSDP")),)
-        self._mesh, self._coordinate = Mesh(0, (size,), (1,)), (rank,)
+        self._mesh = Mesh(0, (size,), (1,))
+        self._coordinate: tuple[int, ...] = (rank,)
         if kind == "HSDP":
             self._mesh = Mesh(0, (size // _SHARDS, _SHARDS), (_SHARDS, 1))
             self._coordinate = divmod(rank, _SHARDS)
@@ -142,7 +143,7 @@ class SimulatedWorld:
         self._random = random.Random(size)
         self._bucket, self._loop = Bucket(), VirtualLoop()
         here = captured(kind, 0, size, num_tensors)
-        self._store = HashStore()
+        self._store = dist.HashStore()  # type: ignore[attr-defined]
         structure = RankedStates(0, size).structure(here).digest
         for rank in range(size):
             self._store.set(f"scale/structure/{rank}", structure)

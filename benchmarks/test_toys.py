@@ -44,8 +44,20 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
     },
     "scale": {
-        "figures": {"plan_first_ddp", "plan_cached_hsdp", "plan_beside_dcp", "commit_first_fsdp", "memory_hsdp"},
-        "growth": {"growth_plan_first", "growth_dcp_global", "growth_known", "growth_layout", "growth_restart_all"},
+        "figures": {
+            "plan_first_ddp",
+            "plan_cached_hsdp",
+            "plan_beside_dcp",
+            "commit_first_fsdp",
+            "memory_hsdp",
+        },
+        "ranks": {
+            "growth_plan_first",
+            "growth_dcp_global",
+            "growth_known",
+            "growth_layout",
+            "growth_restart_all",
+        },
     },
     "groups": {"figures": {"group_digests_2", "group_digests_100", "group_saves", "group_saves_cpu"}},
     "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
