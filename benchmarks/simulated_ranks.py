@@ -124,7 +124,7 @@ class Saved:
     afterwards_requests: int
     follower: Traffic
     requests: int
-    """Of all ranks."""
+    """Of all ranks, until the last knows."""
     busiest: int
     """Most of these in one second."""
     manifest_bytes: int
@@ -178,7 +178,7 @@ class SimulatedWorld:
             rank_0.until_committed,
             rank_0.storage.traffic.requests - rank_0.until_committed.requests,
             follower.storage.traffic,
-            sum(when.values()) + rank_0.storage.traffic.requests + follower.storage.traffic.requests,
+            sum(when.values()) + rank_0.until_committed.requests + follower.storage.traffic.requests,
             max(when.values(), default=0),
             len(made.dump()),
             made.ranks.layout.num_bytes,
@@ -218,27 +218,30 @@ class SimulatedWorld:
         exchange = Exchange(self._follower.storage, attempt.folder, attempt.name)
         shares_by, values = joint.shares_by, joint.shared.digest()
         more = self._copies if self._is_first else [None] * _SHARDS
-        bodies = [seal({} if copies is None else {"copies": copies}) for copies in more]
+        says = [
+            (NO_TABLE, seal({})) if one is None else (agreement._digest(one), seal({"copies": one}))
+            for one in more
+        ]
         told: dict[int, float] = {}
         for rank in range(self.size):
             archive = attempt.archive(rank)
             self._bucket.put(f"{attempt.folder}/{archive.name}", b"", durable[rank])
             if rank in (0, _FOLLOWER):
                 continue
-            copies = more[rank % _SHARDS]
+            copies, body = says[rank % _SHARDS]
             receipt = Receipt(
                 rank,
                 shares_by,
                 joint.structure.digest,
                 values,
-                NO_TABLE if copies is None else agreement._digest(copies),
+                copies,
                 archive.digest,
                 archive.num_bytes,
             )
             # At the first save, each looks first whether it sees what rank 0 has put into the root.
             told[rank] = durable[rank] + LATENCY_SECONDS * (1 + self._is_first)
             path = f"{exchange._receipts}/{receipt.name}"
-            self._bucket.put(path, bodies[rank % _SHARDS], told[rank])
+            self._bucket.put(path, body, told[rank])
         return told
 
     @cached_property
