@@ -30,7 +30,7 @@ from async_ckpt.saving.agreement import Agreement
 from async_ckpt.saving.targets import StepTarget
 from async_ckpt.storage.local import LocalSink, LocalStorage
 
-_PATIENCE = PATIENCE / 2  # less than the library's own, and than pytest's
+_PATIENCE = PATIENCE / 3  # less than the library's own, and than pytest's
 _PRELUDE = """
 import os, torch
 import torch.distributed as dist
@@ -235,9 +235,7 @@ class Here:
         real = getattr(owner, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            concerned = step_of(*arguments, **options) and (
-                step is None or f"step_{step:08d}" in step_of(*arguments)
-            )
+            concerned = step_of(*arguments) and (step is None or f"step_{step:08d}" in step_of(*arguments))
             if concerned and not after:
                 do()
             made = real(*arguments, **options)
@@ -272,7 +270,7 @@ class Here:
 
 
 _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
-    "capture": (ranks.Ranks, "captured", lambda *_: "capture"),
+    "capture": (ranks.Ranks, "divided", lambda *_: "capture"),
     "write": (LocalSink, "write", lambda sink, *_: str(sink._target)),
     "receipt": (Exchange, "put_receipt", lambda exchange, *_: exchange.folder),
     "manifest": (
@@ -280,7 +278,7 @@ _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
         "put_new",
         lambda _, path, *__: path if path.endswith("manifest.json") else "",
     ),
-    "sweep": (Run, "sweep_once", lambda *_, **__: "sweep"),
+    "sweep": (Run, "sweep_once", lambda *_: "sweep"),
     "decision": (Exchange, "decision", lambda exchange: exchange.folder),
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
     "verdict": (Exchange, "put_verdict", lambda exchange, *_: exchange.folder),

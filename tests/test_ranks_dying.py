@@ -144,3 +144,30 @@ def test_archives_of_other_machines_are_not_swept_though_their_locks_are_not_see
     for one in worlds.run(2, script):
         assert one.saves[0].get("status") == "committed", one.saves
     assert torch.equal(saved(worlds.root, 1).tensors["model.cut"], numbered(41, 3) + 1)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_dies_in_the_first_save_is_missed_and_the_next_start_begins_anew(worlds, who):
+    """Rank 0 before it could say anything; another when all others wait for how its state looks."""
+    script = f"""
+    state = small(1)
+    with open_run(here.root) as ckpt:
+        if here.rank == {who}:
+            here.at("capture", here.die)
+        here.expire(lambda: here.is_said("dead{who}"))
+        here.save(ckpt, state, 1)
+    """
+    for rank, one in enumerate(worlds.run(2, script, killed={who})):
+        for save in one.saves:
+            assert rank != who
+            assert (save["error"], save["rank"]) == ("PeerFailedError", who)
+    for one in worlds.run(2, AGAIN.replace("ckpt.latest()", "0")):
+        assert [save.get("status") for save in one.saves] == ["committed"] * 3
+
+
+def test_the_others_go_on_to_hear_when_the_store_of_the_group_dies_with_rank_0(worlds):
+    """As without torchrun's agent. Nothing is asked of it after the first save."""
+    script = DYING.format(who=0, waiting=[], point="after manifest", die="here.die")
+    told = second(worlds.run(SIZE, script, killed={0}, store_at_rank_0=True), dead=0)
+
+    assert [one.get("status") for one in told] == ["committed"] * 2
