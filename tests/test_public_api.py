@@ -20,6 +20,7 @@ NAMES = [
     "CorruptCheckpointError",
     "Due",
     "HeldSnapshot",
+    "PerRank",
     "Keep",
     "Naming",
     "NotCommittedError",
