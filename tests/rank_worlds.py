@@ -24,6 +24,7 @@ from racing import PATIENCE, until
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
 from async_ckpt.runs.receipts import Exchange
+from async_ckpt.runs.run import Run
 from async_ckpt.saving import agreement, ranks
 from async_ckpt.saving.agreement import Agreement
 from async_ckpt.saving.targets import StepTarget
@@ -234,7 +235,9 @@ class Here:
         real = getattr(owner, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            concerned = step_of(*arguments) and (step is None or f"step_{step:08d}" in step_of(*arguments))
+            concerned = step_of(*arguments, **options) and (
+                step is None or f"step_{step:08d}" in step_of(*arguments)
+            )
             if concerned and not after:
                 do()
             made = real(*arguments, **options)
@@ -245,9 +248,12 @@ class Here:
         setattr(owner, name, call)
 
     def die_last(self) -> None:
-        """As soon as all other ranks have their receipts there."""
-        until(self._others_are_done)
+        self.wait_for_others()
         self.die()
+
+    def wait_for_others(self) -> None:
+        """Until all other ranks have their receipts there."""
+        until(self._others_are_done)
 
     def _others_are_done(self) -> bool:
         said = {int(path.name[:5]) for path in Path(self.root).glob("step_*/receipts.*/*.*.ok")}
@@ -274,6 +280,7 @@ _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
         "put_new",
         lambda _, path, *__: path if path.endswith("manifest.json") else "",
     ),
+    "sweep": (Run, "sweep_once", lambda *_, **__: "sweep"),
     "decision": (Exchange, "decision", lambda exchange: exchange.folder),
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
     "verdict": (Exchange, "put_verdict", lambda exchange, *_: exchange.folder),

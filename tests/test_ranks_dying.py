@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
-from rank_oracle import saved
+from rank_oracle import run_of, saved
 from rank_states import numbered
 from rank_worlds import Ended, Worlds
 from states import open_run
@@ -90,3 +93,54 @@ def test_what_rank_0_has_committed_before_it_died_is_committed_everywhere(worlds
 
     assert [one.get("status") for one in told] == ["committed"] * 2
     assert_goes_on(worlds, [1, 2])
+
+
+@pytest.mark.parametrize("point", ["after receipt", "manifest"])
+def test_what_the_dead_have_left_goes_after_a_day_and_nothing_else(worlds, point):
+    """Rank 0 died when all archives were there; then rank 1 in a later start, and left an archive that was not finished."""
+    worlds.run(SIZE, DYING.format(who=0, waiting=[1, 2], point=point, die="here.die_last"), killed={0})
+    again = DYING.replace("here.save(ckpt, small(1), 1)", "")
+    worlds.run(SIZE, again.format(who=1, waiting=[0], point="write", die="here.die_last"), killed={1})
+    (worlds.root / "step_00000002/notes.txt").touch()
+    assert_goes_on(worlds, [1])
+    left = left_behind(worlds)
+    assert len(left) > 3 * SIZE
+
+    day_before_yesterday = time.time() - 2 * 86400
+    for path in left:
+        os.utime(path, (day_before_yesterday, day_before_yesterday))
+    worlds.run(SIZE, SAVE_4)
+    assert [path.name for path in left_behind(worlds)] == ["notes.txt"]
+
+
+SAVE_4 = """
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(4), 4)
+"""
+
+
+def left_behind(worlds: Worlds) -> list[Path]:
+    """What lies in the folders of steps, and is of no commit."""
+    found = []
+    for step in open_run(worlds.root).steps():
+        named = {"manifest.json", *run_of(worlds.root).manifest(step).own_names}
+        folder = worlds.root / f"step_{step:08d}"
+        found += [path for path in folder.rglob("*") if not path.is_dir() and path.name not in named]
+        found += [path for path in folder.iterdir() if path.is_dir()]
+    return found
+
+
+def test_archives_of_other_machines_are_not_swept_though_their_locks_are_not_seen(worlds):
+    """Rank 0 sweeps at its first save, when rank 1 is done already."""
+    script = """
+    if here.rank == 1:
+        import fcntl
+        fcntl.lockf = lambda *_: None
+    with open_run(here.root) as ckpt:
+        if here.rank == 0:
+            here.at("sweep", here.wait_for_others)
+        here.save(ckpt, small(1), 1)
+    """
+    for one in worlds.run(2, script):
+        assert one.saves[0].get("status") == "committed", one.saves
+    assert torch.equal(saved(worlds.root, 1).tensors["model.cut"], numbered(41, 3) + 1)
