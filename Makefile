@@ -6,13 +6,16 @@ WORKERS = $$($(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile the library again
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-s3 test check bench bench-check bench-gpu bench-s3 format clean
+.PHONY: demo demo-s3 demo-ranks test check bench bench-check bench-gpu bench-s3 format clean
 
 demo: .venv/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
 
 demo-s3: .venv/.test       ## the same, to a bundled S3 server on loopback: no account, no network
 	$(BIN)/python -m async_ckpt.testing -- $(BIN)/python -m examples.demo --root s3://demo/runs
+
+demo-ranks: .venv/.demo    ## the same under FSDP on four ranks: one is killed in the middle of a save, all start again
+	$(BIN)/python -m examples.demo_ranks
 
 test: .venv/.test          ## everything that the tests need, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -161,7 +161,12 @@ class AsyncCheckpointer(RunReader):
             ranks=self._ranks,
         )
         self._line = Line(
-            self._roots, self._saver, rule=commit, retire=on_rollback == "retire", catch_up=catch_up
+            self._roots,
+            self._saver,
+            rule=commit,
+            retire=on_rollback == "retire",
+            catch_up=catch_up,
+            ranks=self._ranks,
         )
         self._notice.listen()  # last: what could not be constructed has no handlers
 

@@ -14,9 +14,10 @@ from examples.trace import Event
 
 
 @contextmanager
-def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Its lines are to be read by `events`. It does not outlive the block."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def running(command: list[str], *, quiet: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """Its lines are to be read by `events`. It does not outlive the block. `quiet`: it fails, and need not say so."""
+    errors = subprocess.DEVNULL if quiet else None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
         try:
             yield process
         except BaseException:  # a Ctrl-C here must not leave a training behind

@@ -163,11 +163,12 @@ class Sweeper:
                 self._root.storage.delete(f"{folder}/{name}")
             elif is_beside(name) or is_folder_of_receipts(name):  # of attempts that were decided before
                 self._root.storage.delete_all(f"{folder}/{name}")
-            elif name != manifest.NAME:
+            elif name != manifest.NAME and not is_ours(
+                name
+            ):  # an attempt may be another writer's: the sweep finds out
                 foreign.append(name)
         if whole_folder:
-            # What may be an attempt of another writer stays: the sweep finds out whether that one is dead.
-            others = [f"{folder}/{name}" for name in foreign if not is_ours(name)]
+            others = [f"{folder}/{name}" for name in foreign]
             self._root.do_all([partial(self._root.storage.delete_all, path) for path in others])
             self._root.storage.remove_if_empty(folder)
         elif foreign:

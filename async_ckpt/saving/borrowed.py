@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -19,6 +19,7 @@ from ..runs.run import Run
 from ..spec import MIB, Json, TensorSpec
 from ..state.capture import Capture, Mark, capture
 from ..state.held import Held, is_leaf, part_of
+from ..state.sharded import Slicer
 from .planner import small_archive
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
@@ -42,7 +43,8 @@ class Look:
 
     def of(self, group: str) -> _GroupLook:
         numbers = [i for i, spec in enumerate(self._specs) if spec.path[:1] == (group,)]
-        first = numbers[0] if numbers else 0
+        of = self._specs[numbers[0]].of if numbers else None
+        first = of.number if of else numbers[0] if numbers else 0
         node, unknown = _relative(self._entries.get(group), first)
         return _GroupLook([self._specs[i] for i in numbers], [self._marks[i] for i in numbers], node, unknown)
 
@@ -153,7 +155,9 @@ class Contents:
 class UnchangedGroups:
     """What a run knows of the groups that it has written. From any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, slicer: Callable[[], Slicer | None] = lambda: None) -> None:
+        """`slicer` tells which slices of tensors are here, where there are several ranks."""
+        self._slicer = slicer
         self._lock = threading.Lock()
         self._written: dict[str, _Written] = {}  # replaced as a whole; under _lock, and read without it
 
@@ -181,7 +185,7 @@ class UnchangedGroups:
             known = self._written.get(name)
             if known is None or known.step >= step or not known.runs.issuperset(runs):
                 continue  # it has to be written
-            now = Look(capture({name: _entry(state, name)})).of(name)
+            now = Look(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
             differences = known.look.of(name).differences(now)
             if differences:
                 shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")

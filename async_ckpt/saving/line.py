@@ -15,6 +15,7 @@ from ..runs.roots import Roots
 from ..runs.run import Run
 from .borrowed import UnchangedGroups
 from .groups import GroupDigest
+from .ranks import Ranks
 from .saver import Saver
 from .story import CommitRule
 
@@ -31,10 +32,10 @@ class Line:
     """The saves and restores of one checkpointer. From any thread."""
 
     def __init__(
-        self, roots: Roots, saver: Saver, *, rule: CommitRule, retire: bool, catch_up: CatchUp
+        self, roots: Roots, saver: Saver, *, rule: CommitRule, retire: bool, catch_up: CatchUp, ranks: Ranks
     ) -> None:
         self.roots, self.rule, self.retire = roots, rule, retire
-        self.groups = UnchangedGroups()
+        self.groups = UnchangedGroups(lambda: ranks.slicer)
         self._saver, self._catch_up = saver, catch_up
         self._catching_up = threading.Lock()  # one copies at a time: two would write the same object
         self._lock = threading.Lock()
