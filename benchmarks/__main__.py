@@ -48,6 +48,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "stores": _stores,
         "trace": lambda: Table({"trace": trace}),
         "groups": _groups,
+        "ranks": _ranks,
         "gpu": _gpu,
     }
 
@@ -100,6 +101,12 @@ def _groups() -> Table:
     from . import groups
 
     return Table({"groups": groups.groups})
+
+
+def _ranks() -> Table:
+    from . import ranks
+
+    return Table({"two_ranks": ranks.two_ranks, "beside_dcp": ranks.beside_dcp})
 
 
 def _growth() -> Table:
