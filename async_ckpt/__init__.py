@@ -32,6 +32,7 @@ from .saving.handle import SaveHandle
 from .saving.policy import Due
 from .spec import Keep
 from .staging.held import HeldSnapshot
+from .state.per_rank import PerRank
 from .state.rng import RngState
 from .storage.compressed import Zstd
 from .storage.place import Place
@@ -47,6 +48,7 @@ __all__ = [
     "Keep",
     "Naming",
     "NotCommittedError",
+    "PerRank",
     "Place",
     "RngState",
     "SaveHandle",

@@ -223,7 +223,6 @@ class AsyncCheckpointer(RunReader):
                 "select= and unchanged= exclude each other; leave the groups out of the state instead"
             )
         plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
-        check_entries(state, per_rank, "per_rank")
         contents = Contents()
         joint = self._ranks.called(step, per_rank)
 
@@ -237,7 +236,9 @@ class AsyncCheckpointer(RunReader):
 
         line, runs = self._line, self._roots.runs
         groups = [unchanged] if isinstance(unchanged, str) else unchanged
+        line.check_roots(several_ranks=joint is not None)
         try:
+            check_entries(state, per_rank, "per_rank")
             if driver is not None and self._ranks.world.rank == 0:
                 contents.driver = driver_of(driver, state, step=step)
             handle = self._saver.save(

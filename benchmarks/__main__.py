@@ -49,6 +49,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "scale": _scale,
         "trace": lambda: Table({"trace": trace}),
         "groups": _groups,
+        "ranks": _ranks,
         "gpu": _gpu,
     }
 
@@ -101,6 +102,12 @@ def _groups() -> Table:
     from . import groups
 
     return Table({"groups": groups.groups})
+
+
+def _ranks() -> Table:
+    from . import ranks
+
+    return Table({"two_ranks": ranks.two_ranks, "beside_dcp": ranks.beside_dcp})
 
 
 def _growth() -> Table:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import linear_regression, median
 from time import process_time
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,7 +25,7 @@ from . import restarts
 from .fake_ranks import sharded, standing_at
 from .limits import MIB
 from .setting import Setting
-from .simulated_ranks import KINDS, LATENCY_SECONDS, Kind, Saved, SimulatedWorld, captured, state
+from .simulated_ranks import KINDS, LATENCY_SECONDS, Kind, Placed, Saved, SimulatedWorld, captured, state
 from .table import Figure, Row, Target, shown
 
 _FIRST_MS: Final = 100.0
@@ -115,30 +115,41 @@ def plans(setting: Setting) -> dict[str, Row]:
     return rows | _beside_dcp(setting)
 
 
-def _planned(kind: Kind, size: int, num_tensors: int) -> tuple[float, float]:
-    """Milliseconds of the first plan of a rank in the middle, and of a later one: who writes what, and where in the file."""
+class _Planned(NamedTuple):
+    """Milliseconds of the plans of a rank: who writes what, and where that lies in the file."""
+
+    first: float
+    cached: float
+    who: float
+    """Of the first, who writes what."""
+
+
+def _planned(kind: Kind, size: int, num_tensors: int) -> _Planned:
+    """Of a rank in the middle."""
     rank, mates = size // 2 + 1, list(range(size))
-    captures = [captured(kind, rank, size, num_tensors) for _ in range(1 + _NUM_CACHED)]
+    placed = Placed(kind, rank, size)
+    captures = [captured(kind, rank, size, num_tensors, placed) for _ in range(1 + _NUM_CACHED)]
     states, planner = RankedStates(rank, size), Planner(pool_for(None, None), 1)
     gc.collect()
-    took = []
+    took, who = [], []
     for here in captures:
         begin = process_time()
         states.structure(here)
         divided = states.divided(here, mates)
+        who.append(1e3 * (process_time() - begin))
         planner.lay_out(divided.captured, 1, divided.ranks)
         took.append(1e3 * (process_time() - begin))
-    return took[0], median(took[1:])
+    return _Planned(took[0], median(took[1:]), who[0])
 
 
 def _beside_dcp(setting: Setting) -> dict[str, Row]:
     sizes = setting.central_sizes
     of_dcp = {size: _planned_by_dcp(size, setting.world_tensors) for size in sizes}
     largest = max(sizes)
-    ours = [_planned("FSDP", largest, setting.world_tensors)[0] / 1e3 for _ in range(setting.few_rounds)]
+    ours = [_planned("FSDP", largest, setting.world_tensors).who / 1e3 for _ in range(setting.few_rounds)]
     return {
         "plan_beside_dcp": Figure(
-            f"plan of one rank, first, FSDP, {setting.world_tensors:,} tensors, {largest:,} ranks",
+            f"who writes what, first, FSDP, {setting.world_tensors:,} tensors, {largest:,} ranks",
             "s",
             "create_global_plan of torch.distributed.checkpoint, on rank 0 for all ranks",
             Target("≤", 1 / 300),

@@ -67,7 +67,7 @@ class Setting:
     world_tensors: int = 1000
     world_sizes: tuple[int, ...] = (8, 64, 256, 1024, 4096, 16384)
     """Ranks, most of which are simulated."""
-    central_sizes: tuple[int, ...] = (8, 32, 128, 256)
+    central_sizes: tuple[int, ...] = (8, 64, 256)
     """Of a plan that one rank makes for all, which takes long."""
     reader_sizes: tuple[int, ...] = (8, 32, 128)
 

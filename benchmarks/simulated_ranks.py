@@ -92,6 +92,7 @@ class Placed(Slicer):
         self._cuts: tuple[Cut, ...] | None = None if kind == "DDP" else (Cut(0, int(kind == "HSDP")),)
         self._mesh = Mesh(0, (size,), (1,))
         self._coordinate: tuple[int, ...] = (rank,)
+        self._held: dict[Any, Slices] = {}  # as a `Slicer` remembers them
         if kind == "HSDP":
             self._mesh = Mesh(0, (size // _SHARDS, _SHARDS), (_SHARDS, 1))
             self._coordinate = divmod(rank, _SHARDS)
@@ -99,14 +100,18 @@ class Placed(Slicer):
     def slice(self, value: Any, *, name: str) -> Sliced:  # noqa: ARG002
         if self._cuts is None or not value.dim():
             return Sliced(Slices.plain(value.shape), (value,))
-        held = Slices.at(self._coordinate, global_shape=value.shape, cuts=self._cuts, mesh=self._mesh)
+        held = self._held.get(value.shape)
+        if held is None:
+            held = self._held[value.shape] = Slices.at(
+                self._coordinate, global_shape=value.shape, cuts=self._cuts, mesh=self._mesh
+            )
         parts = [value[: one.sizes[0]] for one in held.rectangles]
         return Sliced(held, tuple(parts))
 
 
-def captured(kind: Kind, rank: int, size: int, num_tensors: int) -> Capture:
-    """What a rank holds."""
-    return capture(state(num_tensors), slicer=Placed(kind, rank, size))
+def captured(kind: Kind, rank: int, size: int, num_tensors: int, placed: Placed | None = None) -> Capture:
+    """What a rank holds; `placed` is what it keeps from save to save."""
+    return capture(state(num_tensors), slicer=placed or Placed(kind, rank, size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,13 @@ from racing import PATIENCE, until
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
 from async_ckpt.runs.receipts import Exchange
+from async_ckpt.runs.run import Run
 from async_ckpt.saving import agreement, ranks
 from async_ckpt.saving.agreement import Agreement
 from async_ckpt.saving.targets import StepTarget
 from async_ckpt.storage.local import LocalSink, LocalStorage
 
-_PATIENCE = PATIENCE / 2  # less than the library's own, and than pytest's
+_PATIENCE = PATIENCE / 3  # less than the library's own, and than pytest's
 _PRELUDE = """
 import os, torch
 import torch.distributed as dist
@@ -245,9 +246,12 @@ class Here:
         setattr(owner, name, call)
 
     def die_last(self) -> None:
-        """As soon as all other ranks have their receipts there."""
-        until(self._others_are_done)
+        self.wait_for_others()
         self.die()
+
+    def wait_for_others(self) -> None:
+        """Until all other ranks have their receipts there."""
+        until(self._others_are_done)
 
     def _others_are_done(self) -> bool:
         said = {int(path.name[:5]) for path in Path(self.root).glob("step_*/receipts.*/*.*.ok")}
@@ -274,6 +278,7 @@ _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
         "put_new",
         lambda _, path, *__: path if path.endswith("manifest.json") else "",
     ),
+    "sweep": (Run, "sweep_once", lambda *_: "sweep"),
     "decision": (Exchange, "decision", lambda exchange: exchange.folder),
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
     "verdict": (Exchange, "put_verdict", lambda exchange, *_: exchange.folder),

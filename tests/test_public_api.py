@@ -23,6 +23,7 @@ NAMES = [
     "Keep",
     "Naming",
     "NotCommittedError",
+    "PerRank",
     "Place",
     "RngState",
     "SaveHandle",

@@ -181,6 +181,112 @@ def test_a_rollback_retires_the_newer_steps_of_all_ranks(worlds):
     assert steps_of(worlds) == [1, 2]
 
 
+def test_several_saves_may_be_under_way_while_the_state_changes_and_one_fails(worlds):
+    script = """
+    with open_run(here.root, max_in_flight=3) as ckpt:
+        handles = []
+        for step in range(12):
+            state = small(step)
+            if step >= 5:
+                state["new"] = spread(7, 7)
+            if step == 8 and here.rank == 1:
+                state["lost"] = torch.empty(3, device="meta")
+            try:
+                handles.append(ckpt.save(state, step))
+            except Exception as error:
+                here.tell(f"{step}: {error}")
+        for handle in handles:
+            if handle.exception() is not None:
+                here.tell(f"{handle.step}: {handle.exception()}")
+    """
+    for one in worlds.run(2, script):
+        (failed,) = one.told
+        assert failed.startswith("8: ")
+        assert "lost: a meta tensor has no values" in failed
+    assert steps_of(worlds) == [*range(8), 9, 10, 11]
+    assert torch.equal(saved(worlds.root, 11).tensors["new"], numbered(7, 7))
+
+
+def test_two_checkpointers_of_one_training_do_not_mix(worlds):
+    script = """
+    a, b = open_run(here.root), open_run(here.root + "/other", max_in_flight=2)
+    for step in (1, 2, 3):
+        a.save(small(step), step), b.save(small(0), step)
+    a.close(), b.close()
+    """
+    worlds.run(2, script)
+
+    assert steps_of(worlds) == [1, 2, 3]
+    assert [saved(worlds.root / "other", step).states[0]["step"] for step in (1, 2, 3)] == [0, 0, 0]
+
+
+def test_what_a_folder_shows_late_is_waited_for(worlds):
+    """As NFS, which may hide for a minute what other machines have written."""
+    script = """
+    from async_ckpt.storage.local import LocalStorage
+    hidden = {"names": 3, "read": 3}
+
+    def late(name, real, nothing):
+        def call(storage, path):
+            if "step" in path and hidden[name]:
+                hidden[name] -= 1
+                return nothing(path)
+            return real(storage, path)
+        setattr(LocalStorage, name, call)
+
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    with open_run(here.root) as ckpt:
+        here.save(ckpt, small(1), 1)
+        late("names", LocalStorage.names, lambda path: []) if here.rank == 0 else None
+        late("read", LocalStorage.read, missing) if here.rank == 1 else None
+        here.save(ckpt, small(2), 2)
+        here.tell(hidden)
+    """
+    first, second = worlds.run(2, script)
+
+    assert [save.get("status") for one in (first, second) for save in one.saves] == ["committed"] * 4
+    assert (first.told[-1]["names"], second.told[-1]["read"]) == (0, 0)
+    assert steps_of(worlds) == [1, 2]
+
+
+@pytest.mark.parametrize(("busy", "second"), [(0, "skipped"), (1, "committed")])
+def test_ranks_skip_a_save_when_rank_0_does_and_else_wait(worlds, busy, second):
+    script = f"""
+    with open_run(here.root, on_overlap="skip") as ckpt:
+        if here.rank == {busy}:
+            here.at("after manifest" if here.rank == 0 else "decision", lambda: here.hear("second"), step=1)
+        states = small(1), small(2)
+        first = ckpt.save(states[0], 1)
+        if here.rank != {busy}:
+            first.result()
+            here.say("committed")
+        here.hear("committed")
+        handle = ckpt.save(states[1], 2)
+        here.say("second") if here.rank == 0 else None
+        here.tell([first.result().status, handle.result().status])
+    """
+    for one in worlds.run(2, script):
+        assert one.told == [["committed", second]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whether_a_save_is_due_is_the_same_on_all_ranks(worlds, rank):
+    script = f"""
+    import signal
+    from async_ckpt import Due
+    with open_run(here.root, due=Due(signals=True)) as ckpt:
+        if here.rank == {rank}:
+            signal.raise_signal(signal.SIGTERM)
+        here.meet("sent")
+        here.tell(ckpt.should_save(1))
+    """
+    first, second = worlds.run(2, script)
+
+    assert first.told == second.told == [rank == 0]
+
+
 def test_record_and_driver_are_those_of_rank_0(worlds):
     script = """
     with open_run(here.root) as ckpt:

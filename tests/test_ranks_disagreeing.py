@@ -76,7 +76,7 @@ with open_run(here.root) as ckpt:
 def test_stages_of_a_pipeline_have_names_of_their_own(worlds):
     ended = worlds.run(4, STAGES)
 
-    assert [one.get("status") for end in ended for one in end.saves] == ["committed"] * 8
+    assert [one.get("status") for end in ended for one in end.saves] == ["committed"] * 8, ended[0].saves
     for step in (1, 2):
         found = saved(worlds.root, step)
         for stage in ("stage0", "stage1"):
@@ -126,3 +126,14 @@ def test_a_rank_that_does_not_come_to_the_first_save_is_named(worlds, absent):
     assert (told["error"], told["rank"], told["undecided"]) == ("PeerFailedError", absent, False)
     assert "give its AsyncCheckpointer ranks=(0, 1)" in told["text"]
     assert open_run(worlds.root).steps() == []
+
+
+def test_a_tensor_that_a_rank_drops_after_others_have_left_it_a_share_fails_that_step_alone(worlds):
+    code = 'del state["model"]["whole"]'
+    ended = worlds.run(2, OTHER.format(change=code, step=2))
+
+    for one in ended:
+        first, second, third = one.saves
+        assert first["status"] == third["status"] == "committed"
+        assert "rank 1 no longer has model.whole" in second["text"]
+    assert torch.equal(saved(worlds.root, 3).tensors["model.whole"], numbered(300, 1000) + 3)

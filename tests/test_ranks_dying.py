@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
-from rank_oracle import saved
+from rank_oracle import run_of, saved
 from rank_states import numbered
 from rank_worlds import Ended, Worlds
 from states import open_run
@@ -31,7 +34,10 @@ with open_run(here.root) as ckpt:
 """
 AGAIN = """
 with open_run(here.root) as ckpt:
-    for step in range(ckpt.latest() + 1, 4):
+    state = small(0)
+    start = ckpt.restore(state) or 0
+    assert state["model"]["whole"].min() == start
+    for step in range(start + 1, 4):
         here.save(ckpt, small(step), step)
 """
 
@@ -90,3 +96,81 @@ def test_what_rank_0_has_committed_before_it_died_is_committed_everywhere(worlds
 
     assert [one.get("status") for one in told] == ["committed"] * 2
     assert_goes_on(worlds, [1, 2])
+
+
+@pytest.mark.parametrize("point", ["after receipt", "manifest"])
+def test_what_the_dead_have_left_goes_after_a_day_and_nothing_else(worlds, point):
+    """Rank 0 died when all archives were there; then rank 1 in a later start, and left an archive that was not finished."""
+    worlds.run(SIZE, DYING.format(who=0, waiting=[1, 2], point=point, die="here.die_last"), killed={0})
+    again = DYING.replace("here.save(ckpt, small(1), 1)", "")
+    worlds.run(SIZE, again.format(who=1, waiting=[0], point="write", die="here.die_last"), killed={1})
+    (worlds.root / "step_00000002/notes.txt").touch()
+    assert_goes_on(worlds, [1])
+    left = left_behind(worlds)
+    assert len(left) > 3 * SIZE
+
+    day_before_yesterday = time.time() - 2 * 86400
+    for path in left:
+        os.utime(path, (day_before_yesterday, day_before_yesterday))
+    worlds.run(SIZE, SAVE_4)
+    assert [path.name for path in left_behind(worlds)] == ["notes.txt"]
+
+
+SAVE_4 = """
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(4), 4)
+"""
+
+
+def left_behind(worlds: Worlds) -> list[Path]:
+    """What lies in the folders of steps, and is of no commit."""
+    found = []
+    for step in open_run(worlds.root).steps():
+        named = {"manifest.json", *run_of(worlds.root).manifest(step).own_names}
+        folder = worlds.root / f"step_{step:08d}"
+        found += [path for path in folder.rglob("*") if not path.is_dir() and path.name not in named]
+        found += [path for path in folder.iterdir() if path.is_dir()]
+    return found
+
+
+def test_archives_of_other_machines_are_not_swept_though_their_locks_are_not_seen(worlds):
+    """Rank 0 sweeps at its first save, when rank 1 is done already."""
+    script = """
+    if here.rank == 1:
+        import fcntl
+        fcntl.lockf = lambda *_: None
+    with open_run(here.root) as ckpt:
+        if here.rank == 0:
+            here.at("sweep", here.wait_for_others)
+        here.save(ckpt, small(1), 1)
+    """
+    for one in worlds.run(2, script):
+        assert one.saves[0].get("status") == "committed", one.saves
+    assert torch.equal(saved(worlds.root, 1).tensors["model.cut"], numbered(41, 3) + 1)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_dies_in_the_first_save_is_missed_and_the_next_start_begins_anew(worlds, who):
+    """Rank 0 before it could say anything; another when all others wait for how its state looks."""
+    script = f"""
+    state = small(1)
+    with open_run(here.root) as ckpt:
+        if here.rank == {who}:
+            here.at("capture", here.die)
+        here.expire(lambda: here.is_said("dead{who}"))
+        here.save(ckpt, state, 1)
+    """
+    for rank, one in enumerate(worlds.run(2, script, killed={who})):
+        for save in one.saves:
+            assert rank != who
+            assert (save["error"], save["rank"]) == ("PeerFailedError", who)
+    for one in worlds.run(2, AGAIN):
+        assert [save.get("status") for save in one.saves] == ["committed"] * 3
+
+
+def test_the_others_go_on_to_hear_when_the_store_of_the_group_dies_with_rank_0(worlds):
+    """As without torchrun's agent. Nothing is asked of it after the first save."""
+    script = DYING.format(who=0, waiting=[], point="after manifest", die="here.die")
+    told = second(worlds.run(SIZE, script, killed={0}, store_at_rank_0=True), dead=0)
+
+    assert [one.get("status") for one in told] == ["committed"] * 2

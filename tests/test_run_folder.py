@@ -300,7 +300,8 @@ def test_the_first_save_sweeps_what_dead_writers_left(tmp_path):
     for folder in (dead, tmp_path / "step_00000001"):
         (folder / "rank_00000.0123abcd.tar").write_bytes(b"half")
         (folder / ".rank_00000.0123abcd.tar.4567cdef.async_ckpt-tmp").write_bytes(b"half")
-    (tmp_path / ".latest.01234567.async_ckpt-tmp").write_bytes(b"half")
+    for name in (".latest.01234567.async_ckpt-tmp", ".async_ckpt-probe-0123abcd"):
+        (tmp_path / name).write_bytes(b"half")
 
     with open_run(tmp_path) as ckpt:
         ckpt.save(state_at(2), step=2).result()

@@ -218,8 +218,9 @@ def _enqueue(
         try:
             for wanted, run in parts:
                 shape = run.times, run.length
-                piece = segment.tensor.as_strided(shape, (run.source_step, 1), run.source)
-                into = targets[wanted].flat.as_strided(shape, (run.target_step, 1), run.target)
+                # Both may begin anywhere in their storages, from where `as_strided` counts what it is told.
+                piece = segment.tensor[run.source :].as_strided(shape, (run.source_step, 1))
+                into = targets[wanted].flat[run.target :].as_strided(shape, (run.target_step, 1))
                 into.copy_(piece, non_blocking=True)
         finally:
             ended.record(stream)

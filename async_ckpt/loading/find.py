@@ -34,7 +34,7 @@ from ..storage.compressed import decompressing
 from ..storage.place import Anywhere, place_of, storage_at
 from .contents import Groups, Part
 from .foreign import opened, parts_of_folder
-from .merged import Merged
+from .merged import Merged, OthersNeededError
 from .open import OpenArchive
 
 T = TypeVar("T")
@@ -220,29 +220,36 @@ class _Lot(NamedTuple):
     per_rank: Collection[str]
     groups: Groups = None
 
-    def opened(self, verify: bool, readers: Readers, stack: contextlib.ExitStack) -> Part:
-        """The archives as one file, closed with `stack`; they must be those that the manifest names."""
+    def opened(self, verify: bool, readers: Readers, stack: contextlib.ExitStack, *, own_only: bool) -> Part:
+        """The archives as one file, closed with `stack`; they must be those that the manifest names.
+
+        With `own_only`, no more than that of the rank that reads is opened, where as many ranks read as have saved.
+        """
         if len(self.archives) == 1:
             return Part(self._open(*self.archives[0], verify, stack), self.groups)
+        rank, world_size = readers.ranks or (0, 0)
+        is_own = own_only and world_size == len(self.archives) and not readers.from_ranks
+        archives = self.archives[rank : rank + 1] if is_own else self.archives
         opened: dict[str, OpenArchive] = {}
 
         def open_one(path: str, told: Archive) -> None:
             opened[path] = self._open(path, told, verify, stack)
             opened[path].keep_little()
 
-        crew = Crew("open", min(_MAX_OPENERS, len(self.archives)))
+        crew = Crew("open", min(_MAX_OPENERS, len(archives)))
         try:
-            crew.run_all(functools.partial(open_one, *named) for named in self.archives)
+            crew.run_all(functools.partial(open_one, *named) for named in archives)
         finally:
             crew.stop()
         where = self.storage.locate(self.folder)
         merged = Merged(
-            [opened[path] for path, _ in self.archives],
+            [opened[path] for path, _ in archives],
             path=where,
             ranks=readers.ranks,
             per_rank=self.per_rank,
             from_ranks=readers.from_ranks,
             groups=self.groups,
+            are_some=is_own,
         )
         if len(self.archives) != merged.world_size:
             raise merged.corrupt(
@@ -280,13 +287,15 @@ def from_committed(
 
     A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
     """
-    made = step.read()
+    made, own_only = step.read(), True  # most ranks find in their own archives all that they want
     for _ in range(TRIES):
         try:
             with contextlib.ExitStack() as stack:
-                parts = [lot.opened(verify, readers, stack) for lot in step.lots(made)]
+                parts = [lot.opened(verify, readers, stack, own_only=own_only) for lot in step.lots(made)]
                 _check_names(parts, readers)
                 return use(parts)
+        except OthersNeededError:  # nothing has been read into live objects yet
+            own_only = False
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, made = made, _read_again(step, made, error)
             if made == before:

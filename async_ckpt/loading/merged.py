@@ -31,6 +31,10 @@ _MANY: Final = 8
 _MAX_SEARCHED: Final = 1 << 16
 
 
+class OthersNeededError(Exception):
+    """What is wanted lies in archives that were not opened."""
+
+
 class Merged(Contents):
     """The archives of all ranks of a step, as one file. They are opened and closed by whoever hands them over.
 
@@ -42,6 +46,7 @@ class Merged(Contents):
         per_rank: the dotted names of what each rank has its own of. What else differs is found.
         from_ranks: whose values to take instead, by dotted name.
         groups: the only top-level entries that count; None for all.
+        are_some: whether there are more archives of the step; then OthersNeededError is raised for what lies in those.
 
     Raises CorruptCheckpointError for archives that contradict each other, and KeyError where `from_ranks` names a rank that
     has no such value.
@@ -56,7 +61,9 @@ class Merged(Contents):
         per_rank: Collection[str] = (),
         from_ranks: Mapping[str, int] | None = None,
         groups: Groups = None,
+        are_some: bool = False,
     ) -> None:
+        self._are_some = are_some
         super().__init__(Zeros(0), path=path)
         self._archives = self._by_rank(archives)
         rank, world_size = ranks or (None, None)
@@ -176,7 +183,10 @@ class Merged(Contents):
             ]
             self._sources[number] = sources_in(pieces, told.shape, self._covers)
         found, missing = self._sources[number]
-        if missing and number in self._parts:
+        if self._are_some:
+            if any(box.common(within or Box.whole(told.shape)) for box in missing):
+                raise OthersNeededError
+        elif missing and number in self._parts:
             if any(box.common(within or Box.whole(told.shape)) for box in missing):
                 (rank,) = self._merged.tensors[number]
                 raise ValueError(

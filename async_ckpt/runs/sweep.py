@@ -33,12 +33,17 @@ def is_ours(name: str) -> bool:
     return is_file or is_beside(name) or is_folder_of_receipts(name)
 
 
+def _attempt_of(name: str) -> str:
+    """By the name of what belongs to one, or is going to; another text for other names."""
+    return (*name.lstrip(".").split("."), "")[1]
+
+
 def _of_ranks(names: Iterable[str]) -> set[str]:
     """The attempts of several ranks."""
     found = set()
     for name in names:
         if is_beside(name) or is_folder_of_receipts(name) or _OF_OTHER_RANK.match(name):
-            found.add(name.lstrip(".").split(".")[1])
+            found.add(_attempt_of(name))
     return found
 
 
@@ -85,7 +90,7 @@ class Sweeper:
         # Of several ranks, what tells of all their archives is named for all of them.
         attempts = {attempt for name in lent if (attempt := attempt_of_all(name))}
         names = self._root.storage.names(self._root.folder(step)) if attempts else []
-        return lent | {name for name in names if name.split(".")[1:2] and name.split(".")[1] in attempts}
+        return lent | {name for name in names if _attempt_of(name) in attempts}
 
     def retired(self, step: int) -> set[str]:
         """Attempts at a step whose manifests a rollback has renamed."""
@@ -182,7 +187,7 @@ class Sweeper:
 
         def dead_of(chosen: Iterable[str], *, delete: bool) -> list[str]:
             """Those whose writers are gone. Of several ranks, some may run on other machines, whose locks are not seen here."""
-            of_ranks = {n for n in chosen if self._has_ranks or n.lstrip(".").split(".")[1] in attempts}
+            of_ranks = {n for n in chosen if self._has_ranks or _attempt_of(n) in attempts}
             sweep = partial(self._root.storage.sweep, folder, delete=delete, decided=decided)
             alone = [n for n in chosen if n not in of_ranks]
             return [*sweep(alone), *sweep(sorted(of_ranks), of_ranks=True)]
@@ -214,12 +219,12 @@ class Sweeper:
 
     def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str]) -> list[str]:
         """What attempts of several ranks have left that have no archive here any more."""
-        left = {n.split(".")[1] for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
-        gone = [n for n in names if is_beside(n) and n.split(".")[1] not in left]
+        left = {_attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
+        gone = [n for n in names if is_beside(n) and _attempt_of(n) not in left]
         swept = self._root.storage.sweep(folder, gone, delete=True, decided=True, of_ranks=True)
-        attempts = {n.split(".")[1] for n in swept}
+        attempts = {_attempt_of(n) for n in (*swept, *dead)} - left
         for name in names:
-            if is_folder_of_receipts(name) and name.split(".")[1] in attempts:
+            if is_folder_of_receipts(name) and _attempt_of(name) in attempts:
                 self._root.storage.delete_all(f"{folder}/{name}")
         return swept
 

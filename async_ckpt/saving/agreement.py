@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -40,9 +40,9 @@ PEER_SECONDS: Final = 1800.0
 _MORE_SECONDS: Final = 600.0
 # How long a root that all ranks share may hide what another has written: NFS does so for a minute.
 SHARED_SECONDS: Final = 120.0
-# Between looks at a root: it grows from the one to the other, and no two ranks look at the same time.
 # Archives that rank 0 looks into where their ranks' values are not the same.
 _MAX_COMPARED: Final = 64
+# Between looks at a root: it grows from the one to the other, and no two ranks look at the same time.
 _FIRST_LOOK_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = {False: 0.5, True: 2.0}  # at a folder, and at a store
 # Of all ranks that wait for the same: S3 answers so many requests a second below one prefix.
@@ -128,7 +128,9 @@ class Agreement:
         for seconds in _looks(self._run.storage.remote, self.world_size):
             if await off_loop(lambda: self._claim in self._run.storage.names("")):
                 break
-            if monotonic() > deadline or await off_loop(self._exchange.verdict) is not None:
+            if await off_loop(self._exchange.verdict) is not None:
+                return  # it is shared, and rank 0 has failed before it could say so
+            if monotonic() > deadline:
                 where, rank = self._run.storage.locate(""), self._ranks.world.rank
                 raise PeerFailedError(
                     f"{where}: rank {rank} does not see there what rank 0 has written. Give a root that all ranks share: a "
@@ -143,7 +145,7 @@ class Agreement:
         """What rank 0 reads where a structure is new to it: of the first rank that has it; and digests of copies of all."""
         mates = self._joint.table.classes.get(structure.digest, ())
         is_first = not mates or mates[0] == self.rank
-        more: dict[str, Any] = {"structure": structure.text} if is_first else {}
+        more: dict[str, Any] = {"rank": self.rank, **({"structure": structure.text} if is_first else {})}
         return more if self._joint.copies is None else {**more, "copies": self._joint.copies}
 
     async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks:
@@ -194,7 +196,7 @@ class Agreement:
             if digest not in ranks._known:
                 ranks._known[digest] = self._structure_text(receipts, mates)
         tables = {receipt.table for receipt in receipts} - {NO_TABLE}
-        if len(tables) > 1:
+        if tables - {self._joint.table.digest}:
             raise PeerFailedError(
                 f"step {self._joint.step} is not committed: its ranks do not agree on who writes what, as after saves that "
                 "only some of them have called; call save alike on every rank",
@@ -206,8 +208,9 @@ class Agreement:
         if covered not in ranks._covered:
             check_coverage(classes, texts)
             ranks._covered = {covered}
-        if self._joint.copies is not None:
-            self._compare_copies(receipts)
+        self._check_shares(receipts, texts)
+        is_each = self._joint.copies is not None
+        self._compare_copies([one for one in receipts if is_each or one.structure not in ranks._compared])
         ranks._known = texts
         self._table = Table(classes, self._differing(receipts))
         archives = self._exchange.put_archives(receipts)
@@ -215,6 +218,30 @@ class Agreement:
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._joint.per_rank, *self._table.differing}))
         return OfRanks(archives, layout, self._table.digest, num_bytes, per_rank)
+
+    def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
+        """Whoever took a share left the rest to ranks that had a state of the same structure: each must still have all of it.
+
+        Raises UnsupportedStateError.
+        """
+        for structure, mates in self._joint.table.classes.items():
+            if not any(
+                receipts[rank].structure == structure and receipts[rank].table != NO_TABLE for rank in mates
+            ):
+                continue
+            others: dict[str, int] = {}  # than that, and the lowest rank that has it
+            for rank in mates:
+                others.setdefault(receipts[rank].structure, rank)
+            others.pop(structure, None)
+            for other, rank in others.items():
+                gone = {*texts[structure].splitlines()} - {*texts[other].splitlines()}
+                if gone:
+                    name = json.loads(min(gone))[0].replace("\x1f", ".")
+                    raise UnsupportedStateError(
+                        f"rank {rank} no longer has {name} as other ranks have it, which counted on that; have every rank change what "
+                        "it saves at the same step, and save again",
+                        path=name,
+                    )
 
     def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
         """What several ranks hold of a tensor must be the same. Raises UnsupportedStateError, naming one that is not."""
@@ -330,6 +357,7 @@ class Agreement:
         """On rank 0: the manifest is there."""
         assert self._table is not None
         self._refused = self._ranks.decided_attempts(self._joint.step)
+        self._ranks._compared.update(self._table.classes)
         self._is_committed(self._table)
 
     def afterwards(self) -> None:

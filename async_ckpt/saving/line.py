@@ -59,6 +59,14 @@ class Line:
     def has_one_root(self) -> bool:
         return len(self.roots.runs) == 1
 
+    def check_roots(self, *, several_ranks: bool) -> None:
+        """Raises ValueError for a rule that several ranks cannot follow."""
+        if several_ranks and self.rule == "any" and not self.has_one_root:
+            raise ValueError(
+                'commit="any" with several roots and several ranks is not supported: ranks could wait for each other at '
+                'different roots; use commit="all", or one root'
+            )
+
     def restored(self, *, behind: bool) -> None:
         """Training goes on from a step; `behind` the newest commit."""
         with self._lock:

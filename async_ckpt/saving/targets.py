@@ -340,11 +340,6 @@ def step_targets(
     if joint is None:
         token = os.urandom(4).hex()
         return [StepTarget(line, run, step, token, overwrite, record, contents) for run in line.roots.runs]
-    if line.rule == "any" and not line.has_one_root:
-        raise ValueError(
-            'commit="any" with several roots and several ranks is not supported: ranks could wait for each other at different '
-            'roots; use commit="all", or one root'
-        )
     ranks.begin(joint, partial(listen_again, ranks, line.roots.runs))
     return [
         StepTarget(line, run, step, joint.attempt, overwrite, record, contents, Agreement(ranks, joint, run))

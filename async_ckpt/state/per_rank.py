@@ -34,4 +34,5 @@ class PerRank(Mapping[int, Any]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        return f"PerRank({dict(self._values)!r})"
+        told = ", ".join(f"{rank}: {value!r:.60}" for rank, value in self._values.items())
+        return f"PerRank({{{told:.600}}})"

@@ -1,0 +1,110 @@
+"""What it costs that several ranks save one state: beside one rank that writes the same bytes, and beside dcp.async_save.
+
+In: a setting. Out: figures by name. Knows nothing of: how many ranks a real training has; `scale` computes those.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+from .limits import MIB
+from .setting import Setting
+from .table import Figure, Target
+
+T = TypeVar("T")
+
+_PATIENCE_SECONDS: Final = 300
+
+
+class World:
+    """Some ranks that have the same state under FSDP, each in a process of its own."""
+
+    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
+        self._processes = processes
+        self._numbers = itertools.count(1)
+
+    def save(self, how: str) -> tuple[float, float]:
+        """The seconds that the slowest rank was held, and until the last one knew that it is durable."""
+        number = next(self._numbers)
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{how} {number}\n")
+            process.stdin.flush()
+        told = []
+        for process in self._processes:
+            assert process.stdout is not None
+            told.append(json.loads(process.stdout.readline()))
+        return max(stall for stall, _ in told), max(whole for _, whole in told)
+
+
+@contextmanager
+def world(size: int, folder: Path, num_bytes: int) -> Iterator[World]:
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "benchmarks.rank_worker"]
+    rest = [str(size), str(folder / "store"), str(folder), str(num_bytes)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), *rest],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        yield World(processes)
+        for process in processes:
+            process.communicate("end\n", timeout=_PATIENCE_SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def two_ranks(setting: Setting) -> dict[str, Figure]:
+    with ExitStack() as stack:
+        one, two = (
+            stack.enter_context(world(size, setting.folder / f"of_{size}", setting.state_bytes))
+            for size in (1, 2)
+        )
+        one.save("ours"), two.save("ours")
+        pairs = [
+            _in_turn(n, lambda: two.save("ours")[1], lambda: one.save("ours")[1])
+            for n in range(2 * setting.rounds)
+        ]
+    title = f"two ranks under FSDP, call to durable, {setting.state_bytes // MIB} MiB in all"
+    return {"two_ranks": Figure(title, "s", "one rank, the same bytes", Target("≤", 1.1), pairs)}
+
+
+def beside_dcp(setting: Setting) -> dict[str, Figure]:
+    with world(4, setting.folder / "of_4", setting.state_bytes) as four:
+        for how in ("ours", "dcp", "ours", "dcp"):
+            four.save(how)
+        rounds = [
+            _in_turn(n, lambda: four.save("ours"), lambda: four.save("dcp"))
+            for n in range(2 * setting.rounds)
+        ]
+    limit = "dcp.async_save, the same state and ranks"
+    stalls = [(ours[0], dcp[0]) for ours, dcp in rounds]
+    whole = [(ours[1], dcp[1]) for ours, dcp in rounds]
+    of = f"four ranks under FSDP, {setting.state_bytes // MIB} MiB in all"
+    return {
+        "ranks_stall": Figure(f"{of}: stall of save(guard=optimizer)", "s", limit, Target("≤", 0.2), stalls),
+        "ranks_durable": Figure(f"{of}: call to durable", "s", limit, Target("≤", 0.5), whole),
+    }
+
+
+def _in_turn(number: int, one: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
+    """Each first in every second round."""
+    if number % 2:
+        return one(), other()
+    second = other()
+    return one(), second
