@@ -42,7 +42,7 @@ _READ: Final = {
     ("torch.serialization", "load"), ("torch.jit._serialization", "load"), ("torch.export", "load"),
     ("torch.distributed.checkpoint.state_dict_loader", "load"), ("numpy", "load"), ("json", "load"), ("_pickle", "load"),
     ("safetensors.torch", "load_file"), ("safetensors.torch", "load_model"), ("safetensors.numpy", "load_file"),
-    ("async_ckpt.oneoff", "load"), ("async_ckpt.checkpointer", "AsyncCheckpointer.load"),
+    ("async_ckpt.oneoff", "load"), ("async_ckpt.loading.reading", "RunReader.load"),
     ("async_ckpt.checkpointer", "AsyncCheckpointer.restore"), ("async_ckpt.oneoff", "verify"),
     ("async_ckpt.around.unpack", "unpack"), ("async_ckpt.around.unpack", "extract"),
 }  # fmt: skip
