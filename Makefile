@@ -6,7 +6,7 @@ WORKERS = $$($(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile the library again
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-s3 demo-ranks test check bench bench-check bench-gpu bench-s3 format clean
+.PHONY: demo demo-s3 demo-ranks test check bench bench-check bench-gpu bench-s3 bench-scale format clean
 
 demo: .venv/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -39,6 +39,9 @@ bench-gpu:                 ## the same on an accelerator, by a Python that has t
 
 bench-s3: .venv/.bench     ## the same of object stores, beside other clients
 	$(BIN)/python -m benchmarks stores
+
+bench-scale: .venv/.bench  ## plans, commits and restarts of up to 16,384 ranks, most of them simulated
+	$(BIN)/python -m benchmarks scale
 
 format: .venv/.check
 	$(BIN)/ruff check --fix .

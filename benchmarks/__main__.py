@@ -46,6 +46,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "growth": _growth,
         "shapes": _shapes,
         "stores": _stores,
+        "scale": _scale,
         "trace": lambda: Table({"trace": trace}),
         "groups": _groups,
         "ranks": _ranks,
@@ -119,6 +120,12 @@ def _stores() -> Table:
     from . import stores
 
     return Table(stores.MEASURES, stores.PACKAGES)
+
+
+def _scale() -> Table:
+    from . import scale
+
+    return Table(scale.MEASURES)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -64,6 +64,13 @@ class Setting:
     served_bytes: int = 256 * MIB
     """What the real servers are given, which take long."""
 
+    world_tensors: int = 1000
+    world_sizes: tuple[int, ...] = (8, 64, 256, 1024, 4096, 16384)
+    """Ranks, most of which are simulated."""
+    central_sizes: tuple[int, ...] = (8, 32, 128, 256)
+    """Of a plan that one rank makes for all, which takes long."""
+    reader_sizes: tuple[int, ...] = (8, 32, 128)
+
     def shape_bytes_here(self) -> int:
         return min(self.shape_bytes, free_memory_bytes() // 8)
 
@@ -88,6 +95,10 @@ class Setting:
             "rank_bytes": 32 * MIB,
             "store_bytes": 96 * MIB,
             "served_bytes": 48 * MIB,
+            "world_tensors": 40,
+            "world_sizes": (8, 64),
+            "central_sizes": (2, 4),
+            "reader_sizes": (4, 8),
         }
         return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, **sizes)
 

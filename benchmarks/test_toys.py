@@ -44,6 +44,22 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
     },
     "ranks": {"figures": {"two_ranks", "ranks_stall", "ranks_durable"}},
+    "scale": {
+        "figures": {
+            "plan_first_ddp",
+            "plan_cached_hsdp",
+            "plan_beside_dcp",
+            "commit_first_fsdp",
+            "memory_hsdp",
+        },
+        "ranks": {
+            "growth_plan_first",
+            "growth_dcp_global",
+            "growth_known",
+            "growth_layout",
+            "growth_restart_all",
+        },
+    },
     "groups": {"figures": {"group_digests_2", "group_digests_100", "group_saves", "group_saves_cpu"}},
     "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
     "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},

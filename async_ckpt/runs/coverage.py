@@ -18,6 +18,9 @@ from ..errors import UnsupportedStateError
 from ..spec import BORROWED, Json
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # from where to where, by dimension
+_Spread: TypeAlias = tuple[
+    str, tuple[str, ...]
+]  # how a tensor is cut, and the structures whose ranks have it so
 
 
 class _Held(NamedTuple):
@@ -26,6 +29,7 @@ class _Held(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     spread: Json
+    structure: str
     ranks: Sequence[int]
 
 
@@ -43,7 +47,7 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
             if dtype == BORROWED:
                 borrowed.setdefault(digest, []).append((name, shape[0]))
                 continue
-            tensors.setdefault(name, []).append(_Held(dtype, tuple(shape), spread, ranks))
+            tensors.setdefault(name, []).append(_Held(dtype, tuple(shape), spread, digest, ranks))
     if len({tuple(borrowed.get(digest, ())) for digest in classes}) > 1:
         groups = sorted({group for lent in borrowed.values() for group, _ in lent})
         raise UnsupportedStateError(
@@ -51,6 +55,7 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
             "them restore the same step",
             path=groups[0],
         )
+    known: dict[_Spread, bool] = {}
     for name, held in tensors.items():
         shown = name.replace("\x1f", ".")
         first = held[0]
@@ -61,11 +66,12 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
                     f"rank {other.ranks[0]}; give them different names, or name their group in per_rank=",
                     path=shown,
                 )
-        if not _is_covered(first.shape, held):
+        if not _is_covered(first.shape, held, known):
             _raise_gap(shown, held)
 
 
-def _is_covered(shape: tuple[int, ...], held: Sequence[_Held]) -> bool:
+def _is_covered(shape: tuple[int, ...], held: Sequence[_Held], known: dict[_Spread, bool]) -> bool:
+    """`known` says of meshes whether all of their ranks are there: most tensors have the same, of many ranks."""
     if not prod(shape) or any(one.spread is None for one in held):
         return True
     boxes: list[Box] = []
@@ -77,16 +83,25 @@ def _is_covered(shape: tuple[int, ...], held: Sequence[_Held]) -> bool:
             ]
         else:
             meshes.setdefault(json.dumps(one.spread), []).append(one)
-    for alike in meshes.values():
-        cuts, mesh_shape, stride, is_irregular, is_inside = alike[0].spread
-        if not is_inside:
-            continue
-        ranks = sorted(rank for one in alike for rank in one.ranks)
-        if is_irregular and len(ranks) % prod(mesh_shape) == 0:
-            return True  # each of them says that its mesh is whole
-        if any(_has_all(cuts, start, mesh_shape, stride, set(ranks)) for start in ranks):
+    for told, alike in meshes.items():
+        spread = told, tuple(one.structure for one in alike)
+        if spread not in known:
+            known[spread] = _is_whole(alike)
+        if known[spread]:
             return True
     return _missing_of(shape, boxes) is None
+
+
+def _is_whole(alike: Sequence[_Held]) -> bool:
+    """Whether these, which are cut alike, are all ranks of a mesh that have different parts."""
+    cuts, mesh_shape, stride, is_irregular, is_inside = alike[0].spread
+    if not is_inside:
+        return False
+    ranks = sorted(rank for one in alike for rank in one.ranks)
+    if is_irregular and len(ranks) % prod(mesh_shape) == 0:
+        return True  # each of them says that its mesh is whole
+    there = set(ranks)
+    return any(_has_all(cuts, start, mesh_shape, stride, there) for start in ranks)
 
 
 def _has_all(cuts: Json, start: int, shape: Sequence[int], stride: Sequence[int], ranks: set[int]) -> bool:

@@ -2,7 +2,7 @@
 
 In: a storage and an attempt. Out: who has done what, and what was decided. Knows nothing of: who waits for whom.
 
-    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<digest>.<size>.<ok|err>    one small object per rank
+    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<ok|err>    one small object per rank
     <step>/verdict.<attempt>.json      rank 0's no: the manifest of this attempt will never be put
     <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
     <step>/layout.<attempt>.json       which ranks have states of which structure, and the tensors of each structure
@@ -61,7 +61,7 @@ EMPTY: Final = Table()  # nothing is known
 NO_TABLE: Final = "0" * 16
 _RECORD: Final = struct.Struct("<Q16s")
 _NAME: Final = re.compile(
-    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.(ok|err)"
+    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.(ok|err)"
 )
 _ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
 _FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
@@ -87,13 +87,15 @@ class Receipt(NamedTuple):
     """What one rank has done for an attempt. Its archive is durable, if it is `ok`; else it has none.
 
     `table` is the digest of the classes by which it has taken its share, `NO_TABLE` if it wrote all that it holds;
-    `structure` and `values` are digests of how its state looks, and of what all ranks should have alike.
+    `structure`, `values` and `copies` are digests of how its state looks, of what all ranks should have alike, and of what
+    it has compared with other ranks this time (`NO_TABLE` for nothing).
     """
 
     rank: int
     table: str = NO_TABLE
     structure: str = NO_TABLE
     values: str = NO_TABLE
+    copies: str = NO_TABLE
     digest: str = "0" * 32
     num_bytes: int = 0
     is_ok: bool = True
@@ -101,7 +103,7 @@ class Receipt(NamedTuple):
     @property
     def name(self) -> str:
         end = "ok" if self.is_ok else "err"
-        return f"{self.rank:05d}.{self.table}.{self.structure}.{self.values}.{self.digest}.{self.num_bytes}.{end}"
+        return f"{self.rank:05d}.{self.table}.{self.structure}.{self.values}.{self.copies}.{self.digest}.{self.num_bytes}.{end}"
 
     @classmethod
     def named(cls, name: str) -> Receipt | None:
@@ -109,8 +111,8 @@ class Receipt(NamedTuple):
         found = _NAME.fullmatch(name)
         if found is None:
             return None
-        rank, table, structure, values, digest, num_bytes, end = found.groups()
-        return cls(int(rank), table, structure, values, digest, int(num_bytes), end == "ok")
+        rank, table, structure, values, copies, digest, num_bytes, end = found.groups()
+        return cls(int(rank), table, structure, values, copies, digest, int(num_bytes), end == "ok")
 
 
 class Cause(NamedTuple):
@@ -174,9 +176,9 @@ class Exchange:
 
     # --- what is decided --------------------------------------------------------------------------------------
 
-    def decision(self) -> Manifest | Verdict | None:
-        """The manifest of this very attempt, or one that has replaced it; the verdict on it; None as long as neither is
-        there.
+    def decision(self, *, asks_for_verdict: bool = True) -> Manifest | Verdict | None:
+        """The manifest of this very attempt, or one that has replaced it; the verdict on it, unless that is not asked for;
+        None as long as neither is there.
         """
         path = f"{self.folder}/{MANIFEST}"
         try:
@@ -186,7 +188,7 @@ class Exchange:
         else:
             if self.attempt in (made.attempt, *made.replaces):
                 return made
-        return self.verdict()
+        return self.verdict() if asks_for_verdict else None
 
     def verdict(self) -> Verdict | None:
         path = self._verdict_of(self.attempt)

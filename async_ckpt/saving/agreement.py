@@ -22,6 +22,7 @@ from ..errors import (
     StorageUnavailableError,
     UnsupportedStateError,
 )
+from ..format.digests import block_digest
 from ..runs.coverage import check_coverage
 from ..runs.manifest import Archive, Manifest, OfRanks, archive_name
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
@@ -43,7 +44,11 @@ SHARED_SECONDS: Final = 120.0
 _MAX_COMPARED: Final = 64
 # Between looks at a root: it grows from the one to the other, and no two ranks look at the same time.
 _FIRST_LOOK_SECONDS: Final = 0.02
-_LOOK_SECONDS: Final = {False: 0.5, True: 4.0}  # at a folder, and at a store
+_LOOK_SECONDS: Final = {False: 0.5, True: 2.0}  # at a folder, and at a store
+# Of all ranks that wait for the same: S3 answers so many requests a second below one prefix.
+_MAX_LOOKS_PER_SECOND: Final = 5500
+# At a store a failure may be heard of later than a commit, so that most looks are one request.
+_LOOKS_PER_VERDICT: Final = 4
 
 _log = logging.getLogger("async_ckpt")
 
@@ -56,6 +61,7 @@ class Agreement:
         self._exchange = Exchange(run.storage, run.folder(joint.step), joint.attempt)
         self._has_said_yes = False
         self._table: Table | None = None  # that follows from the commit
+        self._refused: Sequence[str] = ()  # attempts that were decided before
         self.may_be_committed = False  # rank 0 is about to put the manifest, or has
 
     @property
@@ -86,6 +92,7 @@ class Agreement:
             joint.shares_by,
             joint.structure.digest,
             await off_loop(joint.shared.digest),
+            NO_TABLE if joint.copies is None else _digest(joint.copies),
             archive.digest,
             archive.num_bytes,
         )
@@ -118,7 +125,7 @@ class Agreement:
         if self._run in self._ranks._claimed:
             return
         deadline = monotonic() + SHARED_SECONDS
-        for seconds in _looks(self._run.storage.remote):
+        for seconds in _looks(self._run.storage.remote, self.world_size):
             if await off_loop(lambda: self._claim in self._run.storage.names("")):
                 break
             if await off_loop(self._exchange.verdict) is not None:
@@ -241,11 +248,14 @@ class Agreement:
         """What several ranks hold of a tensor must be the same. Raises UnsupportedStateError, naming one that is not."""
         first: dict[tuple[str, str], tuple[int, str]] = {}
         found: dict[int, Any] = {}
+        distinct: dict[str, Receipt] = {}  # of ranks that say the same, the lowest
+        for receipt in receipts:
+            distinct.setdefault(receipt.copies, receipt)
 
         def read(receipt: Receipt) -> None:
             found[receipt.rank] = self._exchange.more_of(receipt).get("copies") or {}
 
-        self._run.do_all([partial(read, receipt) for receipt in receipts])
+        self._run.do_all([partial(read, receipt) for receipt in distinct.values()])
         for rank in sorted(found):
             for what, tensors in found[rank].items():
                 for name, digest in tensors.items():
@@ -310,10 +320,12 @@ class Agreement:
         """On ranks other than 0: what that has committed. Raises PeerFailedError for its verdict, and where there is none in time."""
         in_time = PEER_SECONDS + _MORE_SECONDS if seconds is None else seconds
         deadline = monotonic() + in_time
-        for pause in _looks(self._run.storage.remote):
+        remote = self._run.storage.remote
+        for number, pause in enumerate(_looks(remote, self.world_size)):
             decision: Manifest | Verdict | None = None
+            asks_for_verdict = not remote or number % _LOOKS_PER_VERDICT == 0
             with suppress(StorageUnavailableError):  # rank 0 may commit all the same
-                decision = await off_loop(self._exchange.decision)
+                decision = await off_loop(partial(self._exchange.decision, asks_for_verdict=asks_for_verdict))
             if isinstance(decision, Manifest):
                 table = await off_loop(partial(self._table_after, decision))
                 self._is_committed(table)
@@ -346,9 +358,13 @@ class Agreement:
         """On rank 0: the manifest is there."""
         assert self._table is not None
         self._ranks._compared.update(self._table.classes)
-        with suppress(CheckpointError, OSError):  # they go with the step
-            self._exchange.forget(self._ranks.decided_attempts(self._joint.step))
+        self._refused = self._ranks.decided_attempts(self._joint.step)
         self._is_committed(self._table)
+
+    def afterwards(self) -> None:
+        """On rank 0, when nobody waits any more: delete what each rank has said, which takes time where they are many."""
+        with suppress(CheckpointError, OSError):  # they go with the step
+            self._exchange.forget(self._refused)
 
     def refuse(self, error: BaseException) -> bool:
         """The save has failed on this rank. Whether its archive may be deleted: nobody can commit it any more."""
@@ -376,17 +392,22 @@ class Agreement:
                 await self.hear(off_loop, lambda: None, seconds)
 
 
-def _looks(is_remote: bool) -> Iterator[float]:
-    """Seconds to pause between looks."""
-    seconds = _FIRST_LOOK_SECONDS
+def _looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:
+    """Seconds to pause between looks at what so many ranks look at."""
+    least = num_ranks / _MAX_LOOKS_PER_SECOND if is_remote else 0.0
+    seconds = max(_FIRST_LOOK_SECONDS, least)
     while True:
         yield seconds * random.uniform(0.75, 1.25)
-        seconds = min(1.5 * seconds, _LOOK_SECONDS[is_remote])
+        seconds = min(1.5 * seconds, max(_LOOK_SECONDS[is_remote], least))
 
 
 async def _pause(seconds: float, check: Callable[[], None]) -> None:
     check()
     await asyncio.sleep(seconds)
+
+
+def _digest(copies: dict[str, dict[str, str]]) -> str:
+    return block_digest(json.dumps(copies, sort_keys=True).encode()).hex()[:16]
 
 
 def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:

@@ -287,9 +287,9 @@ class Ranks:
             for n, digest in enumerate(told):
                 if digest != _NONE:  # that rank's save has raised
                     classes.setdefault(digest, []).append(n)
-            words.say("classes", json.dumps(classes))
+            words.say("classes", json.dumps(Table(classes).packed()))
         (text,) = self._hear(["classes"], "the first save of all ranks")
-        return dict(json.loads(text))
+        return Table.unpacked(json.loads(text)).classes
 
     def _hear(self, keys: Sequence[str], what: str, where: str = "save()") -> list[str]:
         wait, begin = Wait(f"in {where}", ENDS_THE_CALL), monotonic()
@@ -318,7 +318,7 @@ class Ranks:
             self._has_met = True
             self._said().say(f"structure/{self.world.rank}", _NONE)
             if self.world.rank == 0:
-                self._said().say("classes", "{}")
+                self._said().say("classes", json.dumps(EMPTY.packed()))
         joint.causes.append(Cause(self.world.rank, in_words(error)))
 
     # --- what is decided ----------------------------------------------------------------------------------

@@ -313,6 +313,8 @@ class StepTarget:
                 self._announce()
             except CheckpointError as error:
                 refusal = error  # a tracker that cannot be moved must not keep old steps for ever
+        if self._agreement is not None:
+            self._agreement.afterwards()
         self._run.retain(self._step, replaced=replaced, in_flight=self._line.in_flight())
         if self.storage.remote:
             self._run.sweep_once(has_ranks=self._agreement is not None)

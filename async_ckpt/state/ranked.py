@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +22,11 @@ from .sharded import Slicer
 from .shares import Holding, by_everybody, written
 from .slices import Mesh, Rectangle, Replicas, Slices
 from .values import is_within
+
+T = TypeVar("T")
+# Of most tensors a rank of many writes nothing: to cut that from each of them would take longer than all else.
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
+_in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Structure(NamedTuple):
@@ -40,6 +45,7 @@ class _Source(NamedTuple):
 
     spec: int
     within: tuple[slice, ...] | None
+    is_nothing: bool = False
 
 
 class Divided(NamedTuple):
@@ -52,13 +58,22 @@ class Divided(NamedTuple):
     """The numbers of the specs of small tensors that every rank writes for itself, by their dotted names."""
 
 
+@dataclass(slots=True)
+class _Look:
+    """What a state of this rank looks like. `specs` and `slices` are those of the last capture that looked like it."""
+
+    specs: list[TensorSpec]
+    slices: Sequence[Slices]
+    per_rank: tuple[str, ...]
+    names: Sequence[str]
+    tensors: Sequence[list[int]]
+    structure: Structure
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    captured: list[TensorSpec]
-    slices: Sequence[Slices]
+    look: _Look
     mates: Sequence[int]
-    per_rank: tuple[str, ...]
-    structure: Structure
     specs: list[TensorSpec]
     sources: list[_Source]
     ranks: RankFacts
@@ -76,6 +91,7 @@ class RankedStates:
         """`root` is a mesh of which those of all tensors are parts: it tells which of these have copies of each other."""
         self.rank, self.world_size, self._root = rank, world_size, root
         self.slicer = Slicer()
+        self._look: _Look | None = None
         self._plan: _Plan | None = None
 
     def structure(
@@ -87,8 +103,7 @@ class RankedStates:
         """`per_rank` are the names of what each rank has for itself: it is no part of this. `borrowed` groups are not saved
         again: they are those of the steps that are given with them.
         """
-        plan = self._fitting(captured, per_rank)
-        made = _structure(captured, per_rank) if plan is None else plan.structure
+        made = self._looked_at(captured, per_rank).structure
         if not borrowed:
             return made
         lines = [json.dumps([group, BORROWED, [step], None]) for group, step in sorted(borrowed.items())]
@@ -101,12 +116,15 @@ class RankedStates:
 
         If this rank is none of them, it writes all that it holds.
         """
-        plan = self._fitting(captured, per_rank)
-        if plan is None or plan.mates != mates:
-            plan = self._plan = self._planned(captured, mates, per_rank)
-        tensors = [_narrowed(captured.tensors[i], within) for i, within in plan.sources]
-        marks = [captured.marks[i] for i, _ in plan.sources]
-        held = frozenset(n for n, (i, _) in enumerate(plan.sources) if i in captured.held_tensors)
+        look, plan = self._looked_at(captured, per_rank), self._plan
+        if plan is None or plan.look is not look or plan.mates != mates:
+            plan = self._plan = self._planned(captured, look, mates)
+        tensors = [
+            _NOTHING if is_nothing else _narrowed(captured.tensors[i], within)
+            for i, within, is_nothing in plan.sources
+        ]
+        marks = [captured.marks[source.spec] for source in plan.sources]
+        held = frozenset(n for n, one in enumerate(plan.sources) if one.spec in captured.held_tensors)
         made = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, held_tensors=held)
         return Divided(made, plan.ranks, plan.small)
 
@@ -158,22 +176,30 @@ class RankedStates:
                 return root.along(free, tuple(coordinate)) if free else None
         return None
 
-    def _fitting(self, captured: Capture, per_rank: tuple[str, ...]) -> _Plan | None:
-        """The last plan, if it is of such a state."""
-        plan = self._plan
-        is_same = plan is not None and plan.captured == captured.specs and plan.slices == captured.slices
-        return plan if plan is not None and is_same and plan.per_rank == per_rank else None
+    def _looked_at(self, captured: Capture, per_rank: tuple[str, ...]) -> _Look:
+        """The last look, if the state still looks like that."""
+        look = self._look
+        if (
+            look is None
+            or look.per_rank != per_rank
+            or look.specs != captured.specs
+            or look.slices != captured.slices
+        ):
+            look = self._look = _look_at(captured, per_rank)
+        look.specs, look.slices = captured.specs, captured.slices  # to be compared again, these cost nothing
+        return look
 
-    def _planned(self, captured: Capture, given: Sequence[int], per_rank: tuple[str, ...]) -> _Plan:
-        structure = _structure(captured, per_rank)
+    def _planned(self, captured: Capture, look: _Look, given: Sequence[int]) -> _Plan:
         mates = given if self.rank in given else [self.rank]
-        names, tensors = _names(captured), by_tensor(captured.specs)
+        names, tensors, per_rank = look.names, look.tensors, look.per_rank
+        sharers = _Remembered(lambda slices: self._sharers(slices, mates))
+        has_others = _Remembered(self._has_others)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
         holdings = {
             names[number]: Holding(
                 slices,
                 DTYPES[captured.specs[tensors[number][0]].dtype][0],
-                Replicas() if number in own else self._sharers(slices, mates),
+                Replicas() if number in own else sharers(slices),
             )
             for number, slices in enumerate(captured.slices)
             if captured.specs[tensors[number][0]].alias_of is None
@@ -185,7 +211,7 @@ class RankedStates:
             (_boxes(slices), names[number], tensors[number])
             for number, slices in enumerate(captured.slices)
             if names[number] in holdings and number not in own and names[number] not in everybody
-            if slices.rectangles and self._has_others(slices)
+            if slices.rectangles and has_others(slices)
         ]
         meshes: dict[Mesh, int] = {}
         specs: list[TensorSpec] = []
@@ -209,26 +235,25 @@ class RankedStates:
             if not ours:
                 alias = None if spec.alias_of is None else first[spec.alias_of]
                 specs.append(spec._replace(shape=(0,), alias_of=alias, of=told))
-                sources.append(_Source(here[0], (slice(0, 0),) if captured.tensors[here[0]].dim() else None))
+                sources.append(_Source(here[0], None, is_nothing=True))
         facts = tuple(MeshFacts(mesh.start, mesh.shape, mesh.stride, mesh.ranks) for mesh in meshes)
         ranks = RankFacts(self.rank, self.world_size, facts)
-        return _Plan(
-            captured.specs,
-            captured.slices,
-            given,
-            per_rank,
-            structure,
-            specs,
-            sources,
-            ranks,
-            small,
-            copies,
-        )
+        return _Plan(look, given, specs, sources, ranks, small, copies)
 
 
-def _names(captured: Capture) -> list[str]:
-    """What each tensor is called on all ranks."""
-    return ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in by_tensor(captured.specs)]
+class _Remembered(Generic[T]):
+    """What is asked of slices and follows from their mesh and cuts alone: most tensors of a state have the same, and its
+    answers may list many ranks.
+    """
+
+    def __init__(self, ask: Callable[[Slices], T]) -> None:
+        self._ask, self._answers = ask, dict[Any, T]()
+
+    def __call__(self, slices: Slices) -> T:
+        key = slices.mesh, slices.cuts, slices.coordinate
+        if key not in self._answers:
+            self._answers[key] = self._ask(slices)
+        return self._answers[key]
 
 
 def _shown(name: str) -> str:
@@ -237,13 +262,14 @@ def _shown(name: str) -> str:
 
 def _boxes(slices: Slices) -> str:
     """What of a tensor is here: whoever has the same of it must have the same values."""
-    return json.dumps([[one.global_offsets, one.sizes] for one in slices.rectangles], separators=(",", ":"))
+    return _in_short([[one.global_offsets, one.sizes] for one in slices.rectangles])
 
 
-def _structure(captured: Capture, per_rank: tuple[str, ...]) -> Structure:
+def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
     tensors = by_tensor(captured.specs)
+    names = ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in tensors]  # the same on all ranks
     lines = []
-    for name, here, slices in zip(_names(captured), tensors, captured.slices, strict=True):
+    for name, here, slices in zip(names, tensors, captured.slices, strict=True):
         if is_within(_shown(name), per_rank):
             continue
         mesh = slices.mesh
@@ -253,8 +279,9 @@ def _structure(captured: Capture, per_rank: tuple[str, ...]) -> Structure:
         elif mesh is not None:
             spread = [slices.cuts, mesh.shape, mesh.stride, bool(mesh.ranks), slices.coordinate is not None]
         dtype = captured.specs[here[0]].dtype
-        lines.append(json.dumps([name, dtype, slices.global_shape, spread], separators=(",", ":")))
-    return _digested("\n".join(sorted(lines)))
+        lines.append(_in_short([name, dtype, slices.global_shape, spread]))
+    structure = _digested("\n".join(sorted(lines)))
+    return _Look(captured.specs, captured.slices, per_rank, names, tensors, structure)
 
 
 def _digested(text: str) -> Structure:

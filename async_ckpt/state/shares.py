@@ -11,6 +11,7 @@ the other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Final, NamedTuple
 
 from ..spec import KIB, MIB
@@ -67,10 +68,10 @@ def written(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rectangle, ...]]
 def by_everybody(holdings: Mapping[str, Holding]) -> set[str]:
     """The names of the small whole tensors that each rank writes for itself."""
     names, total = set(), 0
-    for name in sorted(holdings):
+    for name in sorted(name for name, one in holdings.items() if one.slices.is_plain):
         slices, item_bytes, _ = holdings[name]
-        num_bytes = sum(one.num_elements for one in slices.rectangles) * item_bytes
-        if slices.is_plain and num_bytes <= EVERYBODY_BYTES and total + num_bytes <= EVERYBODY_TOTAL_BYTES:
+        num_bytes = prod(slices.global_shape) * item_bytes
+        if num_bytes <= EVERYBODY_BYTES and total + num_bytes <= EVERYBODY_TOTAL_BYTES:
             names.add(name)
             total += num_bytes
     return names

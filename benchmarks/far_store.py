@@ -1,0 +1,291 @@
+"""A store far away, on a clock that no time passes by: every request takes as long as it is said to take, and nobody waits.
+
+In: latency, requests of simulated ranks. Out: answers; how many requests each rank has made, how many bytes they moved, and
+when each was answered. Knows nothing of: who asks for what.
+
+The clock is that of an asyncio loop which never sleeps: where it would, its time is moved on. A rank's blocking calls are
+made at one moment, one after the other, and what they take is waited for afterwards; an object is seen from the moment on
+at which its put was answered. What the calls themselves compute is measured, and takes as long there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import selectors
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from time import thread_time
+from typing import Any, Final, NamedTuple, Self, TypeVar
+
+from async_ckpt.storage.base import Reader, Sink
+
+T = TypeVar("T")
+
+PAGE_NAMES: Final = 1000
+# A line of a listing as S3 sends it, besides the name.
+_LINE_BYTES: Final = 250
+# Requests that the library makes at once where it makes many: in `Root.do_all`, `delete` and `existing`.
+_IN_FLIGHT: Final = 16
+
+
+class _Leap(selectors.DefaultSelector):
+    """Time that would be waited passes at once."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose time begins at 0 and leaps to the next thing that is due."""
+
+    def __init__(self) -> None:
+        self._leap = _Leap()
+        super().__init__(self._leap)
+
+    def time(self) -> float:
+        return self._leap.now
+
+
+class _Object(NamedTuple):
+    data: bytes | Callable[[], Reader]
+    since: float
+    version: str
+
+    @property
+    def num_bytes(self) -> int:
+        if isinstance(self.data, bytes):
+            return len(self.data)
+        with self.data() as reader:
+            return reader.num_bytes
+
+
+class Bucket:
+    """The objects, by folder and name."""
+
+    def __init__(self) -> None:
+        self.folders: dict[str, dict[str, _Object]] = {"": {}}
+        self._versions = itertools.count()
+
+    def put(self, path: str, data: bytes | Callable[[], Reader], since: float = 0.0) -> str:
+        """There is an object from then on."""
+        folder, _, name = path.rpartition("/")
+        made = _Object(data, since, str(next(self._versions)))
+        if folder not in self.folders:
+            above, _, own = folder.rpartition("/")
+            self.folders[folder] = {}
+            self.folders.setdefault(above, {})[f"{own}/"] = _Object(b"", since, "")
+            if above and above not in self.folders[""]:
+                self.folders[""][f"{above}/"] = _Object(b"", since, "")
+        self.folders[folder][name] = made
+        return made.version
+
+    def at(self, path: str) -> tuple[dict[str, _Object], str]:
+        folder, _, name = path.rpartition("/")
+        return self.folders.get(folder, {}), name
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one rank has asked."""
+
+    requests: int = 0
+    received: int = 0
+    sent: int = 0
+
+    def note(self, *, received: int = 0, sent: int = 0) -> None:
+        self.requests += 1
+        self.received += received
+        self.sent += sent
+
+
+class FarStorage:
+    """A bucket as one rank sees it: a `Storage` over a network."""
+
+    remote = True
+    in_order = True
+
+    def __init__(
+        self, bucket: Bucket, latency_seconds: float, now: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self.bucket, self.traffic = bucket, Traffic()
+        self._latency, self._now = latency_seconds, now
+        self._lock = threading.Lock()
+        self._owner = threading.get_ident()
+        # Of the call that is made at this moment: what its requests take, and how many of those that go side by side.
+        self._taken, self._beside = 0.0, 0
+
+    async def off_loop(self, fn: Callable[[], T], /) -> T:
+        """Make a blocking call, and wait as long as it takes."""
+        self._taken, self._beside, begin = 0.0, 0, thread_time()
+        try:
+            return fn()
+        finally:
+            taken = self._total() + thread_time() - begin
+            self._taken, self._beside = 0.0, 0
+            await asyncio.sleep(taken)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def _ask(self, *, received: int = 0, sent: int = 0) -> float:
+        """One request; when it is answered."""
+        with self._lock:
+            self.traffic.note(received=received, sent=sent)
+            if threading.get_ident() == self._owner:
+                self._taken = self._total() + self._latency
+                self._beside = 0
+            else:  # of a crew, whose threads share what there is to do
+                self._beside += 1
+            return self._now() + self._total()
+
+    def _ask_many(self, count: int) -> None:
+        """Requests that the library makes side by side."""
+        for _ in range(count):
+            self.traffic.note()
+        self._taken += -(-count // _IN_FLIGHT) * self._latency
+
+    def _total(self) -> float:
+        return self._taken + -(-self._beside // _IN_FLIGHT) * self._latency
+
+    def _found(self, path: str) -> _Object | None:
+        folder, name = self.bucket.at(path)
+        found = folder.get(name)
+        return found if found is not None and found.since <= self._now() + self._total() else None
+
+    # --- as a `Storage` ---------------------------------------------------------------------------------------
+
+    def locate(self, path: str) -> str:
+        return f"far://bucket/{path}"
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:  # noqa: ARG002
+        return 1
+
+    def create(self, path: str, **_: Any) -> Sink:
+        raise NotImplementedError(f"{path}: nobody writes archives here; they are said to be durable")
+
+    def open(self, path: str) -> Reader:
+        found = self._found(path)
+        if found is None:
+            raise FileNotFoundError(path)
+        return _FarReader(found, self)
+
+    def read(self, path: str) -> tuple[bytes, str]:
+        found = self._found(path)
+        if found is None or not isinstance(found.data, bytes):
+            self._ask()
+            raise FileNotFoundError(path)
+        self._ask(received=len(found.data))
+        return found.data, found.version
+
+    def put_new(self, path: str, data: bytes) -> None:
+        answered = self._ask(sent=len(data))
+        folder, name = self.bucket.at(path)
+        if name in folder:
+            raise FileExistsError(path)
+        self.bucket.put(path, data, answered)
+
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> str:
+        answered = self._ask(sent=len(data))
+        found = self._found(path)
+        if version is not None and (found is None or found.version != version):
+            raise FileExistsError(path)
+        return self.bucket.put(path, data, answered)
+
+    def move(self, path: str, to: str) -> None:
+        self.put_new(to, self.read(path)[0])
+        self.delete(path)
+
+    def delete(self, path: str) -> None:
+        self._ask()
+        folder, name = self.bucket.at(path)
+        folder.pop(name, None)
+
+    def delete_all(self, path: str) -> None:
+        below = self.sizes(path)
+        self._ask_many(len(below) + 1)
+        for name in below:
+            folder, last = self.bucket.at(f"{path}/{name}")
+            folder.pop(last, None)
+        folder, name = self.bucket.at(path)
+        folder.pop(f"{name}/", None)
+
+    def remove_if_empty(self, folder: str) -> bool:  # noqa: ARG002
+        return False
+
+    def names(self, folder: str) -> list[str]:
+        listed = self.bucket.folders.get(folder, {})
+        found = [*listed.items()]
+        pages = [found[at : at + PAGE_NAMES] for at in range(0, max(1, len(found)), PAGE_NAMES)]
+        return sorted(name.removesuffix("/") for page in pages for name in self._page(folder, page))
+
+    def _page(self, folder: str, listed: Iterable[tuple[str, _Object]]) -> list[str]:
+        moment = self._now() + self._total()
+        names = [name for name, found in listed if found.since <= moment]
+        self._ask(received=sum(map(len, names)) + len(names) * (len(folder) + _LINE_BYTES))
+        return names
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for name in self.names(folder):
+            listed = self.bucket.folders[folder].get(name)
+            if listed is None:  # it is a folder
+                found |= {f"{name}/{below}": n for below, n in self.sizes(f"{folder}/{name}").items()}
+            else:
+                found[name] = listed.num_bytes
+        return found
+
+    def exists(self, path: str) -> bool:
+        self._ask()
+        return self._found(path) is not None
+
+    def existing(self, paths: Sequence[str]) -> list[str]:
+        self._ask_many(len(paths))
+        return [path for path in paths if self._found(path) is not None]
+
+    def sweep(
+        self,
+        folder: str,
+        names: list[str],
+        *,
+        delete: bool = False,  # noqa: ARG002
+        decided: bool = False,
+        of_ranks: bool = False,  # noqa: ARG002
+    ) -> list[str]:
+        if decided and names:
+            self.names(folder)  # for their age: nothing is old
+        return []
+
+    def sweep_uploads(self) -> list[str]:
+        return []
+
+
+class _FarReader:
+    """One object, read by range."""
+
+    def __init__(self, found: _Object, storage: FarStorage) -> None:
+        self._found, self._storage = found, storage
+        self.num_bytes = found.num_bytes
+
+    @cached_property
+    def _reader(self) -> Reader | None:
+        return None if isinstance(self._found.data, bytes) else self._found.data()
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._storage._ask(received=len(target))
+        if isinstance(self._found.data, bytes):
+            target[:] = self._found.data[offset : offset + len(target)]
+        else:
+            assert self._reader is not None
+            self._reader.read_into(offset, target)
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...

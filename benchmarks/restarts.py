@@ -1,0 +1,174 @@
+"""A rank restores what it has saved, from a step of many ranks at a store far away.
+
+In: how many ranks there are. Out: what one of them asks of the store. Knows nothing of: figures.
+
+The archives are as they would be written, of a state that is all zeros: their bytes are made up as they are read.
+"""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+
+from async_ckpt.format import digests
+from async_ckpt.format.layout import Layout, TensorPlan, lay_out
+from async_ckpt.loading.find import Committed, Readers, from_committed
+from async_ckpt.loading.restore import restore_state
+from async_ckpt.runs.manifest import NAME as MANIFEST
+from async_ckpt.runs.manifest import Manifest, OfRanks, archive_name
+from async_ckpt.runs.receipts import Exchange, Receipt, Table
+from async_ckpt.runs.run import Run
+from async_ckpt.spec import BLOCK_BYTES
+from async_ckpt.state.capture import capture
+from async_ckpt.state.ranked import RankedStates
+
+from .fake_ranks import sharded, standing_at
+from .far_store import Bucket, FarStorage
+from .simulated_ranks import LATENCY_SECONDS, Placed
+
+_STEP: Final = 100
+_ATTEMPT: Final = "0123abcd"
+# Of each tensor on each rank: 32 MiB of a thousand tensors.
+_ROWS, _COLUMNS = 8, 1024
+
+
+class Restart(NamedTuple):
+    """What one rank of so many asks of the store."""
+
+    num_ranks: int
+    requests: float
+    received: float
+    """Bytes."""
+    own_bytes: int
+    """Of the tensors that it holds."""
+    per_archive: float
+    """Its requests for an archive that it needs nothing of."""
+
+
+def of_one_reader(size: int, num_tensors: int, sample: int) -> Restart:
+    """The mean of a few ranks."""
+    bucket, folder = Bucket(), ""
+    for rank in range(size):
+        folder = _put(bucket, rank, size, num_tensors)
+    _commit(bucket, folder, size)
+    counted = [_restored(bucket, rank, size, num_tensors) for rank in range(0, size, max(1, size // sample))][
+        :sample
+    ]
+    held = num_tensors * _ROWS * _COLUMNS * 4
+    requests = mean(count for count, _, _ in counted)
+    return Restart(
+        size, requests, mean(n for _, n, _ in counted), held, mean(others for _, _, others in counted)
+    )
+
+
+def _tensors(rows: int, num_tensors: int) -> dict[str, torch.Tensor]:
+    return {f"layer.{n}": torch.empty(1).expand(rows, _COLUMNS) for n in range(num_tensors)}
+
+
+def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
+    """The archive of a rank; the folder that it is in."""
+    here = capture({"model": _tensors(size * _ROWS, num_tensors)}, slicer=Placed("FSDP", rank, size))
+    divided = RankedStates(rank, size).divided(here, range(size))
+    layout = lay_out(
+        TensorPlan(divided.captured.specs),
+        skeleton=divided.captured.skeleton,
+        objects=None,
+        step=_STEP,
+        mtime=0,
+        ranks=divided.ranks,
+    )
+    run = Run(FarStorage(bucket, LATENCY_SECONDS), clock=lambda: 0.0)
+    bucket.put(run.attempt_path(_STEP, _ATTEMPT, rank), _Zeros(layout))
+    return run.folder(_STEP)
+
+
+def _commit(bucket: Bucket, folder: str, size: int) -> None:
+    exchange = Exchange(FarStorage(bucket, LATENCY_SECONDS), folder, _ATTEMPT)
+    archives = [bucket.folders[folder][archive_name(rank, _ATTEMPT)].data for rank in range(size)]
+    told = [(zeros.digest, zeros.num_bytes) for zeros in archives if isinstance(zeros, _Zeros)]
+    receipts = [Receipt(rank, digest=digest, num_bytes=n) for rank, (digest, n) in enumerate(told)]
+    table = Table()
+    of_ranks = OfRanks(
+        exchange.put_archives(receipts),
+        exchange.put_layout(table, {}),
+        table.digest,
+        sum(n for _, n in told),
+    )
+    made = Manifest(_STEP, _ATTEMPT, size, 0.0, (), ranks=of_ranks)
+    bucket.put(f"{folder}/{MANIFEST}", made.dump())
+
+
+def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> tuple[int, int, float]:
+    """Requests, bytes, and requests for each archive of another rank."""
+    storage = _Counted(bucket, LATENCY_SECONDS)
+    run = Run(storage, clock=lambda: 0.0)
+    local = {f"layer.{n}": torch.ones(_ROWS, _COLUMNS) for n in range(num_tensors)}
+    with standing_at(rank, size) as mesh:
+        live = {name: sharded(value, (size * _ROWS, _COLUMNS), mesh) for name, value in local.items()}
+        from_committed(
+            Committed.of(run, _STEP),
+            lambda parts: restore_state(parts, {"model": live}),
+            verify=True,
+            readers=Readers((rank, size)),
+        )
+    if any(value.any() for value in local.values()):
+        raise AssertionError("what was restored is not what was saved")
+    own = run.attempt_path(_STEP, _ATTEMPT, rank)
+    others = sum(count for path, count in storage.reads.items() if path != own)
+    return storage.traffic.requests, storage.traffic.received, others / (size - 1)
+
+
+class _Counted(FarStorage):
+    """It knows which archives were read how often."""
+
+    def __init__(self, bucket: Bucket, latency_seconds: float) -> None:
+        super().__init__(bucket, latency_seconds)
+        self.reads: dict[str, int] = {}
+
+    def open(self, path: str) -> Any:
+        reader = super().open(path)
+        read_into = reader.read_into
+
+        def counted(offset: int, target: memoryview) -> None:
+            with self._lock:
+                self.reads[path] = self.reads.get(path, 0) + 1
+            read_into(offset, target)
+
+        reader.read_into = counted  # type: ignore[method-assign]
+        return reader
+
+
+class _Zeros:
+    """An archive whose tensors are all zeros."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._literals = [literal for literal in layout.literals if literal[1]]
+        self.num_bytes = layout.file_bytes
+        covered = layout.digests.data.offset
+        blocks = bytearray()
+        for begin in range(0, covered, BLOCK_BYTES):
+            block = bytearray(min(BLOCK_BYTES, covered - begin))
+            self.read_into(begin, memoryview(block))
+            blocks += digests.block_digest(bytes(block))
+        tail = digests.dump(covered, bytes(blocks))
+        self._literals.append((covered, tail))
+        self.digest = digests.self_digest(tail)
+
+    def __call__(self) -> Self:
+        return self
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        target[:] = bytes(len(target))
+        for at, data in self._literals:
+            begin, end = max(at, offset), min(at + len(data), offset + len(target))
+            if begin < end:
+                target[begin - offset : end - offset] = data[begin - at : end - at]
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
