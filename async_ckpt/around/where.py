@@ -254,4 +254,7 @@ def _known_as(fn: Callable[..., Any]) -> tuple[str, str]:
 def name_of(fn: Callable[..., Any]) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
+    owner = getattr(fn, "__self__", None)
+    if inspect.ismethod(fn) and not isinstance(owner, type):  # which may have inherited it
+        return f"{type(owner).__qualname__}.{fn.__name__}"
     return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__qualname__)
