@@ -43,6 +43,7 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
         "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_roots"},
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
     },
+    "ranks": {"figures": {"two_ranks", "ranks_stall", "ranks_durable"}},
     "scale": {
         "figures": {
             "plan_first_ddp",
@@ -59,7 +60,6 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
             "growth_restart_all",
         },
     },
-    "ranks": {"figures": {"two_ranks", "ranks_stall", "ranks_durable"}},
     "groups": {"figures": {"group_digests_2", "group_digests_100", "group_saves", "group_saves_cpu"}},
     "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
     "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from async_ckpt.spans import Timekeeper
+from async_ckpt.spans import Timekeeper, monotonic
 
 # Long enough for any machine; reached only when a test fails.
 PATIENCE = 60.0
@@ -101,8 +101,8 @@ def _functions_of(ident: int | None) -> set[str]:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for something that no event tells of."""
-    pause = threading.Event()
-    for _ in range(int(PATIENCE / 0.002)):
+    pause, deadline = threading.Event(), monotonic() + PATIENCE
+    while monotonic() < deadline:
         if condition():
             return
         pause.wait(0.002)

@@ -42,7 +42,7 @@ _READ: Final = {
     ("torch.serialization", "load"), ("torch.jit._serialization", "load"), ("torch.export", "load"),
     ("torch.distributed.checkpoint.state_dict_loader", "load"), ("numpy", "load"), ("json", "load"), ("_pickle", "load"),
     ("safetensors.torch", "load_file"), ("safetensors.torch", "load_model"), ("safetensors.numpy", "load_file"),
-    ("async_ckpt.oneoff", "load"), ("async_ckpt.checkpointer", "AsyncCheckpointer.load"),
+    ("async_ckpt.oneoff", "load"), ("async_ckpt.loading.reading", "RunReader.load"),
     ("async_ckpt.checkpointer", "AsyncCheckpointer.restore"), ("async_ckpt.oneoff", "verify"),
     ("async_ckpt.around.unpack", "unpack"), ("async_ckpt.around.unpack", "extract"),
 }  # fmt: skip
@@ -254,4 +254,7 @@ def _known_as(fn: Callable[..., Any]) -> tuple[str, str]:
 def name_of(fn: Callable[..., Any]) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
+    owner = getattr(fn, "__self__", None)
+    if inspect.ismethod(fn) and not isinstance(owner, type):  # which may have inherited it
+        return f"{type(owner).__qualname__}.{fn.__name__}"
     return str(getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__qualname__)

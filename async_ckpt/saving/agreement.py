@@ -356,8 +356,8 @@ class Agreement:
     def committed(self) -> None:
         """On rank 0: the manifest is there."""
         assert self._table is not None
-        self._refused = self._ranks.decided_attempts(self._joint.step)
         self._ranks._compared.update(self._table.classes)
+        self._refused = self._ranks.decided_attempts(self._joint.step)
         self._is_committed(self._table)
 
     def afterwards(self) -> None:
