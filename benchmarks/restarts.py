@@ -43,8 +43,8 @@ class Restart(NamedTuple):
     """Bytes."""
     own_bytes: int
     """Of the tensors that it holds."""
-    per_archive: float
-    """Its requests for an archive that it needs nothing of."""
+    reads: float
+    """Its requests for archives, its own and others; of all ranks together, as many as are made for each archive."""
 
 
 def of_one_reader(size: int, num_tensors: int, sample: int) -> Restart:
@@ -59,7 +59,7 @@ def of_one_reader(size: int, num_tensors: int, sample: int) -> Restart:
     held = num_tensors * _ROWS * _COLUMNS * 4
     requests = mean(count for count, _, _ in counted)
     return Restart(
-        size, requests, mean(n for _, n, _ in counted), held, mean(others for _, _, others in counted)
+        size, requests, mean(n for _, n, _ in counted), held, mean(reads for _, _, reads in counted)
     )
 
 
@@ -100,8 +100,8 @@ def _commit(bucket: Bucket, folder: str, size: int) -> None:
     bucket.put(f"{folder}/{MANIFEST}", made.dump())
 
 
-def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> tuple[int, int, float]:
-    """Requests, bytes, and requests for each archive of another rank."""
+def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> tuple[int, int, int]:
+    """Requests, bytes, and requests for archives."""
     storage = _Counted(bucket, LATENCY_SECONDS)
     run = Run(storage, clock=lambda: 0.0)
     local = {f"layer.{n}": torch.ones(_ROWS, _COLUMNS) for n in range(num_tensors)}
@@ -115,9 +115,7 @@ def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> tuple[i
         )
     if any(value.any() for value in local.values()):
         raise AssertionError("what was restored is not what was saved")
-    own = run.attempt_path(_STEP, _ATTEMPT, rank)
-    others = sum(count for path, count in storage.reads.items() if path != own)
-    return storage.traffic.requests, storage.traffic.received, others / (size - 1)
+    return storage.traffic.requests, storage.traffic.received, sum(storage.reads.values())
 
 
 class _Counted(FarStorage):

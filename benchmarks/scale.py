@@ -318,7 +318,7 @@ def storm(setting: Setting) -> dict[str, Row]:
             "restart: requests of all ranks", "", lambda one: one.requests * one.num_ranks
         ),
         "growth_restart_object": growth(
-            "restart: requests for one archive", "", lambda one: one.per_archive * one.num_ranks
+            "restart: requests of all ranks for one archive", "", lambda one: one.reads
         ),
     }  # fmt: skip
 
