@@ -119,6 +119,8 @@ class Completion(Future[None]):
         return super().exception(0.0)
 
     def _wait(self, timeout: float | None) -> None:
+        if self.done():  # whoever copies how it ended, as asyncio does, waits for nothing
+            return
         wait = Wait("", ENDS_THE_WAIT)
         wait_for(self, timeout, lambda: wait.goes_on(self._told))
 
