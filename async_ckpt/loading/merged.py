@@ -72,10 +72,11 @@ class Merged(Contents):
         self.chosen, self.apart = self._merged.chosen, self._merged.apart
         self.index = self._index()
         # Tensors that one rank has for itself, though it holds them together with others.
+        own = frozenset(per_rank)
         self._parts = {
             n
             for n, (ranks, told) in enumerate(zip(self._merged.tensors, self.index.tensors, strict=True))
-            if len(ranks) == 1 and told.spread and is_within(dotted(told.path), per_rank)
+            if len(ranks) == 1 and told.spread and is_within(dotted(told.path), own)
         }
         self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
         self._covers: Covers = {}

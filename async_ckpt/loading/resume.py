@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from ..errors import CheckpointError, CorruptCheckpointError, NotCommittedError, PeerFailedError
+from ..errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
 from ..runs.roots import Roots
 from ..spans import TIMEKEEPER, monotonic
 from .contents import Part
@@ -103,11 +103,11 @@ def _named(roots: Roots, talk: Talk, corrupt: dict[int, CorruptCheckpointError])
 
 def _newest_but(roots: Roots, corrupt: dict[int, CorruptCheckpointError]) -> tuple[int, str] | None:
     roots.check_naming()
-    for step in sorted(roots.steps(), reverse=True):
-        made = next((made for run in roots.holding(step) if (made := run.committed(step))), None)
-        if step not in corrupt:
-            return step, "" if made is None else made.attempt
-    return None
+    step = max((step for step in roots.steps() if step not in corrupt), default=None)
+    if step is None:
+        return None
+    made = next((made for run in roots.holding(step) if (made := run.committed(step))), None)
+    return step, "" if made is None else made.attempt
 
 
 def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
@@ -121,8 +121,6 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
                 return
         except NotCommittedError:
             pass
-        except CheckpointError:
-            raise
         if monotonic() > deadline:
             raise PeerFailedError(
                 f"{roots!r}: rank 0 restores step {step}, which rank {rank} does not see there; give a root that all ranks share",

@@ -9,18 +9,17 @@ spread over ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from ..errors import UnsupportedStateError
 from ..spec import BORROWED, Json
+from ..state.cover import Box, cover
 
-Box: TypeAlias = tuple[tuple[int, int], ...]  # from where to where, by dimension
-_Spread: TypeAlias = tuple[
-    str, tuple[str, ...]
-]  # how a tensor is cut, and the structures whose ranks have it so
+# How a tensor is cut, and the structures whose ranks have it so.
+_Spread: TypeAlias = tuple[str, tuple[str, ...]]
 
 
 class _Held(NamedTuple):
@@ -78,9 +77,7 @@ def _is_covered(shape: tuple[int, ...], held: Sequence[_Held], known: dict[_Spre
     meshes: dict[str, list[_Held]] = {}
     for one in held:
         if isinstance(one.spread, dict):
-            boxes += [
-                tuple((a, a + n) for a, n in zip(at, sizes, strict=True)) for at, sizes in one.spread["held"]
-            ]
+            boxes += [Box(tuple(at), tuple(sizes)) for at, sizes in one.spread["held"]]
         else:
             meshes.setdefault(json.dumps(one.spread), []).append(one)
     for told, alike in meshes.items():
@@ -89,7 +86,7 @@ def _is_covered(shape: tuple[int, ...], held: Sequence[_Held], known: dict[_Spre
             known[spread] = _is_whole(alike)
         if known[spread]:
             return True
-    return _missing_of(shape, boxes) is None
+    return not cover(shape, boxes).missing
 
 
 def _is_whole(alike: Sequence[_Held]) -> bool:
@@ -114,29 +111,7 @@ def _has_all(cuts: Json, start: int, shape: Sequence[int], stride: Sequence[int]
     )
 
 
-def _missing_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> Box | None:
-    """Something of the shape that is in none of these boxes."""
-    left: list[Box] = [tuple((0, size) for size in shape)]
-    for box in boxes:
-        left = [rest for one in left for rest in _without(one, box)]
-    return left[0] if left else None
-
-
-def _without(one: Box, other: Box) -> Iterator[Box]:
-    """What of a box is not in the other, as boxes that do not overlap."""
-    if any(max(a, c) >= min(b, d) for (a, b), (c, d) in zip(one, other, strict=True)):
-        yield one
-        return
-    inner = list(one)
-    for dim, ((a, b), (c, d)) in enumerate(zip(one, other, strict=True)):
-        if a < c:
-            yield (*inner[:dim], (a, c), *one[dim + 1 :])
-        if d < b:
-            yield (*inner[:dim], (d, b), *one[dim + 1 :])
-        inner[dim] = (max(a, c), min(b, d))
-
-
-def _raise_gap(name: str, held: Sequence[_Held]) -> Any:
+def _raise_gap(name: str, held: Sequence[_Held]) -> NoReturn:
     ranks = sorted(rank for one in held for rank in one.ranks)
     who = ", ".join(map(str, ranks[:20])) + (" and others" if len(ranks) > 20 else "")
     raise UnsupportedStateError(

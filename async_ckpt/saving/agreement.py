@@ -106,7 +106,7 @@ class Agreement:
         Raises CheckpointError for a run_id that was used before.
         """
         ranks = self._ranks
-        if self._run in ranks._claimed:
+        if self._run in ranks.claimed:
             return
         data = json.dumps({"world_size": ranks.world.size}).encode()
         try:
@@ -115,14 +115,14 @@ class Agreement:
             raise CheckpointError(
                 f"{self._run.storage.locate('')}: run_id={ranks.world.run_id!r} was used by an earlier start; give a new one at every start"
             ) from error
-        ranks._claimed.add(self._run)
+        ranks.claimed.add(self._run)
 
     @property
     def _claim(self) -> str:
         return f"world.{self._ranks.token()}.json"
 
     async def _see_that_it_is_shared(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        if self._run in self._ranks._claimed:
+        if self._run in self._ranks.claimed:
             return
         deadline = monotonic() + SHARED_SECONDS
         for seconds in _looks(self._run.storage.remote, self.world_size):
@@ -139,7 +139,7 @@ class Agreement:
                     undecided=False,
                 )
             await _pause(seconds, check)
-        self._ranks._claimed.add(self._run)
+        self._ranks.claimed.add(self._run)
 
     def _more(self, structure: Structure) -> dict[str, Any]:
         """What rank 0 reads where a structure is new to it: of the first rank that has it; and digests of copies of all."""
@@ -177,7 +177,7 @@ class Agreement:
             f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         )
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
-        is_first = not self._ranks._compared  # no commit has shown yet that all see the same root
+        is_first = not self._ranks.compared  # no commit has shown yet that all see the same root
         shared = f"; {self._run.storage.locate('')} must be shared by all ranks" if is_first else ""
         raise PeerFailedError(
             f"step {self._joint.step} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of rank"
@@ -193,8 +193,8 @@ class Agreement:
         for receipt in receipts:
             classes.setdefault(receipt.structure, []).append(receipt.rank)
         for digest, mates in classes.items():
-            if digest not in ranks._known:
-                ranks._known[digest] = self._structure_text(receipts, mates)
+            if digest not in ranks.known:
+                ranks.known[digest] = self._structure_text(receipts, mates)
         tables = {receipt.table for receipt in receipts} - {NO_TABLE}
         if tables - {self._joint.table.digest}:
             raise PeerFailedError(
@@ -203,15 +203,15 @@ class Agreement:
                 rank=0,
                 undecided=False,
             )
-        texts = {digest: ranks._known[digest] for digest in classes}
+        texts = {digest: ranks.known[digest] for digest in classes}
         covered = Table(classes).digest
-        if covered not in ranks._covered:
+        if covered not in ranks.covered:
             check_coverage(classes, texts)
-            ranks._covered = {covered}
+            ranks.covered = {covered}
         self._check_shares(receipts, texts)
         is_each = self._joint.copies is not None
-        self._compare_copies([one for one in receipts if is_each or one.structure not in ranks._compared])
-        ranks._known = texts
+        self._compare_copies([one for one in receipts if is_each or one.structure not in ranks.compared])
+        ranks.known = texts
         self._table = Table(classes, self._differing(receipts))
         archives = self._exchange.put_archives(receipts)
         layout = self._exchange.put_layout(self._table, texts)
@@ -350,13 +350,13 @@ class Agreement:
 
     def _is_committed(self, table: Table) -> None:
         if self._joint.structure is not None:
-            self._ranks._compared.add(self._joint.structure.digest)
+            self._ranks.compared.add(self._joint.structure.digest)
         self._ranks.decided(self._joint, table)
 
     def committed(self) -> None:
         """On rank 0: the manifest is there."""
         assert self._table is not None
-        self._ranks._compared.update(self._table.classes)
+        self._ranks.compared.update(self._table.classes)
         self._refused = self._ranks.decided_attempts(self._joint.step)
         self._is_committed(self._table)
 

@@ -57,9 +57,8 @@ class Joint:
     table: Table = EMPTY  # by which this rank shares
     structure: Structure | None = None  # of its state, once it is known
     per_rank: tuple[str, ...] = ()  # the names of what each rank has for itself
-    borrowed: Mapping[str, int] = field(
-        default_factory=dict
-    )  # groups that are not saved again, and whose they are
+    # Groups that are not saved again, and the steps that have them.
+    borrowed: Mapping[str, int] = field(default_factory=dict)
     shared: SharedValues | None = None  # what all should have alike
     # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
     copies: dict[str, dict[str, str]] | None = None
@@ -104,10 +103,10 @@ class Ranks:
         self._tables: dict[int, Table] = {}  # that follow from the decision of the save of this number
         self._num_decided: Counter[int] = Counter()  # attempts, by step
         self._begun: dict[int, Joint] = {}  # the last one that this rank has begun at a step
-        self._known: dict[str, str] = {}  # structures that rank 0 has read, by their digest
-        self._covered: set[str] = set()  # tables whose ranks hold everything
-        self._claimed: set[Run] = set()  # roots at which this start of the world is known to all
-        self._compared: set[str] = set()  # structures of commits, in which what ranks hold alike was compared
+        self.known: dict[str, str] = {}  # structures that rank 0 has read, by their digest
+        self.covered: set[str] = set()  # tables whose ranks hold everything
+        self.claimed: set[Run] = set()  # roots at which this start of the world is known to all
+        self.compared: set[str] = set()  # structures of commits, in which what ranks hold alike was compared
 
     @property
     def world(self) -> World:
@@ -193,7 +192,7 @@ class Ranks:
         joint.shared = SharedValues(
             captured.skeleton, captured.objects, made.small, made.captured.specs, joint.per_rank
         )
-        if self._check_replicas or joint.structure.digest not in self._compared:
+        if self._check_replicas or joint.structure.digest not in self.compared:
             joint.copies = _digests(states.copies(captured))
         return made.captured, made.ranks
 

@@ -37,8 +37,9 @@ class SharedValues:
     ) -> None:
         """`small` are the numbers of the specs of small tensors, by their names; what is `per_rank` does not count."""
         self._skeleton, self._objects, self._per_rank = skeleton, objects, tuple(sorted(per_rank))
+        self._excluded = frozenset(per_rank)
         self._small = {
-            name: number for name, number in sorted(small.items()) if not is_within(name, per_rank)
+            name: number for name, number in sorted(small.items()) if not is_within(name, self._excluded)
         }
         self._specs = specs
         self._extents: list[Extent] = []
@@ -71,7 +72,7 @@ class SharedValues:
         told = {
             name: text
             for name, text in leaves(json.loads(self._skeleton)).items()
-            if not is_within(name, self._per_rank)
+            if not is_within(name, self._excluded)
         }
         parts: list[bytes | bytearray] = [
             json.dumps([self._per_rank, sorted(told.items())]).encode(),
@@ -131,6 +132,7 @@ def differing(
 
     Tensors of up to `small_bytes` are compared; what is known to be `per_rank` is not.
     """
+    excluded = frozenset(per_rank)
     first: dict[str, str] = {}
     tensors: dict[str, bytes] = {}
     counts: dict[str, int] = {}
@@ -144,7 +146,7 @@ def differing(
                 chosen = {
                     name: extent
                     for name, (_, _, extent) in archive.small.items()
-                    if extent.length <= small_bytes and not is_within(name, per_rank)
+                    if extent.length <= small_bytes and not is_within(name, excluded)
                 }
                 data = archive.bytes_of(set(chosen.values()))
             except (ValueError, EOFError) as error:
@@ -159,6 +161,6 @@ def differing(
     if len(objects) > 1:
         different |= {name for name, text in first.items() if text == '["object"]'}
     alone = sorted(
-        name for name, count in counts.items() if count < len(paths) and not is_within(name, per_rank)
+        name for name, count in counts.items() if count < len(paths) and not is_within(name, excluded)
     )
-    return sorted(name for name in different if not is_within(name, per_rank)), alone
+    return sorted(name for name in different if not is_within(name, excluded)), alone

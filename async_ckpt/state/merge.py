@@ -56,7 +56,7 @@ class Choice(NamedTuple):
         """The rank whose value counts; None if all do. Raises UnknownChoiceError for one that has none."""
         name = dotted(path)
         for told, rank in self.from_ranks.items():
-            if is_within(name, (told,)):
+            if is_within(name, {told}):
                 if rank not in ranks:
                     raise UnknownChoiceError(
                         f"of from_ranks={dict(self.from_ranks)!r}: rank {rank} has saved no {shown(path)}; {_ranks(ranks)} have"

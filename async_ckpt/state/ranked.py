@@ -191,7 +191,7 @@ class RankedStates:
 
     def _planned(self, captured: Capture, look: _Look, given: Sequence[int]) -> _Plan:
         mates = given if self.rank in given else [self.rank]
-        names, tensors, per_rank = look.names, look.tensors, look.per_rank
+        names, tensors, per_rank = look.names, look.tensors, frozenset(look.per_rank)
         sharers = _Remembered(lambda slices: self._sharers(slices, mates))
         has_others = _Remembered(self._has_others)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
@@ -266,11 +266,11 @@ def _boxes(slices: Slices) -> str:
 
 
 def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
-    tensors = by_tensor(captured.specs)
+    tensors, own = by_tensor(captured.specs), frozenset(per_rank)
     names = ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in tensors]  # the same on all ranks
     lines = []
     for name, here, slices in zip(names, tensors, captured.slices, strict=True):
-        if is_within(_shown(name), per_rank):
+        if is_within(_shown(name), own):
             continue
         mesh = slices.mesh
         spread: Any = None

@@ -6,7 +6,7 @@ In: skeletons. Out: names and values as text, which can be compared. Knows nothi
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from typing import Final
 
 from ..spec import Json
@@ -24,9 +24,12 @@ def leaves(skeleton: Json) -> dict[str, str]:
     return {dotted(path): text for path, text in _leaves(skeleton, ())}
 
 
-def is_within(name: str, groups: Collection[str]) -> bool:
-    """Whether a name is one of these, or of something inside one of them."""
-    return name in groups or any(name.startswith(f"{group}.") for group in groups)
+def is_within(name: str, groups: Set[str]) -> bool:
+    """Whether a dotted name is one of these, or of something inside one of them. However many there are, it takes no longer."""
+    end = len(name) if groups else -1
+    while end >= 0 and name[:end] not in groups:
+        end = name.rfind(".", 0, end)
+    return end >= 0
 
 
 def _leaves(node: Json, path: Path) -> Iterator[tuple[Path, str]]:
