@@ -48,16 +48,25 @@ def test_several_roots_have_every_step_each(worlds, tmp_path):
 
 # As where each node has a disk of its own. Rank 0 does not find the receipt of rank 1.
 LOCAL = """
-with open_run(f"{here.root}/node{here.rank}") as ckpt:
+with open_run(f"{here.root}/node{here.rank}"{options}) as ckpt:
     state = small(1)
+    {expire}
+    here.save(ckpt, state, 1)
+    here.save(ckpt, small(2), 2)
+"""
+EXPIRE = """
     here.at("looking again", lambda: here.say(f"waiting{here.rank}"))
     here.expire(lambda: here.is_said(f"waiting{here.rank}"))
-    here.save(ckpt, state, 1)
 """
 
 
-def test_a_root_that_is_local_to_each_node_is_refused(worlds):
-    first, second = worlds.run(2, LOCAL)
+@pytest.mark.parametrize("has_group", [True, False])
+def test_a_root_that_is_local_to_each_node_is_refused(worlds, has_group):
+    """With a process group at once on all ranks; else when nothing was heard for long enough."""
+    options = "" if has_group else ", ranks=(here.rank, here.size), run_id='first'"
+    state = LOCAL.replace("small(1)", "{'a': numbered(9)}").replace("small(2)", "{'a': numbered(9)}")
+    script = state.replace("{options}", options).replace("{expire}", "" if has_group else EXPIRE.strip())
+    first, second = worlds.run(2, script, has_group=has_group)
 
     assert (first.saves[0]["error"], first.saves[0]["rank"]) == ("PeerFailedError", 1)
     assert f"{worlds.root}/node0 must be shared by all ranks" in first.saves[0]["text"]
@@ -66,6 +75,7 @@ def test_a_root_that_is_local_to_each_node_is_refused(worlds):
         "rank 1 does not see there what rank 0 has written. Give a root that all ranks share"
         in second.saves[0]["text"]
     )
+    assert [one.saves[1]["error"] for one in (first, second)] == ["PeerFailedError"] * 2
     for rank in (0, 1):
         assert open_run(worlds.root / f"node{rank}").steps() == []
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from ..errors import (
     CheckpointError,
@@ -58,6 +58,7 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, joint: Joint, run: Run) -> None:
         self._ranks, self._joint, self._run = ranks, joint, run
+        self._root = ranks.root(run)
         self._exchange = Exchange(run.storage, run.folder(joint.step), joint.attempt)
         self._has_said_yes = False
         self._table: Table | None = None  # that follows from the commit
@@ -101,45 +102,26 @@ class Agreement:
         return await self._all_receipts(off_loop, check) if self.decides else None
 
     def claim(self) -> None:
-        """On rank 0, before anything is written: what the others find there if they see the same root.
-
-        Raises CheckpointError for a run_id that was used before.
-        """
-        ranks = self._ranks
-        if self._run in ranks.claimed:
-            return
-        data = json.dumps({"world_size": ranks.world.size}).encode()
-        try:
-            self._run.storage.put_new(self._claim, data)
-        except FileExistsError as error:
-            raise CheckpointError(
-                f"{self._run.storage.locate('')}: run_id={ranks.world.run_id!r} was used by an earlier start; give a new one at every start"
-            ) from error
-        ranks.claimed.add(self._run)
-
-    @property
-    def _claim(self) -> str:
-        return f"world.{self._ranks.token()}.json"
+        """On rank 0, before anything is written. Raises CheckpointError for a run_id that was used before."""
+        self._root.claim()
 
     async def _see_that_it_is_shared(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        if self._run in self._ranks.claimed:
-            return
         deadline = monotonic() + SHARED_SECONDS
         for seconds in _looks(self._run.storage.remote, self.world_size):
-            if await off_loop(lambda: self._claim in self._run.storage.names("")):
-                break
-            if await off_loop(self._exchange.verdict) is not None:
+            sees = await off_loop(self._root.sees)
+            if sees:
+                return
+            if sees is None and await off_loop(self._exchange.verdict) is not None:
                 return  # it is shared, and rank 0 has failed before it could say so
-            if monotonic() > deadline:
-                where, rank = self._run.storage.locate(""), self._ranks.world.rank
+            if sees is False or monotonic() > deadline:
+                where = self._run.storage.locate("")
                 raise PeerFailedError(
-                    f"{where}: rank {rank} does not see there what rank 0 has written. Give a root that all ranks share: a "
+                    f"{where}: rank {self.rank} does not see there what rank 0 has written. Give a root that all ranks share: a "
                     "folder on a shared file system, or an object store",
                     rank=0,
                     undecided=False,
                 )
             await _pause(seconds, check)
-        self._ranks.claimed.add(self._run)
 
     def _more(self, structure: Structure) -> dict[str, Any]:
         """What rank 0 reads where a structure is new to it: of the first rank that has it; and digests of copies of all."""
@@ -157,9 +139,12 @@ class Agreement:
                 await off_loop(partial(self._raise_refusals, refused))
             if len(receipts) == size:
                 break
+            if not self._root.is_shared and await off_loop(self._root.found_apart):
+                self._raise_apart()
             if monotonic() > deadline:
                 self._raise_missing(receipts)
             await _pause(seconds, check)
+        self._root.is_shared = True
         ordered = [receipts[rank] for rank in range(size)]
         return await off_loop(partial(self._compared, ordered))
 
@@ -171,13 +156,23 @@ class Agreement:
         self._joint.causes += causes
         raise _peers_failed(self._joint.step, causes)
 
+    def _raise_apart(self) -> NoReturn:
+        who = self._root.apart_rank or 0
+        self._joint.causes.append(Cause(who, f"it sees another folder at {self._run.storage.locate('')}"))
+        raise PeerFailedError(
+            f"step {self._joint.step} is not committed: {self._run.storage.locate('')} must be shared by all ranks, and rank {who} does "
+            "not see there what rank 0 has written. Give a folder on a shared file system, or an object store",
+            rank=who,
+            undecided=False,
+        )
+
     def _raise_missing(self, receipts: dict[int, Receipt]) -> None:
         missing = [rank for rank in range(self._ranks.world.size) if rank not in receipts]
         who = ", ".join(map(str, missing[:20])) + (
             f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         )
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
-        is_first = not self._ranks.compared  # no commit has shown yet that all see the same root
+        is_first = not self._root.is_shared
         shared = f"; {self._run.storage.locate('')} must be shared by all ranks" if is_first else ""
         raise PeerFailedError(
             f"step {self._joint.step} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of rank"

@@ -33,6 +33,7 @@ from ..staging.device import dense_blocks
 from ..state.capture import Capture
 from ..state.ranked import RankedStates, Structure
 from ..state.sharded import Slicer, mesh_of
+from .shared import SharedRoot
 from .values import SharedValues
 
 Differing: TypeAlias = Literal["keep", "fail"]
@@ -105,7 +106,7 @@ class Ranks:
         self._begun: dict[int, Joint] = {}  # the last one that this rank has begun at a step
         self.known: dict[str, str] = {}  # structures that rank 0 has read, by their digest
         self.covered: set[str] = set()  # tables whose ranks hold everything
-        self.claimed: set[Run] = set()  # roots at which this start of the world is known to all
+        self._roots: dict[Run, SharedRoot] = {}
         self.compared: set[str] = set()  # structures of commits, in which what ranks hold alike was compared
 
     @property
@@ -208,6 +209,18 @@ class Ranks:
             else:
                 (self._token,) = self._hear(["token"], "the first save or restore of rank 0")
         return self._token
+
+    def root(self, run: Run) -> SharedRoot:
+        """What is known of one root. All ranks ask for theirs in the same order."""
+        if run not in self._roots:
+            self._roots[run] = SharedRoot(
+                run,
+                len(self._roots),
+                self.world,
+                self.token,
+                lambda: None if self.world.store is None else self._said(),
+            )
+        return self._roots[run]
 
     def _ranked(self) -> RankedStates | None:
         """None in a process that is no part of anything: then tensors are all that they are."""
