@@ -65,7 +65,10 @@ class Joint:
     copies: dict[str, dict[str, str]] | None = None
     causes: list[Cause] = field(default_factory=list)
     is_followed: bool = True  # somebody here is going to learn what is decided
+    is_any: bool = False  # one of several roots is enough
     is_decided: bool = False
+    is_committed: bool = False  # at some root
+    maybe_at: set[Run] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have
 
     @property
     def shares_by(self) -> str:
@@ -119,6 +122,11 @@ class Ranks:
     @property
     def is_alone(self) -> bool:
         return self.world.is_one
+
+    @property
+    def have_store(self) -> bool:
+        """Whether there is a process group, by whose store they can tell each other things."""
+        return self.world.store is not None
 
     def called(self, step: int, per_rank: Collection[str] = ()) -> Joint | None:
         """`save` was called; None where there is one rank."""
@@ -221,6 +229,10 @@ class Ranks:
                 lambda: None if self.world.store is None else self._said(),
             )
         return self._roots[run]
+
+    def is_apart(self, run: Run) -> bool:
+        """Whether it is known that not all ranks see the same at this root."""
+        return run in self._roots and self._roots[run].is_apart
 
     def _ranked(self) -> RankedStates | None:
         """None in a process that is no part of anything: then tensors are all that they are."""
