@@ -102,16 +102,21 @@ def from_step(
 ) -> T:
     """What `use` makes of the archives of a committed step. Where several roots hold it, the first that is sound counts.
 
+    Archives that lie in the folder of a root where the step is not committed, as in the cache of a node, are read there.
     Raises NotCommittedError, also when the step is deleted while it is read, CorruptCheckpointError,
     StorageUnavailableError.
     """
     holders = roots.holding(step)
-    for run in holders[:-1]:
+    near = [run.storage for run in roots.runs if run not in holders and not run.storage.remote]
+    found = [Committed.of(run, step, near) for run in holders]
+    if near:
+        found.append(Committed.of(holders[-1], step))
+    for one in found[:-1]:
         try:
-            return from_committed(Committed.of(run, step), use, verify=verify, readers=readers)
+            return from_committed(one, use, verify=verify, readers=readers)
         except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
             warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
-    return from_committed(Committed.of(holders[-1], step), use, verify=verify, readers=readers)
+    return from_committed(found[-1], use, verify=verify, readers=readers)
 
 
 def from_path(
@@ -168,10 +173,11 @@ class Committed(NamedTuple):
     folder: str  # empty for the storage itself
     read: Callable[[], Manifest]  # raises NotCommittedError
     root: Callable[[], Storage]  # in which the folders of steps lie that it has borrowed from
+    near: Sequence[Storage] = ()  # which may have some of its archives, too
 
     @classmethod
-    def of(cls, run: Run, step: int) -> Self:
-        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage)
+    def of(cls, run: Run, step: int, near: Sequence[Storage] = ()) -> Self:
+        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage, near)
 
     @classmethod
     def at(cls, storage: Storage, folder: str, root: Callable[[], Storage]) -> Self:
@@ -195,7 +201,7 @@ class Committed(NamedTuple):
         below = f"{self.folder}/" if self.folder else ""
         own = [(f"{below}{told.name}", told) for told in archives_of(self.storage, self.folder, made)]
         per_rank = made.ranks.per_rank if made.ranks else ()
-        found = [_Lot(self.storage, self.folder, own, per_rank)]
+        found = [_Lot(self.storage, self.folder, own, per_rank, near=self.near)]
         lent: dict[tuple[str, str], list[Archive]] = {}
         for one in made.elsewhere:
             lent.setdefault((one.group, one.folder), []).append(one.archive)
@@ -205,7 +211,7 @@ class Committed(NamedTuple):
         for (folder, lenders), groups in lots.items():
             root = self.root()
             paths = [(f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders)]
-            found.append(_Lot(root, folder, paths, per_rank, frozenset(groups)))
+            found.append(_Lot(root, folder, paths, per_rank, frozenset(groups), self.near))
         return found
 
 
@@ -219,6 +225,7 @@ class _Lot(NamedTuple):
     archives: Sequence[tuple[str, Archive]]
     per_rank: Collection[str]
     groups: Groups = None
+    near: Sequence[Storage] = ()
 
     def opened(self, verify: bool, readers: Readers, stack: contextlib.ExitStack, *, own_only: bool) -> Part:
         """The archives as one file, closed with `stack`; they must be those that the manifest names.
@@ -258,9 +265,10 @@ class _Lot(NamedTuple):
         return Part(merged, self.groups)
 
     def _open(self, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack) -> OpenArchive:
-        shown = self.storage.locate(path)
+        storage = next((one for one in self.near if _has(one, path, told)), self.storage)
+        shown = storage.locate(path)
         try:
-            reader = stack.enter_context(self.storage.open(path))
+            reader = stack.enter_context(storage.open(path))
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
                 f"{shown} is missing, though its manifest is there", path=shown
@@ -278,6 +286,15 @@ class _Lot(NamedTuple):
         if verify and archive.digest != told.digest:
             raise archive.corrupt("it is not the archive that its manifest names")
         return archive
+
+
+def _has(storage: Storage, path: str, told: Archive) -> bool:
+    """Whether there is a file of this name and size."""
+    try:
+        with storage.open(path) as reader:
+            return reader.num_bytes == told.num_bytes
+    except (CheckpointError, OSError, ValueError):
+        return False
 
 
 def from_committed(

@@ -255,8 +255,6 @@ class Delivery:
             return
         self._in_vain = self._in_vain or error
         await asyncio.wait([self.part], timeout=_END_SECONDS)
-        if self.part.done():
-            ask_for_exception(self.part)
 
     async def refuse(self, error: BaseException) -> None:
         """Tell the other ranks that there will be no commit, if there are any."""

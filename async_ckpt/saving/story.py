@@ -23,7 +23,7 @@ from ..report import Progress, SaveReport
 from ..runs.manifest import Archive
 from ..spans import Spans
 from ..storage.pace import Pace
-from .delivery import Delivery, OffLoop, Target
+from .delivery import Delivery, OffLoop, Target, ask_for_exception
 from .drain import Drain, Submit
 from .groups import GroupDigest
 
@@ -221,6 +221,7 @@ class Attempt:
             if delivery.part is None:
                 others = [other for other in self._deliveries if other is not delivery]
                 delivery.part = asyncio.create_task(delivery.take_part(self._archives[0], others))
+                delivery.part.add_done_callback(ask_for_exception)  # `error` has it
         return await self._arrived({d: d.part for d in self._deliveries if d.part is not None})
 
     async def _arrived(self, running: Mapping[Delivery, asyncio.Task[None]]) -> list[Delivery]:
@@ -308,5 +309,9 @@ class Attempt:
 
 
 def _worst(errors: Sequence[BaseException]) -> BaseException:
-    """What to raise of the errors of several places: that nobody knows whether it is committed, if so."""
-    return next((error for error in errors if isinstance(error, PeerFailedError)), errors[0])
+    """What to raise of the errors of all places: that nobody knows whether it is committed, if so."""
+    worst = next((error for error in errors if isinstance(error, PeerFailedError)), errors[0])
+    for error in errors:
+        if error is not worst:
+            worst.add_note(f"async_ckpt: another root failed, too: {type(error).__name__}: {error}")
+    return worst
