@@ -10,6 +10,7 @@ there is one already, whatever its listings still hide. If it does not refuse, t
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -27,6 +28,7 @@ class SharedRoot:
         """`number` is that of the root among those of the checkpointer, the same on all ranks."""
         self._run, self._number, self._world = run, number, world
         self._token, self._words = token, words
+        self._claiming = threading.Lock()  # held meanwhile: of two saves under way, one claims for both
         self._is_claimed = self._is_seen = False
         self.is_shared = False  # by all ranks: each has had a part in a commit there
         self.apart_rank: int | None = None  # one that does not see here what rank 0 has written
@@ -44,16 +46,17 @@ class SharedRoot:
 
         Raises CheckpointError for a run_id that was used before.
         """
-        if self._is_claimed:
-            return
-        try:
-            self._put_claim()
-        except FileExistsError as error:
-            raise CheckpointError(
-                f"{self._run.storage.locate('')}: run_id={self._world.run_id!r} was used by an earlier start; give a new one at "
-                "every start"
-            ) from error
-        self._is_claimed = True
+        with self._claiming:
+            if self._is_claimed:
+                return
+            try:
+                self._put_claim()
+            except FileExistsError as error:
+                raise CheckpointError(
+                    f"{self._run.storage.locate('')}: run_id={self._world.run_id!r} was used by an earlier start; give a new one "
+                    "at every start"
+                ) from error
+            self._is_claimed = True
         self._say("claimed")
 
     def sees(self) -> bool | None:
