@@ -23,6 +23,7 @@ from ..errors import (
     UnsupportedStateError,
 )
 from ..format.digests import block_digest
+from ..runs import layouts
 from ..runs.coverage import check_coverage
 from ..runs.manifest import Archive, Manifest, OfRanks, archive_name
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
@@ -30,6 +31,7 @@ from ..runs.run import Run
 from ..spans import monotonic
 from ..state.ranked import Structure
 from ..state.shares import EVERYBODY_BYTES
+from ..state.writers import Layout
 from .delivery import OffLoop
 from .ranks import NOT_ALONE, Joint, Ranks, in_words
 from .values import differing
@@ -214,7 +216,9 @@ class Agreement:
         ranks.known = texts
         self._table = Table(classes, self._differing(receipts))
         archives = self._exchange.put_archives(receipts)
-        layout = self._exchange.put_layout(self._table, texts)
+        shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
+        told = Layout(self._table.classes, texts, shared, ranks.root)
+        layout = self._exchange.put_layout(layouts.dump(told, self._table))
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._joint.per_rank, *self._table.differing}))
         return OfRanks(archives, layout, self._table.digest, num_bytes, per_rank)
