@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ from rank_oracle import saved
 from rank_states import numbered
 from states import open_run
 
-from async_ckpt import Place
+from async_ckpt import CheckpointError, Place
+from async_ckpt.host.ranks import World
+from async_ckpt.runs.run import Run
+from async_ckpt.saving.shared import SharedRoot
+from async_ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -44,6 +50,37 @@ def test_several_roots_have_every_step_each(worlds, tmp_path):
     assert [save.get("status") for one in ended for save in one.saves] == ["committed"] * 4
     for root in roots:
         assert_committed(root, [1, 2])
+
+
+def test_saves_that_begin_together_claim_a_root_once_and_another_start_does_not(tmp_path):
+    together = threading.Barrier(2, timeout=60)
+
+    class Meeting(LocalStorage):
+        def put_new(self, *arguments, **options):
+            together.wait()
+            return super().put_new(*arguments, **options)
+
+    def at(storage):
+        run = Run(storage, clock=time.time)
+        return SharedRoot(run, 0, World(0, 2, "first"), lambda: "token", lambda: None)
+
+    failed = []
+
+    def claim():
+        try:
+            root.claim()
+        except CheckpointError as error:
+            failed.append(error)
+
+    root = at(Meeting(tmp_path))
+    saves = [threading.Thread(target=claim) for _ in range(2)]
+    for save in saves:
+        save.start()
+    for save in saves:
+        save.join(60)
+    assert failed == []
+    with pytest.raises(CheckpointError, match="run_id='first' was used by an earlier start"):
+        at(LocalStorage(tmp_path)).claim()
 
 
 # As where each node has a disk of its own. Rank 0 does not find the receipt of rank 1.

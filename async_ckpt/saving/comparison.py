@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any, Final
 
 from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
+from ..runs import layouts
 from ..runs.coverage import check_coverage
 from ..runs.manifest import OfRanks, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..runs.run import Run
 from ..state.shares import EVERYBODY_BYTES
+from ..state.writers import Layout
 from .ranks import Joint, Ranks
 from .values import differing
 
@@ -65,7 +67,9 @@ class Comparison:
         ranks.known = texts
         table = Table(classes, self._differing(receipts))
         archives = self._exchange.put_archives(receipts)
-        layout = self._exchange.put_layout(table, texts)
+        shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
+        told = Layout(table.classes, texts, shared, ranks.root_mesh)
+        layout = self._exchange.put_layout(layouts.dump(told, table))
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._joint.per_rank, *table.differing}))
         return table, OfRanks(archives, layout, table.digest, num_bytes, per_rank)

@@ -26,7 +26,7 @@ from ..errors import PeerFailedError
 from ..format.digests import block_digest
 from ..host.ranks import Words, World, world_of
 from ..host.waiting import ENDS_THE_CALL, Wait
-from ..runs.receipts import EMPTY, NO_TABLE, Cause, Classes, Table
+from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..runs.run import Run
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import RankFacts, flag
@@ -34,6 +34,7 @@ from ..staging.device import dense_blocks
 from ..state.capture import Capture
 from ..state.ranked import RankedStates, Structure
 from ..state.sharded import Slicer, mesh_of
+from ..state.writers import Classes
 from .shared import SharedRoot
 from .values import SharedValues
 
@@ -95,7 +96,7 @@ class Ranks:
             raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
         self.may_differ, self._check_replicas = differing == "keep", flag("check_replicas", check_replicas)
         self._max_in_flight = max_in_flight
-        self._root = None if mesh is None else mesh_of(mesh)
+        self.root_mesh = None if mesh is None else mesh_of(mesh)
         self._world: World | None = None
         if given is not None or run_id is not None:
             self._world = world_of(given, run_id)
@@ -276,7 +277,7 @@ class Ranks:
         """None in a process that is no part of anything: then tensors are all that they are."""
         world = self.world
         if self._states is None and (world.has_group or not world.is_one):
-            self._states = RankedStates(world.rank, world.size, self._root)
+            self._states = RankedStates(world.rank, world.size, self.root_mesh)
         return self._states
 
     def answers_of_rank_0(self, what: str, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:

@@ -10,7 +10,7 @@ there is one already, whatever its listings still hide. If it does not refuse, t
 from __future__ import annotations
 
 import json
-import threading
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -28,8 +28,8 @@ class SharedRoot:
         """`number` is that of the root among those of the checkpointer, the same on all ranks."""
         self._run, self._number, self._world = run, number, world
         self._token, self._words = token, words
-        self._claiming = threading.Lock()  # held meanwhile: of two saves under way, one claims for both
         self._is_claimed = self._is_seen = False
+        self._nonce = secrets.token_hex(8)
         self.is_shared = False  # by all ranks: each has had a part in a commit there
         self.apart_rank: int | None = None  # one that does not see here what rank 0 has written
 
@@ -46,17 +46,18 @@ class SharedRoot:
 
         Raises CheckpointError for a run_id that was used before.
         """
-        with self._claiming:
-            if self._is_claimed:
-                return
-            try:
-                self._put_claim()
-            except FileExistsError as error:
+        if self._is_claimed:
+            return
+        try:
+            self._put_claim()
+        except FileExistsError as error:
+            # Saves that are begun at once both come here, and a put may arrive though it was answered with an error.
+            if json.loads(self._run.storage.read(self._claim)[0]).get("nonce") != self._nonce:
                 raise CheckpointError(
                     f"{self._run.storage.locate('')}: run_id={self._world.run_id!r} was used by an earlier start; give a new one "
                     "at every start"
                 ) from error
-            self._is_claimed = True
+        self._is_claimed = True
         self._say("claimed")
 
     def sees(self) -> bool | None:
@@ -88,7 +89,7 @@ class SharedRoot:
         return self.is_apart
 
     def _put_claim(self) -> None:
-        told = {"rank": self._world.rank, "world_size": self._world.size}
+        told = {"rank": self._world.rank, "world_size": self._world.size, "nonce": self._nonce}
         self._run.storage.put_new(self._claim, json.dumps(told).encode())
 
     def _say(self, what: str) -> None:
