@@ -81,7 +81,8 @@ class AsyncCheckpointer(RunReader):
         exit_timeout: how many seconds the interpreter waits for saves when it exits. None waits as long as they take.
         progress: draw a bar for each save on stderr, or in the notebook. Needs tqdm.
         commit: with several roots, "all" makes a save wait for all of them, and fail if one fails. With "any" it is
-            committed at the root where it is durable first; roots that lag or fail are caught up later.
+            committed at the root where it is durable first; roots that lag or fail are caught up later. With several ranks,
+            a root that they do not share is then a cache of each node.
         max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments. The
             limit applies to each process separately. Catching up a root is not limited.
         trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced

@@ -25,7 +25,7 @@ from async_ckpt.loading.restore import restore_state
 from async_ckpt.runs import layouts
 from async_ckpt.runs.receipts import Table
 from async_ckpt.spec import MIB
-from async_ckpt.state.sharded import local
+from async_ckpt.state.sharded import local_part
 from async_ckpt.storage.local import LocalReader, LocalStorage
 
 BLOCK = 4 * MIB
@@ -89,13 +89,13 @@ def rows(shape: tuple[int, ...], num_tensors: int) -> Callable[[int], Build]:
 def emptied(build: Build, rank: int) -> tuple[dict[str, Any], int]:
     live = build(rank)
     for tensor in live.values():
-        local(tensor).fill_(-1)
-    return live, sum(local(tensor).nbytes for tensor in live.values())
+        local_part(tensor).fill_(-1)
+    return live, sum(local_part(tensor).nbytes for tensor in live.values())
 
 
 def check(live: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, tensor in live.items():
-        assert torch.equal(local(tensor), local(expected[name])), name
+        assert torch.equal(local_part(tensor), local_part(expected[name])), name
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "not"])
@@ -131,8 +131,8 @@ def test_other_ranks_along_the_first_dimension_read_little_more_than_their_own_b
 
                 check(live, expected)
                 assert archives_in(num_read) == names_of(overlapping)
-                assert sum(num_read.values()) <= most * local(live["0"]).nbytes
-                assert local(live["0"]).nbytes == 84 * MIB
+                assert sum(num_read.values()) <= most * local_part(live["0"]).nbytes
+                assert local_part(live["0"]).nbytes == 84 * MIB
 
 
 @pytest.mark.parametrize("world", [5, 12, 40])

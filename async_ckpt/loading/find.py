@@ -92,16 +92,21 @@ def from_step(
 ) -> T:
     """What `use` makes of the archives of a committed step. Where several roots hold it, the first that is sound counts.
 
+    Archives that lie in the folder of a root where the step is not committed, as in the cache of a node, are read there.
     Raises NotCommittedError, also when the step is deleted while it is read, CorruptCheckpointError,
     StorageUnavailableError.
     """
     holders = roots.holding(step)
-    for run in holders[:-1]:
+    near = [run.storage for run in roots.runs if run not in holders and not run.storage.remote]
+    found = [Committed.of(run, step, near) for run in holders]
+    if near:
+        found.append(Committed.of(holders[-1], step))
+    for one in found[:-1]:
         try:
-            return from_committed(Committed.of(run, step), use, verify=verify, readers=readers)
+            return from_committed(one, use, verify=verify, readers=readers)
         except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
             warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
-    return from_committed(Committed.of(holders[-1], step), use, verify=verify, readers=readers)
+    return from_committed(found[-1], use, verify=verify, readers=readers)
 
 
 def from_path(
@@ -172,10 +177,11 @@ class Committed(NamedTuple):
     folder: str  # empty for the storage itself
     read: Callable[[], Manifest]  # raises NotCommittedError
     root: Callable[[], Storage]  # in which the folders of steps lie that it has borrowed from
+    near: Sequence[Storage] = ()  # which may have some of its archives, too
 
     @classmethod
-    def of(cls, run: Run, step: int) -> Self:
-        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage)
+    def of(cls, run: Run, step: int, near: Sequence[Storage] = ()) -> Self:
+        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage, near)
 
     @classmethod
     def at(cls, storage: Storage, folder: str, root: Callable[[], Storage]) -> Self:
@@ -199,7 +205,7 @@ class Committed(NamedTuple):
         below = f"{self.folder}/" if self.folder else ""
         own = [(f"{below}{told.name}", told) for told in archives_of(self.storage, self.folder, made)]
         per_rank = made.ranks.per_rank if made.ranks else ()
-        found = [Named(self.storage, self.folder, own, made.attempt, made.step, per_rank)]
+        found = [Named(self.storage, self.folder, own, made.attempt, made.step, per_rank, near=self.near)]
         lent: dict[tuple[str, str, int], list[Archive]] = {}
         for one in made.elsewhere:
             lent.setdefault((one.group, one.folder, one.step), []).append(one.archive)
@@ -210,7 +216,7 @@ class Committed(NamedTuple):
             root = self.root()
             paths = [(f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders)]
             attempt = attempt_of_all(lenders[0].name) or ""
-            found.append(Named(root, folder, paths, attempt, step, per_rank, frozenset(groups)))
+            found.append(Named(root, folder, paths, attempt, step, per_rank, frozenset(groups), self.near))
         return found
 
 

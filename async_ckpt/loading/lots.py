@@ -53,6 +53,8 @@ class Named(NamedTuple):
     step: int
     per_rank: Collection[str] = ()
     groups: Groups = None
+    near: Sequence[Storage] = ()
+    """Which may have some of these archives, too, and are read first."""
 
 
 class Lot:
@@ -184,9 +186,9 @@ class Lot:
         opened: dict[int, OpenArchive] = {}
 
         def open_one(rank: int) -> None:
-            opened[rank] = open_archive(
-                self.named.storage, *self.named.archives[rank], self._verify, self._stack
-            )
+            path, told = self.named.archives[rank]
+            storage = next((one for one in self.named.near if _has(one, path, told)), self.named.storage)
+            opened[rank] = open_archive(storage, path, told, self._verify, self._stack)
             if len(self._opened) + len(fresh) > _MAX_OPENERS:
                 opened[rank].keep_little()
 
@@ -258,3 +260,12 @@ def open_archive(
     if verify and archive.digest != told.digest:
         raise archive.corrupt("it is not the archive that its manifest names")
     return archive
+
+
+def _has(storage: Storage, path: str, told: Archive) -> bool:
+    """Whether there is a file of this name and size."""
+    try:
+        with storage.open(path) as reader:
+            return reader.num_bytes == told.num_bytes
+    except (CheckpointError, OSError, ValueError):
+        return False
