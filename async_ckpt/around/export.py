@@ -22,9 +22,9 @@ from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
 from .folder import Asked, Export
 from .hub import weights_of
+from .shards import MAX_SHARD_BYTES
 from .spread import Parts, begin_spread, is_spread
 
-MAX_SHARD_BYTES: Final = 5 * 10**9
 # Of what lies beside a config: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
     r"\..*|.*\.index\.json|.*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|ot|onnx|onnx_data|tflite|pkl|npz|distcp"
@@ -87,7 +87,7 @@ def export_hf(
         storage = LocalStorage(_replaceable(storage.locate("")))
     spans, called = Spans(), running_future()
     try:
-        beside = {} if config_folder is None else _files_of(local_place(config_folder))
+        beside = {} if config_folder is None else files_of(local_place(config_folder))
         held = state_or_model if isinstance(state_or_model, Held) else None
         refuse_guard([held] if held is not None else [], guard)
         weights = weights_of(state_or_model, beside)
@@ -112,7 +112,7 @@ def _replaceable(folder: str) -> str:
     return real
 
 
-def _files_of(folder: Path) -> dict[str, bytes]:
+def files_of(folder: Path) -> dict[str, bytes]:
     """Config, tokenizer and the like. Read now, so that the folder may go as soon as the call returns."""
     if not folder.is_dir():
         raise NotADirectoryError(

@@ -6,84 +6,23 @@ Knows nothing of: models, how weights are called.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from ..format import safetensors
 from ..report import Progress
 from ..saving.delivery import OffLoop
 from ..saving.errand import CopyErrand
 from ..spans import Spans
-from ..staging.device import dense_blocks
 from ..staging.guard import Optimizers
-from ..state.dtypes import dtype_name
 from ..state.held import Held
-from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.local import LocalStorage
 from ..storage.scratch import Scratch, publish
-from .hub import ADAPTER_CONFIG, Weights, json_bytes
-
-_INDEX: Final = "model.safetensors.index.json"
-_HEADER_MODULO: Final = 8
-
-
-class _Shard(NamedTuple):
-    """One file: its header, and the tensors behind it."""
-
-    name: str
-    head: bytes
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def _shards(weights: Weights, max_bytes: int) -> list[_Shard]:
-    """In the order of names, as many to a file as fit."""
-    parts: list[list[str]] = [[]]
-    room = max_bytes
-    for name, tensor in weights.tensors.items():
-        if weights.stem == "model" and parts[-1] and tensor.nbytes > room:
-            parts.append([])
-            room = max_bytes
-        parts[-1].append(name)
-        room -= tensor.nbytes
-    shards = []
-    for number, names in enumerate(parts, start=1):
-        # Descending item size aligns every tensor without holes, which the format forbids.
-        names.sort(key=lambda name: -weights.tensors[name].element_size())
-        part = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
-        tensors = {name: weights.tensors[name] for name in names}
-        shards.append(_Shard(f"{weights.stem}{part}.safetensors", _head(tensors, weights.tied), tensors))
-    return shards
-
-
-def _head(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> bytes:
-    entries, at = [], 0
-    for name, tensor in tensors.items():
-        end = at + tensor.nbytes
-        entries.append(safetensors.Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape), at, end))
-        at = end
-    metadata = {other: kept for other, kept in tied.items() if kept in tensors} | {"format": "pt"}
-    return safetensors.header(entries, metadata, header_bytes_modulo=_HEADER_MODULO, at=0)
-
-
-def _index(shards: Sequence[_Shard]) -> bytes:
-    tensors = [tensor for shard in shards for tensor in shard.tensors.values()]
-    numbers = {
-        "total_size": sum(tensor.nbytes for tensor in tensors),
-        "total_parameters": sum(tensor.numel() for tensor in tensors),
-    }
-    where = {name: shard.name for shard in shards for name in shard.tensors}
-    return json_bytes({"metadata": numbers, "weight_map": where})
+from .hub import ADAPTER_CONFIG, Weights
+from .shards import INDEX, Shard, index_of, shards_of
 
 
 class Asked(NamedTuple):
@@ -164,15 +103,15 @@ class Export(CopyErrand):
     def _write_weights(self) -> Storage:
         """Returns where the other files go, too."""
         weights = self._weights
-        shards = _shards(
+        shards = shards_of(
             weights._replace(tensors=weights.as_published(weights.tensors)), self._max_shard_bytes
         )
         if len(shards) > 1:
-            self._small[_INDEX] = _index(shards)
+            self._small[INDEX] = index_of(shards)
         self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(map(len, self._small.values()))
         place = self._place()
         for shard in shards:
-            self._write_shard(place, shard)
+            self._write_file(place, shard.name, shard.num_bytes, self._pieces(shard))
             self._shard_names.add(shard.name)
         return place
 
@@ -197,26 +136,9 @@ class Export(CopyErrand):
                 self._total_bytes += len(self._small[last])
             self._storage.delete(last)
 
-    def _write_shard(self, place: Storage, shard: _Shard) -> None:
-        out = self._out = Appender(place, shard.name, limit_bytes=shard.num_bytes)
-        before = self._num_bytes
-        self._check()
-        out.append(memoryview(shard.head))
-        for name, tensor in shard.tensors.items():
-            for block in self._blocks(name, tensor):
-                out.append(block)
-                self._num_bytes = before + out.num_bytes
-        out.finish()
-        out.sink.close()
-        self._num_bytes = before + out.num_bytes
-        self._num_retries += out.sink.num_retries
-        self._out = None
-
-    def _blocks(self, name: str, tensor: torch.Tensor) -> Iterator[memoryview]:  # noqa: ARG002
-        """The bytes of a tensor, from front to back; each block may be overwritten when the next is asked for."""
-        for _, block in dense_blocks(tensor, 0, tensor.nbytes):
-            view = (ctypes.c_ubyte * block.numel()).from_address(block.data_ptr())
-            yield memoryview(view).cast("B")
+    def _pieces(self, shard: Shard) -> Iterator[memoryview]:
+        """The bytes of a file, from front to back; each piece may be overwritten when the next is asked for."""
+        yield from (view for _, view in shard.pieces())
 
     def _let_go(self) -> None:
         """Of the copies, and of the model."""

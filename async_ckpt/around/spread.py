@@ -44,6 +44,7 @@ from ..storage.local import LocalStorage
 from ..storage.place import Place
 from .folder import Asked, Export
 from .hub import Tensors, Weights
+from .shards import Shard
 
 # How long rank 0 waits for the parts of others once its own is there, and a first export for rank 0's.
 PEER_SECONDS: Final = 1800.0
@@ -214,13 +215,17 @@ class SpreadExport(Export):
             finally:
                 self._whole = {}
 
-    def _blocks(self, name: str, tensor: torch.Tensor) -> Iterator[memoryview]:
+    def _pieces(self, shard: Shard) -> Iterator[memoryview]:
         if self._whole:
-            yield from super()._blocks(name, tensor)
+            yield from super()._pieces(shard)
             return
+        yield memoryview(shard.head)
+        for name, tensor in shard.tensors.items():
+            yield from self._ranges(self._numbers[name], tensor)
+
+    def _ranges(self, number: int, tensor: torch.Tensor) -> Iterator[memoryview]:
         assert self._read is not None
-        number, item_bytes = self._numbers[name], tensor.element_size()
-        memory = Memory(SEGMENT_BYTES // item_bytes * item_bytes)
+        memory = Memory(SEGMENT_BYTES // tensor.element_size() * tensor.element_size())
         try:
             for at in range(0, tensor.nbytes, memory.num_bytes):
                 length = min(memory.num_bytes, tensor.nbytes - at)
