@@ -6,39 +6,31 @@ Knows nothing of: how models call their weights.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import torch
-
-from ..format import safetensors
 from ..host.threads import running_future
 from ..report import Progress
 from ..saving.delivery import OffLoop
 from ..saving.errand import CopyErrand
 from ..saving.handle import SaveHandle
 from ..spans import Spans
-from ..staging.device import dense_blocks
 from ..staging.guard import Optimizers, unwrapped
 from ..staging.held import refuse_guard
-from ..state.dtypes import dtype_name
 from ..state.held import Held
-from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
 from ..storage.scratch import Scratch, publish
-from .hub import ADAPTER_CONFIG, Weights, json_bytes, weights_of
+from .hub import ADAPTER_CONFIG, Weights, weights_of
+from .shards import INDEX, MAX_SHARD_BYTES, index_of, shards_of
 
-MAX_SHARD_BYTES: Final = 5 * 10**9
-_INDEX: Final = "model.safetensors.index.json"
 # Of what lies beside a config: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
     r"\..*|.*\.index\.json|.*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|ot|onnx|onnx_data|tflite|pkl|npz|distcp"
@@ -47,7 +39,6 @@ _NOT_COPIED: Final = re.compile(
 )
 # The only folder that a tokenizer has.
 _TEMPLATES: Final = "additional_chat_templates"
-_HEADER_MODULO: Final = 8
 
 
 def export_hf(
@@ -98,7 +89,7 @@ def export_hf(
         storage = LocalStorage(_replaceable(storage.locate("")))
     spans, called = Spans(), running_future()
     try:
-        beside = {} if config_folder is None else _files_of(local_place(config_folder))
+        beside = {} if config_folder is None else files_of(local_place(config_folder))
         held = state_or_model if isinstance(state_or_model, Held) else None
         refuse_guard([held] if held is not None else [], guard)
         weights = weights_of(state_or_model, beside)
@@ -130,7 +121,7 @@ def _replaceable(folder: str) -> str:
     return real
 
 
-def _files_of(folder: Path) -> dict[str, bytes]:
+def files_of(folder: Path) -> dict[str, bytes]:
     """Config, tokenizer and the like. Read now, so that the folder may go as soon as the call returns."""
     if not folder.is_dir():
         raise NotADirectoryError(
@@ -139,58 +130,6 @@ def _files_of(folder: Path) -> dict[str, bytes]:
     paths = [path for path in folder.iterdir() if not _NOT_COPIED.fullmatch(path.name) and not path.is_dir()]
     paths += (folder / _TEMPLATES).glob("*.jinja")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(paths)}
-
-
-class _Shard(NamedTuple):
-    """One file: its header, and the tensors behind it."""
-
-    name: str
-    head: bytes
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def _shards(weights: Weights, max_bytes: int) -> list[_Shard]:
-    """In the order of names, as many to a file as fit."""
-    parts: list[list[str]] = [[]]
-    room = max_bytes
-    for name, tensor in weights.tensors.items():
-        if weights.stem == "model" and parts[-1] and tensor.nbytes > room:
-            parts.append([])
-            room = max_bytes
-        parts[-1].append(name)
-        room -= tensor.nbytes
-    shards = []
-    for number, names in enumerate(parts, start=1):
-        # Descending item size aligns every tensor without holes, which the format forbids.
-        names.sort(key=lambda name: -weights.tensors[name].element_size())
-        part = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
-        tensors = {name: weights.tensors[name] for name in names}
-        shards.append(_Shard(f"{weights.stem}{part}.safetensors", _head(tensors, weights.tied), tensors))
-    return shards
-
-
-def _head(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> bytes:
-    entries, at = [], 0
-    for name, tensor in tensors.items():
-        end = at + tensor.nbytes
-        entries.append(safetensors.Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape), at, end))
-        at = end
-    metadata = {other: kept for other, kept in tied.items() if kept in tensors} | {"format": "pt"}
-    return safetensors.header(entries, metadata, header_bytes_modulo=_HEADER_MODULO, at=0)
-
-
-def _index(shards: Sequence[_Shard]) -> bytes:
-    tensors = [tensor for shard in shards for tensor in shard.tensors.values()]
-    numbers = {
-        "total_size": sum(tensor.nbytes for tensor in tensors),
-        "total_parameters": sum(tensor.numel() for tensor in tensors),
-    }
-    where = {name: shard.name for shard in shards for name in shard.tensors}
-    return json_bytes({"metadata": numbers, "weight_map": where})
 
 
 class _Export(CopyErrand):
@@ -260,15 +199,15 @@ class _Export(CopyErrand):
     def _write_weights(self) -> Storage:
         """Returns where the other files go, too."""
         weights = self._weights
-        shards = _shards(
+        shards = shards_of(
             weights._replace(tensors=weights.as_published(weights.tensors)), self._max_shard_bytes
         )
         if len(shards) > 1:
-            self._small[_INDEX] = _index(shards)
+            self._small[INDEX] = index_of(shards)
         self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(map(len, self._small.values()))
         place = self._place()
         for shard in shards:
-            self._write_shard(place, shard)
+            self._write_file(place, shard.name, shard.num_bytes, (view for _, view in shard.pieces()))
             self._shard_names.add(shard.name)
         return place
 
@@ -292,22 +231,6 @@ class _Export(CopyErrand):
                 self._small[last] = self._storage.read(last)[0]
                 self._total_bytes += len(self._small[last])
             self._storage.delete(last)
-
-    def _write_shard(self, place: Storage, shard: _Shard) -> None:
-        out = self._out = Appender(place, shard.name, limit_bytes=shard.num_bytes)
-        before = self._num_bytes
-        self._check()
-        out.append(memoryview(shard.head))
-        for tensor in shard.tensors.values():
-            for _, block in dense_blocks(tensor, 0, tensor.nbytes):
-                view = (ctypes.c_ubyte * block.numel()).from_address(block.data_ptr())
-                out.append(memoryview(view).cast("B"))
-                self._num_bytes = before + out.num_bytes
-        out.finish()
-        out.sink.close()
-        self._num_bytes = before + out.num_bytes
-        self._num_retries += out.sink.num_retries
-        self._out = None
 
     def _let_go(self) -> None:
         """Of the copies, and of the model."""

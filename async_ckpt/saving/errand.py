@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
@@ -21,6 +21,7 @@ from ..staging.guard import Optimizers
 from ..staging.whole import HostCopy
 from ..state.held import Held
 from ..storage.append import Appender
+from ..storage.base import Storage
 from ..storage.scratch import Scratch
 from .default import files_saver, host_memory
 from .delivery import OffLoop
@@ -107,6 +108,19 @@ class CopyErrand(ABC):
     def _check(self) -> None:
         if self._given_up is not None:
             raise self._given_up
+
+    def _write_file(self, place: Storage, name: str, num_bytes: int, pieces: Iterable[memoryview]) -> None:
+        """One file of this size, from front to back. Blocks."""
+        out = self._out = Appender(place, name, limit_bytes=num_bytes)
+        before = self._num_bytes
+        self._check()
+        for piece in pieces:
+            out.append(piece)
+            self._num_bytes = before + out.num_bytes
+        out.finish()
+        out.sink.close()
+        self._num_retries += out.sink.num_retries
+        self._out = None
 
     def failed(self, error: BaseException) -> None:
         self.copy.release()
