@@ -26,7 +26,9 @@ from .errors import (
     TornSnapshotError,
 )
 from .oneoff import load, release, save, snapshot, verify
-from .report import SaveReport, VerifyReport
+from .publishing.publisher import Publisher
+from .publishing.subscriber import Subscriber
+from .report import PullReport, SaveReport, VerifyReport
 from .runs.naming import Naming
 from .saving.handle import SaveHandle
 from .saving.policy import Due
@@ -50,12 +52,15 @@ __all__ = [
     "NotCommittedError",
     "PerRank",
     "Place",
+    "Publisher",
+    "PullReport",
     "RngState",
     "SaveHandle",
     "SaveReport",
     "StepExistsError",
     "StorageFullError",
     "StorageUnavailableError",
+    "Subscriber",
     "TornSnapshotError",
     "VerifyReport",
     "Zstd",
