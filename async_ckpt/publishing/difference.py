@@ -142,9 +142,9 @@ def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str
         values.append(piece[inner])
         digest.update(view_of(piece))
     where, what = torch.cat(positions), torch.cat(values)
-    low = where.view(torch.int32)[::2].contiguous()  # the lower 4 of 8 bytes
-    plain = torch.cat([torch.tensor([len(what)], dtype=torch.int64).view(torch.uint8)[:COUNT_BYTES],
-                       low.view(torch.uint8), what])  # fmt: skip
+    low = where.view(torch.uint8).view(-1, 8)[:, :POSITION_BYTES].reshape(-1)
+    count = torch.tensor([len(what)]).view(torch.uint8)[:COUNT_BYTES]
+    plain = torch.cat([count, low, what])
     return zstandard_package().ZstdCompressor(level=_LEVEL).compress(view_of(plain)), digest.hexdigest()
 
 

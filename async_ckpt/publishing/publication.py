@@ -41,7 +41,7 @@ from ..format.delta import (
     structure_of,
 )
 from ..host.limits import num_cpus
-from ..host.threads import Crew
+from ..host.threads import Crew, running_future
 from ..report import Progress, SaveReport
 from ..saving.default import held_memory
 from ..saving.delivery import OffLoop
@@ -210,6 +210,7 @@ class Publication(CopyErrand):
         copies = tensors if held is not None else self.copy.tensors
         self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
         self._made: tuple[VersionIndex, State, bytes] | None = None
+        self.ended: Future[None] = running_future()  # of one that was published: what is not kept is deleted
 
     @property
     def progress(self) -> Progress:
@@ -225,8 +226,11 @@ class Publication(CopyErrand):
         self._line.crew.stop()
 
     async def afterwards(self, off_loop: OffLoop) -> None:
-        await super().afterwards(off_loop)
-        await off_loop(self._line.retain)
+        try:
+            await super().afterwards(off_loop)
+            await off_loop(self._line.retain)
+        finally:
+            self.ended.set_result(None)
 
     def _report(self, call_seconds: float) -> SaveReport:
         return replace(super()._report(call_seconds), step=self._version)
@@ -350,7 +354,7 @@ class Publication(CopyErrand):
             LocalStorage(self._scratch.folder).replace(INDEX, data)
             target = Path(storage.locate(self._folder))
             with translated(target):
-                os.rename(self._scratch.folder, target)  # which replaces no folder that has files
+                os.replace(self._scratch.folder, target)  # which replaces no folder that has files
                 sync_folder(target.parent)
         self._num_bytes += len(data)
         line.published(index, state, self._weights.tensors)

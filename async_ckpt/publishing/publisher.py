@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +20,7 @@ from ..around.hub import Weights, weights_of
 from ..errors import ClosedError, UnsupportedStateError
 from ..format.delta import ENCODINGS, Encoding
 from ..host.threads import running_future
-from ..host.waiting import wait_for
+from ..host.waiting import ENDS_THE_WAIT, Wait, wait_for
 from ..saving.handle import SaveHandle
 from ..saving.policy import whole_step
 from ..spans import Spans
@@ -80,7 +82,7 @@ class Publisher:
             follows=acknowledged is None,
         )
         self._acknowledged = acknowledged
-        self._pending: list[SaveHandle] = []  # replaced as a whole
+        self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole
         self._is_closed = False
 
     def publish(
@@ -127,7 +129,8 @@ class Publisher:
             handle = publication.begin()
         finally:
             called.set_result(spans.total())
-        self._pending = [*(other for other in self._pending if not other.done()), handle]
+        going_on = [(other, ended) for other, ended in self._pending if not ended.done()]
+        self._pending = [*going_on, (handle, publication.ended)]
         return handle
 
     def versions(self) -> list[int]:
@@ -145,9 +148,16 @@ class Publisher:
         What went wrong is in the handles.
         """
         self._is_closed = True
-        for handle in self._pending:
-            wait_for(handle)
+        self._wait()
         self._line.close()
+
+    def _wait(self) -> None:
+        """Until all is published, or has failed, and what is not kept is deleted."""
+        wait = Wait("to close a Publisher", ENDS_THE_WAIT)
+        for handle, ended in self._pending:
+            wait_for(handle, goes_on=partial(wait.goes_on, lambda: self._line.versions.root))
+            if Future.exception(handle) is None:
+                wait_for(ended)
 
     def __enter__(self) -> Self:
         return self
