@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from ..around.hub import Weights
-from ..around.shards import MAX_SHARD_BYTES, Shard, index_of, shards_of
+from ..around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of, shards_of
 from ..errors import (
     CheckpointError,
     StateMismatchError,
@@ -52,17 +52,20 @@ from ..spec import MIB
 from ..staging.guard import Optimizers
 from ..state.dtypes import dtype_name
 from ..state.held import Held
-from ..storage.base import Storage
+from ..storage.base import Sink, Storage
+from ..storage.bulk import Parcel, copy
 from ..storage.disk import free_bytes_at, full, sync_folder, translated
 from ..storage.local import LocalStorage
 from ..storage.scratch import Scratch
-from .difference import encode
+from .difference import checksum_of, encode
 from .replica import MemoryReplica, bring
 from .versions import Ownership, State, Versions, Where
 
 # Of frames: so many are in memory until a file of them is written, beside those of the tensors being encoded.
 _FILE_BYTES: Final = 256 * MIB
 _ENCODED_AT_ONCE_BYTES: Final = 512 * MIB
+# Most of which wait for the disk.
+_NUM_WRITERS: Final = 4
 
 _log = logging.getLogger("async_ckpt")
 
@@ -82,7 +85,8 @@ class Line:
     ) -> None:
         self.storage, self.encoding, self.keep = storage, encoding, keep
         self.versions, self.ownership = Versions(storage), Ownership(storage)
-        self.crew = Crew("encode", num_cpus(), background=True)
+        # Not all of them: the training has the better claim, and is slowed by whoever reads memory beside it.
+        self.crew = Crew("encode", max(1, num_cpus() // 2), background=True)
         self._anchor_every, self._max_bytes = anchor_every, max_bytes
         self._follows = follows  # the newest version that is durable, not an acknowledged one
         self._base = MemoryReplica(self._take)
@@ -265,9 +269,7 @@ class Publication(CopyErrand):
         free = None if place.remote else free_bytes_at(Path(place.locate("")))
         if free is not None and free < self._total_bytes:
             raise full(Path(self.path), self._total_bytes, free)
-        checksums: dict[str, str] = {}
-        for shard in shards:
-            self._write_file(place, prefix + shard.name, shard.num_bytes, _noting(shard, checksums))
+        checksums = self._copy_shards(shards, place, prefix)
         for name, data in sorted(self._small.items()):
             self._check()
             place.replace(prefix + name, data)
@@ -283,6 +285,37 @@ class Publication(CopyErrand):
         )
         state = State(self._version, identity, structure, checksums)
         return index, state, index_of(shards, **index.metadata())
+
+    def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
+        """Write the files, several parts at once, and take the checksums of the tensors meanwhile."""
+        parcels = [Parcel(partial(ShardReader, s), prefix + s.name, s.num_bytes) for s in shards]
+        checksums: dict[str, str] = {}
+
+        def finished(sink: Sink) -> None:
+            self._num_bytes += sink.num_bytes
+            self._num_retries += sink.num_retries
+            sink.close()
+
+        def copy_all() -> None:
+            copy(
+                parcels,
+                place,
+                background=True,
+                num_threads=_NUM_WRITERS,
+                check=self._check,
+                finished=finished,
+            )
+
+        def take(name: str) -> None:
+            self._check()
+            checksums[name] = checksum_of(self._weights.tensors[name])
+
+        crew = Crew("anchor", 2, background=True)
+        try:
+            crew.run_all([copy_all, *(partial(take, name) for name in self._weights.tensors)])
+        finally:
+            crew.stop()
+        return checksums
 
     def _write_delta(
         self, place: Storage, prefix: str, structure: str, base: MemoryReplica
@@ -366,16 +399,6 @@ class Publication(CopyErrand):
         self._weights = self._weights._replace(tensors={}, as_published=dict)
         self._small = {}
         self.copy.release()
-
-
-def _noting(shard: Shard, checksums: dict[str, str]) -> Iterator[memoryview]:
-    """The pieces of a file, whose tensors' checksums are noted as they pass."""
-    digests = {name: xxhash.xxh3_128() for name in shard.tensors}
-    for name, piece in shard.pieces():
-        if name is not None:
-            digests[name].update(piece)
-        yield piece
-    checksums.update({name: digest.hexdigest() for name, digest in digests.items()})
 
 
 def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
