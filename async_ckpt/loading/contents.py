@@ -87,6 +87,12 @@ class Contents:
         """The pickled leaves; none are opened unless one of them is asked for."""
         return []
 
+    def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
+        """Say what of which tensors is wanted, None for all of one, before any of it is asked for: it may have to be looked for."""
+
+    def need_names(self, *, everything: bool = False) -> None:
+        """Say that all names have to be known, before one is said to be missing; or that `everything` is wanted."""
+
     # --- bytes ------------------------------------------------------------------------------------------------
 
     def read(self, extent: Extent) -> bytes:
