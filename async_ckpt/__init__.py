@@ -8,13 +8,10 @@ with async_ckpt.AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
     ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=100)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from . import errors, files
-from .around.export import export_hf
-from .around.pack import pack
-from .around.unpack import unpack
-from .around.wrap import wrap
+from . import errors
 from .checkpointer import AsyncCheckpointer
 from .errors import (
     CheckpointError,
@@ -74,7 +71,12 @@ __all__ = [
 
 
 if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `__getattr__`
-    from .errors import (  # noqa: I001 - one import, not one for each
+    from . import files as files  # noqa: I001 - one import of errors, not one for each
+    from .around.export import export_hf as export_hf
+    from .around.pack import pack as pack
+    from .around.unpack import unpack as unpack
+    from .around.wrap import wrap as wrap
+    from .errors import (
         ClosedError as ClosedError,
         DestinationBusyError as DestinationBusyError,
         FormatVersionError as FormatVersionError,
@@ -89,9 +91,21 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
         UntrustedObjectError as UntrustedObjectError,
     )
 else:
+    # Imported when they are first asked for: a training that saves and restores needs none of them.
+    _LATER = {
+        "export_hf": ".around.export",
+        "files": ".files",
+        "pack": ".around.pack",
+        "unpack": ".around.unpack",
+        "wrap": ".around.wrap",
+    }
 
     def __getattr__(name: str) -> object:
-        """The errors that are not listed above: `async_ckpt.ClosedError` is `async_ckpt.errors.ClosedError`."""
+        """What is imported later, and the errors that are not listed above: `async_ckpt.ClosedError`, for one."""
+        if name in _LATER:
+            module = import_module(_LATER[name], __name__)
+            value = globals()[name] = getattr(module, name, module)  # files is the module itself
+            return value
         if name.endswith("Error") and hasattr(errors, name):
             return getattr(errors, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
