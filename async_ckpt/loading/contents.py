@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import mmap as mmap_module
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import torch
@@ -263,6 +264,8 @@ class Part(NamedTuple):
 
     archive: Contents
     groups: Groups = None
+    record: Mapping[str, Any] = MappingProxyType({})
+    """What the manifest that names it records beside."""
 
 
 def _ask_for_huge_pages(tensor: torch.Tensor) -> None:

@@ -293,7 +293,7 @@ def from_committed(
             with contextlib.ExitStack() as stack:
                 parts = [lot.opened(verify, readers, stack, own_only=own_only) for lot in step.lots(made)]
                 _check_names(parts, readers)
-                return use(parts)
+                return use([part._replace(record=made.record) for part in parts])
         except OthersNeededError:  # nothing has been read into live objects yet
             own_only = False
         except (CorruptCheckpointError, StorageUnavailableError) as error:
