@@ -70,6 +70,9 @@ class Contents:
     def check_members(self, members: Iterable[int]) -> None:
         """What else the file says of these members must be what its index says. Raises CorruptCheckpointError."""
 
+    def prepare(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
+        """These tensors, or these boxes of them, are about to be asked for: find out at once what that takes."""
+
     def check_headers(self) -> None:
         """What all files say of their members must be what their indices say. Raises CorruptCheckpointError."""
         for file in self.files:

@@ -46,6 +46,7 @@ def load_state(
     objects = archive.objects(stored, trust=trust)
     on_host = {archive.primary(s.number) for s in stored if s.kind in ("ndarray", "bytes")}
     numbers = sorted({archive.primary(s.number) for s in stored if s.kind != "object"})
+    archive.prepare((number, None) for number in numbers)
     if mmap:
         mapped = archive.map()
         tensors = {n: _mapped(archive, n, mapped) for n in numbers}

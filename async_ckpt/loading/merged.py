@@ -24,7 +24,7 @@ from ..state.slices import Cut, Mesh, Slices
 from ..state.tree import Stored
 from ..state.values import is_within
 from .contents import Contents, Covers, Groups, Source, sources_in
-from .foreign import Zeros
+from .joined import Zeros
 
 # More of them are not named one by one, and not looked for among more.
 _MANY: Final = 8

@@ -9,6 +9,7 @@ list, and others the rest: it keeps them as `Places`, which become a list where 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from .names import Path, shown
@@ -32,7 +33,7 @@ def nested(entries: Iterable[tuple[Path, Any]], *, are_all: bool = True) -> dict
     made: dict[int, tuple[dict[Any, Any], dict[Any, Any], Any]] = {id(root): (root, {}, None)}
     for path, value in entries:
         inside = root
-        for key, following in zip(path[:-1], path[1:], strict=True):
+        for key, following in pairwise(path):
             if key not in inside and _fits(key, inside):
                 new: dict[Any, Any] = Places() if isinstance(following, int) else {}
                 inside[key] = new

@@ -14,7 +14,8 @@ import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -44,6 +45,8 @@ from ...state.tree import SavedApart, Stored, leaves, replaced
 from ...storage.place import Anywhere, place_of
 from .names import KEPT, flattened, planner_data_of
 from .writer import is_place
+
+T = TypeVar("T")
 
 
 class TarStorageReader(StorageReader):
@@ -91,7 +94,11 @@ class TarStorageReader(StorageReader):
     def read_metadata(self, *_: Any) -> Metadata:
         """What is in the step, as torch says it. Raises TypeError for a state that is not a dict."""
         # Without `**kwargs`: torch would try once more, and if that went well go on without the other ranks.
-        self._seen, metadata = self._read(lambda parts: (_identity(parts), _metadata(_entries(parts), _kept(parts))))
+
+        def use(parts: Sequence[Part]) -> tuple[str, Metadata]:
+            return _identity(parts), _metadata(_entries(parts), _kept(parts))
+
+        self._seen, metadata = self._read(use)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         return metadata
 
@@ -115,10 +122,12 @@ class TarStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Fill what the plan names. Returns once it is filled."""
+
         def use(parts: Sequence[Part]) -> None:
             if _identity(parts) != self._seen:
                 raise StorageUnavailableError(
-                    f"{self._place.shown} was replaced while it was read; load it again", path=self._place.shown
+                    f"{self._place.shown} was replaced while it was read; load it again",
+                    path=self._place.shown,
                 )
             blobs = frozenset(_kept(parts).get("blobs", ()))
             _Load(_entries(parts), plan.items, planner, blobs, trust=self._trust).run()
@@ -138,7 +147,7 @@ class TarStorageReader(StorageReader):
         """Whether it is a path or URL that can be read from."""
         return is_place(checkpoint_id)
 
-    def _read(self, use: Callable[[Sequence[Part]], Any]) -> Any:
+    def _read(self, use: Callable[[Sequence[Part]], T]) -> T:
         return from_path(self._place, use, verify=self._verify, readers=self._readers)
 
 
@@ -174,17 +183,21 @@ def _entries(parts: Sequence[Part]) -> dict[str, _Entry]:
                 f"{part.archive.path}: torch.distributed.checkpoint loads dicts, and this is {with_article(type(tree).__name__)}; "
                 "load it by async_ckpt.load"
             )
-        own = replaced(tree, lambda leaf: leaf, lambda apart: _own(apart, part.archive))
+        own = replaced(tree, _as_it_is, partial(_own, part.archive))
         for name, (path, value) in flattened(own).items():
             found[name] = _Entry(path, value, part.archive)
     return found
 
 
-def _own(apart: SavedApart, file: Contents) -> Any:
+def _own(file: Contents, apart: SavedApart) -> Any:
     """This rank's value, in a world of the size that has saved it."""
     world = world_of(None, None)
     is_same = world.size == len(file.files) and world.rank in apart.values
-    return replaced(apart.values[world.rank], lambda leaf: leaf) if is_same else apart
+    return replaced(apart.values[world.rank], _as_it_is) if is_same else apart
+
+
+def _as_it_is(leaf: Stored) -> Stored:
+    return leaf
 
 
 def _metadata(entries: Mapping[str, _Entry], kept: Mapping[str, Any]) -> Metadata:
@@ -268,12 +281,14 @@ class _Load:
         if why := why_not(target):
             raise ValueError(f"{shown((name,))} cannot be filled: {why}")
         if tuple(target.shape) != sizes:
-            raise ValueError(f"{shown((name,))}: {list(sizes)} items are read into a tensor of {list(target.shape)}")
+            raise ValueError(
+                f"{shown((name,))}: {list(sizes)} items are read into a tensor of {list(target.shape)}"
+            )
         number = file.primary(value.number)
         into, dtype = target, file.dtype(number)
         if target.dtype != dtype:  # as torch's own reader does it
             into = torch.empty(sizes, dtype=dtype, device=CPU)
-            self._after.append(lambda: target.copy_(into) and None)
+            self._after.append(partial(_cast, target, into))
         self._wanted.setdefault(id(file), (file, []))[1].append(Wanted(number, into, offsets))
 
     def _value(self, item: ReadItem) -> Callable[[], bytes]:
@@ -311,6 +326,10 @@ class _Load:
         return blob
 
 
+def _cast(target: torch.Tensor, made: torch.Tensor) -> None:
+    target.copy_(made)
+
+
 def _names_just(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) -> bool:
     """Whether a plan fills all of these, and nothing else."""
     num_items = 0
@@ -330,4 +349,6 @@ def _is_at(box: Box, at: tuple[int, ...], one: Rectangle, num_rectangles: int) -
     if Box(one.global_offsets, one.sizes).common(box) != box:
         return False
     inner = tuple(a - b for a, b in zip(box.offsets, one.global_offsets, strict=True))
-    return inner == at or (num_rectangles > 1 and tuple(map(sum, zip(inner, one.local_offsets, strict=True))) == at)
+    return inner == at or (
+        num_rectangles > 1 and tuple(map(sum, zip(inner, one.local_offsets, strict=True))) == at
+    )

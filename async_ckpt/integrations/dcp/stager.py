@@ -174,7 +174,7 @@ def _rebuilt(tensor: Any, copies: Any) -> Any:
     if _is_dtensor(tensor):
         return type(tensor)(next(copies), tensor._spec, requires_grad=False)
     if hasattr(tensor, "local_shards"):
-        from torch.distributed._shard.sharded_tensor import Shard
+        from torch.distributed._shard.sharded_tensor.shard import Shard
 
         shards = [Shard(_rebuilt(shard.tensor, copies), shard.metadata) for shard in tensor.local_shards()]
         return type(tensor)._init_from_local_shards_and_global_metadata(

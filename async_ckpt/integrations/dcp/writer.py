@@ -28,7 +28,7 @@ from ...runs.others import OF_DCP
 from ...saving import default
 from ...saving.targets import FileTarget
 from ...spans import wall_time
-from ...spec import RankFacts, Spread, flag
+from ...spec import RankFacts, Spread, TensorSpec, flag
 from ...state.capture import capture
 from ...state.names import Path, shown
 from ...state.places import nested
@@ -128,9 +128,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         self._world_size = len(plans)
         return [replace(plan, storage_data=(rank, len(plans))) for rank, plan in enumerate(plans)]
 
-    def write_data(
-        self, plan: SavePlan, planner: SavePlanner
-    ) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's archive. Returns once it is durable."""
         rank, world_size = plan.storage_data
         told, blobs = _taken(plan, planner, rank, world_size)
@@ -149,7 +147,9 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         written = {one.storage_data.rank: one.storage_data for of_rank in results for one in of_rank}
         missing = sorted(set(range(self._world_size)) - written.keys())
         if missing:
-            raise CheckpointError(f"{self._place.shown}: nothing was heard of the archives of ranks {missing}")
+            raise CheckpointError(
+                f"{self._place.shown}: nothing was heard of the archives of ranks {missing}"
+            )
         metadata.storage_data = {
             one.index: one.storage_data for of_rank in results for one in of_rank if one.index != _NOTHING
         }
@@ -325,7 +325,7 @@ class _Items:
         return marker
 
     def _compare(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """torch describes each shard by one rectangle, which for strided and uneven ones is another rank's."""
+        """Torch describes each shard by one rectangle, which for strided and uneven ones is another rank's."""
         live = self._live.get(name)
         if live is None or not is_sharded(live):
             return
@@ -362,12 +362,12 @@ class _Items:
             slices = None if spec.of is None else captured.slices[spec.of.number]
             if spec.of is not None and slices is not None and slices.cuts is None:
                 held = tuple((one.global_offsets, one.sizes) for one in slices.rectangles)
-                spec = spec._replace(of=spec.of._replace(spread=Spread(None, 0, held)))  # noqa: PLW2901
+                spec = spec._replace(of=spec.of._replace(spread=Spread(None, 0, held)))
             specs.append(spec)
         return Divided(replace(captured, specs=specs), RankFacts(rank, world_size))
 
 
-def _shape(spec: Any) -> tuple[int, ...]:
+def _shape(spec: TensorSpec) -> tuple[int, ...]:
     return spec.shape if spec.of is None else spec.of.shape
 
 
@@ -392,4 +392,3 @@ def _opened(data: Any) -> tuple[Any, bool]:
 def _num_bytes(item: WriteItem) -> int:
     told = item.tensor_data
     return 0 if told is None else torch.Size(told.chunk.sizes).numel() * told.properties.dtype.itemsize
-
