@@ -61,11 +61,11 @@ def kept_of(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
     return kept
 
 
-def planner_data_of(kept: Mapping[str, Json], names: Mapping[str, tuple[Path, Any]]) -> Any:
+def planner_data_of(kept: Mapping[str, Json], paths: Mapping[str, Path]) -> Any:
     """What the planner has said, or would have."""
     if "planner_data" in kept:
         return decode(kept["planner_data"])[0]
-    return {name: path for name, (path, _) in names.items()}
+    return dict(paths)
 
 
 def _is_tensor(value: object) -> bool:

@@ -9,41 +9,32 @@ as for any load. A step is opened once for the metadata, and once more for the b
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ...errors import StorageUnavailableError
-from ...host.ranks import world_of
 from ...loading.contents import CPU, Contents, Part
 from ...loading.fill import Wanted, fill, planned
 from ...loading.find import Readers, from_path
-from ...loading.open import OpenArchive
-from ...spec import with_article
 from ...state.capture import why_not
 from ...state.cover import Box
-from ...state.names import Path, shown
+from ...state.names import shown
 from ...state.sharded import Slicer, is_sharded
 from ...state.slices import Rectangle
-from ...state.tree import SavedApart, Stored, leaves, replaced
 from ...storage.place import Anywhere, place_of
-from .names import KEPT, flattened, planner_data_of
+from .entries import Entry, entries_of, identity_of, kept_in, metadata_of, saved, value_of
 from .writer import is_place
 
 T = TypeVar("T")
@@ -96,7 +87,7 @@ class TarStorageReader(StorageReader):
         # Without `**kwargs`: torch would try once more, and if that went well go on without the other ranks.
 
         def use(parts: Sequence[Part]) -> tuple[str, Metadata]:
-            return _identity(parts), _metadata(_entries(parts), _kept(parts))
+            return identity_of(parts), metadata_of(entries_of(parts), kept_in(parts))
 
         self._seen, metadata = self._read(use)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
@@ -124,13 +115,13 @@ class TarStorageReader(StorageReader):
         """Fill what the plan names. Returns once it is filled."""
 
         def use(parts: Sequence[Part]) -> None:
-            if _identity(parts) != self._seen:
+            if identity_of(parts) != self._seen:
                 raise StorageUnavailableError(
                     f"{self._place.shown} was replaced while it was read; load it again",
                     path=self._place.shown,
                 )
-            blobs = frozenset(_kept(parts).get("blobs", ()))
-            _Load(_entries(parts), plan.items, planner, blobs, trust=self._trust).run()
+            blobs = frozenset(kept_in(parts).get("blobs", ()))
+            _Load(entries_of(parts), plan.items, planner, blobs, trust=self._trust).run()
 
         self._read(use)
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -151,78 +142,12 @@ class TarStorageReader(StorageReader):
         return from_path(self._place, use, verify=self._verify, readers=self._readers)
 
 
-class _Entry(NamedTuple):
-    """What torch has a name for, where in the state it is, and in which file."""
-
-    path: Path
-    value: Any
-    file: Contents
-
-
-def _kept(parts: Sequence[Part]) -> Mapping[str, Any]:
-    """What the writer has kept beside the state."""
-    kept = parts[0].record.get(KEPT)
-    return kept if isinstance(kept, dict) else {}
-
-
-def _identity(parts: Sequence[Part]) -> str:
-    """A text that is the same for the same files."""
-    found = hashlib.blake2b(digest_size=16)
-    for file in (file for part in parts for file in part.archive.files):
-        told = file.digest if isinstance(file, OpenArchive) else str(file.index.file_bytes)
-        found.update(f"{file.path.rpartition('/')[2]} {told}\n".encode())
-    return found.hexdigest()
-
-
-def _entries(parts: Sequence[Part]) -> dict[str, _Entry]:
-    found: dict[str, _Entry] = {}
-    for part in parts:
-        tree, _ = part.archive.tree(groups=part.groups)
-        if not isinstance(tree, dict):
-            raise TypeError(
-                f"{part.archive.path}: torch.distributed.checkpoint loads dicts, and this is {with_article(type(tree).__name__)}; "
-                "load it by async_ckpt.load"
-            )
-        own = replaced(tree, _as_it_is, partial(_own, part.archive))
-        for name, (path, value) in flattened(own).items():
-            found[name] = _Entry(path, value, part.archive)
-    return found
-
-
-def _own(file: Contents, apart: SavedApart) -> Any:
-    """This rank's value, in a world of the size that has saved it."""
-    world = world_of(None, None)
-    is_same = world.size == len(file.files) and world.rank in apart.values
-    return replaced(apart.values[world.rank], _as_it_is) if is_same else apart
-
-
-def _as_it_is(leaf: Stored) -> Stored:
-    return leaf
-
-
-def _metadata(entries: Mapping[str, _Entry], kept: Mapping[str, Any]) -> Metadata:
-    told: dict[str, Any] = {}
-    for name, (_, value, file) in entries.items():
-        if not _is_tensor(value):
-            told[name] = BytesStorageMetadata()
-            continue
-        size = torch.Size(file.index.tensors[value.number].shape)
-        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        told[name] = TensorStorageMetadata(TensorProperties(dtype=file.dtype(value.number)), size, [whole])
-    paths = {name: (one.path, None) for name, one in entries.items()}
-    return Metadata(told, planner_data=planner_data_of(kept, paths))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Stored) and value.kind == "tensor"
-
-
 class _Load:
     """One read of all that one rank wants."""
 
     def __init__(
         self,
-        entries: Mapping[str, _Entry],
+        entries: Mapping[str, Entry],
         items: Iterable[ReadItem],
         planner: LoadPlanner,
         blobs: frozenset[str],
@@ -294,36 +219,10 @@ class _Load:
     def _value(self, item: ReadItem) -> Callable[[], bytes]:
         """What makes the blob that torch is to open, once its tensors are filled."""
         name = item.storage_index.fqn
-        _, value, file = self._entries[name]
-        inside = list(leaves(value))
-        for apart in inside:
-            if isinstance(apart, SavedApart):
-                raise ValueError(
-                    f"{shown(apart.path)} was saved by each rank for itself, and this rank, in a world of this size, has none; "
-                    f"say whose it is to get, such as from_ranks={{{shown(apart.path)!r}: {min(apart.values)}}}"
-                )
-        stored = [leaf for leaf in inside if isinstance(leaf, Stored)]
-        objects = file.objects(stored, trust=self._trust)
-        tensors = {
-            n: file.empty(n, CPU) for n in {file.primary(s.number) for s in stored if s.kind != "object"}
-        }
-        wanted = self._wanted.setdefault(id(file), (file, []))[1]
-        wanted += [Wanted(number, tensor) for number, tensor in tensors.items()]
-
-        def give(leaf: Stored) -> Any:
-            if leaf.kind == "object":
-                return objects[leaf.number]
-            return file.leaf(leaf, tensors[file.primary(leaf.number)], CPU)
-
-        def blob() -> bytes:
-            made = replaced(value, give)
-            if name in self._blobs:
-                return bytes(made)
-            buffer = io.BytesIO()
-            torch.save(made, buffer)
-            return buffer.getvalue()
-
-        return blob
+        entry = self._entries[name]
+        wanted, make = value_of(name, entry, trust=self._trust)
+        self._wanted.setdefault(id(entry.file), (entry.file, []))[1].extend(wanted)
+        return lambda: bytes(make()) if name in self._blobs else saved(make())
 
 
 def _cast(target: torch.Tensor, made: torch.Tensor) -> None:
