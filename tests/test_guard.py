@@ -365,7 +365,7 @@ def test_a_tensor_that_is_only_as_large_as_the_rule_says_is_deferred_and_one_sma
     optimizer = torch.optim.SGD([large, small])
     captured = capture([large, small])
 
-    assert deferrable((optimizer,), captured.specs, captured.tensors).keys() == {0}
+    assert deferrable((optimizer,), captured.tensors).keys() == {0}
 
 
 def test_the_state_of_the_optimizer_is_deferred_too():
@@ -374,7 +374,7 @@ def test_the_state_of_the_optimizer_is_deferred_too():
     p.grad = torch.ones_like(p)
     optimizer.step()
     captured = capture(optimizer)
-    deferred = deferrable((optimizer,), captured.specs, captured.tensors)
+    deferred = deferrable((optimizer,), captured.tensors)
 
     assert {captured.specs[i].dotted.rpartition(".")[2] for i in deferred} == {"exp_avg", "exp_avg_sq"}
 
@@ -384,7 +384,7 @@ def test_a_view_that_is_not_dense_is_not_deferred():
     optimizer = torch.optim.SGD([p])
     captured = capture([p.data.t()])
 
-    assert deferrable((optimizer,), captured.specs, captured.tensors) == {}
+    assert deferrable((optimizer,), captured.tensors) == {}
 
 
 def test_nothing_of_a_capturable_optimizer_is_deferred(tmp_path):

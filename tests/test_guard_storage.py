@@ -69,7 +69,7 @@ class Staged:
             tensors,
             slices(sum(sizes), SEGMENT, cut(extents, SEGMENT), ()),
             order=0,
-            deferred=deferrable((optimizer,), specs, tensors),
+            deferred=deferrable((optimizer,), tensors),
             gates=[gate_of(optimizer)],
             num_tail=0,
             pool=SegmentPool(SEGMENT, max_bytes=64 * SEGMENT),
@@ -282,9 +282,8 @@ def test_parameters_may_be_swapped_while_they_are_copied(staged):
 
 def test_a_conjugated_view_of_a_parameter_is_copied_at_once():
     p = torch.nn.Parameter(torch.randn(MIB, dtype=torch.complex64))
-    specs = [TensorSpec(("t",), "complex64", (MIB,))] * 2
 
-    assert deferrable((sgd(p),), specs, [p.detach().conj(), p]).keys() == {1}
+    assert deferrable((sgd(p),), [p.detach().conj(), p]).keys() == {1}
 
 
 # --- a storage that loses its memory ------------------------------------------------------------------------------

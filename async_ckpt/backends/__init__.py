@@ -93,6 +93,11 @@ def has_plain_bytes(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu or device_of(tensor) is not None
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's bytes lie in memory as they would in a file."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def is_at(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor is on a device; one without a number is any of its kind."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)

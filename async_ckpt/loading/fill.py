@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import torch
 
-from ..backends import backend_of, device_of, has_plain_bytes
+from ..backends import backend_of, device_of, has_plain_bytes, is_dense
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
@@ -237,8 +237,7 @@ class _Target:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
         self._final: torch.Tensor | None = None
-        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        if not plain or not has_plain_bytes(tensor):
+        if not is_dense(tensor) or not has_plain_bytes(tensor):
             self._final = tensor
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
         self.device = tensor.device

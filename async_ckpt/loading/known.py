@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..state.sharded import local
+from ..state.sharded import local_part
 
 
 def is_plain_module(live: Any) -> bool:
@@ -27,8 +27,10 @@ def is_plain_module(live: Any) -> bool:
             return False
         if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
             return False
-    own = {local(tensor).data_ptr() for tensor in (*live.parameters(), *live.buffers())}
-    return all(local(t).data_ptr() in own for t in live.state_dict().values() if isinstance(t, torch.Tensor))
+    own = {local_part(tensor).data_ptr() for tensor in (*live.parameters(), *live.buffers())}
+    return all(
+        local_part(t).data_ptr() in own for t in live.state_dict().values() if isinstance(t, torch.Tensor)
+    )
 
 
 def _is_of_fully_shard(hook: Any) -> bool:

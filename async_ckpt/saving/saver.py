@@ -206,7 +206,7 @@ class Saver:
         `frozen` change no more; they have their bytes once the snapshots that they are held by are complete.
         """
         worker = get_worker()
-        deferred = deferrable(optimizers, captured.specs, captured.tensors)
+        deferred = deferrable(optimizers, captured.tensors)
         if device is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
             worker.call(partial(self.pool.reserve, drain.num_segments, worker.copiers, pin=device), what)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from ..backends import Backend, backend_of, device_of, is_capturing, is_on_host
+from ..backends import Backend, backend_of, device_of, is_capturing, is_dense, is_on_host
 from ..format.layout import Piece
 from ..host.memory import Memory
 from ..host.process import OnceInProcess
@@ -314,6 +314,19 @@ def sample_by_kernel(target: int, addresses: torch.Tensor) -> int | None:
     return num_bytes
 
 
+def sample_now(target: bytearray, addresses: torch.Tensor) -> None:
+    """The same where none of it can go meanwhile: half the time, for the kernel looks up each byte's page."""
+    first, last = int(addresses.min()), int(addresses.max())
+    memory = _bytes_at(first, addresses.device, last + 1 - first)
+    torch.take(memory, addresses - first, out=torch.frombuffer(target, dtype=torch.uint8).view_as(addresses))
+
+
+def _bytes_at(address: int, device: torch.device, length: int, stride: int = 1) -> torch.Tensor:
+    """A tensor of `length` bytes that somebody else owns: every `stride`-th one from an address on."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, (length - 1) * stride + 1)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (length,), (stride,))
+
+
 def _gather(target: int, num_bytes: int, vectors: int, num_vectors: int) -> int | None:
     into = (ctypes.c_size_t * 2)(target, num_bytes)
     copied: int = _process_vm_writev(os.getpid(), vectors, num_vectors, ctypes.addressof(into), 1, 0)
@@ -324,8 +337,7 @@ def _gather(target: int, num_bytes: int, vectors: int, num_vectors: int) -> int 
 
 def host_pointer(tensor: torch.Tensor) -> int:
     """The address of a dense CPU tensor; 0 for any other, and for one without bytes."""
-    dense = is_on_host(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return tensor.data_ptr() if dense else 0
+    return tensor.data_ptr() if is_on_host(tensor) and is_dense(tensor) else 0
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -344,21 +356,21 @@ class Alias:
     only if it `is_there` afterwards.
     """
 
-    __slots__ = ("_memory", "_pages", "_storage", "address", "device", "num_bytes")
+    __slots__ = ("_memory", "_storage", "address", "device", "num_bytes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = tensor.untyped_storage()
         self._memory = self._storage.data_ptr(), self._storage.nbytes()
         self.device = tensor.device
-        self.address, self.num_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        # The same memory by its address: through the storage, a read just after a resize would be one at address 0, and
-        # `set_` would even give the storage memory again.
-        self._pages = torch._C._construct_storage_from_data_pointer(self.address, self.device, self.num_bytes)
+        self.address, self.num_bytes = tensor.data_ptr(), tensor.nbytes
 
     def part(self, begin: int, length: int, stride: int = 1) -> torch.Tensor:
-        """`length` bytes from `begin` on, every `stride`-th one."""
-        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return empty.set_(self._pages, begin, (length,), (stride,))
+        """`length` bytes from `begin` on, every `stride`-th one.
+
+        By the address: through the storage, a read just after a resize would be one at address 0, and `set_` would even
+        give the storage memory again.
+        """
+        return _bytes_at(self.address + begin, self.device, length, stride)
 
     def is_there(self) -> bool:
         return (self._storage.data_ptr(), self._storage.nbytes()) == self._memory

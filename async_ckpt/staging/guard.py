@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from ..backends import device_of, has_plain_bytes, is_capturing, is_on_host
-from ..spec import MIB, TensorSpec
+from ..backends import device_of, has_plain_bytes, is_capturing, is_dense, is_on_host
+from ..spec import MIB
 from ..state.sharded import local_part
 
 # Below this a copy costs less than keeping account of it.
@@ -98,9 +98,7 @@ def _innermost(given: Any) -> torch.optim.Optimizer | None:
     return given if inner is None and isinstance(given, torch.optim.Optimizer) else inner
 
 
-def deferrable(
-    optimizers: Optimizers, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
-) -> dict[int, torch.Tensor]:
+def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Which tensors may be copied after `save` has returned: large, dense ones in an optimizer's params and state. By the
     number of each, the optimizer's own tensor of this memory, which may be another object.
 
@@ -114,19 +112,18 @@ def deferrable(
     for optimizer in optimizers:
         if not any(group.get("capturable") for group in optimizer.param_groups):
             for tensor in _params_and_state(optimizer):
-                if _num_bytes(tensor) >= DEFERRED_BYTES and tensor.is_contiguous():
+                if _is_large(tensor) and tensor.is_contiguous():
                     other = guarded.setdefault(tensor.data_ptr(), tensor)
-                    if _num_bytes(tensor) > _num_bytes(other):
+                    if other is not tensor and tensor.nbytes > other.nbytes:
                         guarded[tensor.data_ptr()] = tensor
     return {
         i: owner
-        for i, (spec, tensor) in enumerate(zip(specs, tensors, strict=True))
-        if spec.num_bytes >= DEFERRED_BYTES
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
+        for i, tensor in enumerate(tensors)
         # What only begins like a parameter, such as a flat buffer of which it is the first, holds more than that.
+        if _is_large(tensor)
         and (owner := guarded.get(tensor.data_ptr())) is not None
-        and spec.num_bytes <= _num_bytes(owner)
+        and (tensor is owner or tensor.nbytes <= owner.nbytes)
+        and is_dense(tensor)
     }
 
 
@@ -140,8 +137,8 @@ def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor
                 yield value
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.nbytes >= DEFERRED_BYTES
 
 
 class _Inherited:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from ..backends import device_of, is_capturing
+from ..backends import device_of, is_capturing, is_dense
 from ..errors import SaveAbandonedError, TornSnapshotError
 from ..format.layout import Piece, SegmentPlan
 from ..host.limits import num_cpus
@@ -196,7 +196,7 @@ class Snapshot(Holds):
 
     def _look_at_tensors(self) -> None:
         for i, tensor in enumerate(self._tensors):
-            self._dense[i] = dense = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            self._dense[i] = dense = i in self._deferred or is_dense(tensor)
             if (there := device_of(tensor)) is not None:
                 if there not in self._devices:
                     self._devices[there] = Device(there)
@@ -208,7 +208,7 @@ class Snapshot(Holds):
             self._aliases[i] = Alias(self._tensors[i])
         if self._devices or self._deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
-            self._alive = [tensor.untyped_storage() for tensor in self._tensors]
+            self._alive = [t.untyped_storage() for i, t in enumerate(self._tensors) if i not in self._aliases]
 
     def _wait_for_frozen(self) -> None:
         for copied in self._after:

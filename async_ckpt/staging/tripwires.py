@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import torch
 
-from .device import Alias, Device, sample_by_kernel
+from .device import Alias, Device, sample_by_kernel, sample_now
 
 # Bytes looked at in each deferred tensor by its tripwire.
 _SAMPLE_BYTES: Final = 64
@@ -25,12 +25,12 @@ class _Watched:
         self.number, self.alias = number, alias
         # An odd stride meets every byte of an item in turn.
         self.stride = (alias.num_bytes // _SAMPLE_BYTES - 1) | 1
-        self._tensor, self._owner = tensor, owner
-        self._versions = version_of(tensor), version_of(owner)
+        self._owner, self._counters = owner, (tensor,) if tensor is owner else (tensor, owner)
+        self._versions = list(map(version_of, self._counters))
 
     def has_moved(self) -> bool:
         """Whether a write was counted. Once a parameter's `.data` is other memory, writes to that are counted as well."""
-        now = version_of(self._tensor), version_of(self._owner)
+        now = list(map(version_of, self._counters))
         return now != self._versions and self._owner.data_ptr() == self.alias.address
 
 
@@ -44,12 +44,16 @@ class _Sample(Protocol):
 class _OnHost:
     """Those that are there already; of what is gone, zeros."""
 
-    def __init__(self, there: Sequence[_Watched], gone: set[int]) -> None:
+    def __init__(self, there: Sequence[_Watched], gone: set[int] | None) -> None:
+        """`gone` takes the numbers of those that are; None in `save`, where the caller's thread is, and none goes."""
         samples = bytearray(len(there) * _SAMPLE_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(samples))
         starts = torch.tensor([(w.alias.address, w.stride) for w in there], dtype=torch.int64, device="cpu")
         steps = torch.arange(_SAMPLE_BYTES, dtype=torch.int64, device="cpu")
-        if sample_by_kernel(address, starts[:, :1] + starts[:, 1:] * steps) != len(samples):
+        addresses = starts[:, :1] + starts[:, 1:] * steps
+        if gone is None:
+            sample_now(samples, addresses)
+        elif sample_by_kernel(address, addresses) != len(samples):
             # One is gone, or nobody copies for us: each by itself.
             for at, watched in enumerate(there):
                 offsets = range(0, watched.stride * _SAMPLE_BYTES, watched.stride)
@@ -81,7 +85,7 @@ class Tripwires:
         for watched in self._watched:
             self._on.setdefault(watched.alias.device, []).append(watched)
         self._gone: set[int] = set()
-        self._before = {device: self._sample(device, there) for device, there in self._on.items()}
+        self._before = {device: self._sample(device, there, None) for device, there in self._on.items()}
         self._after: dict[torch.device, _Sample] = {}
         self._moved: dict[str, list[int]] = {}  # nothing, or one entry, made in one step
 
@@ -97,7 +101,7 @@ class Tripwires:
         for device, there in self._on.items():
             # What is gone may not even be mapped any more, and would break a device.
             if device not in self._devices or not self._gone:
-                self._after[device] = self._sample(device, there)
+                self._after[device] = self._sample(device, there, self._gone)
         self._look_for_gone()
 
     def _look_for_gone(self) -> None:
@@ -114,10 +118,10 @@ class Tripwires:
                     torn.add(watched.number)
         return sorted(torn)
 
-    def _sample(self, device: torch.device, there: Sequence[_Watched]) -> _Sample:
+    def _sample(self, device: torch.device, there: Sequence[_Watched], gone: set[int] | None) -> _Sample:
         """In the order of the copies: program order on the host, the side stream of a device."""
         if device not in self._devices:
-            return _OnHost(there, self._gone)
+            return _OnHost(there, gone)
         on = self._devices[device]
         with on.on_side():
             return on.fetch(torch.cat([w.alias.part(0, _SAMPLE_BYTES, w.stride) for w in there]))

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 
+from ..backends import is_dense
 from ..format.layout import cut, slices
 from ..host.limits import free_memory_bytes, local_world_size
 from ..host.memory import Memory, Segment
@@ -290,7 +291,7 @@ class HostCopy:
         assert self._buffer is not None
         specs = [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts]
         sources = [part.tensor for part in parts]
-        known = deferrable(optimizers, specs, sources)
+        known = deferrable(optimizers, sources)
         deferred = {i: owner for i, owner in known.items() if parts[i].whole}
         pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
         pool: Any = _Slices(self._buffer, self.num_bytes)
@@ -354,10 +355,9 @@ def _place(parts: Sequence[_Source]) -> int:
 def _covers(tensor: torch.Tensor) -> bool:
     """Whether a tensor is its whole storage, as it lies in memory."""
     return (
-        tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
+        is_dense(tensor)
         and tensor.storage_offset() == 0
-        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
     )
 
 

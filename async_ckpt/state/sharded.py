@@ -79,11 +79,6 @@ def has_shards(state: Any) -> bool:
     return is_sharded(state)
 
 
-def local(tensor: Any) -> Any:
-    """The plain tensor with what this rank holds of a DTensor; any other is itself."""
-    return tensor._local_tensor if _is_a(tensor, "torch.distributed.tensor", "DTensor") else tensor
-
-
 def local_part(value: Any) -> Any:
     """The plain tensor that a DTensor has here; anything else as it is."""
     return value._local_tensor if _is_a(value, "torch.distributed.tensor", "DTensor") else value
