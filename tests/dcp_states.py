@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,14 +23,11 @@ __all__ = [
     "emptied",
     "get_state_dict",
     "load",
+    "plain",
     "save",
     "set_state_dict",
     "training",
 ]
-
-# What torch says when there is one process, on each call.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-warnings.filterwarnings("ignore", message="_get_pg_default_device")
 
 
 def save(state: Any, path: object, **options: Any) -> Any:
@@ -41,6 +37,16 @@ def save(state: Any, path: object, **options: Any) -> Any:
 def load(state: Any, path: object, **options: Any) -> Any:
     dcp.load(state, storage_reader=TarStorageReader(path, **options))  # type: ignore[arg-type]
     return state
+
+
+def plain(value: Any) -> Any:
+    """As torch's names have it: dicts with keys of text, lists, and no empty dicts."""
+    if isinstance(value, Mapping):
+        made = {str(key): plain(inner) for key, inner in value.items()}
+        return {key: inner for key, inner in sorted(made.items()) if inner != {}}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    return value
 
 
 def training(width: int = 7) -> dict[str, Any]:
