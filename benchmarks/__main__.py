@@ -50,6 +50,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "trace": lambda: Table({"trace": trace}),
         "groups": _groups,
         "ranks": _ranks,
+        "dcp": _dcp,
         "gpu": _gpu,
     }
 
@@ -108,6 +109,12 @@ def _ranks() -> Table:
     from . import ranks
 
     return Table({"two_ranks": ranks.two_ranks, "beside_dcp": ranks.beside_dcp})
+
+
+def _dcp() -> Table:
+    from . import ranks
+
+    return Table({"dcp": ranks.plugged_into_dcp})
 
 
 def _growth() -> Table:
