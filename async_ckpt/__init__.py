@@ -60,6 +60,7 @@ __all__ = [
     "export_hf",
     "files",
     "load",
+    "merge",
     "pack",
     "release",
     "save",
@@ -73,6 +74,7 @@ __all__ = [
 if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `__getattr__`
     from . import files as files  # noqa: I001 - one import of errors, not one for each
     from .around.export import export_hf as export_hf
+    from .around.merge import merge as merge
     from .around.pack import pack as pack
     from .around.unpack import unpack as unpack
     from .around.wrap import wrap as wrap
@@ -95,6 +97,7 @@ else:
     _LATER = {
         "export_hf": ".around.export",
         "files": ".files",
+        "merge": ".around.merge",
         "pack": ".around.pack",
         "unpack": ".around.unpack",
         "wrap": ".around.wrap",

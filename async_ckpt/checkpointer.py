@@ -17,8 +17,9 @@ from .errors import (
 )
 from .loading.catch_up import catch_up
 from .loading.contents import Part
-from .loading.find import Readers, from_step
+from .loading.find import from_step
 from .loading.load import Verify, check_verify
+from .loading.lots import Readers
 from .loading.match import is_looked_into
 from .loading.reading import RunReader
 from .loading.restore import restore_state
@@ -80,7 +81,8 @@ class AsyncCheckpointer(RunReader):
         exit_timeout: how many seconds the interpreter waits for saves when it exits. None waits as long as they take.
         progress: draw a bar for each save on stderr, or in the notebook. Needs tqdm.
         commit: with several roots, "all" makes a save wait for all of them, and fail if one fails. With "any" it is
-            committed at the root where it is durable first; roots that lag or fail are caught up later.
+            committed at the root where it is durable first; roots that lag or fail are caught up later. With several ranks,
+            a root that they do not share is then a cache of each node.
         max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments. The
             limit applies to each process separately. Catching up a root is not limited.
         trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced

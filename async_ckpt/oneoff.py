@@ -12,8 +12,9 @@ import torch
 
 from .host.ranks import warn_of_ranks
 from .loading.contents import Part
-from .loading.find import Readers, from_path
+from .loading.find import from_path
 from .loading.load import check_verify, state_of
+from .loading.lots import Readers
 from .loading.verify import verify_path
 from .report import VerifyReport
 from .saving import default

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, zeros
@@ -30,6 +30,7 @@ from async_ckpt.integrations.dcp import TarStorageReader, TarStorageWriter
 from .limits import drop_cache
 
 WIDTH = 1024
+dcp: Any = torch.distributed.checkpoint
 
 
 def main() -> None:

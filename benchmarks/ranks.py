@@ -121,7 +121,11 @@ def plugged_into_dcp(setting: Setting) -> dict[str, Figure]:
     across = "from shards along one dimension into shards along the other, cold cache"
     return {
         "plugged_stall": Figure(
-            f"{of}: stall of dcp.async_save with our writer, guard=optimizer", "s", alone, Target("≤", 0.2), stalls
+            f"{of}: stall of dcp.async_save with our writer, guard=optimizer",
+            "s",
+            alone,
+            Target("≤", 0.2),
+            stalls,
         ),
         "plugged_durable": Figure(
             f"{of}: dcp.async_save with our writer, call to durable", "s", alone, Target("≤", 0.5), whole

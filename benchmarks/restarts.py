@@ -14,15 +14,18 @@ import torch
 
 from async_ckpt.format import digests
 from async_ckpt.format.layout import Layout, TensorPlan, lay_out
-from async_ckpt.loading.find import Committed, Readers, from_committed
+from async_ckpt.loading.find import Committed, from_committed
+from async_ckpt.loading.lots import Readers
 from async_ckpt.loading.restore import restore_state
+from async_ckpt.runs import layouts
 from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Manifest, OfRanks, archive_name
 from async_ckpt.runs.receipts import Exchange, Receipt, Table
 from async_ckpt.runs.run import Run
 from async_ckpt.spec import BLOCK_BYTES
-from async_ckpt.state.capture import capture
+from async_ckpt.state.capture import Capture, capture
 from async_ckpt.state.ranked import RankedStates
+from async_ckpt.state.writers import Layout as StateLayout
 
 from .fake_ranks import sharded, standing_at
 from .far_store import Bucket, FarStorage
@@ -52,7 +55,7 @@ def of_one_reader(size: int, num_tensors: int, sample: int) -> Restart:
     bucket, folder = Bucket(), ""
     for rank in range(size):
         folder = _put(bucket, rank, size, num_tensors)
-    _commit(bucket, folder, size)
+    _commit(bucket, folder, size, num_tensors)
     counted = [_restored(bucket, rank, size, num_tensors) for rank in range(0, size, max(1, size // sample))][
         :sample
     ]
@@ -67,10 +70,13 @@ def _tensors(rows: int, num_tensors: int) -> dict[str, torch.Tensor]:
     return {f"layer.{n}": torch.empty(1).expand(rows, _COLUMNS) for n in range(num_tensors)}
 
 
+def _captured(rank: int, size: int, num_tensors: int) -> Capture:
+    return capture({"model": _tensors(size * _ROWS, num_tensors)}, slicer=Placed("FSDP", rank, size))
+
+
 def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
     """The archive of a rank; the folder that it is in."""
-    here = capture({"model": _tensors(size * _ROWS, num_tensors)}, slicer=Placed("FSDP", rank, size))
-    divided = RankedStates(rank, size).divided(here, range(size))
+    divided = RankedStates(rank, size).divided(_captured(rank, size, num_tensors), range(size))
     layout = lay_out(
         TensorPlan(divided.captured.specs),
         skeleton=divided.captured.skeleton,
@@ -84,15 +90,17 @@ def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
     return run.folder(_STEP)
 
 
-def _commit(bucket: Bucket, folder: str, size: int) -> None:
+def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
     exchange = Exchange(FarStorage(bucket, LATENCY_SECONDS), folder, _ATTEMPT)
     archives = [bucket.folders[folder][archive_name(rank, _ATTEMPT)].data for rank in range(size)]
     told = [(zeros.digest, zeros.num_bytes) for zeros in archives if isinstance(zeros, _Zeros)]
     receipts = [Receipt(rank, digest=digest, num_bytes=n) for rank, (digest, n) in enumerate(told)]
-    table = Table()
+    structure = RankedStates(0, size).structure(_captured(0, size, num_tensors))
+    layout = StateLayout({structure.digest: range(size)}, {structure.digest: structure.text})
+    table = Table(layout.classes)
     of_ranks = OfRanks(
         exchange.put_archives(receipts),
-        exchange.put_layout(table, {}),
+        exchange.put_layout(layouts.dump(layout, table)),
         table.digest,
         sum(n for _, n in told),
     )

@@ -11,14 +11,17 @@ from archives import assemble
 from fake_ranks import standing_at
 from states import bits_of
 
+from async_ckpt.format.index import Index
 from async_ckpt.format.layout import TensorPlan, lay_out
 from async_ckpt.loading.contents import Part
 from async_ckpt.loading.load import state_of
 from async_ckpt.loading.merged import Merged
 from async_ckpt.loading.open import OpenArchive
+from async_ckpt.loading.rebuild import layout_of, look_at
 from async_ckpt.loading.restore import restore_state
-from async_ckpt.runs.manifest import Archive, Elsewhere, Manifest, OfRanks, parse
-from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
+from async_ckpt.runs import layouts
+from async_ckpt.runs.manifest import Elsewhere, Manifest, OfRanks, parse
+from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from async_ckpt.spec import RankFacts
 from async_ckpt.state.capture import Capture, capture
 from async_ckpt.state.ranked import RankedStates
@@ -81,9 +84,10 @@ def commit(
         Receipt(rank, digest=parsed_digest(path), num_bytes=path.stat().st_size)
         for rank, path in enumerate(paths)
     ]
+    layout = layout_of([look_at(_index_of(path), per_rank) for path in paths])
     of_ranks = OfRanks(
         exchange.put_archives(receipts),
-        Archive(f"layout.{ATTEMPT}.json", 0, "0" * 32),  # nobody who loads asks for it
+        exchange.put_layout(layouts.dump(layout, Table(layout.classes, per_rank))),
         NO_TABLE,
         sum(one.num_bytes for one in receipts),
         per_rank,
@@ -96,6 +100,11 @@ def commit(
     made = Manifest(2 if lent else 1, ATTEMPT, len(paths), 0.0, (), elsewhere=elsewhere, ranks=of_ranks)
     (folder / "manifest.json").write_bytes(made.dump())
     return folder
+
+
+def _index_of(path: Path) -> Index:
+    with LocalStorage(path.parent).open(path.name) as reader:
+        return OpenArchive(reader, path=str(path), verify=False).index
 
 
 def parsed_digest(path: Path) -> str:

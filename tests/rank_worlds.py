@@ -283,5 +283,5 @@ _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
     "verdict": (Exchange, "put_verdict", lambda exchange, *_: exchange.folder),
     "looking again": (agreement, "_pause", lambda *_: "looking again"),
-    "hear": (Agreement, "hear", lambda agreed, *_: agreed._run.folder(agreed._joint.step)),
+    "hear": (Agreement, "_heard", lambda agreed, *_: agreed._run.folder(agreed._joint.step)),
 }

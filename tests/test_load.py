@@ -651,6 +651,8 @@ def test_a_step_that_can_be_read_no_more_once_it_is_deleted_is_followed_by_a_new
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an object store nobody holds what was opened: its reads fail."""
+    with AsyncCheckpointer(run) as ckpt:  # more than is read to open it
+        ckpt.save({"w": torch.ones(5 * MIB, dtype=torch.uint8), "step": 12}, 12, overwrite=True).result()
 
     class Far(LocalReader):
         is_opened = False

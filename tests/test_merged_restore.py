@@ -21,7 +21,7 @@ from async_ckpt import StateMismatchError
 from async_ckpt.loading.contents import Part
 from async_ckpt.loading.restore import restore_state
 from async_ckpt.spec import MIB
-from async_ckpt.state.sharded import local
+from async_ckpt.state.sharded import local_part
 from async_ckpt.storage.local import LocalReader
 
 SHAPES = {"a": (13, 6), "b": (7,), "c": (6, 10, 4), "d": (2, 40)}
@@ -95,12 +95,12 @@ def test_each_rank_gets_its_own_of_what_any_layout_has_saved(before: str, after:
         with standing_at(rank, world), torch.no_grad():
             live, expected = build(rank), build(rank)
             for tensor in live.values():
-                local(tensor).fill_(-1)
+                local_part(tensor).fill_(-1)
 
             restore_at(rank, world, paths, live)
 
             for name, tensor in live.items():
-                assert torch.equal(local(tensor), local(expected[name])), (rank, name)
+                assert torch.equal(local_part(tensor), local_part(expected[name])), (rank, name)
 
 
 # --- models and optimizers ----------------------------------------------------------------------------------------------
@@ -120,7 +120,9 @@ def trained(world: int | None, *, seed: int = 0) -> dict[str, Any]:
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(parameter)
             values = numbered(tuple(parameter.shape)) + len(name) + seed
-            local(state[name]).copy_(local(values if world is None else distributed_like(parameter, values)))
+            local_part(state[name]).copy_(
+                local_part(values if world is None else distributed_like(parameter, values))
+            )
     return {"model": model, "optimizer": optimizer}
 
 
@@ -132,9 +134,9 @@ def held(state: dict[str, Any]) -> dict[str, Any]:
     """All that a rank has of a model and its optimizer, as plain values."""
     optimizer = state["optimizer"].state_dict()
     return {
-        "model": {name: local(tensor).clone() for name, tensor in state["model"].state_dict().items()},
+        "model": {name: local_part(tensor).clone() for name, tensor in state["model"].state_dict().items()},
         "moments": [
-            {name: local(value).clone() for name, value in moments.items()}
+            {name: local_part(value).clone() for name, value in moments.items()}
             for moments in optimizer["state"].values()
         ],
         "groups": optimizer["param_groups"],
@@ -169,13 +171,13 @@ def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(
             expected, live = held(trained(world)), trained(world, seed=1)
             if not has_moments:
                 live["optimizer"].state.clear()
-            before = [local(tensor).data_ptr() for tensor in live["model"].state_dict().values()]
+            before = [local_part(tensor).data_ptr() for tensor in live["model"].state_dict().values()]
             with monkeypatch.context() as patched:
                 no_collectives(patched)
                 restore_at(rank, world, paths, live)
 
             assert difference(held(live), expected) is None
-            assert [local(tensor).data_ptr() for tensor in live["model"].state_dict().values()] == before
+            assert [local_part(tensor).data_ptr() for tensor in live["model"].state_dict().values()] == before
             for parameter, moments in live["optimizer"].state.items():
                 assert moments["exp_avg"].placements == parameter.placements
 
@@ -333,10 +335,10 @@ def test_a_rank_keeps_its_part_of_a_group_that_is_of_each(tmp_path: Path):
     with standing_at(1, 2), torch.no_grad():
         live, expected = fully_sharded(2)(1), fully_sharded(2)(1)
         for tensor in live.values():
-            local(tensor).zero_()
+            local_part(tensor).zero_()
         restore_at(1, 2, paths, {"own": live}, per_rank=["own"])
 
-        assert all(torch.equal(local(live[name]), local(expected[name])) for name in SHAPES)
+        assert all(torch.equal(local_part(live[name]), local_part(expected[name])) for name in SHAPES)
 
 
 # --- what is read -------------------------------------------------------------------------------------------------------
@@ -373,7 +375,7 @@ def test_in_the_same_layout_a_rank_reads_its_own_bytes(tmp_path: Path, num_read:
     paths = write_all(tmp_path, 2, large(2, Shard(0)))
     with standing_at(1, 2), torch.no_grad():
         live = large(2, Shard(0))(1)
-        own_bytes = sum(local(tensor).nbytes for tensor in live.values())
+        own_bytes = sum(local_part(tensor).nbytes for tensor in live.values())
         with opened(paths, verify=False, ranks=(1, 2)) as merged:
             num_read.clear()
             restore_state([Part(merged)], live)
@@ -389,13 +391,13 @@ def test_what_lies_between_wide_rows_is_not_read(tmp_path: Path, num_read: dict[
     with standing_at(5, 8), torch.no_grad():
         full = numbered((3, 2 * MIB))
         live = distribute_tensor(full, init_device_mesh("cpu", (8,)), [Shard(1)], src_data_rank=None)
-        expected = local(live).clone()
-        local(live).zero_()
+        expected = local_part(live).clone()
+        local_part(live).zero_()
         with opened(paths, verify=False, ranks=(5, 8)) as merged:
             num_read.clear()
             restore_state([Part(merged)], {"wide": live})
 
-        assert torch.equal(local(live), expected)
+        assert torch.equal(local_part(live), expected)
     assert num_read[paths[0].name] <= 3 * MIB * 1.02
 
 
@@ -422,11 +424,11 @@ def test_an_object_with_shards_gets_them_back_as_shards(tmp_path: Path):
     with standing_at(1, 2), torch.no_grad():
         live, expected = Training(fully_sharded(2)(1), 0), fully_sharded(2)(1)
         for tensor in live.tensors.values():
-            local(tensor).zero_()
+            local_part(tensor).zero_()
         restore_at(1, 2, paths, {"training": live})
 
         assert live.epoch == 5
-        assert all(torch.equal(local(live.tensors[name]), local(expected[name])) for name in SHAPES)
+        assert all(torch.equal(local_part(live.tensors[name]), local_part(expected[name])) for name in SHAPES)
 
 
 def test_a_partial_tensor_is_refused_by_name(tmp_path: Path):

@@ -38,6 +38,7 @@ NAMES = [
     "export_hf",
     "files",
     "load",
+    "merge",
     "pack",
     "release",
     "save",
@@ -67,6 +68,8 @@ SIGNATURES = {
     async_ckpt.files.isdir: "(path)",
     async_ckpt.files.list_dir: "(path)",
     async_ckpt.files.remove: "(path)",
+    async_ckpt.files.rebuild_layout: "(run, step)",
+    async_ckpt.merge: "(run, step, destination, *, from_ranks=None, trust=False, verify=True)",
     async_ckpt.files.open_file: "(path, mode='rb')",
     AsyncCheckpointer: (
         "(root, *, keep=None, due=None, guard=None, host_bytes=None, "

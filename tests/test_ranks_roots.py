@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ from rank_oracle import saved
 from rank_states import numbered
 from states import open_run
 
-from async_ckpt import Place
+from async_ckpt import CheckpointError, Place
+from async_ckpt.host.ranks import World
+from async_ckpt.runs.run import Run
+from async_ckpt.saving.shared import SharedRoot
+from async_ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -46,18 +52,58 @@ def test_several_roots_have_every_step_each(worlds, tmp_path):
         assert_committed(root, [1, 2])
 
 
+def test_saves_that_begin_together_claim_a_root_once_and_another_start_does_not(tmp_path):
+    together = threading.Barrier(2, timeout=60)
+
+    class Meeting(LocalStorage):
+        def put_new(self, *arguments, **options):
+            together.wait()
+            return super().put_new(*arguments, **options)
+
+    def at(storage):
+        run = Run(storage, clock=time.time)
+        return SharedRoot(run, 0, World(0, 2, "first"), lambda: "token", lambda: None)
+
+    failed = []
+
+    def claim():
+        try:
+            root.claim()
+        except CheckpointError as error:
+            failed.append(error)
+
+    root = at(Meeting(tmp_path))
+    saves = [threading.Thread(target=claim) for _ in range(2)]
+    for save in saves:
+        save.start()
+    for save in saves:
+        save.join(60)
+    assert failed == []
+    with pytest.raises(CheckpointError, match="run_id='first' was used by an earlier start"):
+        at(LocalStorage(tmp_path)).claim()
+
+
 # As where each node has a disk of its own. Rank 0 does not find the receipt of rank 1.
 LOCAL = """
-with open_run(f"{here.root}/node{here.rank}") as ckpt:
+with open_run(f"{here.root}/node{here.rank}"{options}) as ckpt:
     state = small(1)
+    {expire}
+    here.save(ckpt, state, 1)
+    here.save(ckpt, small(2), 2)
+"""
+EXPIRE = """
     here.at("looking again", lambda: here.say(f"waiting{here.rank}"))
     here.expire(lambda: here.is_said(f"waiting{here.rank}"))
-    here.save(ckpt, state, 1)
 """
 
 
-def test_a_root_that_is_local_to_each_node_is_refused(worlds):
-    first, second = worlds.run(2, LOCAL)
+@pytest.mark.parametrize("has_group", [True, False])
+def test_a_root_that_is_local_to_each_node_is_refused(worlds, has_group):
+    """With a process group at once on all ranks; else when nothing was heard for long enough."""
+    options = "" if has_group else ", ranks=(here.rank, here.size), run_id='first'"
+    state = LOCAL.replace("small(1)", "{'a': numbered(9)}").replace("small(2)", "{'a': numbered(9)}")
+    script = state.replace("{options}", options).replace("{expire}", "" if has_group else EXPIRE.strip())
+    first, second = worlds.run(2, script, has_group=has_group)
 
     assert (first.saves[0]["error"], first.saves[0]["rank"]) == ("PeerFailedError", 1)
     assert f"{worlds.root}/node0 must be shared by all ranks" in first.saves[0]["text"]
@@ -66,6 +112,7 @@ def test_a_root_that_is_local_to_each_node_is_refused(worlds):
         "rank 1 does not see there what rank 0 has written. Give a root that all ranks share"
         in second.saves[0]["text"]
     )
+    assert [one.saves[1]["error"] for one in (first, second)] == ["PeerFailedError"] * 2
     for rank in (0, 1):
         assert open_run(worlds.root / f"node{rank}").steps() == []
 

@@ -22,6 +22,7 @@ from typing import IO, Any, Final, Literal, cast
 from ..around.pack import pack_folder
 from ..around.streams import BUFFER_BYTES, Ranges, Upload, open_local
 from ..around.unpack import extract
+from ..loading.rebuild import rebuild_layout
 from ..storage.base import Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.disk import sync_folder
@@ -41,6 +42,7 @@ __all__ = [
     "local_work_dir",
     "open_file",
     "pack_folder",
+    "rebuild_layout",
     "remove",
     "upload_directory",
 ]

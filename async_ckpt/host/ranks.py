@@ -118,6 +118,10 @@ class Words:
     def is_said(self, key: str) -> bool:
         return bool(self._store.check([f"{self._prefix}/{key}"]))
 
+    def said(self, key: str) -> str | None:
+        """The word of a key, if it is there already."""
+        return self.hear([key], lambda _: None)[0] if self.is_said(key) else None
+
 
 def warn_of_ranks(*, stacklevel: int) -> None:
     """Warn that a file which every rank writes is that of the last one. The text is always the same, so Python shows it once."""

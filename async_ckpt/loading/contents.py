@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import mmap as mmap_module
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +18,7 @@ from ..backends import is_at, is_host
 from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format.index import VERSION, Index, Slice
 from ..host.memory import advise_huge_pages
+from ..runs.manifest import Manifest
 from ..spec import BLOCK_BYTES, DTYPES, Extent
 from ..state.cover import Box, Cover, cover, runs
 from ..state.dtypes import dtype_named
@@ -70,9 +70,6 @@ class Contents:
     def check_members(self, members: Iterable[int]) -> None:
         """What else the file says of these members must be what its index says. Raises CorruptCheckpointError."""
 
-    def prepare(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
-        """These tensors, or these boxes of them, are about to be asked for: find out at once what that takes."""
-
     def check_headers(self) -> None:
         """What all files say of their members must be what their indices say. Raises CorruptCheckpointError."""
         for file in self.files:
@@ -90,6 +87,12 @@ class Contents:
     def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:  # noqa: ARG002
         """The pickled leaves; none are opened unless one of them is asked for."""
         return []
+
+    def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
+        """Say what of which tensors is wanted, None for all of one, before any of it is asked for: it may have to be looked for."""
+
+    def need_names(self, *, everything: bool = False) -> None:
+        """Say that all names have to be known, before one is said to be missing; or that `everything` is wanted."""
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
@@ -267,8 +270,8 @@ class Part(NamedTuple):
 
     archive: Contents
     groups: Groups = None
-    record: Mapping[str, Any] = MappingProxyType({})
-    """What the manifest that names it records beside."""
+    made: Manifest | None = None
+    """The manifest that names it, if one does."""
 
 
 def _ask_for_huge_pages(tensor: torch.Tensor) -> None:

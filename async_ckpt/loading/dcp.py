@@ -122,7 +122,7 @@ class OpenDcp(Contents):
                 ) from error
         return found
 
-    def prepare(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
+    def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
         """Look up where the bytes of these lie, by several threads."""
         blobs = {
             chunk.blob: chunk.sizes
@@ -143,7 +143,7 @@ class OpenDcp(Contents):
         for box in missing:
             raise self.corrupt(f"{shown((name,))}: {box} of shape {list(told.shape)} is in none of its files")
         needed = [(i, box) for i, box in taken if within is None or box.common(within)]
-        self.prepare([(number, within)])
+        self.need([(number, within)])
         found = []
         for i, box in needed:
             chunk = told.chunks[i]

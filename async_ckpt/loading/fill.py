@@ -78,8 +78,7 @@ def planned(wanted: Iterable[tuple[Contents, Iterable[Wanted]]]) -> Plan:
     """
     found: list[Wanted] = []
     files: dict[int, _FilePlan] = {}
-    for archive, items in [(archive, list(items)) for archive, items in wanted]:
-        archive.prepare((item.number, _box(item)) for item in items)
+    for archive, items in wanted:
         for item in items:
             _plan(archive, item, len(found), files)
             found.append(item)
@@ -258,7 +257,7 @@ class _Target:
 def _plan(archive: Contents, item: Wanted, number: int, plan: dict[int, _FilePlan]) -> None:
     """Find out where what is wanted lies."""
     told = archive.index.tensors[item.number]
-    box = _box(item)
+    box = Box(item.offsets or (0,) * len(told.shape), tuple(item.into.shape))
     for file, piece, held in archive.sources(item.number, box):
         common = held if box.sizes == told.shape else held.common(box)
         if common is not None and piece.extent.length:
@@ -267,10 +266,6 @@ def _plan(archive: Contents, item: Wanted, number: int, plan: dict[int, _FilePla
             whole = Box(piece.offsets, piece.sizes)
             for run in runs(common, whole, box, DTYPES[told.dtype][0]):
                 at.add(number, run._replace(source=piece.extent.offset + run.source))
-
-
-def _box(item: Wanted) -> Box:
-    return Box(item.offsets or (0,) * item.into.dim(), tuple(item.into.shape))
 
 
 class _FilePlan(NamedTuple):

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Self, TypeVar
 
 from ..errors import (
@@ -19,12 +19,11 @@ from ..errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ..host.threads import Crew
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
 from ..runs.naming import numbered
 from ..runs.others import foreign_kind, newest_named_otherwise
-from ..runs.receipts import archives_in, archives_of
+from ..runs.receipts import archives_in, archives_of, attempt_of_all
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -32,21 +31,12 @@ from ..state.names import shown
 from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
 from ..storage.place import Anywhere, place_of, storage_at
-from .contents import Groups, Part
+from .contents import Part
 from .foreign import opened, parts_of_folder
+from .lots import Lot, Named, Readers
 from .merged import Merged, OthersNeededError
-from .open import OpenArchive
 
 T = TypeVar("T")
-# Archives of one step that are opened at once.
-_MAX_OPENERS: Final = 16
-
-
-class Readers(NamedTuple):
-    """Who reads what several ranks have saved; see `Merged`."""
-
-    ranks: tuple[int, int] | None = None
-    from_ranks: Mapping[str, int] | None = None
 
 
 _ANYBODY: Final = Readers()
@@ -102,16 +92,21 @@ def from_step(
 ) -> T:
     """What `use` makes of the archives of a committed step. Where several roots hold it, the first that is sound counts.
 
+    Archives that lie in the folder of a root where the step is not committed, as in the cache of a node, are read there.
     Raises NotCommittedError, also when the step is deleted while it is read, CorruptCheckpointError,
     StorageUnavailableError.
     """
     holders = roots.holding(step)
-    for run in holders[:-1]:
+    near = [run.storage for run in roots.runs if run not in holders and not run.storage.remote]
+    found = [Committed.of(run, step, near) for run in holders]
+    if near:
+        found.append(Committed.of(holders[-1], step))
+    for one in found[:-1]:
         try:
-            return from_committed(Committed.of(run, step), use, verify=verify, readers=readers)
+            return from_committed(one, use, verify=verify, readers=readers)
         except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
             warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
-    return from_committed(Committed.of(holders[-1], step), use, verify=verify, readers=readers)
+    return from_committed(found[-1], use, verify=verify, readers=readers)
 
 
 def from_path(
@@ -168,10 +163,11 @@ class Committed(NamedTuple):
     folder: str  # empty for the storage itself
     read: Callable[[], Manifest]  # raises NotCommittedError
     root: Callable[[], Storage]  # in which the folders of steps lie that it has borrowed from
+    near: Sequence[Storage] = ()  # which may have some of its archives, too
 
     @classmethod
-    def of(cls, run: Run, step: int) -> Self:
-        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage)
+    def of(cls, run: Run, step: int, near: Sequence[Storage] = ()) -> Self:
+        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage, near)
 
     @classmethod
     def at(cls, storage: Storage, folder: str, root: Callable[[], Storage]) -> Self:
@@ -190,94 +186,24 @@ class Committed(NamedTuple):
 
         return cls(storage, folder, read, root)
 
-    def lots(self, made: Manifest) -> list[_Lot]:
+    def named(self, made: Manifest) -> list[Named]:
         """The step's own archives, and those that it has borrowed groups from."""
         below = f"{self.folder}/" if self.folder else ""
         own = [(f"{below}{told.name}", told) for told in archives_of(self.storage, self.folder, made)]
         per_rank = made.ranks.per_rank if made.ranks else ()
-        found = [_Lot(self.storage, self.folder, own, per_rank)]
-        lent: dict[tuple[str, str], list[Archive]] = {}
+        found = [Named(self.storage, self.folder, own, made.attempt, made.step, per_rank, near=self.near)]
+        lent: dict[tuple[str, str, int], list[Archive]] = {}
         for one in made.elsewhere:
-            lent.setdefault((one.group, one.folder), []).append(one.archive)
-        lots: dict[tuple[str, tuple[Archive, ...]], set[str]] = {}
-        for (group, folder), archives in lent.items():
-            lots.setdefault((folder, tuple(archives)), set()).add(group)
-        for (folder, lenders), groups in lots.items():
+            lent.setdefault((one.group, one.folder, one.step), []).append(one.archive)
+        lots: dict[tuple[str, int, tuple[Archive, ...]], set[str]] = {}
+        for (group, folder, step), archives in lent.items():
+            lots.setdefault((folder, step, tuple(archives)), set()).add(group)
+        for (folder, step, lenders), groups in lots.items():
             root = self.root()
             paths = [(f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders)]
-            found.append(_Lot(root, folder, paths, per_rank, frozenset(groups)))
+            attempt = attempt_of_all(lenders[0].name) or ""
+            found.append(Named(root, folder, paths, attempt, step, per_rank, frozenset(groups), self.near))
         return found
-
-
-class _Lot(NamedTuple):
-    """Archives that a manifest names, those of all ranks of one step; the groups for which it does, None for all; and what
-    each rank has for itself.
-    """
-
-    storage: Storage
-    folder: str
-    archives: Sequence[tuple[str, Archive]]
-    per_rank: Collection[str]
-    groups: Groups = None
-
-    def opened(self, verify: bool, readers: Readers, stack: contextlib.ExitStack, *, own_only: bool) -> Part:
-        """The archives as one file, closed with `stack`; they must be those that the manifest names.
-
-        With `own_only`, no more than that of the rank that reads is opened, where as many ranks read as have saved.
-        """
-        if len(self.archives) == 1:
-            return Part(self._open(*self.archives[0], verify, stack), self.groups)
-        rank, world_size = readers.ranks or (0, 0)
-        is_own = own_only and world_size == len(self.archives) and not readers.from_ranks
-        archives = self.archives[rank : rank + 1] if is_own else self.archives
-        opened: dict[str, OpenArchive] = {}
-
-        def open_one(path: str, told: Archive) -> None:
-            opened[path] = self._open(path, told, verify, stack)
-            opened[path].keep_little()
-
-        crew = Crew("open", min(_MAX_OPENERS, len(archives)))
-        try:
-            crew.run_all(functools.partial(open_one, *named) for named in archives)
-        finally:
-            crew.stop()
-        where = self.storage.locate(self.folder)
-        merged = Merged(
-            [opened[path] for path, _ in archives],
-            path=where,
-            ranks=readers.ranks,
-            per_rank=self.per_rank,
-            from_ranks=readers.from_ranks,
-            groups=self.groups,
-            are_some=is_own,
-        )
-        if len(self.archives) != merged.world_size:
-            raise merged.corrupt(
-                f"its manifest names {len(self.archives)} archives, but {merged.world_size} ranks have saved it"
-            )
-        return Part(merged, self.groups)
-
-    def _open(self, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack) -> OpenArchive:
-        shown = self.storage.locate(path)
-        try:
-            reader = stack.enter_context(self.storage.open(path))
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{shown} is missing, though its manifest is there", path=shown
-            ) from error
-        except (IsADirectoryError, ValueError) as error:  # a folder, or what is no name of a file
-            raise CorruptCheckpointError(
-                f"{shown!a} is not a file, though its manifest names it", path=shown
-            ) from error
-        if reader.num_bytes != told.num_bytes:
-            raise CorruptCheckpointError(
-                f"{shown}: {reader.num_bytes:,} bytes, its manifest says {told.num_bytes:,}; load an earlier checkpoint",
-                path=shown,
-            )
-        archive = OpenArchive(reader, path=shown, verify=verify)
-        if verify and archive.digest != told.digest:
-            raise archive.corrupt("it is not the archive that its manifest names")
-        return archive
 
 
 def from_committed(
@@ -287,15 +213,12 @@ def from_committed(
 
     A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
     """
-    made, own_only = step.read(), True  # most ranks find in their own archives all that they want
+    made = step.read()
     for _ in range(TRIES):
         try:
             with contextlib.ExitStack() as stack:
-                parts = [lot.opened(verify, readers, stack, own_only=own_only) for lot in step.lots(made)]
-                _check_names(parts, readers)
-                return use([part._replace(record=made.record) for part in parts])
-        except OthersNeededError:  # nothing has been read into live objects yet
-            own_only = False
+                lots = [Lot(named, readers, stack, verify=verify) for named in step.named(made)]
+                return _used(lots, use, readers, made)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, made = made, _read_again(step, made, error)
             if made == before:
@@ -304,6 +227,16 @@ def from_committed(
     raise StorageUnavailableError(
         f"{where} was replaced {TRIES} times while it was read; load it again", path=where
     )
+
+
+def _used(lots: Sequence[Lot], use: Callable[[Sequence[Part]], T], readers: Readers, made: Manifest) -> T:
+    while True:
+        parts = [lot.part()._replace(made=made) for lot in lots]
+        _check_names(parts, readers)
+        try:
+            return use(parts)
+        except OthersNeededError as error:  # nothing has been read into live objects yet
+            next(lot for lot in lots if lot.has_raised(error)).open_more(error)
 
 
 def _check_names(parts: Sequence[Part], readers: Readers) -> None:

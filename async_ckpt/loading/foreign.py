@@ -26,7 +26,7 @@ from ..storage.base import Reader, Storage
 from .contents import Contents, Groups, Part
 from .dcp import OpenDcp
 from .joined import Joined, Zeros
-from .open import OpenArchive, first_block
+from .open import OpenArchive, first_bytes
 
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -36,7 +36,7 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._~ -]{0,254}")
 
 def opened(reader: Reader, *, path: str, verify: bool) -> Contents:
     """The archive, or the bare safetensors file, that this reader reads. Raises CorruptCheckpointError for anything else."""
-    begin = first_block(reader, path=path)
+    begin = first_bytes(reader, path=path)
     if safetensors.begins(begin):
         return OpenSafetensors(reader, path=path, begin=begin)
     return OpenArchive(reader, path=path, verify=verify, begin=begin)
@@ -183,7 +183,7 @@ def _file_of(
     storage: Storage, name: str, stack: contextlib.ExitStack, told_by: str | None = None
 ) -> OpenSafetensors:
     reader = _open(storage, name, stack, told_by or name)
-    begin = first_block(reader, path=storage.locate(name))
+    begin = first_bytes(reader, path=storage.locate(name))
     if not safetensors.begins(begin):
         raise _corrupt(storage, name, "it is not a safetensors file")
     return OpenSafetensors(reader, path=storage.locate(name), begin=begin)

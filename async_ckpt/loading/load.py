@@ -42,11 +42,12 @@ def load_state(
     (or, verified, now).
     """
     device = CPU if map_location is None else torch.device(map_location)
+    archive.need_names(everything=select is None and groups is None)
     value, stored = archive.tree(select=select, types=types, groups=groups)
     objects = archive.objects(stored, trust=trust)
     on_host = {archive.primary(s.number) for s in stored if s.kind in ("ndarray", "bytes")}
     numbers = sorted({archive.primary(s.number) for s in stored if s.kind != "object"})
-    archive.prepare((number, None) for number in numbers)
+    archive.need((number, None) for number in numbers)
     if mmap:
         mapped = archive.map()
         tensors = {n: _mapped(archive, n, mapped) for n in numbers}

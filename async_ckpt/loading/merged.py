@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from ..errors import CorruptCheckpointError
@@ -19,10 +20,11 @@ from ..format.index import Index, IndexedTensor, Member
 from ..spec import Extent
 from ..state.cover import Box
 from ..state.merge import Choice, MergedSkeleton, UnknownChoiceError, merge
-from ..state.names import Path, dotted, printable, shown
+from ..state.names import Path, Select, dotted, printable, shown
 from ..state.slices import Cut, Mesh, Slices
-from ..state.tree import Stored
+from ..state.tree import SavedApart, Stored, leaves
 from ..state.values import is_within
+from ..state.writers import name_of
 from .contents import Contents, Covers, Groups, Source, sources_in
 from .joined import Zeros
 
@@ -32,7 +34,19 @@ _MAX_SEARCHED: Final = 1 << 16
 
 
 class OthersNeededError(Exception):
-    """What is wanted lies in archives that were not opened."""
+    """What is wanted of `merged` lies in archives that were not opened: these boxes of tensors, by the names that these have in
+    structures; without boxes, all names; or all that there is.
+    """
+
+    def __init__(
+        self,
+        merged: Merged,
+        boxes: Mapping[str, Sequence[Box]] = MappingProxyType({}),
+        *,
+        wants_all: bool = False,
+    ) -> None:
+        super().__init__(merged, boxes)
+        self.merged, self.boxes, self.wants_all = merged, boxes, wants_all
 
 
 class Merged(Contents):
@@ -47,6 +61,7 @@ class Merged(Contents):
         from_ranks: whose values to take instead, by dotted name.
         groups: the only top-level entries that count; None for all.
         are_some: whether there are more archives of the step; then OthersNeededError is raised for what lies in those.
+        has_all_names: whether these at least know all names of the state.
 
     Raises CorruptCheckpointError for archives that contradict each other, and KeyError where `from_ranks` names a rank that
     has no such value.
@@ -62,8 +77,9 @@ class Merged(Contents):
         from_ranks: Mapping[str, int] | None = None,
         groups: Groups = None,
         are_some: bool = False,
+        has_all_names: bool = True,
     ) -> None:
-        self._are_some = are_some
+        self._are_some, self._has_all_names, self._is_of_anybody = are_some, has_all_names, ranks is None
         super().__init__(Zeros(0), path=path)
         self._archives = self._by_rank(archives)
         rank, world_size = ranks or (None, None)
@@ -175,6 +191,54 @@ class Merged(Contents):
         Raises CorruptCheckpointError if some element of it is in none of the archives, and ValueError if one rank has a part
         of it for itself, and more is wanted.
         """
+        told, missing = self.index.tensors[number], self._missing(number)
+        found = self._sources[number][0]
+        gaps = _gaps(missing, within)
+        if gaps and number in self._parts:
+            (rank,) = self._merged.tensors[number]
+            raise ValueError(
+                f"{self.path}: {shown(told.path)} is of each rank, and rank {rank} has only a part of it; restore it on as "
+                "many ranks as have saved it, or leave it out with select="
+            )
+        if gaps and self._are_some:
+            self._ask_for(number, gaps)
+        if missing and not self._are_some and number not in self._parts:
+            raise self._lacks(number, missing)
+        return found
+
+    def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
+        if not self._are_some:
+            return
+        gaps: dict[str, Sequence[Box]] = {}
+        num_whole = 0
+        for number, within in wanted:
+            told = self.index.tensors[self.primary(number)]
+            missing = _gaps(self._missing(self.primary(number)), within)
+            if missing and self.primary(number) not in self._parts:
+                gaps[name_of(told.path)] = [*gaps.get(name_of(told.path), ()), *missing]
+            num_whole += within is None
+        if gaps:
+            num_tensors = sum(told.alias_of is None for told in self.index.tensors)
+            raise OthersNeededError(self, gaps, wants_all=num_whole >= num_tensors)
+
+    def need_names(self, *, everything: bool = False) -> None:
+        if not self._has_all_names:
+            raise OthersNeededError(self, wants_all=everything)
+
+    def tree(
+        self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
+    ) -> tuple[Any, list[Stored]]:
+        value, stored = super().tree(select=select, types=types, groups=groups)
+        if (
+            self._are_some
+            and self._is_of_anybody
+            and any(isinstance(leaf, SavedApart) for leaf in leaves(value))
+        ):
+            raise OthersNeededError(self, wants_all=True)  # of each rank its own
+        return value, stored
+
+    def _missing(self, number: int) -> list[Box]:
+        """What of a tensor is in none of these archives."""
         told = self.index.tensors[number]
         if number not in self._sources:
             pieces = [
@@ -183,20 +247,16 @@ class Merged(Contents):
                 for piece in self._archives[rank].index.tensors[there].slices
             ]
             self._sources[number] = sources_in(pieces, told.shape, self._covers)
-        found, missing = self._sources[number]
-        if self._are_some:
-            if any(box.common(within or Box.whole(told.shape)) for box in missing):
-                raise OthersNeededError
-        elif missing and number in self._parts:
-            if any(box.common(within or Box.whole(told.shape)) for box in missing):
-                (rank,) = self._merged.tensors[number]
-                raise ValueError(
-                    f"{self.path}: {shown(told.path)} is of each rank, and rank {rank} has only a part of it; restore it on as "
-                    "many ranks as have saved it, or leave it out with select="
-                )
-        elif missing:
-            raise self._lacks(number, missing)
-        return found
+        return self._sources[number][1]
+
+    def _ask_for(self, number: int, gaps: list[Box]) -> NoReturn:
+        """Whoever wants one tensor before all that he wants is known will want others: those that ranks divide among them."""
+        others = {
+            name_of(told.path): missing
+            for n, told in enumerate(self.index.tensors)
+            if told.alias_of is None and told.spread is None and (missing := self._missing(n))
+        }
+        raise OthersNeededError(self, {**others, name_of(self.index.tensors[number].path): gaps})
 
     def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:
         """The pickled leaves of all ranks; none are opened unless one of them is asked for."""
@@ -207,9 +267,9 @@ class Merged(Contents):
             objects = self._merged.objects
             rank, there = (next(iter(self._archives)), number) if objects is None else objects[number]
             by_rank.setdefault(rank, []).append((number, Stored("object", there, path=leaf.path)))
-        for rank, leaves in by_rank.items():
-            loaded = self._archives[rank].objects([leaf for _, leaf in leaves], trust=trust)
-            for number, leaf in leaves:
+        for rank, numbered in by_rank.items():
+            loaded = self._archives[rank].objects([leaf for _, leaf in numbered], trust=trust)
+            for number, leaf in numbered:
                 found[number] = loaded[leaf.number]
         return found
 
@@ -249,3 +309,10 @@ class Merged(Contents):
                     found.add(mesh.rank_at(coordinate))
             break  # all say the same
         return found
+
+
+def _gaps(missing: Iterable[Box], within: Box | None) -> list[Box]:
+    """What of that somebody wants."""
+    if within is None:
+        return list(missing)
+    return [common for box in missing if (common := box.common(within))]

@@ -29,6 +29,8 @@ from .contents import Contents
 
 # Around the headers of a member: several small members at once, and little of a large one.
 _NEAR_BYTES: Final = 64 * KIB
+# Of an archive that is not verified: most indices are in it.
+_BEGIN_BYTES: Final = 256 * KIB
 
 
 class OpenArchive(Contents):
@@ -55,7 +57,7 @@ class OpenArchive(Contents):
         self._digests: bytes | None = None
         self._made_up = made_up
         # The first blocks, with the index in them; often the first headers too.
-        self._begin = first_block(reader, path=path) if begin is None else begin
+        self._begin = begin or first_bytes(reader, path=path, at_most=BLOCK_BYTES if verify else _BEGIN_BYTES)
         # What was read last: headers lie together, and a store is far.
         self._kept = Extent(0, 0), memoryview(b"")
         self._verified = self._kept  # likewise, of blocks: small pieces lie together too
@@ -86,6 +88,13 @@ class OpenArchive(Contents):
         """Forget what was read beside the index, for one archive of many."""
         self._begin = memoryview(bytes(self._begin[: self._head_bytes]))
         self._verified = self._kept
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """As far as they were not read already."""
+        here = self._begin[offset : offset + len(target)]
+        target[: len(here)] = here
+        if len(here) < len(target):
+            super().read_into(offset + len(here), target[len(here) :])
 
     # --- small reads ------------------------------------------------------------------------------------------
 
@@ -297,9 +306,9 @@ class OpenArchive(Contents):
         return loaded
 
 
-def first_block(reader: Reader, *, path: str) -> memoryview:
+def first_bytes(reader: Reader, *, path: str, at_most: int = BLOCK_BYTES) -> memoryview:
     """The first block of a file, or all of it. Raises CorruptCheckpointError where it ends too early."""
-    data = memoryview(bytearray(min(reader.num_bytes, BLOCK_BYTES)))
+    data = memoryview(bytearray(min(reader.num_bytes, at_most)))
     try:
         reader.read_into(0, data)
     except EOFError as error:

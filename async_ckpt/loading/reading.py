@@ -15,8 +15,9 @@ from ..runs.retention import best_of, lacking
 from ..runs.roots import Roots
 from ..state.names import Select
 from .contents import Part
-from .find import Readers, from_newest, from_step
+from .find import from_newest, from_step
 from .load import check_verify, state_of
+from .lots import Readers
 
 
 class RunReader:

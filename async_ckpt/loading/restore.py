@@ -67,8 +67,10 @@ def restore_state(
         try:
             match.raise_problems(strict or nothing_fits)
         except StateMismatchError:
+            match.archive.need_names()
             match.archive.check_headers()  # it may be the index that is wrong
             raise
+        match.archive.need(match.boxes())
     plan = planned((match.archive, match.wanted.values()) for match, _ in matches)
     if verify == "first":
         fill(plan, copy=False, pool=pool)

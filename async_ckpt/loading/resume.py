@@ -16,7 +16,8 @@ from ..errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
 from ..runs.roots import Roots
 from ..spans import TIMEKEEPER, monotonic
 from .contents import Part
-from .find import Readers, from_newest, from_step
+from .find import from_newest, from_step
+from .lots import Readers
 
 T = TypeVar("T")
 

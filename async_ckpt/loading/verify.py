@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Final
 
 from ..errors import (
     CheckpointError,
@@ -39,7 +40,10 @@ from .find import (
 )
 from .foreign import opened
 from .load import check_lent
+from .lots import Readers
 from .open import OpenArchive
+
+_READS_ALL: Final = Readers(reads_all=True)
 
 
 def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
@@ -62,7 +66,7 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
         step = step_at(storage, path)
         if step is not None:
             steps = (step.read().step,)
-            from_committed(step, reading.compare, verify=True)
+            from_committed(step, reading.compare, verify=True, readers=_READS_ALL)
         else:
             steps, notes = _verify_run(storage, reading)
     return VerifyReport(shown, len(reading.found), reading.num_bytes, clock() - begin, steps, notes)
@@ -126,7 +130,8 @@ def _verify_run(storage: Storage, reading: _Reading) -> tuple[tuple[int, ...], t
         errors: list[tuple[int, CheckpointError]] = []
         for step, folder in folders:
             try:
-                from_committed(Committed.at(storage, folder, lambda: storage), reading.compare, verify=True)
+                there = Committed.at(storage, folder, lambda: storage)
+                from_committed(there, reading.compare, verify=True, readers=_READS_ALL)
             except NotCommittedError:
                 continue  # retention was faster
             except (CorruptCheckpointError, FormatVersionError) as error:

@@ -19,17 +19,14 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Self, TypeAlias
+from typing import Any, Final, NamedTuple, Self
 
 from ..errors import CorruptCheckpointError
 from ..format.digests import block_digest
-from ..state.shares import VERSION as SHARES_VERSION
+from ..state.writers import Classes
 from ..storage.base import Storage
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, archive_name, parse, seal, unseal
-
-# Ranks, ascending, by the digest of the structure that their states have.
-Classes: TypeAlias = Mapping[str, Sequence[int]]
 
 
 class Table(NamedTuple):
@@ -65,7 +62,9 @@ _NAME: Final = re.compile(
 )
 _ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
 _FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
-_BESIDE: Final = re.compile(r"(verdict|layout)\.[0-9a-f]{8}\.json|archives\.[0-9a-f]{8}\.bin")
+_BESIDE: Final = re.compile(
+    r"verdict\.[0-9a-f]{8}\.json|layout\.[0-9a-f]{8}(\.rebuilt)?\.json|archives\.[0-9a-f]{8}\.bin"
+)
 
 
 def attempt_of_all(name: str) -> str | None:
@@ -219,9 +218,9 @@ class Exchange:
         data = b"".join(_RECORD.pack(one.num_bytes, bytes.fromhex(one.digest)) for one in receipts)
         return self._put(f"archives.{self.attempt}.bin", data)
 
-    def put_layout(self, table: Table, structures: Mapping[str, str]) -> Archive:
-        told = {**table.packed(), "shares": SHARES_VERSION, "structures": dict(structures)}
-        return self._put(f"layout.{self.attempt}.json", seal(told))
+    def put_layout(self, text: bytes) -> Archive:
+        """See `layouts`."""
+        return self._put(f"layout.{self.attempt}.json", text)
 
     def _put(self, name: str, data: bytes) -> Archive:
         self.storage.replace(f"{self.folder}/{name}", data)

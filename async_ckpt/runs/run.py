@@ -300,6 +300,10 @@ class Run:
         """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
         self._sweeper.discard(step, attempt, rank)
 
+    def trim(self, step: int, attempt: str, rank: int, *, in_flight: Collection[int]) -> None:
+        """In what is one node's cache: delete what is older than the attempt that was committed elsewhere."""
+        self._sweeper.trim(step, attempt, rank, in_flight=in_flight)
+
     def sweep(self) -> list[str]:
         """Delete what dead writers left: temp files, unfinished uploads, archives that no manifest names, and intents."""
         return self._sweeper.sweep()

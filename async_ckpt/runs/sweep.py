@@ -6,7 +6,7 @@ In: a root, steps to delete. Out: a root without them; what others have put ther
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
@@ -121,6 +121,25 @@ class Sweeper:
         except BaseException:
             self._swept = False  # the next save sweeps what this has left
             raise
+
+    def trim(self, step: int, attempt: str, rank: int, *, in_flight: Collection[int]) -> None:
+        """Where nothing is committed, but ranks of one node keep their archives of the newest commit: delete those before
+        that, and of this rank all others, but for steps that are in flight. What a manifest names stays.
+        """
+        own = f"rank_{rank:05d}."
+        for other in self._root.relist().steps:
+            if other != step and other in in_flight:
+                continue
+            folder, inside = self._root.folder(other), self.inside(other)
+            ours = [name for name in inside.names if is_ours(name) and name not in inside.named]
+            if inside.made is None and other < step:
+                for name in ours:
+                    self._root.storage.delete_all(f"{folder}/{name}")
+                self._root.storage.remove_if_empty(folder)
+                continue
+            for name in ours:
+                if name.startswith(own) and _attempt_of(name) != attempt:
+                    self._root.storage.delete(f"{folder}/{name}")
 
     def sweep(self) -> list[str]:
         """Delete what dead writers left: temp files, unfinished uploads, archives that no manifest names, and intents."""

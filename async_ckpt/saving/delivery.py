@@ -7,12 +7,12 @@ Knows nothing of: other targets.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from ..errors import CheckpointError, StorageUnavailableError
 from ..host.threads import running_future
@@ -26,6 +26,14 @@ T = TypeVar("T")
 
 # With `commit="any"`, how long a place that lags behind a committed one goes on before it is left to be caught up.
 _LAG_SECONDS: Final = 900.0
+# How long a place that was away is tried again, while other ranks may wait for what belongs there; and between tries.
+_AGAIN_SECONDS: Final = 1800.0
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_PAUSE_SECONDS: Final = 5.0
+# How long whatever still runs at a place is waited for once it is in vain.
+_END_SECONDS: Final = 10.0
+
+Verify: TypeAlias = Callable[[int, memoryview], None]
 
 
 class OffLoop(Protocol):
@@ -52,6 +60,17 @@ class Target(Protocol):
     def check(self) -> None:
         """Check, while the writing goes on, what had to be asked over a network. Raises what refuses the save."""
 
+    @property
+    def is_cache(self) -> bool:
+        """What is durable there stays, and is never committed: it is this node's own, and other ranks do not see it."""
+
+    @property
+    def may_be_sent_again(self) -> bool:
+        """Whether, if this place was away, the object is to be copied there from another one as soon as it is back."""
+
+    def copy_of(self, other: Target, num_bytes: int, verify: Verify, check: Callable[[], None]) -> Sink:
+        """Copy the object from another place, where it is durable; its sink, finished."""
+
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
         """The object is durable: say so to the other ranks, and where this one decides, wait for theirs.
 
@@ -62,7 +81,9 @@ class Target(Protocol):
         """Wait for the word of the rank that decides, where that is another one. Raises when it says no."""
 
     def refuse(self, error: BaseException) -> bool:
-        """The save has failed: tell the other ranks. False if they may commit it all the same: then its object stays."""
+        """The save has failed, there or altogether: tell the other ranks. False if they may commit it all the same: then its
+        object stays.
+        """
 
     async def follow(self, off_loop: OffLoop) -> None:
         """It has failed here, and the others know: learn what they decide."""
@@ -108,16 +129,23 @@ class Delivery:
         self.sink: Sink | None = None
         self.lane: Lane | None = None
         self.task: asyncio.Task[None] | None = None  # ends when the archive is durable there
+        self.part: asyncio.Task[None] | None = None  # ends when all ranks have done their parts there
         # Takes it back when a call has returned that nobody waits for any more.
         self.left_behind: asyncio.Task[None] | None = None
         self._may_delete = True
         self._following: asyncio.Task[None] | None = None
         self._drain, self._spans, self._off_loop, self._may_miss = drain, spans, off_loop, may_miss
         self._write_seconds = 0.0
+        self._in_vain: BaseException | None = None  # nobody waits for its part any more
 
     @property
     def is_committed(self) -> bool:
         return self.reached is Reached.COMMITTED
+
+    @property
+    def is_kept(self) -> bool:
+        """It stays there, though it is not committed."""
+        return self.target.is_cache and self.reached is Reached.DURABLE
 
     async def open(self) -> None:
         """Begin the object."""
@@ -165,24 +193,74 @@ class Delivery:
         """Make it the checkpoint there; raises what keeps it from that."""
         commit = partial(self.target.commit, archives, late=late)
         try:
-            await self.target.hear(self._off_loop, self._drain.check)
             await self._off_loop(self._spans.traced("commit", commit, path=self.target.path))
         except BaseException as error:
             self.error = error
             raise
         self.reached = Reached.COMMITTED
 
-    async def agree(self, archive: Archive) -> None:
-        """See that all ranks have done their parts, as far as this one is to know."""
+    async def take_part(self, archive: Archive, others: Sequence[Delivery]) -> None:
+        """See that all ranks have done their parts there, as far as this one is to know; first of all, do this rank's.
+
+        Where the object is not, for the place was away or fell behind, it is copied from one of the `others`, once that has
+        it. Raises what keeps it from being committed.
+        """
         try:
-            await self.target.agree(archive, self._off_loop, self._drain.check)
+            if self.task is not None:
+                await asyncio.wait([self.task])
+            if self.reached is not Reached.DURABLE:
+                await self._copy_from(others, archive)
+            await self.target.agree(archive, self._off_loop, self._check)
+            await self.target.hear(self._off_loop, self._check)
         except BaseException as error:
             self.error = error
             raise
 
+    async def _copy_from(self, others: Sequence[Delivery], archive: Archive) -> None:
+        """Raises its error, if it cannot be helped."""
+        error = self.error
+        assert error is not None
+        source = next((other for other in others if other.reached >= Reached.DURABLE), None)
+        is_answering = self.left_behind is None and self._may_miss(error)
+        if source is None or not (is_answering and self.target.may_be_sent_again):
+            raise error
+        if self.sink is not None and not await self._abort(self.sink, for_ever=False):
+            raise error
+        copy = partial(
+            self.target.copy_of, source.target, archive.num_bytes, self._drain.compare, self._check
+        )
+        deadline, pause = self._spans.total() + _AGAIN_SECONDS, _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                self.sink = await self._off_loop(copy)
+                break
+            except StorageUnavailableError as again:
+                if self._spans.total() > deadline:
+                    raise again from error
+            self._check()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _PAUSE_SECONDS)
+        self.error, self.reached = None, Reached.DURABLE
+        self._write_seconds = self._spans.total()
+
+    def _check(self) -> None:
+        """Raise what made its part be in vain."""
+        self._drain.check()
+        if self._in_vain is not None:
+            raise self._in_vain
+
+    async def end_part(self, error: BaseException) -> None:
+        """Nobody waits for its part any more."""
+        if self.part is None:
+            return
+        self._in_vain = self._in_vain or error
+        await asyncio.wait([self.part], timeout=_END_SECONDS)
+
     async def refuse(self, error: BaseException) -> None:
         """Tell the other ranks that there will be no commit, if there are any."""
         self._may_delete = False
+        if self.part is not None and not self.part.done():
+            return  # a call does not return, and what it says counts
         with suppress(CheckpointError, OSError):
             self._may_delete = await self._off_loop(partial(self.target.refuse, error))
             if self._may_delete:
@@ -190,21 +268,26 @@ class Delivery:
 
     async def arrive_late(self, archives: tuple[Archive, ...]) -> None:
         """Commit it where the save was not waited for, if it comes in time; else it leaves no trace."""
-        if self.task is None:
+        if self.part is None or self.left_behind is not None:
             return
-        await asyncio.wait([self.task], timeout=_LAG_SECONDS)
-        if not self.task.done():
+        await asyncio.wait([self.part], timeout=_LAG_SECONDS)
+        if self.task is not None and not self.task.done():
             self.error = self.lagging("did not arrive in time")
             if self.lane is not None:
                 self._drain.drop(self.lane, self.error)
                 self._drain.give_up(self.lane)
             self.leave_behind(self.task)
             return
+        await self.end_part(self.lagging("not all ranks were in time"))
         try:
-            self.task.result()
+            if not self.part.done():
+                raise self.lagging("does not answer")
+            self.part.result()
             await self.commit(archives, late=True)
         except Exception as error:
             self.error = error
+            if not self.is_kept:
+                await self.refuse(error)
         await self.take_back()
 
     def leave_behind(self, calling: asyncio.Task[None]) -> None:
@@ -229,7 +312,8 @@ class Delivery:
             ask_for_exception(self.task)
         if self.sink is None or not (self.is_committed or await self._abort(self.sink, for_ever=for_ever)):
             return
-        if self.reached in (Reached.FINISHING, Reached.DURABLE) and self._may_delete:
+        is_there = self.reached in (Reached.FINISHING, Reached.DURABLE)
+        if is_there and self._may_delete and not (self.is_kept and self._drain.is_decided):
             with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
                 await self._off_loop(self.target.discard)
         await self._off_loop(self.sink.close)
@@ -265,7 +349,9 @@ class Delivery:
     def destination(self) -> Destination:
         """What the report says of it."""
         error, sink = self.error, self.sink
-        if error is None and not self.is_committed:
+        if self.is_kept:
+            error = None
+        elif error is None and not self.is_committed:
             error = self.lagging("not durable yet when the step was committed elsewhere")
         is_there = sink is not None and error is None
         return Destination(

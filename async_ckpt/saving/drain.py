@@ -265,6 +265,21 @@ class Drain:
         with self._lock:
             self._flow.go(Flow.DECIDED)
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the save is true."""
+        return self._flow.now is Flow.DECIDED
+
+    def compare(self, offset: int, data: memoryview) -> None:
+        """Whether these whole blocks, which were read back, are those that were digested. Raises StorageUnavailableError."""
+        for begin in range(offset, min(offset + len(data), self._covered), BLOCK_BYTES):
+            block = data[begin - offset : min(begin + BLOCK_BYTES, self._covered) - offset]
+            at = begin // BLOCK_BYTES * digests.DIGEST_BYTES
+            if digests.block_digest(block) != self._digests[at : at + digests.DIGEST_BYTES]:
+                raise StorageUnavailableError(
+                    f"what was written is not read back: block {begin // BLOCK_BYTES} differs", path=""
+                )
+
     def relieve(self, starving: bool) -> bool:
         """Memory is short. First goes what is only kept for trying again, then a lane that the save can do without."""
         with self._lock:

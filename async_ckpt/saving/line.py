@@ -36,7 +36,7 @@ class Line:
     ) -> None:
         self.roots, self.rule, self.retire = roots, rule, retire
         self.groups = UnchangedGroups(lambda: ranks.slicer)
-        self._saver, self._catch_up = saver, catch_up
+        self._saver, self._catch_up, self._ranks = saver, catch_up, ranks
         self._catching_up = threading.Lock()  # one copies at a time: two would write the same object
         self._lock = threading.Lock()
         # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
@@ -61,10 +61,10 @@ class Line:
 
     def check_roots(self, *, several_ranks: bool) -> None:
         """Raises ValueError for a rule that several ranks cannot follow."""
-        if several_ranks and self.rule == "any" and not self.has_one_root:
+        if several_ranks and self.rule == "any" and not self.has_one_root and not self._ranks.have_store:
             raise ValueError(
-                'commit="any" with several roots and several ranks is not supported: ranks could wait for each other at '
-                'different roots; use commit="all", or one root'
+                'commit="any" with several roots needs a process group on several ranks, by which they find out which roots they '
+                'share; use commit="all", or one root'
             )
 
     def restored(self, *, behind: bool) -> None:
@@ -104,6 +104,8 @@ class Line:
         errors: list[CheckpointError] = []
         with self._catching_up:
             for run in self.roots.runs:
+                if self._ranks.is_apart(run):
+                    continue  # it is never committed to
                 root = run.storage.locate("").rstrip("/") or "/"
                 try:
                     copied[root] = self._catch_up(

@@ -25,7 +25,7 @@ from ..errors import PeerFailedError
 from ..format.digests import block_digest
 from ..host.ranks import Words, World, world_of
 from ..host.waiting import ENDS_THE_CALL, Wait
-from ..runs.receipts import EMPTY, NO_TABLE, Cause, Classes, Table
+from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..runs.run import Run
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import RankFacts, flag
@@ -33,6 +33,8 @@ from ..staging.device import dense_blocks
 from ..state.capture import Capture
 from ..state.ranked import RankedStates, Structure
 from ..state.sharded import Slicer, mesh_of
+from ..state.writers import Classes
+from .shared import SharedRoot
 from .values import SharedValues
 
 Differing: TypeAlias = Literal["keep", "fail"]
@@ -64,7 +66,10 @@ class Joint:
     copies: dict[str, dict[str, str]] | None = None
     causes: list[Cause] = field(default_factory=list)
     is_followed: bool = True  # somebody here is going to learn what is decided
+    is_any: bool = False  # one of several roots is enough
     is_decided: bool = False
+    is_committed: bool = False  # at some root
+    maybe_at: set[Run] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have
 
     @property
     def shares_by(self) -> str:
@@ -90,7 +95,7 @@ class Ranks:
             raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
         self.may_differ, self._check_replicas = differing == "keep", flag("check_replicas", check_replicas)
         self._max_in_flight = max_in_flight
-        self._root = None if mesh is None else mesh_of(mesh)
+        self.root_mesh = None if mesh is None else mesh_of(mesh)
         self._world: World | None = None
         if given is not None or run_id is not None:
             self._world = world_of(given, run_id)
@@ -105,7 +110,7 @@ class Ranks:
         self._begun: dict[int, Joint] = {}  # the last one that this rank has begun at a step
         self.known: dict[str, str] = {}  # structures that rank 0 has read, by their digest
         self.covered: set[str] = set()  # tables whose ranks hold everything
-        self.claimed: set[Run] = set()  # roots at which this start of the world is known to all
+        self._roots: dict[Run, SharedRoot] = {}
         self.compared: set[str] = set()  # structures of commits, in which what ranks hold alike was compared
 
     @property
@@ -118,6 +123,11 @@ class Ranks:
     @property
     def is_alone(self) -> bool:
         return self.world.is_one
+
+    @property
+    def have_store(self) -> bool:
+        """Whether there is a process group, by whose store they can tell each other things."""
+        return self.world.store is not None
 
     def called(self, step: int, per_rank: Collection[str] = ()) -> Joint | None:
         """`save` was called; None where there is one rank."""
@@ -209,11 +219,27 @@ class Ranks:
                 (self._token,) = self._hear(["token"], "the first save or restore of rank 0")
         return self._token
 
+    def root(self, run: Run) -> SharedRoot:
+        """What is known of one root. All ranks ask for theirs in the same order."""
+        if run not in self._roots:
+            self._roots[run] = SharedRoot(
+                run,
+                len(self._roots),
+                self.world,
+                self.token,
+                lambda: None if self.world.store is None else self._said(),
+            )
+        return self._roots[run]
+
+    def is_apart(self, run: Run) -> bool:
+        """Whether it is known that not all ranks see the same at this root."""
+        return run in self._roots and self._roots[run].is_apart
+
     def _ranked(self) -> RankedStates | None:
         """None in a process that is no part of anything: then tensors are all that they are."""
         world = self.world
         if self._states is None and (world.has_group or not world.is_one):
-            self._states = RankedStates(world.rank, world.size, self._root)
+            self._states = RankedStates(world.rank, world.size, self.root_mesh)
         return self._states
 
     def answers_of_rank_0(self, what: str, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:

@@ -17,13 +17,13 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Literal, Protocol, Self
 
-from ..errors import StorageUnavailableError
+from ..errors import PeerFailedError, StorageUnavailableError
 from ..format.layout import Image
 from ..report import Progress, SaveReport
 from ..runs.manifest import Archive
 from ..spans import Spans
 from ..storage.pace import Pace
-from .delivery import Delivery, OffLoop, Target
+from .delivery import Delivery, OffLoop, Target, ask_for_exception
 from .drain import Drain, Submit
 from .groups import GroupDigest
 
@@ -76,8 +76,8 @@ async def story(attempt: Attempt) -> SaveReport:
             if order.turn is not None:
                 await asyncio.wrap_future(order.turn)
             with spans.span("commit"):
-                await attempt.agree(durable)  # the other ranks too, if there are any
-                await attempt.commit(durable)
+                agreed = await attempt.agree(durable)  # the other ranks too, if there are any
+                await attempt.commit(agreed)
     return attempt.report(await asyncio.wrap_future(order.call_seconds))
 
 
@@ -133,8 +133,8 @@ class Attempt:
 
     @property
     def num_missed(self) -> int:
-        """Targets where it is not."""
-        return sum(not delivery.is_committed for delivery in self._deliveries)
+        """Targets where it should be, and is not."""
+        return sum(not (delivery.is_committed or delivery.is_kept) for delivery in self._deliveries)
 
     async def __aenter__(self) -> Self:
         return self
@@ -147,6 +147,8 @@ class Attempt:
                 await delivery.close()
             return
         self.order.drain.fail(error)
+        for delivery in self._deliveries:
+            await delivery.end_part(error)
         for delivery in self._deliveries:
             await delivery.refuse(error)
         await asyncio.wrap_future(self.order.drain.idle)
@@ -209,27 +211,35 @@ class Attempt:
 
     async def durable(self) -> list[Delivery]:
         """Those that are durable: all, or under "any" the first. Raises as soon as that cannot be any more."""
-        running = {delivery.task: delivery for delivery in self._deliveries if delivery.task is not None}
-        pending = set(running)
-        while pending:
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            errors = [delivery.error for delivery in running.values() if delivery.error is not None]
-            for error in errors:
-                if not self._may_miss(error) or len(errors) == len(running):
-                    raise error
-            arrived = [d for task, d in running.items() if task.done() and d.error is None]
-            if arrived and (self.order.rule == "any" or not pending):
-                return arrived
-        raise AssertionError("every delivery ends in an error or durable")
+        return await self._arrived({d: d.task for d in self._deliveries if d.task is not None})
 
-    async def agree(self, durable: Sequence[Delivery]) -> None:
-        """Go on when all ranks have done their parts. Raises what the save cannot do without."""
-        for delivery in durable:
-            try:
-                await delivery.agree(self._archives[0])
-            except StorageUnavailableError as error:
+    async def agree(self, durable: Sequence[Delivery]) -> list[Delivery]:
+        """Those at which all ranks have done their parts: all that are durable, or under "any" the first of those that are or
+        will be. Raises as soon as that cannot be any more.
+        """
+        for delivery in self._deliveries if self.order.rule == "any" else durable:
+            if delivery.part is None:
+                others = [other for other in self._deliveries if other is not delivery]
+                delivery.part = asyncio.create_task(delivery.take_part(self._archives[0], others))
+                delivery.part.add_done_callback(ask_for_exception)  # `error` has it
+        return await self._arrived({d: d.part for d in self._deliveries if d.part is not None})
+
+    async def _arrived(self, running: Mapping[Delivery, asyncio.Task[None]]) -> list[Delivery]:
+        """Those whose tasks have ended well: all, or under "any" the first. Raises what the save cannot do without."""
+        pending = set(running.values())
+        while True:
+            done = [delivery for delivery, task in running.items() if task.done()]
+            errors = [delivery.error for delivery in done if delivery.error is not None]
+            for error in errors:
                 if not self._may_miss(error):
-                    raise
+                    raise error
+            if errors and len(errors) == len(running):
+                raise _worst(errors)
+            arrived = [delivery for delivery in done if delivery.error is None]
+            if arrived and (self.order.rule == "any" or len(done) == len(running)):
+                return arrived
+            assert pending, "every delivery ends in an error, or well"
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
     async def commit(self, durable: Sequence[Delivery]) -> None:
         """Make it true wherever it is durable. Raises what the save cannot do without."""
@@ -258,7 +268,7 @@ class Attempt:
                 await delivery.afterwards(errors)
         for delivery in late:
             await delivery.arrive_late(self._archives)
-            if delivery.is_committed:
+            if delivery.is_committed or delivery.is_kept:
                 await delivery.afterwards(errors)
         if errors:
             raise errors[0]
@@ -292,4 +302,16 @@ class Attempt:
 
     def _may_miss(self, error: BaseException) -> bool:
         """Whether the save can do without a place that has this error: the place is away, and another may do."""
-        return self.order.rule == "any" and isinstance(error, StorageUnavailableError)
+        is_unheard = (
+            isinstance(error, PeerFailedError) and error.undecided
+        )  # the rank that decides, at this place
+        return self.order.rule == "any" and (is_unheard or isinstance(error, StorageUnavailableError))
+
+
+def _worst(errors: Sequence[BaseException]) -> BaseException:
+    """What to raise of the errors of all places: that nobody knows whether it is committed, if so."""
+    worst = next((error for error in errors if isinstance(error, PeerFailedError)), errors[0])
+    for error in errors:
+        if error is not worst:
+            worst.add_note(f"async_ckpt: another root failed, too: {type(error).__name__}: {error}")
+    return worst

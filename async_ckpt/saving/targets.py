@@ -20,13 +20,14 @@ from ..runs.manifest import Archive, Elsewhere, Manifest, OfRanks
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
 from ..storage.base import Sink, Storage
+from ..storage.bulk import Parcel, copy
 from ..storage.compressed import Zstd, ZstdSink, refuse_if_missing
 from ..storage.locks import temps_of
 from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
-from .agreement import Agreement, listen_again
+from .agreement import Agreement, Alone, listen_again
 from .borrowed import Contents
-from .delivery import OffLoop
+from .delivery import OffLoop, Target, Verify
 from .line import Line
 from .ranks import Joint, Ranks
 from .worker import get_worker
@@ -91,6 +92,11 @@ class FileTarget:
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         """Nothing to agree on."""
 
+    is_cache = may_be_sent_again = False
+
+    def copy_of(self, other: Target, num_bytes: int, verify: Verify, check: Callable[[], None]) -> Sink:
+        raise NotImplementedError("a file has one place")
+
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
         """Nobody else writes it."""
 
@@ -134,7 +140,7 @@ class StepTarget:
         overwrite: bool,
         record: Mapping[str, Any],
         contents: Contents,
-        agreement: Agreement | None = None,
+        agreement: Agreement | Alone,
     ) -> None:
         """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step."""
         self._agreement = agreement
@@ -147,12 +153,11 @@ class StepTarget:
         self._of_ranks: OfRanks | None = None  # what the manifest is to name, where several ranks have agreed
         self._made: Manifest | None = None  # what another rank has committed
         self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
-        self._name = run.attempt_path(step, token, 0 if agreement is None else agreement.rank)
+        self._name = run.attempt_path(step, token, agreement.rank)
         self.name = self._name.rpartition("/")[2]
         self.storage, self.in_order = run.storage, run.storage.in_order
-        self.path = run.storage.locate(self._name if agreement is None else run.folder(step))
-        self._decides = agreement is None or agreement.decides
-        if self._decides:
+        self.path = run.storage.locate(run.folder(step) if agreement.has_others else self._name)
+        if agreement.decides:
             self._check_at_once()
 
     def _check_at_once(self) -> None:
@@ -170,10 +175,10 @@ class StepTarget:
             raise StorageUnavailableError(
                 f"{self.path}: earlier writes there have not returned yet", path=self.path
             )
-        if self._agreement is not None and self._decides:
+        if self._agreement.decides:
             self._agreement.claim()
-        if not self.storage.remote and self._decides:
-            self._run.sweep_once(has_ranks=self._agreement is not None)  # first, for it makes room
+            if not self.storage.remote:
+                self._run.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
         return self.storage.create(
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
         )
@@ -182,7 +187,7 @@ class StepTarget:
         return self.storage.part_segments(num_bytes, segment_bytes)
 
     def check(self) -> None:
-        if not self._decides:
+        if not self._agreement.decides:
             return
         if self._reached < Reached.CHECKED:
             self._check()
@@ -209,7 +214,7 @@ class StepTarget:
             yield
         except StepExistsError as error:
             rank, world_size = ranks()
-            if world_size < 2 or self._agreement is not None:
+            if world_size < 2 or self._agreement.has_others:
                 raise
             raise StepExistsError(
                 f"{error}. This is rank {rank} of {world_size}: if every rank saves to {self._run.storage.locate('')}, "
@@ -219,20 +224,31 @@ class StepTarget:
                 step=self._step,
             ) from error.__cause__
 
+    @property
+    def is_cache(self) -> bool:
+        return self._agreement.is_apart
+
+    @property
+    def may_be_sent_again(self) -> bool:
+        return self._agreement.has_others and not self.is_cache
+
+    def copy_of(self, other: Target, num_bytes: int, verify: Verify, check: Callable[[], None]) -> Sink:
+        sinks: list[Sink] = []
+        parcel = Parcel(partial(other.storage.open, self._name), self._name, num_bytes, verify)
+        copy([parcel], self.storage, background=True, check=check, finished=sinks.append)
+        return sinks[0]
+
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        if self._agreement is not None:
-            self._of_ranks = await self._agreement.agree(archive, off_loop, check)
+        self._of_ranks = await self._agreement.agree(archive, off_loop, check)
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        if not self._decides and self._agreement is not None:
-            self._made = await self._agreement.hear(off_loop, check)
+        self._made = await self._agreement.hear(off_loop, check)
 
     def refuse(self, error: BaseException) -> bool:
-        return self._agreement is None or self._agreement.refuse(error)
+        return self._agreement.refuse(error)
 
     async def follow(self, off_loop: OffLoop) -> None:
-        if not self._decides and self._agreement is not None:
-            await self._agreement.follow(off_loop)
+        await self._agreement.follow(off_loop)
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         if self._made is not None:  # rank 0 has
@@ -242,9 +258,7 @@ class StepTarget:
         # Newer steps may have followed since: a late commit takes none of them out of the run.
         retire = self._line.retire and not late
         elsewhere = (*self._contents.borrowed, *self._write_driver())
-        if self._agreement is not None:
-            self._agreement.may_be_committed = True
-        with self._telling_ranks():
+        with self._agreement.committing(), self._telling_ranks():
             made = self._run.commit(
                 self._step,
                 self._token,
@@ -254,12 +268,11 @@ class StepTarget:
                 record=self._record,
                 elsewhere=elsewhere,
                 ranks=self._of_ranks,
-                world_size=1 if self._agreement is None else self._agreement.world_size,
+                world_size=self._agreement.world_size,
             )
         self._reached = Reached.COMMITTED
         self._close_driver()
-        if self._agreement is not None:
-            self._agreement.committed()
+        self._agreement.committed()
         self._is_committed_as(made, archives, late=late)
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
             self._announce()
@@ -301,10 +314,12 @@ class StepTarget:
 
     def discard(self) -> None:
         self._close_driver()
-        self._run.discard(self._step, self._token, 0 if self._agreement is None else self._agreement.rank)
+        self._run.discard(self._step, self._token, self._agreement.rank)
 
     def afterwards(self) -> None:
-        if not self._decides:
+        if self.is_cache:
+            self._run.trim(self._step, self._token, self._agreement.rank, in_flight=self._line.in_flight())
+        if self.is_cache or not self._agreement.decides:
             return
         replaced = self._replaces[0] if self._replaces else None
         refusal: CheckpointError | None = None
@@ -313,11 +328,10 @@ class StepTarget:
                 self._announce()
             except CheckpointError as error:
                 refusal = error  # a tracker that cannot be moved must not keep old steps for ever
-        if self._agreement is not None:
-            self._agreement.afterwards()
+        self._agreement.afterwards()
         self._run.retain(self._step, replaced=replaced, in_flight=self._line.in_flight())
         if self.storage.remote:
-            self._run.sweep_once(has_ranks=self._agreement is not None)
+            self._run.sweep_once(has_ranks=self._agreement.has_others)
         self._line.catch_up_behind(self._run)
         if refusal is not None:
             raise refusal
@@ -339,11 +353,17 @@ def step_targets(
     """An attempt at a step, at each root; of all ranks together, with `joint`. Raises what refuses it at once."""
     if joint is None:
         token = os.urandom(4).hex()
-        return [StepTarget(line, run, step, token, overwrite, record, contents) for run in line.roots.runs]
-    ranks.begin(joint, partial(listen_again, ranks, line.roots.runs))
+        return [
+            StepTarget(line, run, step, token, overwrite, record, contents, Alone())
+            for run in line.roots.runs
+        ]
+    runs = line.roots.runs
+    ranks.begin(joint, partial(listen_again, ranks, runs))
+    joint.is_any = line.rule == "any" and not line.has_one_root
+    agreements = {run: Agreement(ranks, joint, run, [one for one in runs if one is not run]) for run in runs}
     return [
-        StepTarget(line, run, step, joint.attempt, overwrite, record, contents, Agreement(ranks, joint, run))
-        for run in line.roots.runs
+        StepTarget(line, run, step, joint.attempt, overwrite, record, contents, agreement)
+        for run, agreement in agreements.items()
     ]
 
 

@@ -155,7 +155,8 @@ class Worker:
                 outcome.set_exception(error)
             with self._lock:
                 self._calls.discard(outcome)
-            self._loop.call_soon_threadsafe(ended.set_result, None)
+            with suppress(RuntimeError):  # the interpreter exits: the loop is closed, and nobody waits
+                self._loop.call_soon_threadsafe(ended.set_result, None)
 
         try:
             self.callers.submit(call)

@@ -88,7 +88,7 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
         walk.specs,
         walk.tensors,
         skeleton,
-        walk.pickled(),
+        walk.pickled_leaves(),
         walk.marks,
         tuple(walk.held),
         frozenset(walk.held_tensors),
@@ -248,16 +248,16 @@ class _Walk:
         descr = numpy.lib.format.dtype_to_descr(array.dtype)
         return {"ndarray": [self._bytes(raw, path, "uint8", (raw.size,)), descr, list(shape)]}
 
-    def pickled(self) -> bytes | None:
+    def pickled_leaves(self) -> bytes | None:
         """The leaves that are not plain data, by torch.save; None when there are none."""
         if not self._objects:
             return None
         try:
-            data = _pickle(self._objects)
+            data = pickled(self._objects)
         except Exception:
             for value, where in zip(self._objects, self._object_paths, strict=True):
                 try:
-                    _pickle(value)
+                    pickled(value)
                 except Exception as error:
                     raise UnsupportedStateError(
                         f"{where}: {with_article(type(value).__qualname__)} cannot be pickled ({error}); "
@@ -278,7 +278,7 @@ class _Walk:
         if not new or not _needs_trust(data):
             return
         for value, where in new.values():
-            if _needs_trust(_pickle(value)):
+            if _needs_trust(pickled(value)):
                 _log.warning(
                     "async_ckpt: %s is %s, which is pickled: loading it will need trust=True. Store text or numbers instead "
                     "to avoid this",
@@ -343,7 +343,8 @@ def why_not(tensor: torch.Tensor) -> str | None:
     return f"{with_article(kind)} has no memory of its own; save the plain tensors that it wraps"
 
 
-def _pickle(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
+    """By torch.save."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -19,7 +18,7 @@ import torch
 from ..spec import BORROWED, DTYPES, MeshFacts, RankFacts, SliceOf, Spread, TensorSpec, by_tensor
 from .capture import Capture
 from .sharded import Slicer
-from .shares import Holding, by_everybody, written
+from .shares import Holding, by_everybody, sharers, written
 from .slices import Mesh, Rectangle, Replicas, Slices
 from .values import is_within
 
@@ -33,7 +32,7 @@ class Structure(NamedTuple):
     """How a rank's state looks, without its values: alike on all ranks whose states differ in nothing but these.
 
     `text` has a line for each tensor: its path, dtype and global shape, how it is cut, and the shape of the mesh. No rank
-    is named in it.
+    is named in it, but for those of a mesh that is no regular grid.
     """
 
     text: str
@@ -140,42 +139,6 @@ class RankedStates:
         mesh = slices.mesh
         return mesh is None or slices.replicas().size > 1 or mesh.size < self.world_size
 
-    def _sharers(self, slices: Slices, mates: Sequence[int]) -> Replicas:
-        """The ranks that hold the same, and are known to have a state of the same structure."""
-        if slices.is_plain:
-            ranks = list(mates)
-        else:
-            replicas = self._under_root(slices) or slices.replicas().ranks
-            if replicas is None:
-                return Replicas()
-            known = set(mates)
-            ranks = [one for one in replicas.all_ranks() if one in known]
-        if len(ranks) < 2:
-            return Replicas()
-        return Replicas(Mesh.of((len(ranks),), ranks), ranks.index(self.rank))
-
-    def _under_root(self, slices: Slices) -> Mesh | None:
-        """The ranks of the root mesh that hold the same of a tensor, if its own mesh is a part of that."""
-        root, mesh = self._root, slices.mesh
-        if (
-            root is None
-            or mesh is None
-            or slices.cuts is None
-            or self.rank not in (ranks := root.all_ranks())
-        ):
-            return None
-        at, coordinate = ranks.index(self.rank), list[int]()
-        for size in reversed(root.shape):
-            at, step = divmod(at, size)
-            coordinate.insert(0, step)
-        cut = {one.mesh_dim for one in slices.cuts}
-        for dims in permutations(range(len(root.shape)), len(mesh.shape)):
-            part = root.along(dims, tuple(coordinate))
-            if (part.shape, part.all_ranks()) == (mesh.shape, mesh.all_ranks()):
-                free = [dim for dim in range(len(root.shape)) if dim not in {dims[n] for n in cut}]
-                return root.along(free, tuple(coordinate)) if free else None
-        return None
-
     def _looked_at(self, captured: Capture, per_rank: tuple[str, ...]) -> _Look:
         """The last look, if the state still looks like that."""
         look = self._look
@@ -192,14 +155,14 @@ class RankedStates:
     def _planned(self, captured: Capture, look: _Look, given: Sequence[int]) -> _Plan:
         mates = given if self.rank in given else [self.rank]
         names, tensors, per_rank = look.names, look.tensors, frozenset(look.per_rank)
-        sharers = _Remembered(lambda slices: self._sharers(slices, mates))
+        sharing = _Remembered(lambda slices: sharers(slices, self.rank, mates, self._root))
         has_others = _Remembered(self._has_others)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
         holdings = {
             names[number]: Holding(
                 slices,
                 DTYPES[captured.specs[tensors[number][0]].dtype][0],
-                Replicas() if number in own else sharers(slices),
+                Replicas() if number in own else sharing(slices),
             )
             for number, slices in enumerate(captured.slices)
             if captured.specs[tensors[number][0]].alias_of is None
@@ -277,7 +240,7 @@ def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
         if slices.cuts is None:
             spread = {"held": [[one.global_offsets, one.sizes] for one in slices.rectangles]}
         elif mesh is not None:
-            spread = [slices.cuts, mesh.shape, mesh.stride, bool(mesh.ranks), slices.coordinate is not None]
+            spread = [slices.cuts, mesh.shape, mesh.stride, mesh.ranks, slices.coordinate is not None]
         dtype = captured.specs[here[0]].dtype
         lines.append(_in_short([name, dtype, slices.global_shape, spread]))
     structure = _digested("\n".join(sorted(lines)))

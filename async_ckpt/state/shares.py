@@ -1,6 +1,6 @@
 """Who writes: which part of what several ranks hold alike each of them writes, without asking the others.
 
-In: what this rank holds, and with whom. Out: the rectangles that it writes. Knows nothing of: tensors, other ranks' states.
+In: what a rank holds, and with whom. Out: the rectangles that it writes. Knows nothing of: tensors, other ranks' states.
 
 All that one set of ranks holds alike is a line of its own: laid end to end in the order of names, and divided into as many
 shares of the same number of bytes as there are ranks. Every one of them has the same line, so no two write the same and
@@ -10,12 +10,13 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from math import prod
 from typing import Final, NamedTuple
 
 from ..spec import KIB, MIB
-from .slices import Rectangle, Replicas, Slices
+from .slices import Mesh, Rectangle, Replicas, Slices
 
 # Of this arithmetic. It is stored with what was written by it: a reader has to find the owners of old checkpoints too.
 VERSION: Final = 1
@@ -35,10 +36,49 @@ class Holding(NamedTuple):
     replicas: Replicas
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """A rectangle of a tensor, and where it lies in a line."""
+
     name: str
     rectangle: Rectangle
     num_bytes: int
+    at: int
+
+
+class Line(NamedTuple):
+    """All that one set of ranks holds alike, laid end to end."""
+
+    pieces: list[Piece]
+    num_bytes: int = 0
+
+    def share(self, number: int, shares: int) -> Iterator[tuple[str, Rectangle]]:
+        """What of it the rank of this number writes, of so many."""
+        for piece in self.pieces:
+            part = self._part(piece, number, shares)
+            if part is not None:
+                yield piece.name, part
+
+    def writers(self, name: str, shares: int) -> Iterator[tuple[int, Rectangle]]:
+        """The numbers of the ranks that write something of a tensor, of so many, and what each of them does."""
+        for piece in self.pieces:
+            if piece.name == name:
+                begin = max(0, piece.at * shares // self.num_bytes - 1)
+                end = min(shares, (piece.at + piece.num_bytes) * shares // self.num_bytes + 2)
+                for number in range(begin, end):
+                    part = self._part(piece, number, shares)
+                    if part is not None:
+                        yield number, part
+
+    def _part(self, piece: Piece, number: int, shares: int) -> Rectangle | None:
+        first, last = self.num_bytes * number // shares, self.num_bytes * (number + 1) // shares
+        _, rectangle, num_bytes, at = piece
+        if num_bytes < CUT_BYTES:
+            return rectangle if first <= at < last else None
+        dim, rows = next((dim, size) for dim, size in enumerate(rectangle.sizes) if size > 1)
+        row_bytes = num_bytes // rows
+        # The row in which a share begins belongs to the share before it.
+        start, stop = (min(max(0, -(-(end - at) // row_bytes)), rows) for end in (first, last))
+        return _rows(rectangle, dim, start, stop) if start < stop else None
 
 
 def written(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rectangle, ...]]:
@@ -48,21 +88,65 @@ def written(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rectangle, ...]]
     that are whole on each are written by all of them.
     """
     taken: dict[str, list[Rectangle]] = {name: [] for name in holdings}
-    lines: dict[Replicas, list[_Piece]] = {}
     everybody = by_everybody(holdings)
-    for name in sorted(holdings):
-        slices, item_bytes, replicas = holdings[name]
-        if slices.is_copy:
-            continue
-        if name in everybody or replicas.size == 1:
+    for name, (slices, _, replicas) in holdings.items():
+        if not slices.is_copy and (name in everybody or replicas.size == 1):
             taken[name].extend(slices.rectangles)
-        else:
-            line = lines.setdefault(replicas, [])
-            line.extend(_Piece(name, one, one.num_elements * item_bytes) for one in slices.rectangles)
-    for replicas, line in lines.items():
-        for name, rectangle in _share(line, replicas.number, replicas.size):
+    for replicas, line in lines(holdings, everybody).items():
+        for name, rectangle in line.share(replicas.number, replicas.size):
             taken[name].append(rectangle)
     return {name: tuple(rectangles) for name, rectangles in taken.items()}
+
+
+def lines(holdings: Mapping[str, Holding], everybody: set[str]) -> dict[Replicas, Line]:
+    """The lines that a rank has a share in, by the ranks that it shares with; without what `everybody` writes."""
+    found: dict[Replicas, list[Piece]] = {}
+    ends: dict[Replicas, int] = {}
+    for name in sorted(holdings):
+        slices, item_bytes, replicas = holdings[name]
+        if slices.is_copy or name in everybody or replicas.size == 1:
+            continue
+        for one in slices.rectangles:
+            at, num_bytes = ends.get(replicas, 0), one.num_elements * item_bytes
+            found.setdefault(replicas, []).append(Piece(name, one, num_bytes, at))
+            ends[replicas] = at + num_bytes
+    return {replicas: Line(pieces, ends[replicas]) for replicas, pieces in found.items()}
+
+
+def sharers(slices: Slices, rank: int, mates: Sequence[int], root: Mesh | None = None) -> Replicas:
+    """The ranks that hold the same of a tensor as this one, among its `mates`, which are known to have states alike.
+
+    `root` is a mesh of which those of all tensors are parts.
+    """
+    if slices.is_plain:
+        ranks = list(mates)
+    else:
+        replicas = _under_root(slices, rank, root) or slices.replicas().ranks
+        if replicas is None:
+            return Replicas()
+        known = set(mates)
+        ranks = [one for one in replicas.all_ranks() if one in known]
+    if len(ranks) < 2:
+        return Replicas()
+    return Replicas(Mesh.of((len(ranks),), ranks), ranks.index(rank))
+
+
+def _under_root(slices: Slices, rank: int, root: Mesh | None) -> Mesh | None:
+    """The ranks of the root mesh that hold the same of a tensor, if its own mesh is a part of that."""
+    mesh = slices.mesh
+    if root is None or mesh is None or slices.cuts is None or rank not in (ranks := root.all_ranks()):
+        return None
+    at, coordinate = ranks.index(rank), list[int]()
+    for size in reversed(root.shape):
+        at, step = divmod(at, size)
+        coordinate.insert(0, step)
+    cut = {one.mesh_dim for one in slices.cuts}
+    for dims in permutations(range(len(root.shape)), len(mesh.shape)):
+        part = root.along(dims, tuple(coordinate))
+        if (part.shape, part.all_ranks()) == (mesh.shape, mesh.all_ranks()):
+            free = [dim for dim in range(len(root.shape)) if dim not in {dims[n] for n in cut}]
+            return root.along(free, tuple(coordinate)) if free else None
+    return None
 
 
 def by_everybody(holdings: Mapping[str, Holding]) -> set[str]:
@@ -75,24 +159,6 @@ def by_everybody(holdings: Mapping[str, Holding]) -> set[str]:
             names.add(name)
             total += num_bytes
     return names
-
-
-def _share(line: list[_Piece], number: int, shares: int) -> Iterable[tuple[str, Rectangle]]:
-    """What of a line lies in the share of this number."""
-    total = sum(piece.num_bytes for piece in line)
-    first, last = total * number // shares, total * (number + 1) // shares
-    at = 0
-    for name, rectangle, num_bytes in line:
-        if num_bytes >= CUT_BYTES:
-            dim, rows = next((dim, size) for dim, size in enumerate(rectangle.sizes) if size > 1)
-            row_bytes = num_bytes // rows
-            # The row in which a share begins belongs to the share before it.
-            start, stop = (min(max(0, -(-(end - at) // row_bytes)), rows) for end in (first, last))
-            if start < stop:
-                yield name, _rows(rectangle, dim, start, stop)
-        elif first <= at < last:
-            yield name, rectangle
-        at += num_bytes
 
 
 def _rows(rectangle: Rectangle, dim: int, start: int, stop: int) -> Rectangle:

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from ...host.ranks import world_of
 from ...loading.contents import CPU, Part
 from ...loading.fill import Wanted, fill, planned
-from ...loading.find import Readers, from_path
+from ...loading.find import from_path
+from ...loading.lots import Readers
 from ...loading.restore import restore_state
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.others import OF_DCP
@@ -27,7 +27,7 @@ from ...state.names import Select
 from ...storage.append import Appender
 from ...storage.base import Storage
 from ...storage.place import Anywhere, written_at
-from .entries import Entry, entries_of, kept_in, metadata_of, saved, value_of
+from .entries import Entry, entries_of, kept_in, metadata_of, saved, this_rank, value_of
 
 # What is in memory at one time: one piece of a tensor, or several small tensors.
 _BATCH_BYTES: Final = 64 * MIB
@@ -66,13 +66,11 @@ def restore(
 
     Raises what `AsyncCheckpointer.restore` raises.
     """
-    world = world_of(None, None)
-    readers = Readers(None if world.is_one else (world.rank, world.size), from_ranks)
 
     def put_back(parts: Sequence[Part]) -> None:
         restore_state(parts, state, select=select, strict=strict, trust=trust, verify=verify, types=types)
 
-    from_path(path, put_back, verify=verify, readers=readers)
+    from_path(path, put_back, verify=verify, readers=this_rank(from_ranks))
 
 
 def to_dcp(
@@ -114,7 +112,7 @@ def to_dcp(
             _write_tensors(folder, entries, metadata)
             folder.finish(metadata)
 
-    from_path(source, write, verify=verify, readers=Readers(from_ranks=from_ranks))
+    from_path(source, write, verify=verify, readers=Readers(from_ranks=from_ranks, reads_all=True))
 
 
 def _write_values(

@@ -5,10 +5,8 @@ In: opened archives. Out: torch's metadata, and values as torch.save writes them
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from ...host.ranks import world_of
 from ...loading.contents import CPU, Contents, Part
 from ...loading.fill import Wanted
+from ...loading.lots import Readers
 from ...loading.open import OpenArchive
 from ...spec import with_article
 from ...state.names import Path, shown
@@ -50,33 +49,38 @@ class Entry(NamedTuple):
         return self.file.index.tensors[self.tensor].shape
 
 
+def this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
+    """Who reads: where there are several ranks, each gets its own values."""
+    world = world_of(None, None)
+    return Readers(None if world.is_one else (world.rank, world.size), from_ranks)
+
+
 def kept_in(parts: Sequence[Part]) -> Mapping[str, Any]:
     """What a writer of ours has kept beside the state."""
-    kept = parts[0].record.get(KEPT)
+    kept = None if parts[0].made is None else parts[0].made.record.get(KEPT)
     return kept if isinstance(kept, dict) else {}
 
 
 def identity_of(parts: Sequence[Part]) -> str:
-    """A text that is the same for the same files."""
-    found = hashlib.blake2b(digest_size=16)
-    for file in (file for part in parts for file in part.archive.files):
-        told = file.digest if isinstance(file, OpenArchive) else str(file.index.file_bytes)
-        found.update(f"{file.path.rpartition('/')[2]} {told}\n".encode())
-    return found.hexdigest()
+    """A text that is the same for the same checkpoint, whichever of its files are open."""
+    made, file = parts[0].made, parts[0].archive
+    if made is not None:
+        return f"step {made.step}, attempt {made.attempt}"
+    return file.digest if isinstance(file, OpenArchive) else f"{file.path}, {len(file.index.tensors)} tensors"
 
 
 def entries_of(parts: Sequence[Part]) -> dict[str, Entry]:
     """Raises TypeError for a state that is not a dict, and ValueError where two entries have one name."""
     found: dict[str, Entry] = {}
     for part in parts:
+        part.archive.need_names()
         tree, _ = part.archive.tree(groups=part.groups)
         if not isinstance(tree, dict):
             raise TypeError(
                 f"{part.archive.path}: torch.distributed.checkpoint loads dicts, and this is {with_article(type(tree).__name__)}; "
                 "load it by async_ckpt.load"
             )
-        own = replaced(tree, _as_it_is, partial(_own, part.archive))
-        for name, (path, value) in flattened(own).items():
+        for name, (path, value) in flattened(tree).items():
             found[name] = Entry(path, value, part.archive)
     return found
 
@@ -128,14 +132,3 @@ def saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _own(file: Contents, apart: SavedApart) -> Any:
-    """This rank's value, in a world of the size that has saved it."""
-    world = world_of(None, None)
-    is_same = world.size == len(file.files) and world.rank in apart.values
-    return replaced(apart.values[world.rank], _as_it_is) if is_same else apart
-
-
-def _as_it_is(leaf: Stored) -> Stored:
-    return leaf

@@ -27,14 +27,23 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ...errors import StorageUnavailableError
 from ...loading.contents import CPU, Contents, Part
 from ...loading.fill import Wanted, fill, planned
-from ...loading.find import Readers, from_path
+from ...loading.find import from_path
 from ...state.capture import why_not
 from ...state.cover import Box
 from ...state.names import shown
 from ...state.sharded import Slicer, is_sharded
 from ...state.slices import Rectangle
 from ...storage.place import Anywhere, place_of
-from .entries import Entry, entries_of, identity_of, kept_in, metadata_of, saved, value_of
+from .entries import (
+    Entry,
+    entries_of,
+    identity_of,
+    kept_in,
+    metadata_of,
+    saved,
+    this_rank,
+    value_of,
+)
 from .writer import is_place
 
 T = TypeVar("T")
@@ -70,7 +79,7 @@ class TarStorageReader(StorageReader):
     ) -> None:
         self._place = place_of(path)
         self._verify, self._trust = verify, trust
-        self._readers = Readers(from_ranks=from_ranks)
+        self._from_ranks = from_ranks
         self._load_id = os.urandom(8).hex()
         self._seen = ""  # what the metadata was read from
 
@@ -139,7 +148,7 @@ class TarStorageReader(StorageReader):
         return is_place(checkpoint_id)
 
     def _read(self, use: Callable[[Sequence[Part]], T]) -> T:
-        return from_path(self._place, use, verify=self._verify, readers=self._readers)
+        return from_path(self._place, use, verify=self._verify, readers=this_rank(self._from_ranks))
 
 
 class _Load:
@@ -173,6 +182,7 @@ class _Load:
         for name, held in elsewhere.items():
             for rectangle, part in held:
                 self._want(name, part.detach(), rectangle.global_offsets, rectangle.sizes)
+        self._need()
         made = [(item, self._value(item)) for item in values]
         fill(planned(self._wanted.values()))
         for action in self._after:
@@ -199,6 +209,11 @@ class _Load:
                     found[name] = list(zip(slices.rectangles, parts, strict=True))
         return found
 
+    def _need(self) -> None:
+        """All that is wanted, said before any of it is read: other files may have to be opened for it."""
+        for file, wanted in self._wanted.values():
+            file.need((one.number, _box(one)) for one in wanted)
+
     def _want(
         self, name: str, target: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> None:
@@ -223,6 +238,11 @@ class _Load:
         wanted, make = value_of(name, entry, trust=self._trust)
         self._wanted.setdefault(id(entry.file), (entry.file, []))[1].extend(wanted)
         return lambda: bytes(make()) if name in self._blobs else saved(make())
+
+
+def _box(wanted: Wanted) -> Box:
+    shape = tuple(wanted.into.shape)
+    return Box(wanted.offsets or (0,) * len(shape), shape)
 
 
 def _cast(target: torch.Tensor, made: torch.Tensor) -> None:

@@ -1,0 +1,227 @@
+"""`merge`: a step that many ranks have saved, as one archive with full tensors.
+
+In: a run. Out: one archive, wherever it is wanted. Knows nothing of: live objects.
+
+The file is planned before a byte moves, like any other archive, and then written from front to back. What comes next is
+gathered from the archives of the ranks while the sink still writes what came before, so a few segments are all the memory
+that this takes, however large the state is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import NotCommittedError, StateMismatchError
+from ..format import digests
+from ..format.layout import Layout, SegmentPlan, TensorPlan, lay_out
+from ..host.memory import Memory
+from ..loading.contents import Contents, Part
+from ..loading.find import Committed, committed_folders, from_committed, nothing_committed
+from ..loading.load import check_lent
+from ..loading.lots import Readers
+from ..loading.ranges import Range, read_ranges
+from ..report import Destination, SaveReport
+from ..saving.targets import FileTarget
+from ..spans import monotonic, wall_time
+from ..spec import BLOCK_BYTES, SEGMENT_BYTES, Json, TensorSpec
+from ..state.capture import pickled
+from ..state.merge import merge as merge_skeletons
+from ..state.names import shown
+from ..state.tree import SavedApart, leaves, top_keys
+from ..storage.append import Appender
+from ..storage.base import Storage
+from ..storage.place import Anywhere, storage_at, written_at
+
+_COMPRESSED: Final = (".zst", ".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
+
+
+def merge(
+    run: Anywhere,
+    step: int | None,
+    destination: Anywhere,
+    *,
+    from_ranks: Mapping[str, int] | None = None,
+    trust: bool = False,
+    verify: bool = True,
+) -> SaveReport:
+    """Write a step that several ranks have saved as one archive with full tensors. Returns when it is durable.
+
+        async_ckpt.merge("runs/a", 500, "out/x.tar")
+
+    The archive is as if one process had saved the state: `load` returns the same as for the step, bit for bit, and other
+    programs read the safetensors files in it. It is streamed: it takes less than 256 MiB of memory, however large the state
+    is. Groups that the step borrows from earlier ones are in it, too. The run is not changed, and nothing is visible at the
+    destination until all of it is durable.
+
+    Args:
+        run: the root of the run; a path, a URL or a Place.
+        step: a committed step; None for the newest.
+        destination: the path or URL of the archive, or a Place. It is not compressed.
+        from_ranks: whose value to take where each rank has its own, by name, such as {"rng": 0}. Every such name needs one.
+        trust: as for `load`: values that are not plain data are unpickled and pickled again.
+        verify: compare the digest of every block that is read.
+
+    Raises NotCommittedError if there is no such step, StateMismatchError if ranks have values of their own that `from_ranks`
+    does not choose among, KeyError if it names nothing, UntrustedObjectError, CorruptCheckpointError, ValueError or
+    IsADirectoryError for a destination that cannot be written to, StorageFullError and StorageUnavailableError.
+    """
+    begin = monotonic()
+    place = written_at(destination)
+    target = FileTarget.at(place)
+    if target.path.lower().endswith(_COMPRESSED):
+        raise ValueError(f"{target.path}: a merged archive is a plain tar; give it a name such as merged.tar")
+    there = _committed(storage_at(run), step)
+    storage, name = place.object()
+
+    def write(parts: Sequence[Part]) -> SaveReport:
+        check_lent(parts, None)
+        state = _state_in(parts, trust=trust)
+        layout = lay_out(
+            TensorPlan(state.specs),
+            skeleton=state.skeleton,
+            objects=state.objects,
+            step=there.read().step,
+            mtime=int(wall_time()),
+        )
+        retries = _write(state, layout, storage, name)
+        seconds = monotonic() - begin
+        num_stored = sum(spec.alias_of is None for spec in state.specs)
+        return SaveReport(
+            status="committed",
+            step=there.read().step,
+            path=target.path,
+            num_bytes=layout.file_bytes,
+            num_tensors=num_stored,
+            stall_seconds=seconds,
+            write_seconds=seconds,
+            total_seconds=seconds,
+            retries=retries,
+            destinations=(Destination(target.path, layout.file_bytes, seconds, retries),),
+        )
+
+    return from_committed(there, write, verify=verify, readers=Readers(None, from_ranks, reads_all=True))
+
+
+def _committed(storage: Storage, step: int | None) -> Committed:
+    folders = dict(committed_folders(storage))
+    if not folders:
+        raise nothing_committed(storage)
+    number = max(folders) if step is None else step
+    if number not in folders:
+        there = ", ".join(map(str, sorted(folders)))
+        where = storage.locate("")
+        raise NotCommittedError(
+            f"{where}: step {number} is not committed there; {there} are", path=where, step=number
+        )
+    return Committed.at(storage, folders[number], lambda: storage)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What is to be written: as a capture of live objects, but that each tensor is one of a file."""
+
+    skeleton: str
+    specs: list[TensorSpec]
+    tensors: list[tuple[Contents, int]]  # by spec
+    objects: bytes | None
+
+
+def _state_in(parts: Sequence[Part], *, trust: bool) -> _State:
+    """Raises StateMismatchError for values of each rank, of which nobody has said which to take."""
+    values, objects = [], []
+    for part in parts:
+        value, stored = part.archive.tree(groups=part.groups)
+        values.append(value)
+        objects.append(part.archive.objects(stored, trust=trust))
+    _refuse_apart(parts, values)
+    skeletons = {n: _of_groups(part) for n, part in enumerate(parts)}
+    merged = merge_skeletons(skeletons, {n: len(part.archive.index.tensors) for n, part in enumerate(parts)})
+    specs: list[TensorSpec] = []
+    tensors: list[tuple[Contents, int]] = []
+    first: dict[tuple[int, int], int] = {}
+    for there in merged.tensors:
+        ((n, number),) = there.items()
+        archive = parts[n].archive
+        told, primary = archive.index.tensors[number], archive.primary(number)
+        stored_as = first.setdefault((n, primary), len(specs))
+        alias = None if stored_as == len(specs) else stored_as
+        specs.append(TensorSpec(told.path, told.dtype, told.shape, alias))
+        tensors.append((archive, primary))
+    pickles = objects[0] if merged.objects is None else [objects[n][number] for n, number in merged.objects]
+    skeleton = json.dumps(merged.skeleton, separators=(",", ":"))
+    return _State(skeleton, specs, tensors, pickled(pickles) if pickles else None)
+
+
+def _refuse_apart(parts: Sequence[Part], values: Sequence[Any]) -> None:
+    apart = [leaf for value in values for leaf in leaves(value) if isinstance(leaf, SavedApart)]
+    if not apart:
+        return
+    names = [shown(leaf.path) for leaf in apart]
+    example = f"from_ranks={{{names[0]!r}: {min(apart[0].values)}}}"
+    raise StateMismatchError(
+        f"{parts[0].archive.path}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}: each rank has saved its own; say whose to "
+        f"take, such as {example}",
+        missing=(),
+        unexpected=(),
+        mismatched=tuple(names),
+    )
+
+
+def _of_groups(part: Part) -> Json:
+    """The skeleton of what counts of a file."""
+    skeleton = part.archive.index.skeleton
+    if part.groups is None:
+        return skeleton
+    assert top_keys(skeleton) is not None  # see `check_lent`
+    (kind,) = (kind for kind in ("dict", "ordered") if kind in skeleton)
+    return {**skeleton, kind: [[key, node] for key, node in skeleton[kind] if key in part.groups]}
+
+
+def _write(state: _State, layout: Layout, storage: Storage, name: str) -> int:
+    """Returns how often something was tried again."""
+    if not storage.remote:
+        Path(storage.locate(name)).parent.mkdir(parents=True, exist_ok=True)
+    out = Appender(storage, name, limit_bytes=layout.file_bytes)
+    memory = Memory(min(SEGMENT_BYTES, layout.file_bytes))
+    try:
+        covered, blocks = layout.digests.data.offset, bytearray()
+        tail = b""
+        for plan in layout.segments(SEGMENT_BYTES):
+            _fill(memory, plan, state)
+            view = memory.view[: plan.num_bytes]
+            for at in range(plan.offset, min(plan.offset + plan.num_bytes, covered), BLOCK_BYTES):
+                here = view[at - plan.offset : min(at + BLOCK_BYTES, covered) - plan.offset]
+                blocks += digests.block_digest(here)
+            if plan.offset + plan.num_bytes > covered:
+                tail = tail or digests.dump(covered, bytes(blocks))
+                _overlay(view, plan.offset, tail, covered)
+            out.append(view)
+        out.finish()
+    except BaseException:
+        out.abort()
+        raise
+    finally:
+        memory.free()
+    out.sink.close()
+    return out.sink.num_retries
+
+
+def _fill(memory: Memory, plan: SegmentPlan, state: _State) -> None:
+    for target, data in plan.literals:
+        memory.view[target : target + len(data)] = data
+    ranges = [
+        Range(*state.tensors[tensor], source, length, target)
+        for target, tensor, source, length in plan.pieces
+    ]
+    read_ranges(ranges, memory.tensor)
+
+
+def _overlay(view: memoryview, offset: int, text: bytes, at: int) -> None:
+    """Put a text that begins at byte `at` of the file where it is in the segment from `offset` on."""
+    begin, end = max(at, offset), min(at + len(text), offset + len(view))
+    if begin < end:
+        view[begin - offset : end - offset] = text[begin - at : end - at]

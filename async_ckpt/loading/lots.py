@@ -1,0 +1,251 @@
+"""The archives that all ranks have written of one step, opened as far as they are needed.
+
+In: the names of archives, and what a reader finds missing in those that are open. Out: what is open, as one file.
+Knows nothing of: runs, live objects.
+
+Which archives are needed is known only once it is known what is wanted. A rank of as many as have saved opens its own, and most
+find all there. Any other reader opens one of each kind, which know all names. What is in none of these is asked of the
+layout, by arithmetic (`state.writers`). Where that does not know it either, all archives are opened, if they are not too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from ..errors import CheckpointError, CorruptCheckpointError
+from ..host.threads import Crew
+from ..runs import layouts
+from ..runs.manifest import Archive
+from ..state.merge import UnknownChoiceError
+from ..state.names import shown
+from ..state.writers import Layout, Writers, name_of
+from ..storage.base import Storage
+from .contents import Groups, Part
+from .merged import Merged, OthersNeededError
+from .open import OpenArchive
+
+# Archives of one step that are opened at once, and whose first blocks are kept for those who read on.
+_MAX_OPENERS: Final = 16
+# Indices that are read without anything that says they are needed.
+MAX_UNEXPLAINED: Final = 256
+
+
+class Readers(NamedTuple):
+    """Who reads what several ranks have saved; see `Merged`. `reads_all` that there is, whatever it is."""
+
+    ranks: tuple[int, int] | None = None
+    from_ranks: Mapping[str, int] | None = None
+    reads_all: bool = False
+
+
+class Named(NamedTuple):
+    """Archives that a manifest names: those of all ranks of one attempt; the groups for which it does, None for all; and what
+    each rank has for itself.
+    """
+
+    storage: Storage
+    folder: str
+    archives: Sequence[tuple[str, Archive]]
+    attempt: str
+    step: int
+    per_rank: Collection[str] = ()
+    groups: Groups = None
+    near: Sequence[Storage] = ()
+    """Which may have some of these archives, too, and are read first."""
+
+
+class Lot:
+    """Opens them for one reader; they are closed with `stack`."""
+
+    def __init__(self, named: Named, readers: Readers, stack: contextlib.ExitStack, *, verify: bool) -> None:
+        self.named, self._readers, self._stack, self._verify = named, readers, stack, verify
+        self._opened: dict[int, OpenArchive] = {}
+        self._has_all_names = False
+        self._layout: Layout | None = None
+        self._has_asked, self._is_rebuilt = False, False
+        self._is_complete = False  # what is not in the open archives is in none
+        self._merged: Merged | None = None
+
+    def part(self) -> Part:
+        """What is open by now, as one file. Raises CorruptCheckpointError."""
+        archives, groups = self.named.archives, self.named.groups
+        if len(archives) == 1:
+            if not self._opened:
+                self._open({0})
+            return Part(self._opened[0], groups)
+        if not self._opened:
+            self._open(self._first())
+        try:
+            self._merged = self._as_one()
+        except UnknownChoiceError:
+            if self._is_whole or len(archives) > MAX_UNEXPLAINED:
+                raise
+            self._open(range(len(archives)))  # to say who has such a value
+            self._merged = self._as_one()
+        if len(archives) != self._merged.world_size:
+            raise self._merged.corrupt(
+                f"its manifest names {len(archives)} archives, but {self._merged.world_size} ranks have saved it"
+            )
+        return Part(self._merged, groups)
+
+    def has_raised(self, error: OthersNeededError) -> bool:
+        return error.merged is self._merged
+
+    def open_more(self, error: OthersNeededError) -> None:
+        """Open what has what is missing. Raises CheckpointError where nobody knows who has it."""
+        everybody = set(range(len(self.named.archives)))
+        if error.wants_all:
+            self._open(everybody)
+            return
+        layout = self._ask_layout()
+        if layout is not None:
+            writers = Writers(layout, self._aliases())
+            more = writers.having(error.boxes, self._opened)[0]
+            if not error.boxes or not self._has_all_names:
+                more |= writers.representatives(self._preferred)
+                self._has_all_names = True
+            if more - self._opened.keys():
+                self._open(more)
+                return
+        if len(everybody - self._opened.keys()) <= MAX_UNEXPLAINED:
+            self._open(everybody)
+        elif self._is_rebuilt:
+            self._is_complete = True  # nobody else has it
+        elif (rebuilt := self._read_layout(rebuilt=True)) is not None:
+            self._layout, self._is_rebuilt = rebuilt, True
+            self.open_more(error)
+        else:
+            raise self._unknown(error)
+
+    # --- which ------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._is_complete or len(self._opened) == len(self.named.archives)
+
+    @property
+    def _preferred(self) -> float:
+        """Which of several ranks alike is likely to have what this reader wants."""
+        rank, size = self._readers.ranks or (0, 1)
+        return rank / size
+
+    def _first(self) -> Collection[int]:
+        size = len(self.named.archives)
+        everybody = range(size)
+        rank, num_readers = self._readers.ranks or (0, 0)
+        chosen = {rank for rank in (self._readers.from_ranks or {}).values() if rank in everybody}
+        if self._readers.reads_all:
+            return everybody
+        if num_readers == size and not chosen:
+            return {rank}
+        layout = self._ask_layout()
+        if layout is None:
+            return everybody if size <= MAX_UNEXPLAINED else {0, *chosen}
+        self._has_all_names = True
+        return {*Writers(layout).representatives(self._preferred), *chosen}
+
+    def _ask_layout(self) -> Layout | None:
+        if not self._has_asked:
+            self._has_asked, self._layout = True, self._read_layout()
+        if self._layout is None:
+            self._layout = self._read_layout(rebuilt=True)
+            self._is_rebuilt = self._layout is not None
+        return self._layout
+
+    def _read_layout(self, *, rebuilt: bool = False) -> Layout | None:
+        found = layouts.read(self.named.storage, self.named.folder, self.named.attempt, rebuilt=rebuilt)
+        if found is None:
+            return None
+        ranks = sorted(rank for mates in found.classes.values() for rank in mates)
+        return found if ranks == list(range(len(self.named.archives))) else None
+
+    def _aliases(self) -> set[str]:
+        return {
+            name_of(told.path)
+            for archive in self._opened.values()
+            for told in archive.index.tensors
+            if told.alias_of is not None
+        }
+
+    def _unknown(self, error: OthersNeededError) -> CheckpointError:
+        where = self.named.storage.locate(self.named.folder)
+        name = shown(tuple(next(iter(error.boxes)).split("\x1f"))) if error.boxes else "which names"
+        root, _, _ = where.rstrip("/").rpartition("/")
+        return CheckpointError(
+            f"{where}: {len(self.named.archives):,} ranks have saved it, and nothing there says whose archive has {name}: its layout is "
+            f"missing, damaged, or does not fit; make it again with async_ckpt.files.rebuild_layout({root!r}, {self.named.step})"
+        )
+
+    # --- opening ----------------------------------------------------------------------------------------------
+
+    def _open(self, ranks: Collection[int]) -> None:
+        fresh = sorted({*ranks} - self._opened.keys())
+        opened: dict[int, OpenArchive] = {}
+
+        def open_one(rank: int) -> None:
+            path, told = self.named.archives[rank]
+            storage = next((one for one in self.named.near if _has(one, path, told)), self.named.storage)
+            opened[rank] = open_archive(storage, path, told, self._verify, self._stack)
+            if len(self._opened) + len(fresh) > _MAX_OPENERS:
+                opened[rank].keep_little()
+
+        if len(fresh) == 1:
+            open_one(fresh[0])
+        else:
+            crew = Crew("open", min(_MAX_OPENERS, len(fresh)))
+            try:
+                crew.run_all(functools.partial(open_one, rank) for rank in fresh)
+            finally:
+                crew.stop()
+        self._opened |= opened
+
+    def _as_one(self) -> Merged:
+        named, readers = self.named, self._readers
+        return Merged(
+            [self._opened[rank] for rank in sorted(self._opened)],
+            path=named.storage.locate(named.folder),
+            ranks=readers.ranks,
+            per_rank=named.per_rank,
+            from_ranks=readers.from_ranks,
+            groups=named.groups,
+            are_some=not self._is_whole,
+            has_all_names=self._has_all_names or self._is_whole,
+        )
+
+
+def open_archive(
+    storage: Storage, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack
+) -> OpenArchive:
+    """The archive that a manifest names. Raises CorruptCheckpointError for any other."""
+    where = storage.locate(path)
+    try:
+        reader = stack.enter_context(storage.open(path))
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{where} is missing, though its manifest is there", path=where
+        ) from error
+    except (IsADirectoryError, ValueError) as error:  # a folder, or what is no name of a file
+        raise CorruptCheckpointError(
+            f"{where!a} is not a file, though its manifest names it", path=where
+        ) from error
+    if reader.num_bytes != told.num_bytes:
+        raise CorruptCheckpointError(
+            f"{where}: {reader.num_bytes:,} bytes, its manifest says {told.num_bytes:,}; load an earlier checkpoint",
+            path=where,
+        )
+    archive = OpenArchive(reader, path=where, verify=verify)
+    if verify and archive.digest != told.digest:
+        raise archive.corrupt("it is not the archive that its manifest names")
+    return archive
+
+
+def _has(storage: Storage, path: str, told: Archive) -> bool:
+    """Whether there is a file of this name and size."""
+    try:
+        with storage.open(path) as reader:
+            return reader.num_bytes == told.num_bytes
+    except (CheckpointError, OSError, ValueError):
+        return False

@@ -1,0 +1,145 @@
+"""The layout of a step, made again from the indices of all its archives.
+
+In: a run, and a step that several ranks have saved. Out: `layout.<attempt>.rebuilt.json` in its folder. Knows nothing of: bytes of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+from ..errors import NotCommittedError
+from ..format.index import Index
+from ..host.threads import Crew
+from ..runs import layouts
+from ..runs.receipts import Table
+from ..state.cover import Box
+from ..state.names import dotted
+from ..state.slices import Mesh
+from ..state.values import is_within
+from ..state.writers import Layout, Writers, name_of
+from ..storage.place import Anywhere, storage_at
+from .find import Committed, committed_folders, nothing_committed
+from .lots import Named, open_archive
+
+_MAX_OPENERS: Final = 16
+_in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class Look(NamedTuple):
+    """What one archive says of its rank: the structure of its state, and what it has written."""
+
+    structure: str
+    written: Mapping[str, set[Box]]
+    aliases: set[str]
+
+
+def rebuild_layout(run: Anywhere, step: int) -> str:
+    """Make the layout of a step that several ranks have saved again, from the indices of all its archives.
+
+        async_ckpt.files.rebuild_layout("runs/a", 500)
+
+    Loading needs this only if its error says so: if hundreds of ranks have saved the step, and what tells a reader whose archives
+    it needs is missing or damaged. The new layout is written beside the old one, and its path or URL is returned. Nothing else
+    is changed.
+
+    Args:
+        run: the root of the run; a path, a URL or a Place.
+        step: a committed step.
+
+    Raises NotCommittedError if the step is not committed there, ValueError for a step of one rank, which needs no layout,
+    CorruptCheckpointError if an archive is missing or damaged, and StorageUnavailableError.
+    """
+    storage = storage_at(run)
+    folders = dict(committed_folders(storage))
+    if not folders:
+        raise nothing_committed(storage)
+    if step not in folders:
+        raise NotCommittedError(
+            f"{storage.locate('')}: step {step} is not committed there; {', '.join(map(str, sorted(folders)))} are",
+            path=storage.locate(""),
+            step=step,
+        )
+    there = Committed.at(storage, folders[step], lambda: storage)
+    made = there.read()
+    if made.ranks is None:
+        raise ValueError(f"step {step} was saved by one rank, so it has no layout, and needs none")
+    named = there.named(made)[0]
+    looks = _looks(named)
+    known = layouts.read(storage, named.folder, named.attempt)
+    layout = layout_of(looks, known and known.root)
+    path = f"{named.folder}/{layouts.rebuilt_name(named.attempt)}"
+    storage.replace(path, layouts.dump(layout, Table(layout.classes, tuple(named.per_rank))))
+    return storage.locate(path)
+
+
+def _looks(named: Named) -> list[Look]:
+    looks: dict[int, Look] = {}
+
+    def look(rank: int) -> None:
+        with contextlib.ExitStack() as stack:
+            archive = open_archive(named.storage, *named.archives[rank], True, stack)
+            looks[rank] = look_at(archive.index, named.per_rank)
+
+    crew = Crew("open", min(_MAX_OPENERS, len(named.archives)))
+    try:
+        crew.run_all(functools.partial(look, rank) for rank in range(len(named.archives)))
+    finally:
+        crew.stop()
+    return [looks[rank] for rank in range(len(named.archives))]
+
+
+def look_at(index: Index, per_rank: Sequence[str] | Any = ()) -> Look:
+    """`per_rank` are the dotted names of what each rank has for itself, which is no part of a structure."""
+    own, lines, written, aliases = frozenset(per_rank), [], dict[str, set[Box]](), set[str]()
+    for told in index.tensors:
+        if is_within(dotted(told.path), own):
+            continue
+        name, spread = name_of(told.path), cast(Any, None)
+        if told.spread is not None and told.spread.cuts is None:
+            spread = {"held": told.spread.held}
+        elif told.spread is not None:
+            assert index.ranks is not None
+            mesh = Mesh(*index.ranks.meshes[told.spread.mesh])
+            is_inside = index.ranks.rank in mesh.all_ranks()
+            spread = [told.spread.cuts, mesh.shape, mesh.stride, mesh.ranks, is_inside]
+        lines.append(_in_short([name, told.dtype, told.shape, spread]))
+        if told.alias_of is not None:
+            aliases.add(name)
+        else:
+            written[name] = {Box(one.offsets, one.sizes) for one in told.slices if one.extent.length}
+    return Look("\n".join(sorted(lines)), written, aliases)
+
+
+def layout_of(looks: Sequence[Look], root: Mesh | None = None) -> Layout:
+    """What these say together, in the order of ranks: what follows from arithmetic in its words, and the rest as it is."""
+    classes: dict[str, list[int]] = {}
+    structures: dict[str, str] = {}
+    for rank, look in enumerate(looks):
+        digest = hashlib.blake2b(look.structure.encode(), digest_size=8).hexdigest()
+        structures[digest] = look.structure
+        classes.setdefault(digest, []).append(rank)
+    aliases = {name for look in looks for name in look.aliases}
+    odd_shared = _odd(Layout(classes, structures, classes, root), looks, aliases)
+    odd_alone = _odd(Layout(classes, structures), looks, aliases)
+    shared: dict[str, Sequence[int]] = {}
+    odd: set[int] = set()
+    for digest, ranks in classes.items():
+        if len(odd_shared.intersection(ranks)) < len(odd_alone.intersection(ranks)):
+            shared[digest] = ranks
+        odd |= (odd_shared if digest in shared else odd_alone).intersection(ranks)
+    apart = {
+        rank: {name: sorted(boxes) for name, boxes in looks[rank].written.items() if boxes}
+        for rank in sorted(odd)
+    }
+    return Layout(classes, structures, shared, root, apart)
+
+
+def _odd(layout: Layout, looks: Sequence[Look], aliases: set[str]) -> set[int]:
+    """The ranks that have written something else than follows from a layout."""
+    writers = Writers(layout, aliases)
+    return {rank for rank, look in enumerate(looks) if writers.boxes_of(rank) != look.written}

@@ -1,0 +1,72 @@
+"""`layout.<attempt>.json`: how the states of the ranks of a step look, so that a reader knows whose archives it needs.
+
+In: what rank 0 has found out, or what somebody has who read the indices of all. Out: its text, and back. Knows nothing of: archives.
+
+It is advice: what a tensor's bytes are is said by the archives. So one that is missing or damaged is as good as none, and it may
+be made again (`layout.<attempt>.rebuilt.json`), which changes nothing that the manifest names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ..state.cover import Box
+from ..state.shares import VERSION as SHARES_VERSION
+from ..state.slices import Mesh
+from ..state.writers import Layout
+from ..storage.base import Storage
+from .manifest import seal, unseal
+from .receipts import Table
+
+
+def dump(layout: Layout, table: Table) -> bytes:
+    """With what a later start of the ranks needs to share by that table."""
+    told = {
+        **table.packed(),
+        "shares": SHARES_VERSION,
+        "structures": dict(layout.structures),
+        "shared": Table(layout.shared).packed()["classes"],
+        "root": layout.root,
+    }
+    if layout.apart:
+        told["apart"] = {str(rank): tensors for rank, tensors in layout.apart.items()}
+    return seal(told)
+
+
+def parse(data: bytes) -> Layout:
+    """Raises ValueError, KeyError or TypeError for what is none, or is by an arithmetic that is not known here."""
+    raw = unseal(data)
+    if raw["shares"] != SHARES_VERSION:
+        raise ValueError(f"shares by version {raw['shares']}")
+    classes = Table.unpacked(raw).classes
+    shared = Table.unpacked({"classes": raw["shared"], "differing": ()}).classes
+    structures = {str(digest): str(raw["structures"][digest]) for digest in classes}
+    return Layout(classes, structures, shared, _mesh(raw["root"]), _apart(raw.get("apart", {})))
+
+
+def read(storage: Storage, folder: str, attempt: str, *, rebuilt: bool = False) -> Layout | None:
+    """That of an attempt; None where there is none that is whole."""
+    name = rebuilt_name(attempt) if rebuilt else f"layout.{attempt}.json"
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return parse(storage.read(f"{folder}/{name}" if folder else name)[0])
+    return None
+
+
+def rebuilt_name(attempt: str) -> str:
+    return f"layout.{attempt}.rebuilt.json"
+
+
+def _mesh(raw: Any) -> Mesh | None:
+    return raw and Mesh(raw[0], tuple(raw[1]), tuple(raw[2]), tuple(raw[3]))
+
+
+def _apart(raw: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[str, list[Box]]]:
+    return {
+        int(rank): {
+            name: [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+            for name, boxes in tensors.items()
+        }
+        for rank, tensors in raw.items()
+    }

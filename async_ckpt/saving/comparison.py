@@ -1,0 +1,169 @@
+"""What rank 0 does with the receipts of all ranks, once they are in.
+
+In: receipts, in the order of ranks. Out: what the manifest is to name; or an error that says in what the ranks differ.
+Knows nothing of: who waits for whom.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
+from ..runs import layouts
+from ..runs.coverage import check_coverage
+from ..runs.manifest import OfRanks, archive_name
+from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
+from ..runs.run import Run
+from ..state.shares import EVERYBODY_BYTES
+from ..state.writers import Layout
+from .ranks import Joint, Ranks
+from .values import differing
+
+# Archives that rank 0 looks into where their ranks' values are not the same.
+_MAX_COMPARED: Final = 64
+
+_log = logging.getLogger("async_ckpt")
+
+
+class Comparison:
+    """Of one save, at one root. Blocking calls."""
+
+    def __init__(self, ranks: Ranks, joint: Joint, run: Run, exchange: Exchange) -> None:
+        self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
+
+    def compare(self, receipts: Sequence[Receipt]) -> tuple[Table, OfRanks]:
+        """Check that the archives are of one state, and have all of it; then write what the manifest is to name.
+
+        What is known of the ranks from then on, and what it is to name. Raises PeerFailedError, UnsupportedStateError.
+        """
+        ranks = self._ranks
+        classes: dict[str, list[int]] = {}
+        for receipt in receipts:
+            classes.setdefault(receipt.structure, []).append(receipt.rank)
+        # Another save may be compared at this moment, which has arrived late at another root.
+        texts = {
+            digest: ranks.known.get(digest) or self._structure_text(receipts, mates)
+            for digest, mates in classes.items()
+        }
+        tables = {receipt.table for receipt in receipts} - {NO_TABLE}
+        if tables - {self._joint.table.digest}:
+            raise PeerFailedError(
+                f"step {self._joint.step} is not committed: its ranks do not agree on who writes what, as after saves that "
+                "only some of them have called; call save alike on every rank",
+                rank=0,
+                undecided=False,
+            )
+        covered = Table(classes).digest
+        if covered not in ranks.covered:
+            check_coverage(classes, texts)
+            ranks.covered = {covered}
+        self._check_shares(receipts, texts)
+        is_each = self._joint.copies is not None
+        self._compare_copies([one for one in receipts if is_each or one.structure not in ranks.compared])
+        ranks.known = texts
+        table = Table(classes, self._differing(receipts))
+        archives = self._exchange.put_archives(receipts)
+        shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
+        told = Layout(table.classes, texts, shared, ranks.root_mesh)
+        layout = self._exchange.put_layout(layouts.dump(told, table))
+        num_bytes = sum(receipt.num_bytes for receipt in receipts)
+        per_rank = tuple(sorted({*self._joint.per_rank, *table.differing}))
+        return table, OfRanks(archives, layout, table.digest, num_bytes, per_rank)
+
+    def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
+        """Whoever took a share left the rest to ranks that had a state of the same structure: each must still have all of it.
+
+        Raises UnsupportedStateError.
+        """
+        for structure, mates in self._joint.table.classes.items():
+            if not any(
+                receipts[rank].structure == structure and receipts[rank].table != NO_TABLE for rank in mates
+            ):
+                continue
+            others: dict[str, int] = {}  # than that, and the lowest rank that has it
+            for rank in mates:
+                others.setdefault(receipts[rank].structure, rank)
+            others.pop(structure, None)
+            for other, rank in others.items():
+                gone = {*texts[structure].splitlines()} - {*texts[other].splitlines()}
+                if gone:
+                    name = json.loads(min(gone))[0].replace("\x1f", ".")
+                    raise UnsupportedStateError(
+                        f"rank {rank} no longer has {name} as other ranks have it, which counted on that; have every rank change what "
+                        "it saves at the same step, and save again",
+                        path=name,
+                    )
+
+    def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
+        """What several ranks hold of a tensor must be the same. Raises UnsupportedStateError, naming one that is not."""
+        first: dict[tuple[str, str], tuple[int, str]] = {}
+        found: dict[int, Any] = {}
+        distinct: dict[str, Receipt] = {}  # of ranks that say the same, the lowest
+        for receipt in receipts:
+            distinct.setdefault(receipt.copies, receipt)
+
+        def read(receipt: Receipt) -> None:
+            found[receipt.rank] = self._exchange.more_of(receipt).get("copies") or {}
+
+        self._run.do_all([partial(read, receipt) for receipt in distinct.values()])
+        for rank in sorted(found):
+            for what, tensors in found[rank].items():
+                for name, digest in tensors.items():
+                    other, there = first.setdefault((what, name), (rank, digest))
+                    if there != digest:
+                        raise UnsupportedStateError(
+                            f"{name} should be the same on ranks {other} and {rank}, and is not: ranks that have the same part of a tensor, "
+                            "as all have of a plain one, must have the same values. Give its group in per_rank=, if each has its own",
+                            path=name,
+                        )
+
+    def _differing(self, receipts: Sequence[Receipt]) -> tuple[str, ...]:
+        """The names of values and small tensors that are not the same on all ranks; each is told once.
+
+        Raises UnsupportedStateError where that is not allowed, and where ranks with the same tensors have other values.
+        """
+        joint, exchange = self._joint, self._exchange
+        known = joint.table.differing
+        ours: dict[str, Receipt] = {}
+        for receipt in receipts:
+            ours.setdefault(receipt.values, receipt)
+        if len(ours) == 1:
+            return known
+        chosen = list(ours.values())[:_MAX_COMPARED]
+        paths = {one.rank: f"{exchange.folder}/{archive_name(one.rank, joint.attempt)}" for one in chosen}
+        names, _ = differing(exchange.storage, list(paths.values()), EVERYBODY_BYTES, joint.per_rank)
+        for structure in {one.structure for one in chosen}:
+            alike = [paths[one.rank] for one in chosen if one.structure == structure]
+            _, alone = differing(exchange.storage, alike, EVERYBODY_BYTES, joint.per_rank)
+            if alone:
+                raise UnsupportedStateError(
+                    f"only some ranks have {', '.join(alone[:5])}; have all of them save the same entries, or name what each has for "
+                    "itself in per_rank=",
+                    path=alone[0],
+                )
+        if names and not self._ranks.may_differ:
+            raise UnsupportedStateError(
+                f"not the same on all ranks: {', '.join(names[:5])}; name what each rank has for itself in per_rank=, or allow "
+                'it with differing="keep"',
+                path=names[0],
+            )
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            _log.warning(
+                "%s: not the same on all ranks, and so kept for each of them: %s%s. Name them in per_rank= if that is meant",
+                exchange.storage.locate(exchange.folder),
+                ", ".join(names[:5]),
+                more,
+            )
+        return tuple(sorted({*known, *names}))
+
+    def _structure_text(self, receipts: Sequence[Receipt], mates: Sequence[int]) -> str:
+        for rank in mates:
+            text = self._exchange.more_of(receipts[rank]).get("structure")
+            if isinstance(text, str):
+                return text
+        raise CheckpointError(f"ranks {mates} do not say how their states look")

@@ -1,0 +1,108 @@
+"""Whether a root is one that all ranks share, or a folder that each node has for itself.
+
+In: a run at a root, on each rank. Out: what is known of that. Knows nothing of: saves.
+
+Rank 0 puts a file there ahead of its first archive, and then says by the store of the process group that it has. A rank
+that does not find the file, though rank 0 has said so, tries to put one of the same name: a place refuses that at once if
+there is one already, whatever its listings still hide. If it does not refuse, the root is not the one that rank 0 has.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..errors import CheckpointError
+from ..host.ranks import Words, World
+from ..runs.run import Run
+
+
+class SharedRoot:
+    """One root of one checkpointer, as this rank knows it. Blocking calls, from any thread."""
+
+    def __init__(
+        self, run: Run, number: int, world: World, token: Callable[[], str], words: Callable[[], Words | None]
+    ) -> None:
+        """`number` is that of the root among those of the checkpointer, the same on all ranks."""
+        self._run, self._number, self._world = run, number, world
+        self._token, self._words = token, words
+        self._is_claimed = self._is_seen = False
+        self._nonce = secrets.token_hex(8)
+        self.is_shared = False  # by all ranks: each has had a part in a commit there
+        self.apart_rank: int | None = None  # one that does not see here what rank 0 has written
+
+    @property
+    def is_apart(self) -> bool:
+        return self.apart_rank is not None
+
+    @property
+    def _claim(self) -> str:
+        return f"world.{self._token()}.json"
+
+    def claim(self) -> None:
+        """On rank 0, before anything is written: put what the others find there if they see the same root.
+
+        Raises CheckpointError for a run_id that was used before.
+        """
+        if self._is_claimed:
+            return
+        try:
+            self._put_claim()
+        except FileExistsError as error:
+            # Saves that are begun at once both come here, and a put may arrive though it was answered with an error.
+            if json.loads(self._run.storage.read(self._claim)[0]).get("nonce") != self._nonce:
+                raise CheckpointError(
+                    f"{self._run.storage.locate('')}: run_id={self._world.run_id!r} was used by an earlier start; give a new one "
+                    "at every start"
+                ) from error
+        self._is_claimed = True
+        self._say("claimed")
+
+    def sees(self) -> bool | None:
+        """On another rank: whether this is the root that rank 0 writes to; None as long as that is not known."""
+        if self._is_seen or self.is_apart:
+            return self._is_seen
+        try:
+            told = json.loads(self._run.storage.read(self._claim)[0])
+        except FileNotFoundError:
+            if self._heard("claimed") is None:
+                return None
+            try:
+                self._put_claim()
+            except FileExistsError:
+                return None  # it is shown soon
+        else:
+            self._is_seen = told["rank"] == 0
+            if self._is_seen:
+                return True
+        # It is this rank's own, or that of another one on this node.
+        self.apart_rank = self._world.rank
+        self._say("apart")
+        return False
+
+    def found_apart(self) -> bool:
+        """Whether some rank has said that it sees another root than rank 0. Nothing is asked once that is known."""
+        if not (self.is_shared or self.is_apart):
+            self.apart_rank = self._heard("apart")
+        return self.is_apart
+
+    def _put_claim(self) -> None:
+        told = {"rank": self._world.rank, "world_size": self._world.size, "nonce": self._nonce}
+        self._run.storage.put_new(self._claim, json.dumps(told).encode())
+
+    def _say(self, what: str) -> None:
+        words = self._words()
+        if words is not None:
+            with suppress(RuntimeError):  # the store is gone: then deadlines tell
+                words.say(f"root/{self._number}/{what}", str(self._world.rank))
+
+    def _heard(self, what: str) -> int | None:
+        """The rank that has said so."""
+        words = self._words()
+        if words is not None:
+            with suppress(RuntimeError):
+                word = words.said(f"root/{self._number}/{what}")
+                return None if word is None else int(word)
+        return None
