@@ -42,8 +42,6 @@ from async_ckpt import (
     UnsupportedStateError,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
-
 
 @pytest.fixture
 def step(tmp_path: Path) -> Path:

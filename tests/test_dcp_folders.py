@@ -21,8 +21,6 @@ import async_ckpt
 from async_ckpt import CorruptCheckpointError, NotCommittedError, StateMismatchError, UntrustedObjectError
 from async_ckpt.integrations.dcp import convert, restore, to_dcp
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def of_torch(state: Any, path: Path) -> Path:
     dcp.save(state, checkpoint_id=path)

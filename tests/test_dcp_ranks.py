@@ -104,6 +104,10 @@ def test_a_step_of_a_checkpointer_and_a_folder_of_torch_are_loaded_by_each_other
             taken, states = get_state_dict(state["model"], state["optimizer"])
             return {"model": taken, "optim": states, "items": [numbered(3) * 0, {"rank": 0}, spread(5, 2, add=9), ""]}
 
+        def restored(state):
+            with open_run(here.root + "/ours") as ckpt:
+                return ckpt.restore(state)
+
         def by_torch(path):
             state = live()
             dcp.load(state, checkpoint_id=path)
@@ -113,6 +117,7 @@ def test_a_step_of_a_checkpointer_and_a_folder_of_torch_are_loaded_by_each_other
             "by torch, of a checkpointer": lambda: load(live(), here.root + "/step_00000001"),
             "by torch, of our writer": lambda: load(live(), here.root + "/ours"),
             "restored": lambda: restore(state, here.root + "/torch"),
+            "by a checkpointer, of our writer": lambda: restored(state) and None,
             "by torch alone, converted": lambda: by_torch(here.root + ".converted"),
         }
         for name, way in ways.items():
@@ -130,12 +135,13 @@ def test_a_step_of_a_checkpointer_and_a_folder_of_torch_are_loaded_by_each_other
     to_dcp(f"{worlds.root}/ours", f"{worlds.root}.converted")
     told = worlds.run(3, loaded)
 
-    assert [one.told for one in told] == [[[1, "text"]] * 4 + [True, 1]] * 3
+    assert [one.told for one in told] == [[[1, "text"]] * 5 + [True, 1]] * 3
     want = kept(worlds, ".pt")
     for name in (
         "by torch, of a checkpointer",
         "by torch, of our writer",
         "restored",
+        "by a checkpointer, of our writer",
         "by torch alone, converted",
     ):
         assert difference(kept(worlds, f".{name}"), want) is None, name

@@ -22,8 +22,6 @@ from async_ckpt import TornSnapshotError, UnsupportedStateError
 from async_ckpt.integrations.dcp import stager as module
 from async_ckpt.saving.worker import get_worker
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 class Held(TarStorageWriter):
     """Writes when the test lets it."""
