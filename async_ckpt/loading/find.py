@@ -150,6 +150,20 @@ def step_at(storage: Storage, path: Anywhere) -> Committed | None:
     return Committed.at(storage, "", root)
 
 
+def committed_step(storage: Storage, step: int | None) -> Committed:
+    """A committed step of the run whose root this storage is; with None, the newest. Raises NotCommittedError."""
+    folders = dict(committed_folders(storage))
+    if not folders:
+        raise nothing_committed(storage)
+    number = max(folders) if step is None else step
+    if number not in folders:
+        where, there = storage.locate(""), ", ".join(map(str, sorted(folders)))
+        raise NotCommittedError(
+            f"{where}: step {number} is not committed there; {there} are", path=where, step=number
+        )
+    return Committed.at(storage, folders[number], lambda: storage)
+
+
 def nothing_committed(storage: Storage) -> NotCommittedError:
     """What to raise where no checkpoint is."""
     where = storage.locate("")
@@ -218,7 +232,7 @@ def from_committed(
         try:
             with contextlib.ExitStack() as stack:
                 lots = [Lot(named, readers, stack, verify=verify) for named in step.named(made)]
-                return _used(lots, use, readers)
+                return _used(lots, use, readers, made)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, made = made, _read_again(step, made, error)
             if made == before:
@@ -229,9 +243,9 @@ def from_committed(
     )
 
 
-def _used(lots: Sequence[Lot], use: Callable[[Sequence[Part]], T], readers: Readers) -> T:
+def _used(lots: Sequence[Lot], use: Callable[[Sequence[Part]], T], readers: Readers, made: Manifest) -> T:
     while True:
-        parts = [lot.part() for lot in lots]
+        parts = [lot.part()._replace(made=made) for lot in lots]
         _check_names(parts, readers)
         try:
             return use(parts)

@@ -32,7 +32,14 @@ from ..state.tree import SavedApart, SavedRecord, Stored, leaves, replaced
 from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, paired
 from .contents import Contents
 from .fill import Wanted
-from .known import is_of_another_kind, is_on_device, is_optimizer_state, is_plain_module, is_plain_optimizer
+from .known import (
+    is_of_another_kind,
+    is_on_device,
+    is_optimizer_state,
+    is_plain_module,
+    is_plain_optimizer,
+    state_of_parameter,
+)
 
 _SEQUENCES: Final = list | tuple | deque
 
@@ -252,7 +259,7 @@ class Match:
                 if key not in ("params", "param_names"):  # the live names are of the live model
                     self._entry(live_group, key, value, (*path, "param_groups", i, key))
             for param, number in zip(live_group["params"], group["params"], strict=True):
-                state, inner = saved["state"].get(number, {}), (*path, "state", number)
+                state, inner = state_of_parameter(saved["state"], number), (*path, "state", number)
                 self._optimizer_state(optimizer, param, state, is_on_device(group), inner)
         return optimizer
 

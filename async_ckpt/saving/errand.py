@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
@@ -19,8 +19,8 @@ from ..report import Destination, Progress, SaveReport
 from ..spans import Spans, monotonic
 from ..staging.guard import Optimizers
 from ..staging.whole import HostCopy
-from ..state.held import Held
 from ..storage.append import Appender
+from ..storage.base import Storage
 from ..storage.scratch import Scratch
 from .default import files_saver, host_memory
 from .delivery import OffLoop
@@ -37,7 +37,7 @@ class CopyErrand(ABC):
         tensors: Sequence[torch.Tensor],
         names: Sequence[str],
         *,
-        held: Sequence[Held] = (),
+        after: Sequence[Future[None]] = (),
         num_tensors: int,
         optimizers: Optimizers,
         spans: Spans,
@@ -56,10 +56,8 @@ class CopyErrand(ABC):
             clock=monotonic,
             what=path,
         )
-        # Of `held` snapshots nothing is copied again; they have their bytes when they are complete.
-        self.staged = all_of(
-            [self.copy.completion, *(snapshot.completion for snapshot in held)], lambda: f"the copy of {path}"
-        )
+        # Of snapshots that are held nothing is copied again; they have their bytes when they are complete.
+        self.staged = all_of([self.copy.completion, *after], lambda: f"the copy of {path}")
         self._num_tensors = num_tensors
         self._num_bytes = self._num_retries = 0  # of what is written
         self._out: Appender | None = None  # what is being written to
@@ -107,6 +105,19 @@ class CopyErrand(ABC):
     def _check(self) -> None:
         if self._given_up is not None:
             raise self._given_up
+
+    def _write_file(self, place: Storage, name: str, num_bytes: int, pieces: Iterable[memoryview]) -> None:
+        """One file of this size, from front to back. Blocks."""
+        out = self._out = Appender(place, name, limit_bytes=num_bytes)
+        before = self._num_bytes
+        self._check()
+        for piece in pieces:
+            out.append(piece)
+            self._num_bytes = before + out.num_bytes
+        out.finish()
+        out.sink.close()
+        self._num_retries += out.sink.num_retries
+        self._out = None
 
     def failed(self, error: BaseException) -> None:
         self.copy.release()

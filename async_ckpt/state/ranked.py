@@ -51,9 +51,9 @@ class Divided(NamedTuple):
     """What one rank writes of a state."""
 
     captured: Capture
-    ranks: RankFacts
-    """What its index says of it."""
-    small: Mapping[str, int]
+    ranks: RankFacts | None
+    """What its index says of it; None where it has all of the state."""
+    small: Mapping[str, int] = MappingProxyType({})
     """The numbers of the specs of small tensors that every rank writes for itself, by their dotted names."""
 
 

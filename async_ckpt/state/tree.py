@@ -24,6 +24,7 @@ from ..spec import Json
 from .dtypes import numpy_dtype
 from .names import Path, printable, shown
 from .per_rank import PerRank
+from .places import Places
 from .plain import (
     SCALARS,
     NotPlainError,
@@ -118,7 +119,7 @@ class Encoder:
         if items is _OMITTED:
             return _OMITTED
         if not isinstance(value, OrderedDict):
-            return {"dict": items}
+            return {"places" if isinstance(value, Places) else "dict": items}
         # What `Module.state_dict` hangs on its result; modules read their version from it when they load.
         metadata = getattr(value, "_metadata", None)
         if not isinstance(metadata, dict):
@@ -357,6 +358,8 @@ class _Decoder:
             return made
         if kind == "list":
             return self._items(value, path)
+        if kind == "places":
+            return self._places(value, path)
         if kind == "tuple":
             items = self._items(value, path)
             return items if items is _OMITTED else tuple(items)
@@ -427,6 +430,14 @@ class _Decoder:
             if value is not _OMITTED:
                 into[key] = value
         return into if into or self._wanted_empty(items, path) else _OMITTED
+
+    def _places(self, items: Json, path: Path) -> Any:
+        if any(type(key) is not int or key < 0 for key, _ in items):
+            raise ValueError("a place in a list is no number")
+        ordered = dict(sorted(items))
+        if ordered.keys() == set(range(len(items))):
+            return self._items(ordered.values(), path)
+        return self._dict(items, path, Places())
 
     def _items(self, nodes: Json, path: Path) -> Any:
         values = [self.decode(node, (*path, i)) for i, node in enumerate(nodes)]
