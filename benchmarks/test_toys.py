@@ -44,6 +44,7 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
     },
     "ranks": {"figures": {"two_ranks", "ranks_stall", "ranks_durable"}},
+    "dcp": {"figures": {"plugged_stall", "plugged_durable", "across_restore", "across_read"}},
     "scale": {
         "figures": {
             "plan_first_ddp",
@@ -59,6 +60,17 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
             "growth_layout",
             "growth_restart_all",
         },
+    },
+    "publish": {
+        "figures": {
+            "publish_beside",
+            "publish_full",
+            "publish_bytes",
+            "publish_encode",
+            "publish_apply",
+            "publish_full_torch",
+            "publish_delta_safetensors",
+        }
     },
     "groups": {"figures": {"group_digests_2", "group_digests_100", "group_saves", "group_saves_cpu"}},
     "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
