@@ -219,9 +219,7 @@ def _copy_rows(run: Run, segment: Segment, target: _Target) -> None:
             shape = min(per_copy, run.times - first), run.length
             piece = segment.tensor[run.source + first * run.source_step :]
             into = target.flat[run.target + first * run.target_step :]
-            into.as_strided(shape, (run.target_step, 1)).copy_(
-                piece.as_strided(shape, (run.source_step, 1))
-            )
+            into.as_strided(shape, (run.target_step, 1)).copy_(piece.as_strided(shape, (run.source_step, 1)))
 
 
 def _enqueue(
