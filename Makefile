@@ -6,7 +6,7 @@ WORKERS = $$($(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile the library again
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-s3 demo-ranks test check bench bench-check bench-gpu bench-s3 bench-scale format clean
+.PHONY: demo demo-s3 demo-ranks demo-rollout test check bench bench-check bench-gpu bench-s3 bench-scale format clean
 
 demo: .venv/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -14,8 +14,11 @@ demo: .venv/.demo          ## train, kill, resume, compare: the whole story in u
 demo-s3: .venv/.test       ## the same, to a bundled S3 server on loopback: no account, no network
 	$(BIN)/python -m async_ckpt.testing -- $(BIN)/python -m examples.demo --root s3://demo/runs
 
-demo-ranks: .venv/.demo    ## the same under FSDP on four ranks: one is killed in the middle of a save, all start again
+demo-ranks: .venv/.demo    ## the same under FSDP on four ranks: one is killed in the middle of a save, all start again, then two go on
 	$(BIN)/python -m examples.demo_ranks
+
+demo-rollout: .venv/.rollout ## a training publishes, a rollout process swaps weights, is killed, and catches up from files
+	$(BIN)/python -m examples.demo_rollout
 
 test: .venv/.test          ## everything that the tests need, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS)
@@ -61,6 +64,6 @@ clean:
 	touch $@
 
 # Each of these is the extra of its name.
-.venv/.demo .venv/.test .venv/.bench .venv/.check: .venv/.base
+.venv/.demo .venv/.rollout .venv/.test .venv/.bench .venv/.check: .venv/.base
 	$(INSTALL) --no-build-isolation -e ".[$(patsubst .%,%,$(notdir $@))]"
 	touch $@

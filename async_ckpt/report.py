@@ -176,3 +176,41 @@ class VerifyReport:
             f"{self.path}: {what} sound, {sized(self.num_bytes)} read in {self.seconds:.2f} s "
             f"at {sized(self.bandwidth)}/s{notes}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PullReport:
+    """What a `Subscriber` has pulled.
+
+        print(subscriber.pull("/local/model"))  # version 102 from 100: 2 versions, 31.2 MB read in 0.42 s
+
+    `base` is the version that was there before and was built on; None if an anchor was read. `num_versions` counts those that
+    were applied, 0 if the version was there already. `num_bytes` is what was read of tensors and files.
+    """
+
+    version: int
+    base: int | None
+    num_versions: int
+    num_bytes: int
+    seconds: float
+
+    def as_dict(self, prefix: str = "") -> dict[str, float]:
+        """The report as numbers for a logger, with the same keys on every call. NaN stands for no base.
+
+        wandb.log(subscriber.pull(folder).as_dict("weights/"))
+        """
+        row = {
+            name: getattr(self, name) for name in ("version", "base", "num_versions", "num_bytes", "seconds")
+        }
+        return {prefix + key: nan if value is None else float(value) for key, value in row.items()}
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
+        """What a notebook and IPython show."""
+        printer.text(str(self))
+
+    def __str__(self) -> str:
+        if not self.num_versions:
+            return f"version {self.version} was there already"
+        begin = "an anchor" if self.base is None else str(self.base)
+        count = "1 version" if self.num_versions == 1 else f"{self.num_versions} versions"
+        return f"version {self.version} from {begin}: {count}, {sized(self.num_bytes)} read in {self.seconds:.2f} s"

@@ -50,6 +50,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "trace": lambda: Table({"trace": trace}),
         "groups": _groups,
         "ranks": _ranks,
+        "publish": _publish,
         "dcp": _dcp,
         "gpu": _gpu,
     }
@@ -109,6 +110,12 @@ def _ranks() -> Table:
     from . import ranks
 
     return Table({"two_ranks": ranks.two_ranks, "beside_dcp": ranks.beside_dcp})
+
+
+def _publish() -> Table:
+    from . import publishing
+
+    return Table(publishing.MEASURES, ("zstandard", "safetensors"))
 
 
 def _dcp() -> Table:

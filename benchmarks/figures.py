@@ -353,7 +353,7 @@ def import_time(setting: Setting) -> dict[str, Figure]:
 
 def training(setting: Setting) -> dict[str, Figure]:
     """One thread trains and one core is free. A step that a save overlaps is compared with those without."""
-    with _one_thread():
+    with one_thread():
         subject = Training(setting.training_bytes, batch=32)
         saves = Saves(setting.folder / "training", subject.state, guard=subject.optimizer)
         with saves.checkpointer:
@@ -367,7 +367,7 @@ def wrapped(setting: Setting) -> dict[str, Figure]:
     """Pickling in the background holds Python's lock for a part of its time; `save` pickles no tensor."""
     folder = setting.folder / "wrapped"
     folder.mkdir(parents=True)
-    with _one_thread():
+    with one_thread():
         subject = Training(setting.compare_bytes, batch=32)
         by_pickle = Calls(wrap(torch.save, guard=subject.optimizer), subject.state_dict, folder / "x.pt")
         by_save = Calls(partial(save, guard=subject.optimizer), subject.state_dict, folder / "x.tar")
@@ -404,19 +404,19 @@ def _python_lost(saves: Calls) -> tuple[float, float]:
         for _ in range(20_000):
             pass
 
-    usual = [_clocked(count)[0] for _ in range(_NUM_COUNTS)]
+    usual = [clocked(count)[0] for _ in range(_NUM_COUNTS)]
     handle, begin, num_counts = saves.begin(), perf_counter(), 0
     while not handle.done():
         count()
         num_counts += 1
     seconds = perf_counter() - begin
     saves.end(handle)
-    usual += [_clocked(count)[0] for _ in range(_NUM_COUNTS)]
+    usual += [clocked(count)[0] for _ in range(_NUM_COUNTS)]
     return seconds - num_counts * median(usual), seconds
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -446,18 +446,18 @@ class _Window(NamedTuple):
 
 
 def _slowed(subject: Training, saves: Saves | Calls) -> _Window:
-    undisturbed = [_clocked(subject.step) for _ in range(_UNDISTURBED_STEPS)]
+    undisturbed = [clocked(subject.step) for _ in range(_UNDISTURBED_STEPS)]
     handles: list[SaveHandle] = []
 
     def saving_step() -> None:
         handles.append(saves.begin())
         subject.step()
 
-    during = [_clocked(saving_step)]
+    during = [clocked(saving_step)]
     while not handles[0].done():
-        during.append(_clocked(subject.step))
+        during.append(clocked(subject.step))
     report = saves.end(handles[0])
-    undisturbed += [_clocked(subject.step) for _ in range(_UNDISTURBED_STEPS)]
+    undisturbed += [clocked(subject.step) for _ in range(_UNDISTURBED_STEPS)]
     usual_wall, usual_own = (median(values) for values in zip(*undisturbed, strict=True))
     others = undisturbed[-len(during) :]
     return _Window(
@@ -468,7 +468,7 @@ def _slowed(subject: Training, saves: Saves | Calls) -> _Window:
     )
 
 
-def _clocked(action: Callable[[], None]) -> tuple[float, float]:
+def clocked(action: Callable[[], None]) -> tuple[float, float]:
     """Seconds, and seconds that this thread was on a processor."""
     wall, own = perf_counter(), thread_time()
     action()

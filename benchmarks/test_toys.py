@@ -61,6 +61,17 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
             "growth_restart_all",
         },
     },
+    "publish": {
+        "figures": {
+            "publish_beside",
+            "publish_full",
+            "publish_bytes",
+            "publish_encode",
+            "publish_apply",
+            "publish_full_torch",
+            "publish_delta_safetensors",
+        }
+    },
     "groups": {"figures": {"group_digests_2", "group_digests_100", "group_saves", "group_saves_cpu"}},
     "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
     "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},

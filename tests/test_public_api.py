@@ -25,12 +25,15 @@ NAMES = [
     "NotCommittedError",
     "PerRank",
     "Place",
+    "Publisher",
+    "PullReport",
     "RngState",
     "SaveHandle",
     "SaveReport",
     "StepExistsError",
     "StorageFullError",
     "StorageUnavailableError",
+    "Subscriber",
     "TornSnapshotError",
     "VerifyReport",
     "Zstd",
@@ -96,7 +99,7 @@ SIGNATURES = {
     AsyncCheckpointer.records: "(self)",
     AsyncCheckpointer.best: "(self, metric, *, mode)",
     AsyncCheckpointer.metrics: "(self, prefix='')",
-    AsyncCheckpointer.prewarm: "(self, state)",
+    AsyncCheckpointer.prewarm: "(self, state, *, per_rank=())",
     AsyncCheckpointer.close: "(self)",
     SaveHandle.result: "(self, timeout=None)",
     SaveHandle.exception: "(self, timeout=None)",
@@ -107,6 +110,16 @@ SIGNATURES = {
     async_ckpt.Naming: "(step_format='step_{:08d}', tracker='latest')",
     async_ckpt.Keep: "(last=None, every=None, best=None, seconds=None, whole_folder=False)",
     async_ckpt.Place: "(url, *, options=None, engine=None, fs=None, keep=None)",
+    async_ckpt.Publisher: "(root, *, anchor_every=20, encoding='xor', keep=None, acknowledged=None, host_bytes=None)",
+    async_ckpt.Publisher.publish: "(self, state_or_snapshot, version, config_folder=None, *, guard=None)",
+    async_ckpt.Publisher.versions: "(self)",
+    async_ckpt.Publisher.close: "(self)",
+    async_ckpt.Subscriber: "(root)",
+    async_ckpt.Subscriber.pull: "(self, into, version=None)",
+    async_ckpt.Subscriber.watch: "(self, *, poll_seconds=1.0)",
+    async_ckpt.Subscriber.versions: "(self)",
+    async_ckpt.Subscriber.latest: "(self)",
+    async_ckpt.Subscriber.close: "(self)",
     RngState: "(keys=None)",
     RngState.state_dict: "(self)",
     RngState.load_state_dict: "(self, state_dict)",
@@ -190,6 +203,7 @@ def callables() -> dict[str, object]:
     }
     found |= {f"files.{name}": getattr(async_ckpt.files, name) for name in async_ckpt.files.__all__}
     classes = [AsyncCheckpointer, SaveHandle, SaveReport, RngState, VerifyReport]
+    classes += [async_ckpt.Publisher, async_ckpt.Subscriber, async_ckpt.PullReport]
     for owner in classes:
         found |= {f"{owner.__name__}.{name}": value for name, value in members(owner) if name != "bandwidth"}
     for name in ("completion", "state_dict", "keys", "items", "get", "stall_seconds", "close"):

@@ -41,6 +41,17 @@ def read(snap: async_ckpt.HeldSnapshot, path: str) -> async_ckpt.SaveHandle:
     return async_ckpt.save(snap, path)
 
 
+def publish(model: torch.nn.Module, root: str) -> dict[str, float]:
+    with async_ckpt.Publisher(root, encoding="overwrite", acknowledged=lambda: None) as publisher:
+        handle: async_ckpt.SaveHandle = publisher.publish(model, version=3)
+        print(handle.result(), publisher.versions())
+    with async_ckpt.Subscriber(async_ckpt.Place(root)) as subscriber:
+        for version in subscriber.watch(poll_seconds=0.5):
+            report: async_ckpt.PullReport = subscriber.pull(model, version)
+            return report.as_dict("weights/")
+    return {}
+
+
 save = async_ckpt.wrap(torch.save)
 
 

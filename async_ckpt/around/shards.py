@@ -6,14 +6,18 @@ In: tensors by name. Out: safetensors files, front to back, and their index. Kno
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..format import safetensors
-from ..staging.device import dense_blocks
+from ..staging.device import dense_blocks, memmove
 from ..state.dtypes import dtype_name
+from ..storage.base import Reader
+from ..storage.disk import address
 from .hub import Weights, json_bytes
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
@@ -32,12 +36,42 @@ class Shard(NamedTuple):
     def num_bytes(self) -> int:
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def begins(self) -> list[int]:
+        """Where each tensor begins, from the beginning of the file."""
+        return list(accumulate([t.nbytes for t in self.tensors.values()], initial=len(self.head)))[:-1]
+
     def pieces(self) -> Iterator[tuple[str | None, memoryview]]:
         """The bytes of the file, each piece with the tensor that it is of; None for the header."""
         yield None, memoryview(self.head)
         for name, tensor in self.tensors.items():
             for _, block in dense_blocks(tensor, 0, tensor.nbytes):
                 yield name, view_of(block)
+
+
+class ShardReader(Reader):
+    """A shard as a file that is there already, read in any order from any thread."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.num_bytes = shard.num_bytes
+        self._head = shard.head
+        self._tensors, self._begins = list(shard.tensors.values()), shard.begins
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        end = offset + len(target)
+        head = self._head[offset:end]
+        target[: len(head)] = head
+        first = max(0, bisect_right(self._begins, offset) - 1)
+        for begin, tensor in zip(self._begins[first:], self._tensors[first:], strict=True):
+            if begin >= end:
+                break
+            inside = max(0, offset - begin), min(tensor.nbytes, end - begin)
+            for at, block in dense_blocks(tensor, *inside):
+                place = address(target) + begin + at - offset
+                memmove(place, block.data_ptr(), block.numel())
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def view_of(flat: torch.Tensor) -> memoryview:

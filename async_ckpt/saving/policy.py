@@ -247,7 +247,7 @@ def _has_failed(save: Future[SaveReport]) -> bool:
     return save.done() and Future.exception(save) is not None
 
 
-def whole_step(step: Any, advice: str = "") -> int:
+def whole_step(step: Any, advice: str = "", *, what: str = "step") -> int:
     """A step that the user gives; numbers of numpy count, too. Raises ValueError if it is not one."""
     try:
         number = -1 if isinstance(step, bool | torch.Tensor) else operator.index(step)
@@ -255,5 +255,5 @@ def whole_step(step: Any, advice: str = "") -> int:
         number = -1
     if number < 0:
         shown = repr(step) if isinstance(step, int | float | str) else with_article(type(step).__qualname__)
-        raise ValueError(f"step must be a whole number from 0 on, got {shown}{advice}")
+        raise ValueError(f"{what} must be a whole number from 0 on, got {shown}{advice}")
     return number

@@ -291,10 +291,10 @@ class Saver:
         finally:
             self.pool.remove_reliever(drain.relieve)
 
-    def prewarm(self, state: Any) -> None:
+    def prewarm(self, state: Any, captured_as: Callable[[Capture], None]) -> None:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
         with self._trace.span("prewarm"):
-            captured, _ = self._take(state)
+            captured, _ = self._take(state, captured_as=captured_as)
             self._planner.take_memory(captured, get_worker().copiers)
             warm_up(captured.tensors)
 

@@ -91,6 +91,18 @@ class HostMemory:
             raise
         return buffer
 
+    def lend(self, num_bytes: int, *, crew: Crew, max_bytes: int | None = None) -> torch.Tensor:
+        """So many bytes, which come back when nobody looks at the tensor any more. Raises what `take` does."""
+        taken_bytes = max(1, num_bytes)
+        buffer = self.take(taken_bytes, device=None, crew=crew, max_bytes=max_bytes)
+        return torch.frombuffer(self._owner_of(buffer, taken_bytes), dtype=torch.uint8)[:num_bytes]
+
+    def _owner_of(self, buffer: Memory, num_bytes: int) -> Any:
+        """Whoever looks at the buffer holds this; when nobody does, it serves the next one."""
+        owner = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer._map, buffer._begin)
+        weakref.finalize(owner, self.give_back, buffer, num_bytes).atexit = False
+        return owner
+
     def _lend(self, num_bytes: int, may_wait: bool, max_bytes: int | None) -> bool:
         """Count a copy as lent; False when another has to end before it, after having waited a moment for that."""
         with self._changed:
@@ -273,9 +285,7 @@ class HostCopy:
         taken_bytes = max(1, self.num_bytes)
         buffer = memory.take(taken_bytes, device=device, crew=crew, max_bytes=max_bytes)
         self._buffer: Memory | None = buffer
-        # Whoever holds one of the tensors holds this; when nobody does, the buffer serves the next copy.
-        owner = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer._map, buffer._begin)
-        weakref.finalize(owner, memory.give_back, buffer, taken_bytes).atexit = False
+        owner = memory._owner_of(buffer, taken_bytes)
         try:
             self.snapshot = self._stage(parts, optimizers, crew, clock, waited_for_by)
             self.tensors = _rebuilt(tensors, of_each, owner)

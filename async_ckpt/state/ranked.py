@@ -238,7 +238,9 @@ def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
         mesh = slices.mesh
         spread: Any = None
         if slices.cuts is None:
-            spread = {"held": [[one.global_offsets, one.sizes] for one in slices.rectangles]}
+            # Of a copy, another rank must have what it is a copy of.
+            held = () if slices.is_copy else slices.rectangles
+            spread = {"held": [[one.global_offsets, one.sizes] for one in held]}
         elif mesh is not None:
             spread = [slices.cuts, mesh.shape, mesh.stride, mesh.ranks, slices.coordinate is not None]
         dtype = captured.specs[here[0]].dtype

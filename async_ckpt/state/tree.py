@@ -56,7 +56,8 @@ class Encoder:
     """One walk over a state. `leaf` gets what is neither container nor plain value, and returns its node; `contents` tells
     what is in an object with a `state_dict`.
 
-    Leaves whose path `keep` turns down are left out, and so are containers that end up without any.
+    Leaves whose path `keep` turns down are left out, and so are containers that end up without any; and so is what is `taken`,
+    an instance of a dataclass that belongs elsewhere in the skeleton.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Encoder:
         leaf: Callable[[Any, Path], Json],
         keep: Callable[[Path], bool] | None = None,
         contents: Callable[[Any, Path], Any] = lambda value, _: value.state_dict(),
+        taken: Callable[[Any, Path], bool] = lambda *_: False,
     ) -> None:
-        self._leaf, self._keep, self._contents = leaf, keep, contents
+        self._leaf, self._keep, self._contents, self._taken = leaf, keep, contents, taken
         self.types: set[type] = set()  # that `decode` needs to make the same again
         self._open: set[int] = set()  # containers between the root and here: meeting one again is a cycle
 
@@ -88,6 +90,8 @@ class Encoder:
         if kind is deque:
             return self._inside(value, path, lambda: self._deque(value, path))
         if is_record(value):
+            if self._taken(value, path):
+                return _OMITTED
             return self._inside(value, path, lambda: self._record(value, path))
         return self._plain(value, plain_node, path)
 

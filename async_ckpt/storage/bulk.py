@@ -48,6 +48,7 @@ def copy(
     to: Storage,
     *,
     background: bool = False,
+    num_threads: int | None = None,
     check: Callable[[], None] = lambda: None,
     finished: Callable[[Sink], object] = lambda sink: sink.close(),
 ) -> None:
@@ -63,7 +64,8 @@ def copy(
         default=1,
     )
     copying = _Copying(to, segment_bytes, check, finished)
-    crew = Crew("copy", _NUM_BACKGROUND_THREADS if background else _NUM_THREADS, background=background)
+    usual = _NUM_BACKGROUND_THREADS if background else _NUM_THREADS
+    crew = Crew("copy", num_threads or usual, background=background)
     passages = [_Passage(parcel, copying) for parcel in parcels]
     try:
         crew.run_all(task for passage in passages for task in passage.tasks())

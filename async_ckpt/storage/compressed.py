@@ -59,7 +59,7 @@ class Zstd:
 
 def refuse_if_missing() -> None:
     """Raises ImportError where compression cannot be had."""
-    _package()
+    zstandard_package()
 
 
 def decompressing(reader: Reader, path: str) -> Reader:
@@ -83,7 +83,7 @@ class ZstdSink:
         segment_bytes: int,
         how: Zstd,
     ) -> None:
-        _package()
+        zstandard_package()
         limit = int(num_bytes * (1 + _GROWTH)) + _SLACK_BYTES
         self._out = Appender(storage, path, limit_bytes=limit)
         self._how = how
@@ -153,7 +153,9 @@ class ZstdSink:
     def _compressor(self) -> Any:
         """One for each thread: they keep their tables between frames."""
         if not hasattr(self._local, "compressor"):
-            self._local.compressor = _package().ZstdCompressor(level=self._how.level, write_checksum=True)
+            self._local.compressor = zstandard_package().ZstdCompressor(
+                level=self._how.level, write_checksum=True
+            )
         return self._local.compressor
 
     def _append_what_is_due(self) -> None:
@@ -237,7 +239,7 @@ class ZstdReader(Reader):
         size = self._starts[number + 1] - self._starts[number]
         data = bytearray(self._begins[number + 1] - self._begins[number])
         self._read(self._begins[number], data)
-        package = _package()
+        package = zstandard_package()
         try:
             told = package.get_frame_parameters(data).content_size
             if told != size:
@@ -277,7 +279,7 @@ class ZstdReader(Reader):
         self._reader.close()
 
 
-def _package() -> Any:
+def zstandard_package() -> Any:
     try:
         import zstandard
     except ImportError:

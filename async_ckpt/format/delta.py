@@ -1,0 +1,160 @@
+"""Versions of published weights: what their folders are called, and what the index of each says.
+
+In: names, checksums. Out: the bytes of an index, and back. Knows nothing of: tensors, where the folders are.
+
+A version is a folder of Hugging Face, `weight_v000120`. A full one, an anchor, holds the weights. A delta holds, of each
+tensor that has changed since its base, one frame of zstd, as a tensor of bytes under the same name; the checksum of the
+tensor's new bytes is in the metadata of that file. The index, `model.safetensors.index.json`, says which of the two it is,
+and is there only when the version is whole. What other programs do not read of it is under "async_ckpt".
+
+An "xor" frame holds the new bytes xor the base's; an "overwrite" frame a count, the positions of so many bytes, all of them
+little-endian and of 4 bytes, and then their new values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import xxhash
+
+Encoding = Literal["xor", "overwrite"]
+
+INDEX: Final = "model.safetensors.index.json"
+ENCODINGS: Final = ("xor", "overwrite")
+COUNT_BYTES: Final = 4
+POSITION_BYTES: Final = 4
+MAX_OVERWRITTEN_BYTES: Final = 2**32
+_CHECKSUMS: Final = "xxh3-128"
+_COMPRESSION: Final = "zstd"
+_OURS: Final = "async_ckpt"
+_FOLDER: Final = re.compile(r"weight_v(\d{6,18})")
+# A file of a version lies in its folder, or in one within it.
+_FILE: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._~ -]{0,99}/)?[A-Za-z0-9_][A-Za-z0-9._~ -]{0,199}")
+
+
+def folder_of(version: int) -> str:
+    return f"weight_v{version:06d}"
+
+
+def version_of(folder: str) -> int | None:
+    """The version that a folder of this name holds; None if it holds none."""
+    match = _FOLDER.fullmatch(folder)
+    if match is None:
+        return None
+    version = int(match[1])
+    return version if folder_of(version) == folder else None
+
+
+def checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def identity_of(checksums: Mapping[str, str]) -> str:
+    """One digest of all weights, from those of their bytes by name: equal for the same weights, whoever counts them."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(checksums):
+        digest.update(f"{name}\0{checksums[name]}\0".encode())
+    return digest.hexdigest()
+
+
+def structure_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
+    """One digest of names, dtypes and shapes: it says whether two versions are of the same model."""
+    rows = sorted([name, dtype, *shape] for name, dtype, shape in tensors)
+    return checksum(json.dumps(rows).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class VersionIndex:
+    """What the index of a version says. Texts are empty, and mappings too, where its writer did not say it."""
+
+    version: int
+    files: Mapping[str, str]  # of each tensor in it, by name
+    base: int | None = None  # of a delta
+    encoding: Encoding | None = None
+    identity: str = ""  # of all weights of this version
+    base_identity: str = ""
+    structure: str = ""
+    checksums: Mapping[str, str] = field(default_factory=dict)  # of all tensors, of an anchor
+    digests: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of each other file, and of each file of a delta
+
+    @property
+    def is_anchor(self) -> bool:
+        return self.base is None
+
+    @property
+    def tensor_files(self) -> list[str]:
+        return sorted(set(self.files.values()))
+
+    def metadata(self) -> dict[str, Any]:
+        """What goes under "metadata"."""
+        ours: dict[str, Any] = {"identity": self.identity, "structure": self.structure}
+        ours["digests"] = dict(self.digests)
+        told: dict[str, Any] = {"version": f"{self.version:06d}", "checksum_format": _CHECKSUMS}
+        if self.base is None:
+            ours["checksums"] = dict(self.checksums)
+        else:
+            ours["base_identity"] = self.base_identity
+            told["base_version"] = f"{self.base:06d}"
+            told["delta_encoding"] = self.encoding
+            told["compression_format"] = _COMPRESSION
+        return {**told, _OURS: ours}
+
+
+def dump_delta(index: VersionIndex) -> bytes:
+    """The index of a delta. That of an anchor is one of Hugging Face, with more in its metadata."""
+    told = {"metadata": index.metadata(), "weight_map": dict(index.files)}
+    return (json.dumps(told, indent=2, sort_keys=True) + "\n").encode()
+
+
+def parse(data: bytes, version: int) -> VersionIndex:
+    """The index of what the folder of this version holds. Raises ValueError when it does not hold together."""
+    try:
+        told = json.loads(data)
+        files, metadata = dict(told["weight_map"]), dict(told.get("metadata") or {})
+        ours = dict(metadata.get(_OURS) or {})
+        digests = {str(name): str(digest) for name, digest in dict(ours.get("digests") or {}).items()}
+        checksums = {str(name): str(digest) for name, digest in dict(ours.get("checksums") or {}).items()}
+        texts = {key: str(ours.get(key, "")) for key in ("identity", "structure", "base_identity")}
+        number = int(metadata.get("version", version))
+        is_delta = "delta_encoding" in metadata
+        base = int(metadata["base_version"]) if is_delta else None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is not the index of a version ({error!r:.200})") from error
+    for file in (*files.values(), *digests):
+        if not isinstance(file, str) or not _FILE.fullmatch(file) or ".." in file:
+            raise ValueError(f"{file!r:.300} is not the name of a file of its folder")
+    if number != version:
+        raise ValueError(f"it is the index of version {number}")
+    if base is not None:
+        _refuse_foreign(metadata, base, version)
+    return VersionIndex(
+        version=version,
+        files=files,
+        base=base,
+        encoding=metadata.get("delta_encoding"),
+        checksums=checksums,
+        digests=digests,
+        **texts,
+    )
+
+
+def _refuse_foreign(metadata: Mapping[str, Any], base: int, version: int) -> None:
+    """Raises ValueError for a delta that cannot be applied."""
+    known = {
+        "delta_encoding": ENCODINGS,
+        "compression_format": (_COMPRESSION,),
+        "checksum_format": (_CHECKSUMS,),
+    }
+    for key, values in known.items():
+        if metadata.get(key) not in values:
+            raise ValueError(
+                f"its {key} is {metadata.get(key)!r:.100}; only {', '.join(values)} can be applied"
+            )
+    if not 0 <= base < version:
+        raise ValueError(f"it is a delta of version {version} against {base}, which is not before it")

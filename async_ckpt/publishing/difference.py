@@ -1,0 +1,188 @@
+"""The difference between two states of one tensor, byte by byte.
+
+In: a tensor and the bytes that it had. Out: a frame; and from a frame the new bytes, in the place of the old ones.
+Knows nothing of: names, versions, where frames come from.
+
+All of it goes by pieces that stay in the processor's cache, so that memory is read once. Bytes are compared, never values:
+a NaN is equal to itself, and differs from another NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from ..around.shards import view_of
+from ..format.delta import COUNT_BYTES, MAX_OVERWRITTEN_BYTES, POSITION_BYTES, Encoding, checksum
+from ..spec import MIB
+from ..staging.device import dense_blocks
+from ..storage.compressed import zstandard_package
+
+_PIECE_BYTES: Final = MIB
+# As the protocol's other writers have it.
+_LEVEL: Final = 1
+# An xor is mostly zeros, between single items that are like no other: a table that stays in the first cache finds as much
+# in it, and what matches is near. That makes frames a fifth smaller, and a quarter faster.
+_OF_XOR: Final = {"window_log": 17, "hash_log": 10}
+
+
+class NotTheBase(ValueError):
+    """A frame does not make of these bytes what it should."""
+
+
+def checksum_of(tensor: torch.Tensor) -> str:
+    """Of a tensor's bytes, as they would lie in memory if it were dense."""
+    digest = xxhash.xxh3_128()
+    for _, block in dense_blocks(tensor, 0, tensor.nbytes):
+        digest.update(view_of(block))
+    return digest.hexdigest()
+
+
+def encode(new: torch.Tensor, base: torch.Tensor, encoding: Encoding) -> tuple[bytes, str] | None:
+    """A frame, and the checksum of the new bytes; None if nothing has changed. `base` is dense, of dtype uint8.
+
+    Raises ValueError for a tensor that is too large for the encoding.
+    """
+    if all(torch.equal(piece, base[at : at + len(piece)]) for at, piece in _pieces(new)):
+        return None
+    if encoding == "xor":
+        return _encode_xor(new, base)
+    if new.nbytes > MAX_OVERWRITTEN_BYTES:
+        raise ValueError(
+            f'it has {new.nbytes:,} bytes, and encoding="overwrite" can tell {MAX_OVERWRITTEN_BYTES:,} apart; use "xor"'
+        )
+    return _encode_overwrite(new, base)
+
+
+def apply(data: memoryview, region: torch.Tensor, encoding: Encoding, wanted: str) -> Callable[[], None]:
+    """Make of the base's bytes the new ones, in place. Returns what puts the old ones back.
+
+    Raises NotTheBase if they do not have the wanted checksum then, or if the frame is damaged; the region is then as
+    it was.
+    """
+    return (_apply_xor if encoding == "xor" else _apply_overwrite)(data, region, wanted)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    for begin, block in dense_blocks(tensor, 0, tensor.nbytes):
+        for at in range(0, block.numel(), _PIECE_BYTES):
+            yield begin + at, block[at : at + _PIECE_BYTES]
+
+
+# --- xor ----------------------------------------------------------------------------------------------------------
+
+
+def _encode_xor(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
+    library = zstandard_package()
+    how = library.ZstdCompressionParameters.from_level(_LEVEL, source_size=new.nbytes, **_OF_XOR)
+    compressor = library.ZstdCompressor(compression_params=how).compressobj(size=new.nbytes)
+    digest, scratch, out = xxhash.xxh3_128(), torch.empty(_PIECE_BYTES, dtype=torch.uint8), []
+    for at, piece in _pieces(new):
+        changed = scratch[: len(piece)]
+        torch.bitwise_xor(piece, base[at : at + len(piece)], out=changed)
+        out.append(compressor.compress(view_of(changed)))
+        digest.update(view_of(piece))
+    out.append(compressor.flush())
+    return b"".join(out), digest.hexdigest()
+
+
+def _apply_xor(data: memoryview, region: torch.Tensor, wanted: str) -> Callable[[], None]:
+    digest, num_done = xxhash.xxh3_128(), 0
+    try:
+        for piece in _unpacked(data):
+            part = region[num_done : num_done + len(piece)]
+            if len(part) < len(piece):
+                raise NotTheBase("the frame is longer than the tensor")
+            torch.bitwise_xor(part, piece, out=part)
+            num_done += len(piece)
+            digest.update(view_of(part))
+        if num_done < len(region):
+            raise NotTheBase("the frame is shorter than the tensor")
+        if digest.hexdigest() != wanted:
+            raise NotTheBase("the new bytes do not have the checksum that they should")
+    except BaseException:
+        _xor_again(data, region[:num_done])
+        raise
+    return lambda: _xor_again(data, region)
+
+
+def _xor_again(data: memoryview, region: torch.Tensor) -> None:
+    """What was done twice is undone."""
+    at = 0
+    for piece in _unpacked(data) if len(region) else ():
+        part = region[at : at + len(piece)]
+        torch.bitwise_xor(part, piece[: len(part)], out=part)
+        at += len(part)
+        if at == len(region):
+            break
+
+
+def _unpacked(data: memoryview) -> Iterator[torch.Tensor]:
+    """The bytes in a frame, a piece at a time; each is overwritten by the next."""
+    library: Any = zstandard_package()
+    scratch = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
+    view = view_of(scratch)
+    with library.ZstdDecompressor().stream_reader(data) as reader:
+        while True:
+            try:
+                num_read = reader.readinto(view)
+            except library.ZstdError as error:
+                raise NotTheBase(f"the frame is damaged ({error})") from error
+            if not num_read:
+                return
+            yield scratch[:num_read]
+
+
+# --- overwrite ----------------------------------------------------------------------------------------------------
+
+
+def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
+    digest, positions, values = xxhash.xxh3_128(), [], []
+    for at, piece in _pieces(new):
+        inner = torch.nonzero(piece != base[at : at + len(piece)]).flatten()
+        positions.append(inner + at)
+        values.append(piece[inner])
+        digest.update(view_of(piece))
+    where, what = torch.cat(positions), torch.cat(values)
+    low = where.view(torch.uint8).view(-1, 8)[:, :POSITION_BYTES].reshape(-1)
+    count = torch.tensor([len(what)]).view(torch.uint8)[:COUNT_BYTES]
+    plain = torch.cat([count, low, what])
+    return zstandard_package().ZstdCompressor(level=_LEVEL).compress(view_of(plain)), digest.hexdigest()
+
+
+def _apply_overwrite(data: memoryview, region: torch.Tensor, wanted: str) -> Callable[[], None]:
+    where, values = _overwritten(data, len(region))
+    old = region[where]
+    region[where] = values
+
+    def undo() -> None:
+        region[where] = old
+
+    if checksum(view_of(region)) != wanted:
+        undo()
+        raise NotTheBase("the new bytes do not have the checksum that they should")
+    return undo
+
+
+def _overwritten(data: memoryview, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions in a frame, and the values there. Raises NotTheBase for what does not fit a tensor of this size."""
+    limit = COUNT_BYTES + (POSITION_BYTES + 1) * num_bytes
+    parts, size = [], 0
+    for piece in _unpacked(data):
+        size += len(piece)
+        if size > limit:
+            raise NotTheBase("the frame is longer than the tensor")
+        parts.append(piece.clone())
+    plain = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    count = int.from_bytes(bytes(plain[:COUNT_BYTES].tolist()), "little")
+    begin = COUNT_BYTES + POSITION_BYTES * count
+    if size != begin + count:
+        raise NotTheBase("the frame does not hold as many positions and values as it says")
+    low = plain[COUNT_BYTES:begin].clone().view(torch.int32).to(torch.int64)
+    where = low & (MAX_OVERWRITTEN_BYTES - 1)
+    if count and int(where.max()) >= num_bytes:
+        raise NotTheBase("the frame has positions outside of the tensor")
+    return where, plain[begin:]

@@ -1,0 +1,189 @@
+"""`Publisher`: the weights of one instant as a version that rollout engines read, whole or as a difference.
+
+In: a model, its state dict, or a snapshot. Out: versions at a root, each with a handle. Knows nothing of: who reads them,
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from ..around.export import files_of
+from ..around.hub import Weights, weights_of
+from ..errors import ClosedError, UnsupportedStateError
+from ..format.delta import ENCODINGS, Encoding
+from ..host.threads import running_future
+from ..host.waiting import ENDS_THE_WAIT, Wait, wait_for
+from ..saving.handle import SaveHandle
+from ..saving.policy import whole_step
+from ..spans import Spans
+from ..spec import whole_bytes, whole_count
+from ..staging.guard import unwrapped
+from ..staging.held import refuse_guard
+from ..state.held import Held, module_of
+from ..state.wrappers import plain_model
+from ..storage.place import Anywhere, local_place, written_at
+from .publication import Line, Publication
+
+
+class Publisher:
+    """Adds versions of a model's weights at a root, in the background, for rollout engines to follow.
+
+        with async_ckpt.Publisher("/shared/weights", anchor_every=20, keep=5) as publisher:
+            with async_ckpt.snapshot({"model": model, "optimizer": optimizer}, guard=optimizer) as snap:
+                ckpt.save(snap, step=step)
+                publisher.publish(snap["model"], version=step, config_folder="base-model")
+
+    A version is a folder `weight_v000120` with a model of Hugging Face. Every so often it is an anchor, which has all of the
+    weights; otherwise a delta, which has of each tensor that changed what is different from an earlier version. It becomes
+    visible when all of it is durable. A new publisher begins with an anchor, at a root that another one has used, too.
+    One root has one model, and one publisher at a time: the newest.
+
+    Args:
+        root: where to: a folder, URL or Place. A folder must be one that all readers see.
+        anchor_every: of so many versions one is an anchor. A reader that begins anew reads the newest anchor and what follows.
+        encoding: how a delta tells what is different: "xor", or "overwrite" (positions and values, which can be applied
+            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory.
+        keep: how many of the newest versions to keep, with all that they are built on. None keeps all.
+        acknowledged: a function that returns the newest version that every reader has applied, or None. It is called by
+            `publish`, and deltas are against that version then, so that a reader that has it needs no other. Without it they
+            are against the newest that is durable.
+        host_bytes: the most memory for the weights that deltas are against, together with snapshots that are open or still
+            being read; by default half of the free memory.
+    """
+
+    def __init__(
+        self,
+        root: Anywhere,
+        *,
+        anchor_every: int = 20,
+        encoding: Encoding | None = "xor",
+        keep: int | None = None,
+        acknowledged: Callable[[], int | None] | None = None,
+        host_bytes: int | None = None,
+    ) -> None:
+        if encoding not in (None, *ENCODINGS):
+            raise ValueError(f'encoding must be "xor", "overwrite" or None, got {encoding!r:.100}')
+        if acknowledged is not None and not callable(acknowledged):
+            raise TypeError(f"acknowledged must be a function without arguments, got {acknowledged!r:.100}")
+        self._line = Line(
+            written_at(root).storage(),
+            anchor_every=whole_count("anchor_every", anchor_every),
+            encoding=encoding,
+            keep=None if keep is None else whole_count("keep", keep),
+            max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
+            follows=acknowledged is None,
+        )
+        self._acknowledged = acknowledged
+        self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole
+        self._is_closed = False
+
+    def publish(
+        self,
+        state_or_snapshot: Any,
+        version: int,
+        config_folder: str | os.PathLike[str] | None = None,
+        *,
+        guard: Any = None,
+    ) -> SaveHandle:
+        """Publish the weights as a version. Returns a handle at once; the weights may change then.
+
+            handle = publisher.publish(model, version=step)
+
+        Names are those of `export_hf`. Of a snapshot nothing is copied again. Versions are published in the order of the calls.
+        `handle.result()` is the report; its `step` is the version, and its `num_bytes` is what was written.
+
+        Args:
+            state_or_snapshot: a module, a flat mapping of names to tensors, or either of them in a snapshot.
+            version: a number above that of every version at the root, such as the training step.
+            config_folder: as for `export_hf`; its files are in anchors only.
+            guard: as for `save`.
+
+        Raises UnsupportedStateError for what cannot be published: adapters and quantised models too, whose names in memory are
+        not those in their checkpoints. The handle raises StepExistsError and StepBehindError for a version that is not newer,
+        StateMismatchError for another model than the one before, ClosedError when another publisher has taken the root,
+        MemoryError, StorageFullError and StorageUnavailableError. What was published before is as it was, then, and the next
+        delta is against that.
+        """
+        if self._is_closed:
+            raise ClosedError(f"{self!r}: make another one")
+        number = whole_step(version, what="version")
+        spans, called = Spans(), running_future()
+        try:
+            beside = {} if config_folder is None else files_of(local_place(config_folder))
+            held = state_or_snapshot if isinstance(state_or_snapshot, Held) else None
+            refuse_guard([held] if held is not None else [], guard)
+            weights = weights_of(state_or_snapshot, beside)
+            _refuse_unmapped(state_or_snapshot, weights)
+            base = None if self._acknowledged is None else self._acknowledged()
+            publication = Publication(
+                self._line, number, weights, beside, base, held, unwrapped(guard), spans, called
+            )
+            handle = publication.begin()
+        finally:
+            called.set_result(spans.total())
+        going_on = [(other, ended) for other, ended in self._pending if not ended.done()]
+        self._pending = [*going_on, (handle, publication.ended)]
+        return handle
+
+    def versions(self) -> list[int]:
+        """The versions at the root, ascending.
+
+        publisher.versions()  # [100, 101, 102]
+        """
+        return self._line.versions.numbers()
+
+    def close(self) -> None:
+        """Wait for what is being published, and give the memory back. May be called again.
+
+        publisher.close()  # leaving the `with` block does it
+
+        What went wrong is in the handles.
+        """
+        self._is_closed = True
+        self._wait()
+        self._line.close()
+
+    def _wait(self) -> None:
+        """Until all is published, or has failed, and what is not kept is deleted."""
+        wait = Wait("to close a Publisher", ENDS_THE_WAIT)
+        for handle, ended in self._pending:
+            wait_for(handle, goes_on=partial(wait.goes_on, lambda: self._line.versions.root))
+            if Future.exception(handle) is None:
+                wait_for(ended)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Publisher {self._line.versions.root}{' (closed)' if self._is_closed else ''}>"
+
+
+def _refuse_unmapped(given: Any, weights: Weights) -> None:
+    """Raises UnsupportedStateError for weights that no receiver would find under their names."""
+    live = module_of(given) if isinstance(given, Held) else given
+    model: Any = plain_model(live) if isinstance(live, torch.nn.Module) else None
+    if weights.stem != "model":
+        why = (
+            "it is an adapter, and versions are whole models; merge it first, or use export_hf for each step"
+        )
+    elif getattr(model, "hf_quantizer", None) is not None:
+        why = (
+            "it is quantised, so its names in memory are not those of its checkpoints; publish a mapping of the names and "
+            "tensors that the engine loads"
+        )
+    else:
+        return
+    raise UnsupportedStateError(f"this model cannot be published: {why}", path="")

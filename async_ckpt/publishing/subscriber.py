@@ -1,0 +1,252 @@
+"""`Subscriber`: the weights of a version, in a folder that engines load or in a module, without a word with the training.
+
+In: a root with versions. Out: a folder or a module that has one of them. Knows nothing of: who publishes, engines.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from ..around.hub import weights_of
+from ..errors import ClosedError, NotCommittedError, StateMismatchError
+from ..report import PullReport
+from ..saving.default import held_memory
+from ..saving.worker import get_worker
+from ..spans import Spans
+from ..state.dtypes import dtype_name, dtype_named
+from ..state.wrappers import plain_model, plain_state_dict
+from ..storage.place import Anywhere, local_place, written_at
+from .replica import FolderReplica, MemoryReplica, Replica, bring, new_crew
+from .versions import Anchor, Versions
+
+
+class Subscriber:
+    """Follows the versions that a `Publisher` adds at a root, from any host and at any time.
+
+        subscriber = async_ckpt.Subscriber("s3://bucket/weights")
+        for version in subscriber.watch():
+            subscriber.pull(into="/local/model")
+
+    It needs nothing but the files: a process that starts late, or was killed, has the newest weights after one `pull`.
+    It writes nothing at the root.
+
+    Args:
+        root: where the versions are: a path, a URL or a Place.
+    """
+
+    def __init__(self, root: Anywhere) -> None:
+        self._versions = Versions(written_at(root).storage())
+        self._crew = new_crew()
+        self._closed = threading.Event()
+        # Host memory of each module that was pulled into. One caller of `pull` at a time has it.
+        self._modules: weakref.WeakKeyDictionary[torch.nn.Module, MemoryReplica] = weakref.WeakKeyDictionary()
+        self._pulling = threading.Lock()
+
+    def versions(self) -> list[int]:
+        """The versions that are whole, ascending.
+
+        subscriber.versions()  # [100, 101, 102]
+        """
+        self._refuse_if_closed()
+        return self._versions.numbers()
+
+    def latest(self) -> int | None:
+        """The newest version, or None.
+
+        subscriber.latest()  # 102
+        """
+        return max(self.versions(), default=None)
+
+    def pull(self, into: str | os.PathLike[str] | torch.nn.Module, version: int | None = None) -> PullReport:
+        """Bring a folder or a module to a version, and return what that took.
+
+            report = subscriber.pull("/local/model")
+            model = AutoModelForCausalLM.from_pretrained("/local/model")
+
+        What it has already is the beginning: only the deltas after that are read, and applied in place, in their order.
+        Otherwise it begins with the newest anchor that is not above the version. Every tensor is compared with its
+        checksum. After an error, also at the last tensor, it has the weights that it had before, or those of a version
+        on the way. If a pull into a folder was killed, the next one begins with an anchor.
+
+        Args:
+            into: a folder on this machine: one that is new or empty, or that a pull has filled before. Pulls of several
+                processes into it come one after the other. Or a module: its parameters and buffers get the new bytes in one
+                go, when all of them are there and compared. That takes the size of the weights in host memory.
+            version: by default the newest.
+
+        A folder is an ordinary one of Hugging Face. Do not use files of it that are mapped to memory while it is pulled into:
+        they change.
+
+        Raises NotCommittedError if there is no such version, or if one on the way to it is missing; CorruptCheckpointError for
+        damaged files; StateMismatchError for another model; FileExistsError for a folder with other files;
+        StorageUnavailableError and StorageFullError.
+        """
+        self._refuse_if_closed()
+        spans = Spans()
+        replica = self._replica(into)
+        if not self._pulling.acquire(blocking=False):
+            raise RuntimeError("another pull of this Subscriber is under way; use one for each thread")
+        try:
+            target = self._target(version)
+            with replica.locked():
+                before = replica.state
+                chain, num_bytes = bring(replica, self._versions, target, self._crew)
+                if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
+                    _fill(into, replica)
+        finally:
+            self._crew.stop()
+            self._pulling.release()
+        anchored = bool(chain) and chain[0].is_anchor
+        return PullReport(
+            version=target,
+            base=None if before is None or anchored else before.version,
+            num_versions=len(chain),
+            num_bytes=num_bytes,
+            seconds=spans.total(),
+        )
+
+    def watch(self, *, poll_seconds: float = 1.0) -> Iterator[int]:
+        """Yield the newest version, and each newer one as it comes, until `close`.
+
+            for version in subscriber.watch():
+                subscriber.pull(model, version)
+
+        Versions that came and were overtaken while nobody asked are left out. One poll is one listing of the root.
+
+        Args:
+            poll_seconds: how long to wait between two looks.
+        """
+        if not poll_seconds > 0:
+            raise ValueError(f"poll_seconds must be above 0, got {poll_seconds!r}")
+        return self._watch(poll_seconds)
+
+    def _watch(self, poll_seconds: float) -> Iterator[int]:
+        seen: int | None = None
+        while not self._closed.is_set():
+            newest = max(self._versions.numbers(), default=None)
+            # Also a lower one: a training that was set back publishes in another root, or deletes what was ahead.
+            if newest is not None and newest != seen:
+                seen = newest
+                yield newest
+            else:
+                self._closed.wait(poll_seconds)
+
+    def close(self) -> None:
+        """End every `watch`, and give the memory back. May be called again, from any thread.
+
+        subscriber.close()
+        """
+        self._closed.set()
+        self._modules.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Subscriber {self._versions.root}{' (closed)' if self._closed.is_set() else ''}>"
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed.is_set():
+            raise ClosedError(f"{self!r}: make another one")
+
+    def _target(self, version: int | None) -> int:
+        if version is not None:
+            return version
+        newest = max(self._versions.numbers(), default=None)
+        if newest is None:
+            raise NotCommittedError(
+                f"{self._versions.root}: there is no version yet", path=self._versions.root, step=None
+            )
+        return newest
+
+    def _replica(self, into: str | os.PathLike[str] | torch.nn.Module) -> Replica:
+        if not isinstance(into, torch.nn.Module):
+            return FolderReplica(Path(local_place(into)).absolute(), self._crew)
+        module = into
+        replica = self._modules.get(module)
+        if replica is None:
+            # By a weak reference: the replica is kept for as long as the module, and must not keep it.
+            refers = weakref.ref(module)
+
+            def fits(anchor: Anchor) -> None:
+                live = refers()
+                if live is not None:
+                    _refuse_misfit(live, anchor)
+
+            replica = self._modules[module] = MemoryReplica(
+                lambda num_bytes: held_memory().lend(num_bytes, crew=get_worker().copiers), fits
+            )
+        return replica
+
+
+def _refuse_misfit(module: torch.nn.Module, anchor: Anchor) -> None:
+    """Raises StateMismatchError unless each tensor of the version is one of the module, and it has no others."""
+    live = plain_state_dict(module)
+    wanted = weights_of(module, {})
+    names = (
+        set(wanted.tensors)
+        if wanted.as_published(dict(wanted.tensors)).keys() == wanted.tensors.keys()
+        else None
+    )
+    given = anchor.tensors
+    where = anchor.source.where
+    if names is None:
+        raise StateMismatchError(
+            f"{where}: {type(plain_model(module)).__qualname__} has its weights in memory otherwise than in its "
+            "checkpoints; pull into a folder, and load that",
+            missing=(),
+            unexpected=(),
+            mismatched=(),
+        )
+    storages = {_place_of(live[name]) for name in given if name in live}
+    missing = sorted(name for name in names - given.keys() if _place_of(live[name]) not in storages)
+    unexpected = sorted(given.keys() - live.keys())
+    mismatched = sorted(
+        name
+        for name, told in given.items()
+        if name in live
+        and (dtype_name(live[name].dtype), tuple(live[name].shape)) != (told.dtype, told.shape)
+    )
+    if missing or unexpected or mismatched:
+        told = [
+            f"{what}: {', '.join(found[:3])}{', …' if len(found) > 3 else ''}"
+            for what, found in (
+                ("missing in the version", missing),
+                ("unknown to the module", unexpected),
+                ("of another dtype or shape", mismatched),
+            )
+            if found
+        ]
+        raise StateMismatchError(
+            f"{where}: it does not fit the module ({'; '.join(told)}); the module is as it was. Make the module of the same "
+            "config and dtype, or pull into a folder",
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+            mismatched=tuple(mismatched),
+        )
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _fill(module: torch.nn.Module, replica: MemoryReplica) -> None:
+    """Copy the new bytes to the module, tied tensors once."""
+    live: Mapping[str, torch.Tensor] = plain_state_dict(module)
+    with torch.no_grad():
+        for name, told in replica.tensors.items():
+            target = live[name].detach()
+            target.copy_(replica.region(name).view(dtype_named(told.dtype)).view(told.shape))

@@ -1,0 +1,254 @@
+"""What published weights cost: beside a save of the same snapshot, beside the disk, and beside other ways to hand weights over.
+
+In: a setting. Out: figures by name. Knows nothing of: rollout engines.
+
+The weights are of bf16, and 1 % of their items change from version to version, as a step of reinforcement learning changes
+them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter, thread_time
+from typing import Final
+
+import torch
+
+import async_ckpt
+from async_ckpt import AsyncCheckpointer, Publisher, SaveHandle, Subscriber
+from async_ckpt.publishing.difference import apply, encode
+
+from .figures import clocked, one_thread
+from .limits import SEGMENT_BYTES, WarmMemory, torch_save, whole_pages
+from .setting import Setting, side_by_side
+from .table import NOISE_SECONDS, Figure, Target
+from .workloads import Training, tensors
+
+Weights = dict[str, torch.Tensor]
+
+_SHARE: Final = 0.01
+_UNDISTURBED_STEPS: Final = 6
+
+
+def weights_of(num_bytes: int) -> Weights:
+    """Matrices in bf16."""
+    return {name: tensor.bfloat16() for name, tensor in tensors(2 * num_bytes).items()}
+
+
+def change(weights: Weights) -> None:
+    """The last bit of other items of each tensor than before."""
+    for tensor in weights.values():
+        bits = tensor.view(torch.int16).view(-1)
+        where = torch.randint(len(bits), (int(len(bits) * _SHARE),))
+        bits[where] ^= 1
+
+
+class Model(torch.nn.Module):
+    """Weights as a module, for what pulls into one."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        for name, tensor in weights.items():
+            self.register_buffer(name.replace(".", "_"), torch.empty_like(tensor))
+
+
+def full_versions(setting: Setting) -> dict[str, Figure]:
+    """An anchor of a held snapshot, as what writes its bytes to the disk."""
+    weights = weights_of(setting.state_bytes)
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    warm = WarmMemory(whole_pages(num_bytes), SEGMENT_BYTES)
+    versions = itertools.count(1)
+    setting.folder.mkdir(parents=True)
+    with (
+        Publisher(setting.folder / "weights", encoding=None, keep=1) as publisher,
+        async_ckpt.snapshot(weights) as snap,
+    ):
+        snap.completion.result()
+
+        def publish() -> float:
+            begin = perf_counter()
+            publisher.publish(snap, next(versions)).result()
+            seconds = perf_counter() - begin
+            publisher._wait()
+            return num_bytes / seconds / 1e9
+
+        publish()
+        pairs = side_by_side(
+            setting.rounds,
+            publish,
+            lambda: num_bytes / warm.write_seconds(setting.folder / "raw", whole_pages(num_bytes)) / 1e9,
+        )
+    title = f"bandwidth of a full version of {num_bytes / 1e9:.2g} GB, from a snapshot to the disk"
+    limit = "O_DIRECT pwrite + fsync"
+    return {"publish_full": Figure(title, "GB/s", limit, Target("≥", 0.85), pairs)}
+
+
+def deltas(setting: Setting) -> dict[str, Figure]:
+    """Bytes, and what one core does in a second."""
+    weights = weights_of(setting.state_bytes // 2)
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    sizes, encoded, applied = [], [], []
+    with one_thread():
+        for _ in range(setting.rounds):
+            base = {name: tensor.view(torch.uint8).flatten().clone() for name, tensor in weights.items()}
+            change(weights)
+            begin = thread_time()
+            frames = {name: encode(tensor, base[name], "xor") for name, tensor in weights.items()}
+            encoded.append(num_bytes / (thread_time() - begin) / 1e9)
+            begin = thread_time()
+            for name, made in frames.items():
+                assert made is not None
+                apply(memoryview(made[0]), base[name], "xor", made[1])
+            applied.append(num_bytes / (thread_time() - begin) / 1e9)
+            sizes.append(sum(len(made[0]) for made in frames.values() if made is not None))
+    what = f"{num_bytes / 1e9:.2g} GB of bf16, of which {_SHARE:.0%} of the items have changed"
+    return {
+        "publish_bytes": Figure(
+            f"bytes of a delta of {what}", "MB", "the weights", Target("≤", 0.05), [(size / 1e6, num_bytes / 1e6) for size in sizes]
+        ),
+        "publish_encode": Figure(
+            "encoding that, on one core: xor, zstd, checksum", "GB/s", "wanted", Target("≥", 1), [(rate, 1.0) for rate in encoded]
+        ),
+        "publish_apply": Figure(
+            "applying that, on one core: zstd, xor, checksum", "GB/s", "wanted", Target("≥", 1), [(rate, 0.8) for rate in applied]
+        ),
+    }  # fmt: skip
+
+
+def handed_over(setting: Setting) -> dict[str, Figure]:
+    """From the weights of one process to those of another, by way of the disk."""
+    weights = weights_of(setting.state_bytes // 2)
+    model = Model(weights)
+    named = {name.replace(".", "_"): tensor for name, tensor in weights.items()}
+    folder = setting.folder
+    folder.mkdir(parents=True)
+    versions = itertools.count(1)
+    figures: dict[str, Figure] = {}
+    with (
+        Publisher(folder / "full", encoding=None, keep=1) as full,
+        Publisher(folder / "delta", anchor_every=10**6, keep=1) as delta,
+        Subscriber(folder / "full") as from_full,
+        Subscriber(folder / "delta") as from_delta,
+    ):
+
+        def ours(publisher: Publisher, subscriber: Subscriber) -> float:
+            change(named)
+            begin = perf_counter()
+            publisher.publish(named, next(versions)).result()
+            subscriber.pull(model)
+            seconds = perf_counter() - begin
+            publisher._wait()
+            return seconds
+
+        def by_torch() -> float:
+            change(named)
+            begin = perf_counter()
+            torch_save(named, folder / "x.pt")
+            model.load_state_dict(torch.load(folder / "x.pt", weights_only=True))
+            return perf_counter() - begin
+
+        def by_safetensors() -> float:
+            from safetensors.torch import load_file, save_file
+
+            change(named)
+            begin = perf_counter()
+            save_file(named, folder / "x.safetensors")
+            with open(folder / "x.safetensors", "rb+") as file:
+                os.fsync(file.fileno())
+            model.load_state_dict(load_file(folder / "x.safetensors"))
+            return perf_counter() - begin
+
+        ways = {"full": lambda: ours(full, from_full), "delta": lambda: ours(delta, from_delta)}
+        others = {
+            "torch.save + fsync, torch.load": by_torch,
+            "safetensors save_file + fsync, load_file": by_safetensors,
+        }
+        for measure in (*ways.values(), *others.values()):
+            measure()
+        for way, measured in ways.items():
+            for limit, other in others.items():
+                title = f"a {'full version' if way == 'full' else 'delta'}: published, durable, and in a module of another"
+                pairs = side_by_side(setting.few_rounds, measured, other)
+                figures[f"publish_{way}_{limit.split('.')[0].split()[0]}"] = Figure(
+                    title, "s", limit, None, pairs
+                )
+    return figures
+
+
+class _Beside:
+    """Saves, or saves and versions, of one snapshot each."""
+
+    def __init__(self, subject: Training, weights: Weights, folder: Path, *, publishes: bool) -> None:
+        self._subject, self._weights = subject, weights
+        self._checkpointer = AsyncCheckpointer(folder / "run", keep=1)
+        self._publisher = Publisher(folder / "weights", anchor_every=10**6, keep=1) if publishes else None
+        self._steps = itertools.count(1)
+
+    def begin(self) -> list[SaveHandle]:
+        change(self._weights)
+        state = {**self._subject.state, "rollout": self._weights}
+        step = next(self._steps)
+        with async_ckpt.snapshot(state, guard=self._subject.optimizer) as snap:
+            handles = [self._checkpointer.save(snap, step)]
+            if self._publisher is not None:
+                handles.append(self._publisher.publish(snap["rollout"], step))
+        return handles
+
+    def lost(self) -> float:
+        """What the steps that all of it overlaps took longer than as many others."""
+        undisturbed = [clocked(self._subject.step)[0] for _ in range(_UNDISTURBED_STEPS)]
+        handles: list[SaveHandle] = []
+
+        def saving_step() -> None:
+            handles.extend(self.begin())
+            self._subject.step()
+
+        during = [clocked(saving_step)[0]]
+        while not all(handle.done() for handle in handles):
+            during.append(clocked(self._subject.step)[0])
+        for handle in handles:
+            handle.result()
+        self.wait()
+        undisturbed += [clocked(self._subject.step)[0] for _ in range(_UNDISTURBED_STEPS)]
+        usual = median(undisturbed)
+        return max(NOISE_SECONDS, sum(seconds - usual for seconds in during))
+
+    def wait(self) -> None:
+        self._checkpointer.wait()
+        if self._publisher is not None:
+            self._publisher._wait()
+
+    def close(self) -> None:
+        self._checkpointer.close()
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def beside_saves(setting: Setting) -> dict[str, Figure]:
+    """A training on one thread, with a core free, that publishes its bf16 weights from the snapshot of its checkpoint."""
+    with one_thread():
+        subject = Training(setting.training_bytes * 3 // 4, batch=32)
+        weights = {name: p.detach().bfloat16() for name, p in subject.model.named_parameters()}
+        both = _Beside(subject, weights, setting.folder / "both", publishes=True)
+        alone = _Beside(subject, weights, setting.folder / "alone", publishes=False)
+        try:
+            for warmed in (both, alone):
+                warmed.lost()
+            pairs = side_by_side(2 * setting.rounds, both.lost, alone.lost)
+        finally:
+            both.close()
+            alone.close()
+    title = "training seconds lost to a save and a delta of one snapshot"
+    return {"publish_beside": Figure(title, "s", "the save alone", Target("≤", 1.1), pairs)}
+
+
+MEASURES: Final[dict[str, Callable[[Setting], dict[str, Figure]]]] = {
+    "publish_beside": beside_saves,
+    "publish_full": full_versions,
+    "publish_delta": deltas,
+    "publish_handed_over": handed_over,
+}

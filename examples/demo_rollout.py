@@ -1,0 +1,114 @@
+"""The story of published weights: a training publishes, a rollout process follows, is killed, and catches up from files alone.
+
+In: a folder. Out: lines to read; exit code 1 if one bit of the logits differs.
+
+    python -m examples.demo_rollout
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import async_ckpt
+from examples.process import events, running
+
+ROOT: Final = Path("demo_out/rollout")
+STEPS: Final = 120
+EVERY: Final = 10
+SWAPS_BEFORE_THE_KILL: Final = 3
+
+Event = dict[str, Any]
+
+
+def main() -> None:
+    began = time.perf_counter()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update({"RANK": "", "WORLD_SIZE": ""})  # as some launchers leave them
+    shutil.rmtree(ROOT, ignore_errors=True)
+    published: dict[int, Event] = {}
+    swapped: list[Event] = []
+
+    print(
+        f"1. A training of {STEPS} steps saves and publishes one snapshot every {EVERY}; a rollout process generates"
+    )
+    with running(command("rollout")) as rollout:
+        heard = events(rollout)
+        next(event for event in heard if event["event"] == "ready")
+        with running(command("train_rollout", "--steps", str(STEPS))) as training:
+            told = events(training)
+            for event in heard:
+                swapped.append(event)
+                hear_until(told, event["version"], published)
+                show(event, published)
+                if len(swapped) == SWAPS_BEFORE_THE_KILL:
+                    break
+            rollout.kill()
+            last = swapped[-1]["version"]
+            print(f"\n2. The rollout process is killed at version {last}; the training goes on")
+            hear_until(told, STEPS, published)
+            sizes = [event["num_bytes"] for event in published.values()]
+            print(
+                f"   published: {', '.join(map(str, published))}; {min(sizes):,} to {max(sizes):,} bytes each"
+            )
+    if training.returncode != 0:
+        sys.exit(f"the training ended with exit code {training.returncode}; see above")
+
+    print(
+        "\n3. The training has ended. The rollout process starts again, with untrained weights, and has only the files"
+    )
+    with running(command("rollout", "--until", str(STEPS))) as rollout:
+        for event in events(rollout):
+            if event["event"] == "swapped":
+                swapped.append(event)
+                show(event, published)
+    wrong = [
+        event["version"] for event in swapped if event["logits"] != published[event["version"]]["logits"]
+    ]
+    if wrong or swapped[-1]["version"] != STEPS:
+        sys.exit(f"NOT the weights of the training: versions {wrong or swapped[-1]['version']}")
+
+    print("\n4. The checkpoint of the same step")
+    with async_ckpt.AsyncCheckpointer(ROOT / "run", ranks=(0, 1)) as ckpt:
+        print(
+            f"   committed: {ckpt.steps()}; versions kept: {async_ckpt.Subscriber(ROOT / 'weights').versions()}"
+        )
+        if ckpt.latest() != STEPS:
+            sys.exit(f"step {STEPS} should be committed")
+    print(f"\nlogits of {len(swapped)} versions equal the training's, bit for bit")
+    print(f"files: {ROOT}\ntime:  {time.perf_counter() - began:.0f} s")
+
+
+def command(module: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", f"examples.{module}", str(ROOT), *options]
+
+
+def hear_until(told: Iterator[Event], version: int, published: dict[int, Event]) -> None:
+    """Read what the training tells until it has told of a version."""
+    while version not in published:
+        event = next(told, None)
+        if event is None:
+            sys.exit(f"the training ended before it told of version {version}")
+        published[event["version"]] = event
+
+
+def show(event: Event, published: dict[int, Event]) -> None:
+    version, base, count = event["version"], event["base"], event["num_versions"]
+    latency = max(0.0, event["at"] - published[version]["at"])
+    deltas = count if base is not None else count - 1
+    begin = "an anchor" if base is None else f"version {base}"
+    kind = f"{begin} and {deltas} delta{'s' * (deltas != 1)}" if deltas else begin
+    same = "the same" if event["logits"] == published[version]["logits"] else "OTHER"
+    print(
+        f"   version {version:3d}: {kind}, {event['num_bytes'] / 1e6:.2f} MB, pulled and swapped in {event['seconds'] * 1e3:.0f} ms, "
+        f"{latency:.2f} s after it was durable; {same} logits: {event['text'][:34]!r}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Models whose weights change a little from version to version, and roots with versions of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from exported import Tensors, assert_same, gpt2, state_of, weights_in
+
+from async_ckpt import Publisher, Subscriber
+from async_ckpt.format.delta import folder_of
+
+
+def changed(model: torch.nn.Module, share: float = 0.02) -> Tensors:
+    """Change a share of every parameter, as a step of training does; what the model is then."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            some = torch.rand(parameter.shape) < share
+            parameter[some] += 0.01
+    return state_of(model)
+
+
+class Line:
+    """A model, and the versions of it that were published: what each was, by its number."""
+
+    def __init__(self, root: Any, model: torch.nn.Module | None = None, **options: Any) -> None:
+        self.root = root
+        self.model = gpt2() if model is None else model
+        self.publisher = Publisher(root, **options)
+        self.were: dict[int, Tensors] = {}
+
+    def publish(self, *versions: int, **options: Any) -> None:
+        for version in versions:
+            self.were[version] = changed(self.model)
+            self.publisher.publish(self.model, version, **options).result()
+
+    def subscriber(self) -> Subscriber:
+        return Subscriber(self.root)
+
+    def folder(self, version: int) -> Path:
+        return Path(self.root) / folder_of(version)
+
+    def assert_is(self, version: int, into: Path | torch.nn.Module) -> None:
+        """Every bit of it; tied names are in a folder once."""
+        if isinstance(into, torch.nn.Module):
+            assert_same(dict(into.state_dict()), self.were[version])
+            return
+        found = weights_in(into)
+        assert_same(found, {name: self.were[version][name] for name in found})
+        assert len(found) >= len(self.were[version]) - 1
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.publisher.close()
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Every file, hidden ones too, and its bytes."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def weights_below(folder: Path) -> dict[str, bytes]:
+    """The files that a model is loaded from."""
+    return {name: data for name, data in files_below(folder).items() if not name.startswith(".")}

@@ -1,0 +1,582 @@
+"""`Publisher`: what each version holds, what the next one is against, and what stays when one fails."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import receiver
+import torch
+from disks import mounted, needs_mount
+from exported import (
+    SMALL,
+    PeftModel,
+    assert_loads,
+    assert_only,
+    assert_same,
+    gpt2,
+    held_back,  # noqa: F401
+    mixtral,
+    spoil,
+    state_of,
+    weights_in,
+)
+from published import Line, changed, files_below, weights_below
+from slices import one_in
+from states import open_run
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
+
+import transformers
+
+import async_ckpt
+from async_ckpt import (
+    ClosedError,
+    Place,
+    Publisher,
+    StateMismatchError,
+    StepBehindError,
+    StepExistsError,
+    StorageFullError,
+    Subscriber,
+    TornSnapshotError,
+    UnsupportedStateError,
+)
+from async_ckpt.format.delta import INDEX, parse
+from async_ckpt.saving.default import held_memory
+from async_ckpt.storage.place import storage_at
+
+ENCODINGS = pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "weights"
+
+
+def index_at(folder: Path) -> Any:
+    return parse((folder / INDEX).read_bytes(), int(folder.name.removeprefix("weight_v")))
+
+
+# --- what a version holds -----------------------------------------------------------------------------------------
+
+
+@ENCODINGS
+def test_every_version_is_what_the_weights_were_at_its_call(encoding, root, tmp_path):
+    with Line(root, anchor_every=3, encoding=encoding) as line, line.subscriber() as subscriber:
+        twin = gpt2()
+        for version in range(1, 6):
+            line.publish(version)
+            spoiled = state_of(line.model)
+            subscriber.pull(tmp_path / "local")
+            subscriber.pull(twin)
+
+            line.assert_is(version, tmp_path / "local")
+            line.assert_is(version, twin)
+            assert_loads(tmp_path / "local", line.were[version], transformers.GPT2LMHeadModel)
+            line.model.load_state_dict(spoiled)
+    assert [index_at(line.folder(v)).is_anchor for v in range(1, 6)] == [True, False, False, True, False]
+
+
+@ENCODINGS
+@pytest.mark.parametrize("anchor_every", [3, 100])
+def test_a_receiver_that_has_nothing_of_ours_applies_what_is_published_byte_for_byte(
+    anchor_every, encoding, root, tmp_path
+):
+    with Line(root, anchor_every=anchor_every, encoding=encoding) as line:
+        for version in range(1, 6):
+            line.publish(version)
+            receiver.pull(tmp_path / "follows", root, version)
+            line.assert_is(version, tmp_path / "follows")
+        receiver.pull(tmp_path / "late", root, 5)
+        with line.subscriber() as subscriber:
+            subscriber.pull(tmp_path / "ours")
+
+    for local in ("follows", "late"):
+        assert weights_in(tmp_path / local).keys() == weights_in(tmp_path / "ours").keys()
+        line.assert_is(5, tmp_path / local)
+    assert_loads(tmp_path / "late", line.were[5], transformers.GPT2LMHeadModel)
+
+
+def test_an_anchor_is_the_folder_that_export_hf_writes_and_an_index(root, tmp_path):
+    model = mixtral()
+    with Publisher(root) as publisher:
+        publisher.publish(model, 7).result()
+    async_ckpt.export_hf(model, tmp_path / "hf").result()
+
+    published = weights_below(root / "weight_v000007")
+    assert json.loads(published.pop(INDEX))["metadata"]["version"] == "000007"
+    assert published == weights_below(tmp_path / "hf")
+
+
+def test_experts_that_are_one_tensor_in_memory_are_followed_by_their_names_in_checkpoints(root, tmp_path):
+    line = Line(root, mixtral())
+    with line, line.subscriber() as subscriber:
+        for version in (1, 2):
+            line.publish(version)
+            subscriber.pull(tmp_path / "local")
+
+            assert_loads(tmp_path / "local", line.were[version], transformers.MixtralForCausalLM)
+        assert len(index_at(line.folder(2)).files) > len(line.model.state_dict())
+        with pytest.raises(StateMismatchError, match="pull into a folder"):
+            subscriber.pull(mixtral())
+
+
+def test_config_and_tokenizer_come_with_an_anchor(root, tmp_path):
+    config = tmp_path / "config"
+    (config / "additional_chat_templates").mkdir(parents=True)
+    (config / "tokenizer.json").write_text("{}")
+    (config / "additional_chat_templates" / "tool.jinja").write_text("x")
+    transformers.LlamaConfig(**SMALL).save_pretrained(config)
+    state = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).state_dict()
+    with Publisher(root) as publisher:
+        publisher.publish(state, 1, config_folder=config).result()
+    Subscriber(root).pull(tmp_path / "local")
+
+    assert_loads(tmp_path / "local", state, transformers.LlamaForCausalLM)
+    assert (tmp_path / "local" / "additional_chat_templates" / "tool.jinja").read_text() == "x"
+
+
+def test_weights_of_several_files_are_followed(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("async_ckpt.publishing.publication.MAX_SHARD_BYTES", 20_000)
+    monkeypatch.setattr("async_ckpt.publishing.publication._FILE_BYTES", 500)
+    monkeypatch.setattr("async_ckpt.publishing.publication._ENCODED_AT_ONCE_BYTES", 5_000)
+    with Line(root) as line, line.subscriber() as subscriber:
+        for version in (1, 2):
+            line.publish(version)
+            subscriber.pull(tmp_path / "local")
+            receiver.pull(tmp_path / "other", root, version)
+            assert_loads(tmp_path / "local", line.were[version], transformers.GPT2LMHeadModel)
+            assert_loads(tmp_path / "other", line.were[version], transformers.GPT2LMHeadModel)
+    assert len(index_at(line.folder(1)).tensor_files) > 1
+    assert len(index_at(line.folder(2)).tensor_files) > 1
+
+
+@ENCODINGS
+def test_what_is_not_changed_costs_nothing_on_disk(encoding, root):
+    state = {f"{i}.weight": torch.randn(300, 300) for i in range(4)}
+    with Publisher(root, encoding=encoding) as publisher:
+        publisher.publish(state, 1).result()
+        state["2.weight"][7, 7] += 1
+        some = publisher.publish(state, 2).result()
+        none = publisher.publish(state, 3).result()
+
+    assert list(index_at(root / "weight_v000002").files) == ["2.weight"]
+    assert os.listdir(root / "weight_v000003") == [INDEX]
+    assert none.num_bytes < some.num_bytes < 3000
+    assert index_at(root / "weight_v000003").identity == index_at(root / "weight_v000002").identity
+
+
+@ENCODINGS
+def test_bits_are_what_counts_and_not_values(encoding, root, tmp_path):
+    """NaNs with payloads, the two zeros, and tensors of every layout and size."""
+    bits = torch.randint(-(2**15), 2**15, (1000,), dtype=torch.int16)
+    large = torch.randn(3 * 2**20 + 5)
+    state = {
+        "nan": bits.view(torch.bfloat16),
+        "nan32": torch.tensor([0x7FC00001, -1], dtype=torch.int32).view(torch.float32),
+        "zero": torch.tensor([0.0, -0.0]),
+        "large": large,
+        "transposed": torch.randn(2000, 1500).t(),
+        "view": torch.arange(100.0)[10:20],
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 3),
+        "fp8": torch.randn(64).to(torch.float8_e4m3fn),
+        "bool": torch.rand(100) > 0.5,
+    }
+    with Publisher(root, encoding=encoding) as publisher, Subscriber(root) as subscriber:
+        publisher.publish(state, 1).result()
+        state["nan"].view(torch.int16)[::3] ^= 1
+        state["nan32"].view(torch.int32)[0] += 1
+        state["zero"].neg_()
+        large[-1] = 0
+        state["transposed"][3, 4] = 7
+        state["scalar"].mul_(2)
+        state["bool"].logical_not_()
+        publisher.publish(state, 2).result()
+        for version in (1, 2):
+            receiver.pull(tmp_path / "other", root, version)
+        subscriber.pull(tmp_path / "local", 1)
+        subscriber.pull(tmp_path / "local", 2)
+
+    assert_same(weights_in(tmp_path / "local"), {name: t.contiguous() for name, t in state.items()})
+    assert_same(weights_in(tmp_path / "other"), {name: t.contiguous() for name, t in state.items()})
+    assert sorted(set(state) - set(index_at(root / "weight_v000002").files)) == ["empty", "fp8", "view"]
+
+
+# --- one snapshot -------------------------------------------------------------------------------------------------
+
+
+def test_the_checkpoint_and_the_version_of_one_snapshot_are_of_one_instant_and_one_copy(sim, root, tmp_path):
+    model = torch.nn.Linear(300, 300).to("sim")
+    with Publisher(root) as publisher, open_run(tmp_path / "run") as ckpt:
+        before = len(sim.sim.copies)
+        with async_ckpt.snapshot({"model": model}) as snap:
+            saved = ckpt.save(snap, step=7)
+            published = publisher.publish(snap["model"], 7)
+            wanted = {name: tensor.cpu().clone() for name, tensor in snap["model"].state_dict().items()}
+        spoil(model)
+        assert published.result().step == saved.result().step == 7
+        to_host = [num_bytes for _, target, num_bytes in sim.sim.copies[before:] if target == "cpu"]
+
+    assert sum(to_host) <= 1.1 * sum(tensor.nbytes for tensor in wanted.values())
+    assert_same(weights_in(root / "weight_v000007"), wanted)
+    assert_same(async_ckpt.load(tmp_path / "run")["model"], wanted)
+
+
+def test_a_model_may_change_as_soon_as_the_call_returns(root, held_back):  # noqa: F811
+    model = gpt2()
+    wanted = state_of(model)
+    with Publisher(root) as publisher:
+        handle = publisher.publish(model, 1)
+        handle.wait_staged(60)
+        spoil(model)
+        held_back.set()
+        handle.result()
+
+    found = weights_in(root / "weight_v000001")
+    assert_same(found, {name: wanted[name] for name in found})
+
+
+def test_a_torn_snapshot_is_no_version_and_the_next_one_is_against_what_was_durable(root, tmp_path):
+    state = {"weight": torch.nn.Parameter(torch.randn(600_000))}
+    optimizer = torch.optim.SGD(state.values(), lr=1)
+    with Publisher(root) as publisher:
+        publisher.publish(state, 1).result()
+        with async_ckpt.snapshot(state, guard=optimizer) as snap:
+            handle = publisher.publish(snap, 2)
+            torn = snap.completion.exception() is not None
+            if not torn:  # it was copied before anybody could tear it
+                handle.result()
+        if torn:
+            with pytest.raises(TornSnapshotError):
+                handle.result()
+        with torch.no_grad():
+            state["weight"][5] += 1
+        publisher.publish(state, 3).result()
+    Subscriber(root).pull(tmp_path / "local")
+
+    assert_same(weights_in(tmp_path / "local"), {"weight": state["weight"].detach()})
+
+
+# --- what the next one is against ---------------------------------------------------------------------------------
+
+
+def test_a_version_that_failed_is_nobodys_base(root, tmp_path, monkeypatch):
+    with Line(root) as line, line.subscriber() as subscriber:
+        line.publish(1)
+        subscriber.pull(tmp_path / "local")
+        with monkeypatch.context() as patch:
+            patch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(5, "no luck")))
+            changed(line.model)
+            with pytest.raises(async_ckpt.StorageUnavailableError, match="no luck"):
+                line.publisher.publish(line.model, 2).result()
+        assert line.publisher.versions() == [1]
+        assert subscriber.pull(tmp_path / "local").num_versions == 0
+        line.publish(2)
+        subscriber.pull(tmp_path / "local")
+
+        line.assert_is(2, tmp_path / "local")
+    assert index_at(line.folder(2)).base == 1
+    assert_only(root, "publisher.json", "weight_v000001", "weight_v000002")
+
+
+def test_with_acknowledgements_a_delta_is_against_what_readers_have(root, tmp_path):
+    """A reader that has not followed for three versions needs one delta, not four."""
+    applied: list[int | None] = [None]
+    with Line(root, acknowledged=lambda: applied[-1]) as line, line.subscriber() as subscriber:
+        line.publish(1, 2)  # nobody has anything
+        subscriber.pull(tmp_path / "local", 1)
+        applied.append(1)
+        line.publish(3, 4)
+        bases = {version: index_at(line.folder(version)).base for version in line.were}
+        report = subscriber.pull(tmp_path / "local")
+        line.assert_is(4, tmp_path / "local")
+        applied.append(4)
+        line.publish(5)
+        subscriber.pull(tmp_path / "local")
+        line.assert_is(5, tmp_path / "local")
+        applied.append(99)  # which is not there
+        line.publish(6)
+        subscriber.pull(tmp_path / "local")
+        line.assert_is(6, tmp_path / "local")
+
+    assert bases == {1: None, 2: None, 3: 1, 4: 1}
+    assert (report.base, report.num_versions) == (1, 1)
+    assert index_at(line.folder(5)).base == 4
+    assert index_at(line.folder(6)).is_anchor
+
+
+def test_an_acknowledged_anchor_is_read_back(root, tmp_path):
+    applied: list[int | None] = [None]
+    with Line(root, acknowledged=lambda: applied[-1]) as line:
+        line.publish(1, 2)
+        applied.append(2)
+        line.publish(3)
+        Subscriber(root).pull(tmp_path / "local")
+
+        line.assert_is(3, tmp_path / "local")
+    assert index_at(line.folder(3)).base == 2
+
+
+def test_a_new_publisher_begins_with_an_anchor_and_goes_on_above_what_is_there(root, tmp_path):
+    with Line(root) as line:
+        line.publish(1, 2)
+    with Publisher(root) as publisher:
+        for version, error in ((2, StepExistsError), (1, StepBehindError)):
+            with pytest.raises(error, match="give a higher one"):
+                publisher.publish(line.model, version).result()
+        line.publisher = publisher
+        line.publish(3, 4)
+        receiver.pull(tmp_path / "local", root, 4)
+
+        line.assert_is(4, tmp_path / "local")
+    assert [index_at(line.folder(v)).base for v in (3, 4)] == [None, 3]
+
+
+def test_of_two_publishers_at_one_root_the_one_that_came_first_is_told_and_harms_nothing(root, tmp_path):
+    first, second = Line(root), Publisher(root)
+    first.publish(1)
+    second.publish(gpt2(), 2).result()
+    second._wait()
+    before = files_below(root)
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="another Publisher has begun to publish here"):
+            first.publish(3)
+
+    assert files_below(root) == before
+    second.publish(gpt2(), 3).result()
+    Subscriber(root).pull(tmp_path / "local")
+    first.publisher.close()
+    second.close()
+
+
+def test_a_root_that_is_taken_while_a_version_is_written_does_not_get_it(root, monkeypatch):
+    line, other = Line(root), Publisher(root)
+    line.publish(1)
+    real = type(line.publisher._line).base_for
+
+    def taken(self: Any, acknowledged: int | None) -> Any:
+        monkeypatch.undo()
+        other._line.ownership.take()
+        return real(self, acknowledged)
+
+    monkeypatch.setattr(type(line.publisher._line), "base_for", taken)
+    with pytest.raises(ClosedError, match="another Publisher"):
+        line.publish(2)
+
+    assert line.publisher.versions() == [1]
+
+
+# --- what is kept -------------------------------------------------------------------------------------------------
+
+
+def test_below_the_oldest_delta_there_is_always_an_anchor(root, tmp_path):
+    seen = {}
+    with Line(root, anchor_every=4, keep=2) as line:
+        for version in range(1, 10):
+            line.publish(version)
+            line.publisher._wait()  # for what is deleted behind the handle
+            seen[version] = line.publisher.versions()
+            for kept in seen[version]:
+                Subscriber(root).pull(tmp_path / f"{version}-{kept}", kept)
+                line.assert_is(kept, tmp_path / f"{version}-{kept}")
+    assert list(seen.values()) == [
+        [1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [5, 6], [5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8, 9],
+    ]  # fmt: skip
+    assert sorted(os.listdir(root)) == ["publisher.json", *(f"weight_v{v:06d}" for v in seen[9])]
+
+
+def test_without_an_encoding_every_version_is_an_anchor_and_no_host_memory_is_kept(root):
+    before = held_memory().lent_bytes
+    with Line(root, encoding=None) as line:
+        line.publish(1, 2)
+        assert held_memory().lent_bytes == before
+    assert [index_at(line.folder(v)).is_anchor for v in (1, 2)] == [True, True]
+
+
+def test_what_deltas_are_against_is_given_back_by_close(root):
+    gc.collect()
+    before = held_memory().lent_bytes
+    with Line(root) as line:
+        line.publish(1, 2)
+        assert held_memory().lent_bytes > before
+    gc.collect()
+    assert held_memory().lent_bytes == before
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_is_too_small_for_a_base_is_told_of_and_nothing_is_lost(root, tmp_path):
+    with Line(root, host_bytes=1000) as line, pytest.raises(MemoryError, match="encoding=None needs none"):
+        line.publish(1)
+    with Line(root, line.model, encoding=None) as line:
+        line.publish(2)
+        Subscriber(root).pull(tmp_path / "local")
+        line.assert_is(2, tmp_path / "local")
+
+
+@needs_mount
+def test_a_disk_that_fills_in_the_middle_of_a_delta_leaves_what_was_published(tmp_path):
+    state = {"weight": torch.randn(2**20)}
+    with mounted(tmp_path / "small", "size=9m") as folder, Publisher(folder) as publisher:
+        publisher.publish(state, 1).result()
+        before = files_below(folder)
+        state["weight"].neg_()
+        state["weight"].mul_(torch.randn(2**20))  # a delta as large as the weights
+        filler = folder / "filler"
+        filler.write_bytes(bytes(3 * 2**20))
+        with pytest.raises(StorageFullError):
+            publisher.publish(state, 2).result()
+        filler.unlink()
+        publisher._wait()
+        assert files_below(folder) == before
+        publisher.publish(state, 2).result()
+        Subscriber(folder).pull(tmp_path / "local")
+
+        assert index_at(folder / "weight_v000002").base == 1
+        assert_same(weights_in(tmp_path / "local"), state)
+
+
+def test_another_model_is_refused_at_a_root_and_the_one_before_goes_on(root):
+    with Line(root) as line:
+        line.publish(1)
+        other = {name: tensor for name, tensor in line.model.state_dict().items() if "ln_f" not in name}
+        for wrong in (other, line.model.to(torch.bfloat16).state_dict()):
+            with pytest.raises(StateMismatchError, match="to a root of its own"):
+                line.publisher.publish(wrong, 2).result()
+        line.model.to(torch.float32)
+        line.publish(2)
+    with Publisher(root) as publisher, pytest.raises(StateMismatchError, match="to a root of its own"):
+        publisher.publish(other, 3).result()
+
+
+def test_models_whose_names_are_not_those_of_their_checkpoints_are_refused_before_anything_is_written(root):
+    quantised = gpt2()
+    quantised.hf_quantizer = object()
+    with Publisher(root) as publisher:
+        for model, why in [
+            (PeftModel("default"), "it is an adapter"),
+            (quantised, "it is quantised"),
+            (
+                {"a": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)},
+                "quantised|quint8|qint8|stored",
+            ),
+            ({"a": torch.ones(3, dtype=torch.complex64)}, "safetensors does not know"),
+            ({"a": {"b": torch.ones(3)}}, "flat mapping"),
+            ({}, "no weights"),
+        ]:
+            with pytest.raises(UnsupportedStateError, match=why):
+                publisher.publish(model, 1)
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "7", None, True, torch.tensor(3)])
+def test_a_version_that_is_no_number_is_refused(wrong, root):
+    with Publisher(root) as publisher, pytest.raises(ValueError, match="version must be a whole number"):
+        publisher.publish(gpt2(), wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"encoding": "diff"}, ValueError, 'must be "xor", "overwrite" or None'),
+        ({"anchor_every": 0}, ValueError, "anchor_every must be a whole number"),
+        ({"keep": 0}, ValueError, "keep must be a whole number"),
+        ({"host_bytes": -1}, ValueError, "host_bytes must be a number of bytes"),
+        ({"acknowledged": 7}, TypeError, "acknowledged must be a function"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, error, told, root):
+    with pytest.raises(error, match=told):
+        Publisher(root, **options)
+
+
+def test_a_closed_publisher_refuses_and_a_place_with_a_retention_too(root):
+    with pytest.raises(ValueError, match="keep="):
+        Publisher(Place(root, keep=3))
+    with Publisher(root) as publisher:
+        publisher.publish(gpt2(), 1)
+    assert publisher.versions() == [1]  # `close` has waited
+    with pytest.raises(ClosedError, match="make another one"):
+        publisher.publish(gpt2(), 2)
+    with pytest.raises(ValueError, match="guard= was for the snapshot"):
+        Publisher(root).publish(async_ckpt.snapshot({"w": torch.ones(3)}), 3, guard=object())
+
+
+# --- dying ----------------------------------------------------------------------------------------------------------
+
+PUBLISHES = """
+import sys, torch, async_ckpt, children
+state = {"weight": torch.arange(3000.0), "bias": torch.ones(7)}
+publisher = async_ckpt.Publisher(sys.argv[1])
+for version in (1, 2, 3):
+    if version == 3:
+        count = children.die_at(int(sys.argv[2]))
+    state["weight"][version] += 1
+    publisher.publish(state, version).result()
+    print("published", version, flush=True)
+publisher.close()
+print("calls", count())
+"""
+
+
+def test_a_training_that_is_killed_at_any_call_has_published_all_of_a_version_or_nothing(tmp_path, nursery):
+    """Killed in its third version, at each call that changes the disk; the next publisher goes on."""
+    ended = nursery.run(PUBLISHES, tmp_path / "whole", 0)
+    num_calls = int(ended.out.split()[-1])
+    assert num_calls > 5
+    state = {"weight": torch.arange(3000.0), "bias": torch.ones(7)}
+    state["weight"][1] += 1
+    state["weight"][2] += 1
+    for number in range(1, num_calls + 1, one_in(5)):
+        root = tmp_path / f"{number}"
+        ended = nursery.run(PUBLISHES, root, number)
+        assert ended.status in (-9, 0)
+        found = Subscriber(root).pull(tmp_path / f"{number}-local").version
+        assert found == 3 if "published 3" in ended.out else found in (2, 3)
+        wanted = {**state, "weight": state["weight"].clone()}
+        wanted["weight"][3] += found == 3
+        assert_same(weights_in(tmp_path / f"{number}-local"), wanted)
+        with Publisher(root) as publisher:
+            publisher.publish(wanted, 4).result()
+        assert_only(root, "publisher.json", *(f"weight_v{v:06d}" for v in publisher.versions()))
+
+
+# --- stores ---------------------------------------------------------------------------------------------------------
+
+
+def test_versions_in_a_bucket_are_published_followed_and_kept(bucket, s3, tmp_path):
+    place = Place(f"s3://{bucket}/weights", options=s3.options)
+    with Line(place, anchor_every=3, keep=2) as line, line.subscriber() as subscriber:
+        twin = gpt2()
+        for version in (1, 2, 3, 4, 5, 6):
+            line.publish(version)
+            subscriber.pull(twin)
+            line.assert_is(version, twin)
+        line.publisher._wait()
+        assert line.publisher.versions() == subscriber.versions() == [4, 5, 6]
+        Subscriber(place).pull(tmp_path / "local")
+        line.assert_is(6, tmp_path / "local")
+
+
+def test_what_is_half_written_in_a_bucket_is_no_version_and_the_next_publisher_deletes_it(bucket, s3):
+    place = Place(f"s3://{bucket}/weights", options=s3.options)
+    with Line(place) as line:
+        line.publish(1, 2)
+    storage = storage_at(place)
+    storage.delete(f"weight_v000002/{INDEX}")
+    storage.replace("weight_v000003/model.safetensors", b"half")
+
+    assert Subscriber(place).versions() == [1]
+    with Line(place, line.model) as line:
+        line.publish(2)
+        line.publisher._wait()
+    assert {name.split("/")[1] for name in s3.keys(bucket)} == {
+        "publisher.json", "weight_v000001", "weight_v000002"
+    }  # fmt: skip
