@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -19,3 +21,17 @@ def standing_at(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def no_collectives() -> Iterator[None]:
+    """Whatever torch would send to other ranks fails."""
+    names = {
+        dist: "all_gather_into_tensor all_gather all_reduce broadcast scatter all_to_all reduce_scatter_tensor barrier gather",
+        functional: "all_gather_tensor all_reduce broadcast all_to_all_single",
+    }
+    with ExitStack() as stack:
+        for module, listed in names.items():
+            for name in listed.split():
+                stack.enter_context(patch.object(module, name, None))
+        yield

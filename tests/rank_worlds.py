@@ -74,13 +74,15 @@ class World:
     def wait_for(self, word: str) -> None:
         until((self.folder / word).exists)
 
-    def ended(self, *, killed: Collection[int] = (), failed: Collection[int] = ()) -> list[Ended]:
+    def ended(
+        self, *, killed: Collection[int] = (), failed: Collection[int] = (), patience: float = _PATIENCE
+    ) -> list[Ended]:
         """What became of every rank; all but `killed` and `failed` must have ended well. None is left running."""
         killed = {*killed, *self.killed}
         ends, hung = [], None
         for child in self.children:
             try:
-                ends.append(child.ended(_PATIENCE))
+                ends.append(child.ended(patience))
             except AssertionError as error:
                 hung = hung or error
                 for other in self.children:
@@ -150,8 +152,16 @@ class Worlds:
         ]
         return World(folder, children, store)
 
-    def run(self, size: int, script: str, *, killed: Collection[int] = (), **options: Any) -> list[Ended]:
-        return self.start(size, script, **options).ended(killed=killed)
+    def run(
+        self,
+        size: int,
+        script: str,
+        *,
+        killed: Collection[int] = (),
+        patience: float = _PATIENCE,
+        **options: Any,
+    ) -> list[Ended]:
+        return self.start(size, script, **options).ended(killed=killed, patience=patience)
 
 
 def _free_port() -> int:

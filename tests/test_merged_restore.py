@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_ranks import standing_at
+from fake_ranks import no_collectives, standing_at
 from matrix_slices import numbered
 from rank_archives import Build, opened, restore_at, write_all
 from states import difference
@@ -143,26 +143,10 @@ def held(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever torch would send to other ranks fails."""
-    for name in (
-        "all_gather_into_tensor",
-        "all_gather",
-        "all_reduce",
-        "broadcast",
-        "scatter",
-        "all_to_all",
-        "reduce_scatter_tensor",
-    ):
-        monkeypatch.setattr(torch.distributed, name, None)
-    for name in ("all_gather_tensor", "all_reduce", "broadcast", "all_to_all_single"):
-        monkeypatch.setattr(torch.distributed._functional_collectives, name, None)
-
-
 @pytest.mark.parametrize("has_moments", [True, False], ids=["moments", "none yet"])
 @pytest.mark.parametrize("world", [3, 2], ids=["same layout", "another"])
 def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(
-    world: int, has_moments: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: int, has_moments: bool, tmp_path: Path
 ):
     paths = write_all(tmp_path, 3, lambda _: trained(3))
 
@@ -172,8 +156,7 @@ def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(
             if not has_moments:
                 live["optimizer"].state.clear()
             before = [local_part(tensor).data_ptr() for tensor in live["model"].state_dict().values()]
-            with monkeypatch.context() as patched:
-                no_collectives(patched)
+            with no_collectives():
                 restore_at(rank, world, paths, live)
 
             assert difference(held(live), expected) is None

@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from ..host.threads import running_future
-from ..report import Progress
-from ..saving.delivery import OffLoop
-from ..saving.errand import CopyErrand
 from ..saving.handle import SaveHandle
 from ..spans import Spans
-from ..staging.guard import Optimizers, unwrapped
+from ..staging.guard import unwrapped
 from ..staging.held import refuse_guard
 from ..state.held import Held
-from ..storage.base import Storage
-from ..storage.disk import free_bytes_at, full, translated
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
-from ..storage.scratch import Scratch, publish
-from .hub import ADAPTER_CONFIG, Weights, weights_of
-from .shards import INDEX, MAX_SHARD_BYTES, index_of, shards_of
+from .folder import Asked, Export
+from .hub import weights_of
+from .shards import MAX_SHARD_BYTES
+from .spread import Parts, begin_spread, is_spread
 
 # Of what lies beside a config: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
@@ -62,6 +56,10 @@ def export_hf(
     URL, `config.json` is deleted first and written last, so that nothing there loads if the export fails in between.
     Exports are written in the order of the calls.
 
+    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination that all of
+    them see. None waits for another: each writes what it holds, and rank 0 makes the folder of that, through less than 256 MiB of
+    memory. Its handle is done when the folder is there; that of another rank, when its own part is.
+
     Together with a checkpoint of the same instant, the weights are copied from the device once:
 
         with async_ckpt.snapshot({"model": model, "optimizer": optimizer}) as snap:
@@ -93,17 +91,10 @@ def export_hf(
         held = state_or_model if isinstance(state_or_model, Held) else None
         refuse_guard([held] if held is not None else [], guard)
         weights = weights_of(state_or_model, beside)
-        export = _Export(
-            storage,
-            weights,
-            beside,
-            max_shard_bytes,
-            held,
-            unwrapped(guard),
-            spans,
-            called,
-        )
-        return export.begin()
+        asked = Asked(storage, beside, max_shard_bytes, spans, called)
+        if is_spread(weights):
+            return begin_spread(asked, weights, Parts(written_at(destination), storage), guard)
+        return Export(asked, weights, held=held, optimizers=unwrapped(guard)).begin()
     finally:
         called.set_result(spans.total())
 
@@ -130,121 +121,3 @@ def files_of(folder: Path) -> dict[str, bytes]:
     paths = [path for path in folder.iterdir() if not _NOT_COPIED.fullmatch(path.name) and not path.is_dir()]
     paths += (folder / _TEMPLATES).glob("*.jinja")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(paths)}
-
-
-class _Export(CopyErrand):
-    """One export."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        weights: Weights,
-        beside: Mapping[str, bytes],
-        max_shard_bytes: int,
-        held: Held | None,
-        optimizers: Optimizers,
-        spans: Spans,
-        called: Future[float],
-    ) -> None:
-        names, tensors = list(weights.tensors), list(weights.tensors.values())
-        super().__init__(
-            storage.locate(""),
-            [] if held is not None else tensors,
-            [] if held is not None else names,
-            held=[] if held is None else [held],
-            num_tensors=len(tensors),
-            optimizers=optimizers,
-            spans=spans,
-            called=called,
-        )
-        self._storage, self._max_shard_bytes = storage, max_shard_bytes
-        self._small = {**weights.files, **beside}
-        self._total_bytes = sum(map(len, self._small.values())) + sum(tensor.nbytes for tensor in tensors)
-        self._shard_names: set[str] = set()  # written
-        copies = tensors if held is not None else self.copy.tensors
-        self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
-
-    @property
-    def progress(self) -> Progress:
-        staged = self._total_bytes if self.staged.done() else 0
-        return Progress(self._total_bytes, staged, self._num_bytes)
-
-    async def _write(self, off_loop: OffLoop) -> None:
-        await off_loop(self._write_folder)
-
-    def failed(self, error: BaseException) -> None:
-        self._let_go()
-        self._small.clear()
-        super().failed(error)
-
-    async def afterwards(self, off_loop: OffLoop) -> None:
-        self._small.clear()
-        await super().afterwards(off_loop)
-
-    # --- blocking, on helper threads --------------------------------------------------------------------------
-
-    def _write_folder(self) -> None:
-        if self._weights.stem == "model" and self._storage.exists(ADAPTER_CONFIG):
-            raise FileExistsError(
-                f"{self.path} holds an adapter ({ADAPTER_CONFIG}), which would be loaded in place of the model; "
-                "delete it, or give another folder"
-            )
-        place = self._write_weights()
-        self._let_go()
-        for name, data in sorted(self._small.items()):
-            if not (place.remote and name == self._weights.last):
-                place.replace(name, data)
-            self._num_bytes += len(data)
-
-    def _write_weights(self) -> Storage:
-        """Returns where the other files go, too."""
-        weights = self._weights
-        shards = shards_of(
-            weights._replace(tensors=weights.as_published(weights.tensors)), self._max_shard_bytes
-        )
-        if len(shards) > 1:
-            self._small[INDEX] = index_of(shards)
-        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(map(len, self._small.values()))
-        place = self._place()
-        for shard in shards:
-            self._write_file(place, shard.name, shard.num_bytes, (view for _, view in shard.pieces()))
-            self._shard_names.add(shard.name)
-        return place
-
-    def _place(self) -> Storage:
-        """Beside the folder that it will be, or where it stays."""
-        if self._storage.remote:
-            self._hide_the_one_before()
-            return self._storage
-        path = Path(self.path)
-        free = free_bytes_at(path.parent)
-        if free is not None and free < self._total_bytes:
-            raise full(path, self._total_bytes, free)
-        self._scratch = Scratch(path.parent, path.name)
-        return LocalStorage(self._scratch.folder)
-
-    def _hide_the_one_before(self) -> None:
-        """What stands there must not be loaded while its files are replaced one by one."""
-        last = self._weights.last
-        if self._storage.exists(last):
-            if last not in self._small:  # it stays that of the new weights
-                self._small[last] = self._storage.read(last)[0]
-                self._total_bytes += len(self._small[last])
-            self._storage.delete(last)
-
-    def _let_go(self) -> None:
-        """Of the copies, and of the model."""
-        self._weights = self._weights._replace(tensors={}, as_published=dict)
-        self.copy.release()
-
-    def _commit(self) -> None:
-        weights, storage = self._weights, self._storage
-        if self._scratch is not None:
-            with translated(Path(self.path)):
-                publish(self._scratch.folder, Path(self.path), replaced=weights.is_own)
-            return
-        for name in storage.names(""):
-            if weights.is_own(name) and name not in self._shard_names | set(self._small):
-                storage.delete(name)  # shards of the one before, which would be loaded first
-        if weights.last in self._small:
-            storage.replace(weights.last, self._small[weights.last])

@@ -23,6 +23,7 @@ from ..spec import DTYPES, with_article
 from ..state.capture import why_not
 from ..state.dtypes import dtype_name
 from ..state.held import Held, module_of, tree_of
+from ..state.sharded import local_part
 from ..state.wrappers import look_wrapped, plain_model, plain_state_dict
 
 CONFIG: Final = "config.json"
@@ -148,9 +149,10 @@ def _without_tied(tensors: Tensors, tied: frozenset[str] | None) -> tuple[Tensor
     """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
+        here = local_part(tensor)  # of what is spread over ranks
         key = (
-            (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if why_not(tensor) is None and tensor.numel()
+            (here.device, here.data_ptr(), here.dtype, tensor.shape, here.stride())
+            if why_not(here) is None and here.numel()
             else name
         )
         groups.setdefault(key, []).append(name)
@@ -167,7 +169,7 @@ def _configs_of(model: Any) -> dict[str, bytes]:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         told = json.loads(config.to_json_string())
-        told["architectures"] = [type(model).__name__]
+        told["architectures"] = [_class_name(model)]
         if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):
             told["torch_dtype" if "torch_dtype" in told else "dtype"] = dtype_name(dtype)
         files[CONFIG] = json_bytes(told)
@@ -177,6 +179,15 @@ def _configs_of(model: Any) -> dict[str, bytes]:
         told.pop("compile_config", None)  # of this run
         files["generation_config.json"] = json_bytes(told)
     return files
+
+
+def _class_name(model: Any) -> str:
+    """That of its own class: fully_shard gives a model another one, made of this and of `FSDPModule`."""
+    return next(
+        kind.__name__
+        for kind in type(model).__mro__
+        if not any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+    )
 
 
 def _as_published(model: Any, tensors: Tensors) -> Tensors:
@@ -192,7 +203,7 @@ def _as_published(model: Any, tensors: Tensors) -> Tensors:
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
-    why = why_not(tensor)
+    why = why_not(tensor := local_part(tensor))
     if why is None and DTYPES[dtype_name(tensor.dtype)][1] is None:
         why = f"safetensors does not know {tensor.dtype}; convert it first"
     if why is None and not has_plain_bytes(tensor):

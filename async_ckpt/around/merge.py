@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import NotCommittedError, StateMismatchError
+from ..errors import StateMismatchError
 from ..format import digests
 from ..format.layout import Layout, SegmentPlan, TensorPlan, lay_out
 from ..host.memory import Memory
 from ..loading.contents import Contents, Part
-from ..loading.find import Committed, committed_folders, from_committed, nothing_committed
+from ..loading.find import committed_step, from_committed
 from ..loading.load import check_lent
 from ..loading.lots import Readers
 from ..loading.ranges import Range, read_ranges
@@ -74,7 +74,7 @@ def merge(
     target = FileTarget.at(place)
     if target.path.lower().endswith(_COMPRESSED):
         raise ValueError(f"{target.path}: a merged archive is a plain tar; give it a name such as merged.tar")
-    there = _committed(storage_at(run), step)
+    there = committed_step(storage_at(run), step)
     storage, name = place.object()
 
     def write(parts: Sequence[Part]) -> SaveReport:
@@ -104,20 +104,6 @@ def merge(
         )
 
     return from_committed(there, write, verify=verify, readers=Readers(None, from_ranks, reads_all=True))
-
-
-def _committed(storage: Storage, step: int | None) -> Committed:
-    folders = dict(committed_folders(storage))
-    if not folders:
-        raise nothing_committed(storage)
-    number = max(folders) if step is None else step
-    if number not in folders:
-        there = ", ".join(map(str, sorted(folders)))
-        where = storage.locate("")
-        raise NotCommittedError(
-            f"{where}: step {number} is not committed there; {there} are", path=where, step=number
-        )
-    return Committed.at(storage, folders[number], lambda: storage)
 
 
 @dataclass(frozen=True, slots=True)

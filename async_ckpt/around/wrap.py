@@ -246,7 +246,7 @@ class _Call(CopyErrand):
             where.path,
             tensors,
             names,
-            held=held,
+            after=[one.completion for one in held],
             num_tensors=len(tensors) + len(in_held),
             optimizers=optimizers,
             spans=spans,

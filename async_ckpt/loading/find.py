@@ -150,6 +150,20 @@ def step_at(storage: Storage, path: Anywhere) -> Committed | None:
     return Committed.at(storage, "", root)
 
 
+def committed_step(storage: Storage, step: int | None) -> Committed:
+    """A committed step of the run whose root this storage is; with None, the newest. Raises NotCommittedError."""
+    folders = dict(committed_folders(storage))
+    if not folders:
+        raise nothing_committed(storage)
+    number = max(folders) if step is None else step
+    if number not in folders:
+        where, there = storage.locate(""), ", ".join(map(str, sorted(folders)))
+        raise NotCommittedError(
+            f"{where}: step {number} is not committed there; {there} are", path=where, step=number
+        )
+    return Committed.at(storage, folders[number], lambda: storage)
+
+
 def nothing_committed(storage: Storage) -> NotCommittedError:
     """What to raise where no checkpoint is."""
     where = storage.locate("")

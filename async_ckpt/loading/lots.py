@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..errors import CheckpointError, CorruptCheckpointError
@@ -192,14 +192,7 @@ class Lot:
             if len(self._opened) + len(fresh) > _MAX_OPENERS:
                 opened[rank].keep_little()
 
-        if len(fresh) == 1:
-            open_one(fresh[0])
-        else:
-            crew = Crew("open", min(_MAX_OPENERS, len(fresh)))
-            try:
-                crew.run_all(functools.partial(open_one, rank) for rank in fresh)
-            finally:
-                crew.stop()
+        _in_parallel([functools.partial(open_one, rank) for rank in fresh])
         self._opened |= opened
 
     def _as_one(self) -> Merged:
@@ -214,6 +207,33 @@ class Lot:
             are_some=not self._is_whole,
             has_all_names=self._has_all_names or self._is_whole,
         )
+
+
+@contextlib.contextmanager
+def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
+    """Archives that no manifest names, one of each rank, as one file. Raises CorruptCheckpointError."""
+    with contextlib.ExitStack() as stack:
+        opened: dict[str, OpenArchive] = {}
+
+        def open_one(name: str) -> None:
+            reader = stack.enter_context(storage.open(name))
+            opened[name] = OpenArchive(reader, path=storage.locate(name), verify=True)
+            if len(names) > _MAX_OPENERS:
+                opened[name].keep_little()
+
+        _in_parallel([functools.partial(open_one, name) for name in names])
+        yield Part(Merged([opened[name] for name in names], path=storage.locate("")))
+
+
+def _in_parallel(tasks: Sequence[Callable[[], None]]) -> None:
+    if len(tasks) == 1:
+        tasks[0]()
+        return
+    crew = Crew("open", min(_MAX_OPENERS, len(tasks)))
+    try:
+        crew.run_all(tasks)
+    finally:
+        crew.stop()
 
 
 def open_archive(

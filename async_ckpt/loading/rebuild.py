@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
-from ..errors import NotCommittedError
 from ..format.index import Index
 from ..host.threads import Crew
 from ..runs import layouts
@@ -23,7 +22,7 @@ from ..state.slices import Mesh
 from ..state.values import is_within
 from ..state.writers import Layout, Writers, name_of
 from ..storage.place import Anywhere, storage_at
-from .find import Committed, committed_folders, nothing_committed
+from .find import committed_step
 from .lots import Named, open_archive
 
 _MAX_OPENERS: Final = 16
@@ -55,16 +54,7 @@ def rebuild_layout(run: Anywhere, step: int) -> str:
     CorruptCheckpointError if an archive is missing or damaged, and StorageUnavailableError.
     """
     storage = storage_at(run)
-    folders = dict(committed_folders(storage))
-    if not folders:
-        raise nothing_committed(storage)
-    if step not in folders:
-        raise NotCommittedError(
-            f"{storage.locate('')}: step {step} is not committed there; {', '.join(map(str, sorted(folders)))} are",
-            path=storage.locate(""),
-            step=step,
-        )
-    there = Committed.at(storage, folders[step], lambda: storage)
+    there = committed_step(storage, step)
     made = there.read()
     if made.ranks is None:
         raise ValueError(f"step {step} was saved by one rank, so it has no layout, and needs none")

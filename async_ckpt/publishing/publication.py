@@ -202,7 +202,7 @@ class Publication(CopyErrand):
             line.storage.locate(self._folder),
             [] if held is not None else tensors,
             [] if held is not None else names,
-            held=[] if held is None else [held],
+            after=[] if held is None else [held.completion],
             num_tensors=len(tensors),
             optimizers=optimizers,
             spans=spans,

@@ -9,14 +9,17 @@ import threading
 from typing import Final
 
 from ..host.process import in_forked_child
+from ..host.ranks import World
 from ..spec import MIB
 from ..staging.whole import HostMemory
+from .ranks import Ranks
 from .saver import Saver
 
 # Files are read while others are written: what a pack needs is a few segments, however large the folder is.
 _FILES_BYTES: Final = 256 * MIB
 
 _one_off_saver: Saver | None = None
+_slices_saver: tuple[World, Saver] | None = None
 _files_saver = Saver(host_bytes=_FILES_BYTES)
 _host_memory = HostMemory()
 _held_memory = HostMemory(held=True)
@@ -30,6 +33,15 @@ def one_off_saver() -> Saver:
         if _one_off_saver is None:
             _one_off_saver = Saver()
         return _one_off_saver
+
+
+def slices_saver(world: World) -> Saver:
+    """One for what this process has of states that are spread over the ranks of a world."""
+    global _slices_saver
+    with _making:
+        if _slices_saver is None or _slices_saver[0] != world:
+            _slices_saver = world, Saver(ranks=Ranks(None, None, 1))
+        return _slices_saver[1]
 
 
 def files_saver() -> Saver:
@@ -51,6 +63,8 @@ def release() -> None:
     """Give back what is kept for the next save of a state, call of a wrapped function, or snapshot."""
     if _one_off_saver is not None:
         _one_off_saver.pool.release()
+    if _slices_saver is not None:
+        _slices_saver[1].pool.release()
     _host_memory.release()
     _held_memory.release()
 
@@ -58,6 +72,6 @@ def release() -> None:
 @in_forked_child
 def _forget() -> None:
     """All of its own; and who held the lock is not here to release it."""
-    global _one_off_saver, _files_saver, _host_memory, _held_memory, _making
-    _one_off_saver, _files_saver = None, Saver(host_bytes=_FILES_BYTES)
+    global _one_off_saver, _slices_saver, _files_saver, _host_memory, _held_memory, _making
+    _one_off_saver, _slices_saver, _files_saver = None, None, Saver(host_bytes=_FILES_BYTES)
     _host_memory, _held_memory, _making = HostMemory(), HostMemory(held=True), threading.Lock()

@@ -19,7 +19,6 @@ from ..report import Destination, Progress, SaveReport
 from ..spans import Spans, monotonic
 from ..staging.guard import Optimizers
 from ..staging.whole import HostCopy
-from ..state.held import Held
 from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.scratch import Scratch
@@ -38,7 +37,7 @@ class CopyErrand(ABC):
         tensors: Sequence[torch.Tensor],
         names: Sequence[str],
         *,
-        held: Sequence[Held] = (),
+        after: Sequence[Future[None]] = (),
         num_tensors: int,
         optimizers: Optimizers,
         spans: Spans,
@@ -57,10 +56,8 @@ class CopyErrand(ABC):
             clock=monotonic,
             what=path,
         )
-        # Of `held` snapshots nothing is copied again; they have their bytes when they are complete.
-        self.staged = all_of(
-            [self.copy.completion, *(snapshot.completion for snapshot in held)], lambda: f"the copy of {path}"
-        )
+        # Of snapshots that are held nothing is copied again; they have their bytes when they are complete.
+        self.staged = all_of([self.copy.completion, *after], lambda: f"the copy of {path}")
         self._num_tensors = num_tensors
         self._num_bytes = self._num_retries = 0  # of what is written
         self._out: Appender | None = None  # what is being written to

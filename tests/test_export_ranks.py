@@ -1,0 +1,161 @@
+"""`export_hf` of a model that is spread over ranks: the folder is that of the whole model, and no rank waits for another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from racing import PATIENCE
+from rank_worlds import Worlds
+from states import difference
+
+from async_ckpt import Place
+from async_ckpt.testing.servers import Server
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+# What all ranks do; `out` is the destination. Exporting calls no collective, and the whole model is exported by rank 0 to compare.
+EXPORT = """
+import async_ckpt, torch.distributed as dist
+from async_ckpt import Place
+from fake_ranks import no_collectives
+out = {out}
+state = {make}
+model = state["model"]
+keep_full(model, here.root + ".pt")
+for number in range({times}):
+    with no_collectives():
+        handle = async_ckpt.export_hf(model, out, max_shard_bytes={most})
+        for parameter in model.parameters():
+            parameter.data.mul_(1)
+        report = handle.result()
+    here.meet(f"done{{number}}")
+here.tell([report.path, report.num_bytes, report.num_tensors])
+"""
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def run(
+    worlds: Worlds, size: int, make: str, out: object, *, most: int = 10**9, times: int = 1
+) -> list[list[object]]:
+    ended = worlds.run(size, EXPORT.format(make=make, out=repr(out), most=most, times=times))
+    return [one.told[-1] for one in ended]
+
+
+def assert_is_whole(worlds: Worlds, folder: Path) -> None:
+    want = torch.load(f"{worlds.root}.pt")
+    assert difference(dict(sorted(exported(folder).items())), dict(sorted(want.items()))) is None
+
+
+@pytest.mark.parametrize(("size", "make"), [(3, "fsdp()"), (4, "hsdp(2)"), (4, "fsdp_tp(2)"), (1, "fsdp()")])
+def test_the_folder_has_the_full_weights_bit_for_bit_and_nothing_is_left_beside_it(
+    worlds: Worlds, tmp_path: Path, size: int, make: str
+):
+    out = tmp_path / "out"
+    told = run(worlds, size, make, str(out / "hf"))
+
+    assert_is_whole(worlds, out / "hf")
+    assert [path.name for path in out.iterdir()] == ["hf"]
+    assert {one[0] for one in told} == {str(out / "hf")}
+    assert told[0][1:] == [sum(path.stat().st_size for path in (out / "hf").iterdir()), 6]
+
+
+def test_shards_are_as_of_a_whole_model_and_the_next_export_takes_their_place(worlds: Worlds, tmp_path: Path):
+    out = tmp_path / "hf"
+    run(worlds, 2, "fsdp()", str(out), most=1000, times=3)
+
+    assert_is_whole(worlds, out)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == len(list(out.glob("*.safetensors"))) == 2
+    assert sorted(path.name for path in tmp_path.iterdir() if "parts" in path.name) == []
+
+
+def test_in_a_store(worlds: Worlds, s3: Server, bucket: str, tmp_path: Path):
+    place = f"Place('s3://{bucket}/hf', options={s3.options})"
+    ended = worlds.run(2, EXPORT.format(make="fsdp()", out=place, most=10**9, times=2))
+
+    assert len(ended) == 2
+    assert s3.keys(bucket) == ["hf/model.safetensors"]
+    import async_ckpt
+
+    async_ckpt.files.download_directory(Place(f"s3://{bucket}/hf", options=s3.options), tmp_path / "hf")
+    assert_is_whole(worlds, tmp_path / "hf")
+
+
+FAILS = """
+import async_ckpt
+from torch.distributed.tensor import Partial
+model = fsdp()["model"]
+weights = model.state_dict()
+if here.rank == 1:
+    {harm}
+try:
+    async_ckpt.export_hf(weights, here.root + "/hf").result()
+    here.tell("done")
+except Exception as error:
+    here.tell([type(error).__name__, str(error)])
+"""
+
+
+def test_a_rank_that_cannot_do_its_part_is_named_and_nothing_is_left(worlds: Worlds):
+    harm = (
+        "weights['0.weight'] = DTensor.from_local(torch.ones(3, 13), mesh_of(), [Partial()], run_check=False)"
+    )
+    rank_0, rank_1 = worlds.run(2, FAILS.format(harm=harm))
+
+    assert rank_1.told[0][0] == "UnsupportedStateError"
+    assert rank_0.told[0][0] == "PeerFailedError"
+    assert "rank 1: UnsupportedStateError: 0.weight: a DTensor that is Partial" in rank_0.told[0][1]
+    assert not worlds.root.exists() or not list(worlds.root.iterdir())
+
+
+def test_a_rank_that_lacks_some_weights_leaves_a_gap_that_is_told(worlds: Worlds):
+    rank_0, rank_1 = worlds.run(2, FAILS.format(harm="del weights['2.weight']"))
+
+    assert rank_1.told == ["done"]  # it has done its part
+    assert rank_0.told[0][0] == "CorruptCheckpointError"
+    assert "2.weight" in rank_0.told[0][1]
+    assert not worlds.root.exists() or not list(worlds.root.iterdir())
+
+
+TRANSFORMERS = """
+import async_ckpt, transformers
+from exported import SMALL
+from fake_ranks import no_collectives
+for kind in ("Llama", "Mixtral"):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SMALL, num_key_value_heads=2, tie_word_embeddings=True)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    if here.rank == 0:
+        async_ckpt.export_hf(model, f"{here.root}/whole/{kind}").result()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with no_collectives():
+        async_ckpt.export_hf(model, f"{here.root}/hf/{kind}").result()
+"""
+
+
+def test_transformers_loads_what_ranks_have_exported_as_it_loads_the_whole_model(worlds: Worlds):
+    """Tied embeddings are written once, and experts that are one tensor in memory are published each on its own."""
+    worlds.run(2, TRANSFORMERS, patience=PATIENCE)  # two of them import transformers
+    import exported as hf
+
+    for kind in ("Llama", "Mixtral"):
+        whole, ours = worlds.root / "whole" / kind, worlds.root / "hf" / kind
+        assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in whole.iterdir())
+        for path in whole.iterdir():
+            assert path.read_bytes() == (ours / path.name).read_bytes(), path.name
+        model = getattr(hf.transformers, f"{kind}ForCausalLM").from_pretrained(whole)
+        hf.assert_loads(ours, hf.state_of(model), type(model))
