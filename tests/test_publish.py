@@ -47,6 +47,7 @@ from async_ckpt import (
     UnsupportedStateError,
 )
 from async_ckpt.format.delta import INDEX, parse
+from async_ckpt.publishing.versions import Ownership
 from async_ckpt.saving.default import held_memory
 from async_ckpt.storage.place import storage_at
 
@@ -356,13 +357,13 @@ def test_of_two_publishers_at_one_root_the_one_that_came_first_is_told_and_harms
 
 
 def test_a_root_that_is_taken_while_a_version_is_written_does_not_get_it(root, monkeypatch):
-    line, other = Line(root), Publisher(root)
+    line = Line(root)
     line.publish(1)
     real = type(line.publisher._line).base_for
 
     def taken(self: Any, acknowledged: int | None) -> Any:
         monkeypatch.undo()
-        other._line.ownership.take()
+        Ownership(storage_at(root)).take()
         return real(self, acknowledged)
 
     monkeypatch.setattr(type(line.publisher._line), "base_for", taken)
@@ -426,6 +427,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_delta_leaves_what_was_published(tm
     state = {"weight": torch.randn(2**20)}
     with mounted(tmp_path / "small", "size=9m") as folder, Publisher(folder) as publisher:
         publisher.publish(state, 1).result()
+        publisher._wait()
         before = files_below(folder)
         state["weight"].neg_()
         state["weight"].mul_(torch.randn(2**20))  # a delta as large as the weights

@@ -33,6 +33,7 @@ from ..format import safetensors
 from ..format.delta import (
     INDEX,
     Encoding,
+    SliceOf,
     VersionIndex,
     checksum,
     dump_delta,
@@ -56,8 +57,10 @@ from ..storage.base import Sink, Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.disk import free_bytes_at, full, sync_folder, translated
 from ..storage.local import LocalStorage
+from ..storage.place import Place
 from ..storage.scratch import Scratch
 from .difference import checksum_of, encode
+from .ranks import RankLines, Start, newest_elsewhere
 from .replica import MemoryReplica, bring
 from .versions import Ownership, State, Versions, Where
 
@@ -82,7 +85,14 @@ class Line:
         keep: int | None,
         max_bytes: int | None,
         follows: bool,
+        place: Place,
+        start: Start | None = None,
+        size: int | None = None,
     ) -> None:
+        """`place` is the root; of what is spread over ranks, `start` and `size` are those of all ranks."""
+        self.start = start
+        self._place, self._size, self._elsewhere = place, size, -2
+        self._ranks = None if size is None else RankLines(place)
         self.storage, self.encoding, self.keep = storage, encoding, keep
         self.versions, self.ownership = Versions(storage), Ownership(storage)
         # Not all of them: the training has the better claim, and is slowed by whoever reads memory beside it.
@@ -105,7 +115,10 @@ class Line:
         """See that a version may be added. Asks the storage."""
         root = self.versions.root
         self.ownership.take()
-        newest = max(self.versions.numbers(), default=-1)
+        if self._elsewhere == -2:
+            self._elsewhere = newest_elsewhere(self._place, self._size)
+        own = max(self.versions.numbers(), default=-1)
+        newest = max(own, self._elsewhere)
         if newest == version:
             raise StepExistsError(
                 f"{root}: version {version} is published already; give a higher one", step=version
@@ -117,10 +130,10 @@ class Line:
                 step=version,
                 newest=newest,
             )
-        before = self._structure or (self.versions.read(newest).structure if newest >= 0 else "")
+        before = self._structure or (self.versions.read(own).structure if own >= 0 else "")
         if before not in ("", structure):
             raise StateMismatchError(
-                f"{root}: version {newest} has tensors of other names, dtypes or shapes, and readers apply one version to the "
+                f"{root}: version {own} has tensors of other names, dtypes or shapes, and readers apply one version to the "
                 "other; publish another model to a root of its own",
                 missing=(),
                 unexpected=(),
@@ -166,7 +179,12 @@ class Line:
         if self.keep is None:
             return
         there = self.versions.numbers()
-        needed = self.versions.needed_by(there[-self.keep :])
+        # Of what other ranks may yet fail to publish, what is whole counts, and all after it.
+        whole = there if self._ranks is None else sorted(self._ranks.sizes())
+        if not whole:
+            return
+        oldest = whole[-self.keep :][0]
+        needed = self.versions.needed_by([number for number in there if number >= oldest])
         self.versions.delete([number for number in there if number not in needed])
 
     def close(self) -> None:
@@ -195,6 +213,7 @@ class Publication(CopyErrand):
         optimizers: Optimizers,
         spans: Spans,
         called: Future[float],
+        slices: Mapping[str, SliceOf] | None = None,
     ) -> None:
         names, tensors = list(weights.tensors), list(weights.tensors.values())
         self._folder = folder_of(version)
@@ -209,6 +228,7 @@ class Publication(CopyErrand):
             called=called,
         )
         self._line, self._version, self._acknowledged = line, version, acknowledged
+        self._slices = slices or {}
         self._small = {**weights.files, **beside}
         self._total_bytes = sum(tensor.nbytes for tensor in tensors)
         copies = tensors if held is not None else self.copy.tensors
@@ -282,6 +302,8 @@ class Publication(CopyErrand):
             structure=structure,
             checksums=checksums,
             digests={name: checksum(data) for name, data in self._small.items()},
+            start=self._start(),
+            slices=self._slices,
         )
         state = State(self._version, identity, structure, checksums)
         return index, state, index_of(shards, **index.metadata())
@@ -343,8 +365,13 @@ class Publication(CopyErrand):
             base_identity=base.state.identity,
             structure=structure,
             digests=digests,
+            start=self._start(),
+            slices=self._slices,
         )
         return index, state, dump_delta(index)
+
+    def _start(self) -> str:
+        return "" if self._line.start is None else self._line.start.word()
 
     def _files_of_frames(self, base: MemoryReplica) -> Iterator[dict[str, tuple[bytes, str]]]:
         """The frames of each file, by name."""
