@@ -14,7 +14,7 @@ demo: .venv/.demo          ## train, kill, resume, compare: the whole story in u
 demo-s3: .venv/.test       ## the same, to a bundled S3 server on loopback: no account, no network
 	$(BIN)/python -m async_ckpt.testing -- $(BIN)/python -m examples.demo --root s3://demo/runs
 
-demo-ranks: .venv/.demo    ## the same under FSDP on four ranks: one is killed in the middle of a save, all start again
+demo-ranks: .venv/.demo    ## the same under FSDP on four ranks: one is killed in the middle of a save, all start again, then two go on
 	$(BIN)/python -m examples.demo_ranks
 
 demo-rollout: .venv/.rollout ## a training publishes, a rollout process swaps weights, is killed, and catches up from files

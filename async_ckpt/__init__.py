@@ -23,8 +23,6 @@ from .errors import (
     TornSnapshotError,
 )
 from .oneoff import load, release, save, snapshot, verify
-from .publishing.publisher import Publisher
-from .publishing.subscriber import Subscriber
 from .report import PullReport, SaveReport, VerifyReport
 from .runs.naming import Naming
 from .saving.handle import SaveHandle
@@ -97,9 +95,13 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
         UnsupportedStateError as UnsupportedStateError,
         UntrustedObjectError as UntrustedObjectError,
     )
+    from .publishing.publisher import Publisher as Publisher
+    from .publishing.subscriber import Subscriber as Subscriber
 else:
     # Imported when they are first asked for: a training that saves and restores needs none of them.
     _LATER = {
+        "Publisher": ".publishing.publisher",
+        "Subscriber": ".publishing.subscriber",
         "export_hf": ".around.export",
         "files": ".files",
         "merge": ".around.merge",

@@ -300,12 +300,16 @@ class AsyncCheckpointer(RunReader):
         """
         return self._notice.is_given if self._ranks.is_alone else self._is_preempted
 
-    def prewarm(self, state: Any) -> None:
+    def prewarm(self, state: Any, *, per_rank: Collection[str] = ()) -> None:
         """Plan the archive, and allocate and page-lock host memory, before the first save.
 
-        ckpt.prewarm({"model": model, "optimizer": optimizer})
+            ckpt.prewarm({"model": model, "optimizer": optimizer})
+
+        With several ranks, call it on all of them: it waits until they have told each other how their states look, so that the
+        first save need not. Give the `per_rank` of that save. Raises PeerFailedError if a rank does not come.
         """
-        self._saver.prewarm(state)
+        with self._ranks.meeting(per_rank) as captured_as:
+            self._saver.prewarm(state, captured_as)
 
     def release(self) -> None:
         """Free the host memory that no save is using. The next save takes it again.

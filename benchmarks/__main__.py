@@ -51,6 +51,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "groups": _groups,
         "ranks": _ranks,
         "publish": _publish,
+        "dcp": _dcp,
         "gpu": _gpu,
     }
 
@@ -115,6 +116,12 @@ def _publish() -> Table:
     from . import publishing
 
     return Table(publishing.MEASURES, ("zstandard", "safetensors"))
+
+
+def _dcp() -> Table:
+    from . import ranks
+
+    return Table({"dcp": ranks.plugged_into_dcp})
 
 
 def _growth() -> Table:

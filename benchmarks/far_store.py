@@ -205,9 +205,15 @@ class FarStorage:
         folder, name = self.bucket.at(path)
         folder.pop(name, None)
 
+    def delete_many(self, paths: Sequence[str]) -> None:
+        self._ask_many(-(-len(paths) // PAGE_NAMES))
+        for path in paths:
+            folder, name = self.bucket.at(path)
+            folder.pop(name, None)
+
     def delete_all(self, path: str) -> None:
         below = self.sizes(path)
-        self._ask_many(len(below) + 1)
+        self._ask_many(-(-len(below) // PAGE_NAMES) + 1)
         for name in below:
             folder, last = self.bucket.at(f"{path}/{name}")
             folder.pop(last, None)

@@ -2,7 +2,9 @@
 
 In: commands on stdin, one a line. Out: what each save has cost, as JSON on stdout. Knows nothing of: other worlds.
 
-Commands: "ours N" and "dcp N" save the state as number N; "end" ends it.
+Commands: "ours N", "dcp N" and "plugged N" save the state as number N, by us, by dcp.async_save, and by that with our writer;
+"keep N" saves it by us and by torch to be loaded, into shards along another dimension: "restore N" by us what we have saved,
+"load N" by torch what torch has, "read N" by torch and our reader what we have. "end" ends it.
 """
 
 from __future__ import annotations
@@ -13,17 +15,22 @@ import shutil
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, zeros
 
 import async_ckpt
+from async_ckpt.integrations.dcp import TarStorageReader, TarStorageWriter
+
+from .limits import drop_cache
 
 WIDTH = 1024
+dcp: Any = torch.distributed.checkpoint
 
 
 def main() -> None:
@@ -49,12 +56,7 @@ def main() -> None:
             command, _, number = line.strip().partition(" ")
             if command == "end":
                 break
-            dist.barrier()
-            begin = perf_counter()
-            if command == "ours":
-                stall, whole = saved_by_us(ckpt, state, int(number), begin)
-            else:
-                stall, whole = saved_by_dcp(model, optimizer, Path(root) / f"dcp{number}", begin)
+            stall, whole = run(command, int(number), Path(root), ckpt, state)
             dist.barrier()
             print(json.dumps([stall, whole]), flush=True)
     dist.destroy_process_group()
@@ -71,17 +73,83 @@ def saved_by_us(
     return max(called, report.stall_seconds), whole
 
 
-def saved_by_dcp(model: Any, optimizer: Any, folder: Path, begin: float) -> tuple[float, float]:
+def saved_by_dcp(
+    model: Any, optimizer: Any, folder: Path, begin: float, writer: Any = None
+) -> tuple[float, float]:
     weights, moments = get_state_dict(model, optimizer)
-    dcp: Any = torch.distributed.checkpoint
-    future = dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=str(folder))
+    state = {"model": weights, "optimizer": moments}
+    where: Any = {"checkpoint_id": str(folder)} if writer is None else {"storage_writer": writer}
+    future: Any = dcp.async_save(state, **where)
     called = perf_counter() - begin
-    future.result()
+    getattr(future, "upload_completion", future).result()
     whole = perf_counter() - begin
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     return called, whole
+
+
+def kept(root: Path, model: Any, optimizer: Any) -> None:
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    with async_ckpt.AsyncCheckpointer(root / "kept") as ckpt:
+        ckpt.save(state, 1)
+    dcp.save(state, checkpoint_id=str(root / "kept_dcp"))
+
+
+def loaded(command: str, root: Path, model: Any, optimizer: Any) -> float:
+    """From a cold cache into shards along the second dimension."""
+    weights, moments = get_state_dict(model, optimizer)
+    state = across({"model": weights, "optimizer": moments})
+    if dist.get_rank() == 0:
+        for path in [*root.glob("kept/*/*.tar"), *root.glob("kept_dcp/*.distcp")]:
+            drop_cache(path)
+    dist.barrier()
+    begin = perf_counter()
+    if command == "restore":
+        with async_ckpt.AsyncCheckpointer(root / "kept") as ckpt:
+            ckpt.restore(state)
+    elif command == "load":
+        dcp.load(state, checkpoint_id=str(root / "kept_dcp"))
+    else:
+        dcp.load(state, storage_reader=TarStorageReader(root / "kept"))
+    return perf_counter() - begin
+
+
+def across(value: Any) -> Any:
+    """The same with zeros, each matrix cut along its second dimension."""
+    if isinstance(value, DTensor):
+        if value.dim() < 2:
+            return torch.zeros_like(value)
+        return zeros(value.shape, device_mesh=value.device_mesh, placements=[Shard(1)])
+    if isinstance(value, dict):
+        return {key: across(inner) for key, inner in value.items()}
+    return [across(inner) for inner in value] if isinstance(value, list) else value
+
+
+def run(command: str, number: int, root: Path, ckpt: Any, state: Any) -> tuple[float, float]:
+    model, optimizer = state["model"], state["optimizer"]
+    if command == "keep":
+        kept(root, model, optimizer)
+        return 0.0, 0.0
+    if command in ("restore", "load", "read"):
+        return 0.0, loaded(command, root, model, optimizer)
+    dist.barrier()
+    begin = perf_counter()
+    if command == "ours":
+        return saved_by_us(ckpt, state, number, begin)
+    folder = root / f"{command}{number}"
+    if command == "plugged":
+        if not _WRITERS:
+            _WRITERS.append(TarStorageWriter(folder, guard=optimizer))
+        (writer,) = _WRITERS
+        writer.reset(folder)
+        return saved_by_dcp(model, optimizer, folder, begin, writer)
+    return saved_by_dcp(model, optimizer, folder, begin)
+
+
+# One for all saves, as in a training.
+_WRITERS: Final[list[TarStorageWriter]] = []
 
 
 if __name__ == "__main__":

@@ -102,6 +102,51 @@ def beside_dcp(setting: Setting) -> dict[str, Figure]:
     }
 
 
+def plugged_into_dcp(setting: Setting) -> dict[str, Figure]:
+    """Torch's own engine with our writer, and without; and who loads what he has saved into another layout."""
+    with world(4, setting.folder / "plugged", setting.state_bytes) as four:
+        for how in ("plugged", "dcp", "plugged", "dcp", "keep"):
+            four.save(how)
+        saves, loads, reads = (
+            [
+                _in_turn(n, lambda: four.save(ours), lambda: four.save(torchs))  # noqa: B023
+                for n in range(2 * setting.rounds)
+            ]
+            for ours, torchs in (("plugged", "dcp"), ("restore", "load"), ("read", "load"))
+        )
+    of = f"four ranks under FSDP, {setting.state_bytes // MIB} MiB in all"
+    alone, loaded = "with its own writer and stager", "dcp.load of what dcp.save has written, likewise"
+    stalls = [(ours[0], torchs[0]) for ours, torchs in saves]
+    whole = [(ours[1], torchs[1]) for ours, torchs in saves]
+    across = "from shards along one dimension into shards along the other, cold cache"
+    return {
+        "plugged_stall": Figure(
+            f"{of}: stall of dcp.async_save with our writer, guard=optimizer",
+            "s",
+            alone,
+            Target("≤", 0.2),
+            stalls,
+        ),
+        "plugged_durable": Figure(
+            f"{of}: dcp.async_save with our writer, call to durable", "s", alone, Target("≤", 0.5), whole
+        ),
+        "across_restore": Figure(
+            f"{of}: restore {across}",
+            "s",
+            loaded,
+            Target("≤", 0.5),
+            [(ours[1], torchs[1]) for ours, torchs in loads],
+        ),
+        "across_read": Figure(
+            f"{of}: dcp.load with our reader, {across}",
+            "s",
+            loaded,
+            None,
+            [(ours[1], torchs[1]) for ours, torchs in reads],
+        ),
+    }
+
+
 def _in_turn(number: int, one: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
     """Each first in every second round."""
     if number % 2:

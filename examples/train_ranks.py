@@ -35,6 +35,9 @@ def main() -> None:
     parser.add_argument(
         "--die-in", type=int, default=-1, help="the step in whose save the last rank is killed"
     )
+    parser.add_argument(
+        "--other-ranks", action="store_true", help="the checkpoint was saved by another number of ranks"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -42,15 +45,25 @@ def main() -> None:
         for _ in Training().run(arguments.steps):
             pass
     else:
-        train(Training(), arguments.root, steps=arguments.steps, die_in=arguments.die_in)
+        train(
+            Training(),
+            arguments.root,
+            steps=arguments.steps,
+            die_in=arguments.die_in,
+            is_of_others=arguments.other_ranks,
+        )
     dist.destroy_process_group()
 
 
-def train(training: Training, root: str, *, steps: int, die_in: int) -> None:
+def train(training: Training, root: str, *, steps: int, die_in: int, is_of_others: bool) -> None:
     """The example: all that `async_ckpt` adds to a loop, on every rank."""
     slowly = 2e6 if die_in >= 0 else None  # so that the kill comes in the middle of writing
     with async_ckpt.AsyncCheckpointer(root, keep=2, guard=training.optimizer, max_bandwidth=slowly) as ckpt:
-        start = ckpt.restore(training.state)
+        # Generators are of each rank: there are not as many of them as ranks, so that each goes on with its own.
+        before = {
+            name: value for name, value in training.state.items() if not (is_of_others and name == "rng")
+        }
+        start = ckpt.restore(before)
         training.tell("restored", step=start)
         for step in training.run(steps):
             if step % EVERY == 0:

@@ -193,10 +193,14 @@ def watch_disk(before: Callable[[str, tuple[Any, ...]], None]) -> None:
         setattr(os, name, watched(name, getattr(os, name)))
 
 
-def die_at(number: int) -> Callable[[], int]:
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(number: int, die: Callable[[], None] = _die) -> Callable[[], int]:
     """From now on, die at the `number`-th call that changes the disk, a write half done. Returns the count so far."""
     write, pwrite = os.write, os.pwrite
-    lock = threading.Lock()
+    lock = threading.RLock()  # dying may change the disk, too
     count = 0
 
     def before(name: str, arguments: tuple[Any, ...]) -> None:
@@ -210,9 +214,37 @@ def die_at(number: int) -> Callable[[], int]:
             elif name == "pwrite":
                 half = len(arguments[1]) // 2 // 4096 * 4096
                 pwrite(arguments[0], arguments[1][:half], arguments[2])
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
     watch_disk(before)
+    return lambda: count
+
+
+def die_at_request(number: int, die: Callable[[], None] = _die) -> Callable[[], int]:
+    """From now on, die ahead of the `number`-th call that changes something in an object store. Returns the count so far."""
+    from async_ckpt.storage.s3.sink import ObjectSink
+    from async_ckpt.storage.s3.store import ObjectStorage
+
+    lock, count = threading.Lock(), 0
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            with lock:
+                count += 1
+                is_last = count == number
+            if is_last:
+                die()
+            return real(*arguments, **options)
+
+        return call
+
+    for owner, names in (
+        (ObjectStorage, ("create", "put_new", "replace", "delete", "delete_many")),
+        (ObjectSink, ("write", "finish")),
+    ):
+        for name in names:
+            setattr(owner, name, watched(getattr(owner, name)))
     return lambda: count
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from async_ckpt.host.threads import Crew
 from async_ckpt.spans import Timekeeper, monotonic
 
 # Long enough for any machine; reached only when a test fails.
@@ -111,3 +112,23 @@ def until(condition: Callable[[], bool]) -> None:
 
 def appenders() -> int:
     return sum("append" in thread.name for thread in threading.enumerate())
+
+
+class HeldCrew(Crew):
+    """Keeps what is to be copied later until the test lets it go."""
+
+    def __init__(self, crew: Crew) -> None:
+        super().__init__("held", 1)
+        self._crew = crew
+        self._held: list[Callable[[], None]] = []
+
+    def submit(self, task: Callable[[], None], refused: Any = None) -> None:
+        if task.__name__ == "_fill_later":
+            self._held.append(task)
+        else:
+            self._crew.submit(task, refused)
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        for task in held:
+            self._crew.submit(task)

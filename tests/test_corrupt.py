@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from archives import assemble, flip, forge_manifest, parsed_index, read_index
 from damage import STATE, assert_refused
 from slices import one_in
@@ -192,16 +191,6 @@ def test_an_empty_file_is_refused_and_called_empty(archive: Path) -> None:
 def test_a_file_of_torch_save_is_named_and_torch_load_recommended(archive: Path) -> None:
     torch.save({"w": torch.ones(2)}, archive)
     assert "torch.load" in str(assert_refused(archive, CorruptCheckpointError))
-
-
-def test_a_folder_of_torch_distributed_checkpoint_is_named(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing is distributed
-        torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(
-        NotCommittedError, match=r"dcp: .* a checkpoint of torch\.distributed\.checkpoint; load it with"
-    ):
-        async_ckpt.load(tmp_path / "dcp")
 
 
 def test_a_file_of_the_old_torch_save_is_refused(archive: Path) -> None:

@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,16 +26,6 @@ _WHY_NOT = why_no_strace() if sys.platform == "linux" else "strace is of Linux"
 needs_strace = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")
 
 STATE_MIB = 5  # two segments
-
-
-@pytest.fixture
-def quick_path(tmp_path):
-    """A folder in memory where there is one: what a kill leaves behind is the same there, and syncing costs nothing."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 # --- killed ----------------------------------------------------------------------------------------------------

@@ -61,6 +61,18 @@ def through(s3, bucket, proxy):
     return FsspecStorage(f"s3://{bucket}/run", {**s3.options, "endpoint": proxy.endpoint})
 
 
+def test_many_objects_of_a_bucket_are_deleted_by_one_request_where_it_knows_such(through, proxy):
+    names = [f"folder/{number}" for number in range(20)]
+    for is_refused in (False, True):
+        if is_refused:
+            proxy.answer("NotImplemented", status=501, kind="delete_objects")
+        for name in names:
+            through.replace(name, b"1")
+        through.delete_many(names)
+        assert through.names("") == []
+        assert proxy.count(kind="delete_object") == (20 if is_refused else 0)
+
+
 # --- small objects --------------------------------------------------------------------------------------------
 
 

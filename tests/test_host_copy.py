@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from racing import Call
+from racing import Call, HeldCrew
 from states import MIB, bits_of
 
 from async_ckpt import TornSnapshotError
@@ -19,26 +19,6 @@ from async_ckpt.spans import monotonic
 from async_ckpt.spec import DTYPES
 from async_ckpt.staging.guard import deferrable
 from async_ckpt.staging.whole import HostCopy, HostMemory
-
-
-class HeldCrew(Crew):
-    """Keeps what is to be copied later until the test lets it go."""
-
-    def __init__(self, crew: Crew) -> None:
-        super().__init__("held", 1)
-        self._crew = crew
-        self._held: list[Callable[[], None]] = []
-
-    def submit(self, task: Callable[[], None], refused: Any = None) -> None:
-        if task.__name__ == "_fill_later":
-            self._held.append(task)
-        else:
-            self._crew.submit(task, refused)
-
-    def release(self) -> None:
-        held, self._held = self._held, []
-        for task in held:
-            self._crew.submit(task)
 
 
 @pytest.fixture

@@ -110,7 +110,10 @@ def steps_of_verl(root: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "told"),
     [
-        (dcp_folder, r"the folder holds a checkpoint of torch\.distributed\.checkpoint; load it with"),
+        (
+            dcp_folder,
+            r"the folder holds a checkpoint of torch\.distributed\.checkpoint, .* async_ckpt\.load reads",
+        ),
         (dcp_steps, "the folder holds checkpoint-2, checkpoint-1; another program has written that"),
         (
             weights,

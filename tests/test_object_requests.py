@@ -59,6 +59,28 @@ def test_of_many_writers_of_one_new_object_one_wins(s3, bucket, store):
     assert store.names("") == ["manifest.json"]  # and of the probes nothing is left
 
 
+def test_many_objects_are_deleted_by_one_request(far, proxy):
+    for number in range(20):
+        far.replace(f"folder/{number}", b"1")
+    proxy.clear()
+    before = len(proxy.requests)
+    far.delete_many([f"folder/{number}" for number in range(20)])
+
+    assert [request.method for request in proxy.requests[before:]] == ["POST"]
+    assert far.names("") == []
+
+
+def test_a_store_that_does_not_delete_many_at_once_deletes_one_by_one(far, proxy):
+    fault = proxy.answer("NotImplemented", status=501, kind="delete_objects")
+    for _ in range(2):
+        for number in range(20):
+            far.replace(f"folder/{number}", b"1")
+        far.delete_many([f"folder/{number}" for number in range(20)])
+        assert far.names("") == []
+
+    assert fault.hits == 1  # it is not asked again
+
+
 def test_a_commit_whose_answer_was_lost_is_our_own(far, proxy):
     far.put_new("first", b"the store is known to have conditions")
     fault = proxy.lose_response(times=1, kind="put_object")

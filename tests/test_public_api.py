@@ -99,7 +99,7 @@ SIGNATURES = {
     AsyncCheckpointer.records: "(self)",
     AsyncCheckpointer.best: "(self, metric, *, mode)",
     AsyncCheckpointer.metrics: "(self, prefix='')",
-    AsyncCheckpointer.prewarm: "(self, state)",
+    AsyncCheckpointer.prewarm: "(self, state, *, per_rank=())",
     AsyncCheckpointer.close: "(self)",
     SaveHandle.result: "(self, timeout=None)",
     SaveHandle.exception: "(self, timeout=None)",

@@ -69,6 +69,56 @@ def test_after_the_first_a_save_asks_nothing_of_the_process_group_or_its_store(w
     assert open_run(worlds.root).steps() == list(range(101))
 
 
+PREWARMED = """
+asked = []
+
+class Counted:
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        def ask(*arguments):
+            asked.append(str(arguments))
+            return getattr(self._store, name)(*arguments)
+        return ask
+
+from torch.distributed import distributed_c10d as c10d
+store = Counted(c10d._get_default_store())
+c10d._get_default_store = lambda: store
+state = small(0) | {"own": torch.full((4,), here.rank)}
+with open_run(here.root, max_in_flight=2) as ckpt:
+    if "{fails}" and here.rank == 1:
+        try:
+            ckpt.prewarm(state | {"bad": lambda: 0})
+        except Exception as error:
+            here.tell(type(error).__name__)
+    else:
+        ckpt.prewarm(state, per_rank="own")
+    met = len(asked)
+    first = [ckpt.save(small(step) | {"own": torch.full((4,), here.rank)}, step, per_rank=["own"]) for step in (1, 2)]
+    met_again = [one for one in asked[met:] if "structure" in one or "classes" in one or "token" in one]
+    here.tell([met > 0, met_again, [handle.result().status for handle in first]])
+"""
+
+
+def test_ranks_that_have_prewarmed_do_not_wait_for_each_other_in_the_first_save(worlds):
+    """Each takes its share at once; only whether the root is shared is still to be found out, in the background."""
+    for one in worlds.run(2, PREWARMED.replace("{fails}", "")):
+        assert one.told[0][0]
+        assert one.told[0][2] == ["committed"] * 2
+        assert one.told[0][1] == []
+    for step in (1, 2):
+        sizes = [path.stat().st_size for path in (worlds.root / f"step_{step:08d}").glob("rank_*")]
+        assert sum(sizes) < 1.5 * 1_200_000  # "whole" is divided
+
+
+def test_a_rank_that_could_not_prewarm_writes_all_that_it_holds(worlds):
+    first, second = worlds.run(2, PREWARMED.replace("{fails}", "yes"))
+
+    assert second.told[0] == "UnsupportedStateError"
+    assert [told[2] for told in (first.told[-1], second.told[-1])] == [["committed"] * 2] * 2
+
+
 def test_the_group_may_be_gone_before_a_save_has_ended_and_for_those_after_it(worlds):
     script = """
     ckpt = open_run(here.root)

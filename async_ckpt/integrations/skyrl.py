@@ -1,7 +1,8 @@
 """`CheckpointBackend`: the checkpoint calls of SkyRL's Tinker backend, with no tenant waiting for a tar or an upload.
+`FSDPCheckpoints`: those of its FSDP strategy, on every rank, with archives that any number of ranks loads.
 
 In: an object with the methods of SkyRL's `WorkerDispatch`, paths, ids of models. Out: archives as SkyRL reads and
-writes them, a handle for each; models loaded from them. Knows nothing of: what the workers write, GPUs, databases.
+writes them, a handle for each; models loaded from them. Knows nothing of: GPUs, databases.
 
 A save has two halves. The dispatch's is its caller's: the workers write their files into a folder, and the models are
 free again when they have. The rest needs no worker: that folder becomes one plain tar on a disk or in a store behind
@@ -15,26 +16,33 @@ import asyncio
 import inspect
 import io
 import os
+import re
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Literal, Protocol, Self
 from weakref import WeakSet, WeakValueDictionary
 
 from ..around.pack import pack
 from ..around.unpack import unpack
 from ..around.wrap import wrap
+from ..checkpointer import AsyncCheckpointer
 from ..errors import CheckpointError, ClosedError
+from ..files import exists
+from ..host.ranks import ranks
 from ..host.waiting import ENDS_THE_WAIT, Wait
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
 from ..saving.waiting import wait_for_saves
 from ..saving.worker import Pending
+from ..state.rng import RngState
 from ..storage.place import Place
-from ..storage.url import Where
+from ..storage.url import Where, text_of
 
 _MARKER: Final = "MARKER"
+# Where our archives are in a checkpoint's folder.
+_ARCHIVES: Final = "async_ckpt"
 # The role whose weights the inference engines have.
 _SAMPLED: Final = "policy"
 
@@ -274,6 +282,126 @@ class CheckpointBackend:
     def __repr__(self) -> str:
         num_saves = sum(not pending.handle.done() for pending in self._pending())
         return f"<CheckpointBackend of {self._role}, {num_saves} saves under way>"
+
+
+class FSDPCheckpoints:
+    """`save_checkpoint` and `load_checkpoint` of SkyRL's FSDPStrategy, on each rank; put it in front of that as a base.
+
+        class Strategy(FSDPCheckpoints, FSDPStrategy):
+            layout = "both"
+
+    Each rank saves its part of model, optimizer, scheduler and random state as one of a set of archives, in the folder
+    `async_ckpt` in the checkpoint's, behind the training; any other number of ranks loads it. With `layout = "skyrl"`, the files are those of
+    SkyRL alone, one for each rank, which as many ranks load; with "both", they are side by side. Whichever is there is loaded,
+    ours first.
+
+    A checkpoint is there when `finalize_pending_saves` has returned on all ranks, or the handle is done: SkyRL marks it, or packs it
+    into a tar, after that.
+    """
+
+    layout: Literal["async_ckpt", "skyrl", "both"] = "async_ckpt"
+    _saving: tuple[AsyncCheckpointer, SaveHandle] | None = None
+
+    def save_checkpoint(
+        self,
+        model: Any,
+        ckpt_dir: Where,
+        node_local_rank: int,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        tag: str | None = None,
+        tokenizer: Any = None,
+    ) -> SaveHandle | None:
+        """Save on all ranks. Returns a handle as soon as training may go on; None where only SkyRL's own files are written.
+
+        An earlier save that is under way is waited for. Raises what that raises.
+        """
+        self.finalize_pending_saves()
+        if self.layout not in ("async_ckpt", "skyrl", "both"):
+            raise ValueError(f'layout must be "async_ckpt", "skyrl" or "both", got {self.layout!r}')
+        if self.layout != "async_ckpt":
+            told = {"client_state": dict(client_state), "tag": tag, "tokenizer": tokenizer}
+            super().save_checkpoint(  # type: ignore[misc]
+                model, ckpt_dir, node_local_rank, optimizer=optimizer, scheduler=scheduler, **told
+            )
+        if self.layout == "skyrl":
+            return None
+        ckpt = AsyncCheckpointer(_archives_in(ckpt_dir))
+        state = self._parts(model, optimizer, scheduler) | {
+            "client_state": dict(client_state),
+            "tag": tag,
+            "world_size": ranks()[1],
+        }
+        handle = ckpt.save(state, _step_of(ckpt_dir), overwrite=True)
+        self._saving = ckpt, handle
+        return handle
+
+    def load_checkpoint(
+        self,
+        model: Any,
+        ckpt_dir: Where,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+    ) -> tuple[Where, dict[str, Any]]:
+        """Fill model, optimizer and scheduler in place, on all ranks. Returns the folder and what else was saved.
+
+        The generators of each rank are restored only on as many ranks as have saved them; on others they go on as they are.
+        Raises NotCommittedError for a folder with neither our archives nor, where the next base has this method, SkyRL's files.
+        """
+        self.finalize_pending_saves()
+        there = _archives_in(ckpt_dir)
+        if not exists(there) and hasattr(super(), "load_checkpoint"):
+            loaded: tuple[Where, dict[str, Any]] = super().load_checkpoint(  # type: ignore[misc]
+                model,
+                ckpt_dir,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+            )
+            return loaded
+        with AsyncCheckpointer(there) as ckpt:
+            step = ckpt.latest()
+            told = ckpt.load(step, select=["client_state", "tag", "world_size"])
+            rank, world_size = ranks()
+            parts = self._parts(
+                model,
+                optimizer if load_optimizer_states else None,
+                scheduler if load_lr_scheduler_states else None,
+            )
+            if told["world_size"] != world_size:
+                del parts["rng"]
+            assert step is not None
+            ckpt.restore(parts, step, strict=load_module_strict)
+        return ckpt_dir, {**told, "rank": rank, "fsdp_strategy": getattr(self, "fsdp_strategy", None)}
+
+    def finalize_pending_saves(self, *_: Any, **__: Any) -> None:
+        """Wait until the save that is under way is committed, and raise its error; whatever SkyRL gives it is left unread."""
+        if self._saving is not None:
+            (ckpt, handle), self._saving = self._saving, None
+            with ckpt:
+                handle.result()
+
+    def _parts(self, model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+        # SkyRL wraps the model of transformers.
+        inner = getattr(model, "model", None) if type(model).__name__ == "HFModelWrapper" else None
+        parts = {"model": model if inner is None else inner, "optimizer": optimizer, "scheduler": scheduler}
+        return {name: part for name, part in parts.items() if part is not None} | {"rng": RngState("skyrl")}
+
+
+def _archives_in(ckpt_dir: Where) -> str:
+    return f"{text_of(ckpt_dir).rstrip('/')}/{_ARCHIVES}"
+
+
+def _step_of(ckpt_dir: Where) -> int:
+    """By SkyRL's name of the folder above; 0 elsewhere."""
+    found = re.search(r"global_step_(\d+)", text_of(ckpt_dir))
+    return int(found[1]) if found else 0
 
 
 def _write_marker(file: Any, model_id: str) -> None:

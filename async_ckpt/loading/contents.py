@@ -18,6 +18,7 @@ from ..backends import is_at, is_host
 from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format.index import VERSION, Index, Slice
 from ..host.memory import advise_huge_pages
+from ..runs.manifest import Manifest
 from ..spec import BLOCK_BYTES, DTYPES, Extent
 from ..state.cover import Box, Cover, cover, runs
 from ..state.dtypes import dtype_named
@@ -269,6 +270,8 @@ class Part(NamedTuple):
 
     archive: Contents
     groups: Groups = None
+    made: Manifest | None = None
+    """The manifest that names it, if one does."""
 
 
 def _ask_for_huge_pages(tensor: torch.Tensor) -> None:

@@ -232,7 +232,7 @@ def from_committed(
         try:
             with contextlib.ExitStack() as stack:
                 lots = [Lot(named, readers, stack, verify=verify) for named in step.named(made)]
-                return _used(lots, use, readers)
+                return _used(lots, use, readers, made)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, made = made, _read_again(step, made, error)
             if made == before:
@@ -243,9 +243,9 @@ def from_committed(
     )
 
 
-def _used(lots: Sequence[Lot], use: Callable[[Sequence[Part]], T], readers: Readers) -> T:
+def _used(lots: Sequence[Lot], use: Callable[[Sequence[Part]], T], readers: Readers, made: Manifest) -> T:
     while True:
-        parts = [lot.part() for lot in lots]
+        parts = [lot.part()._replace(made=made) for lot in lots]
         _check_names(parts, readers)
         try:
             return use(parts)

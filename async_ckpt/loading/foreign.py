@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, ClassVar, Final
 
 from ..errors import CorruptCheckpointError
@@ -26,6 +24,8 @@ from ..state.names import Select, Selector, selector, shown
 from ..state.tree import Stored, flat
 from ..storage.base import Reader, Storage
 from .contents import Contents, Groups, Part
+from .dcp import OpenDcp
+from .joined import Joined, Zeros
 from .open import OpenArchive, first_bytes
 
 _SUFFIX: Final = ".safetensors"
@@ -43,13 +43,14 @@ def opened(reader: Reader, *, path: str, verify: bool) -> Contents:
 
 
 def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitStack) -> list[Part] | None:
-    """What is in a folder that is no committed step: an extracted archive, or the weights of a model; None for neither.
+    """What is in a folder that is no committed step: an extracted archive, the weights of a model, or what
+    torch.distributed.checkpoint has written; None for anything else.
 
     What is opened is closed with `stack`. Raises CorruptCheckpointError.
     """
     names = storage.names("")
-    if OF_DCP in names:
-        return None  # its safetensors files hold pieces of tensors
+    if OF_DCP in names:  # if it has safetensors files, these hold pieces of tensors
+        return [Part(OpenDcp(storage, stack))]
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return [Part(_extracted(storage, verify, stack))]
     found = [name for name in names if name.endswith(_INDEX_SUFFIX)]
@@ -109,45 +110,6 @@ class MissingShard(Contents):
     def match(self, chosen: Selector, groups: Groups) -> None:  # noqa: ARG002
         for key in self._keys:
             chosen((key,))
-
-
-class Zeros(Reader):
-    """Stands for the bytes of a file that is not there, of which no tensor is read: only what is around them."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-
-    def read_into(self, offset: int, target: memoryview) -> None:  # noqa: ARG002
-        target[:] = bytes(len(target))
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
-class Joined(Reader):
-    """Texts and files, one after the other, as one file."""
-
-    def __init__(self, pieces: Sequence[bytes | Reader]) -> None:
-        self._pieces = pieces
-        sizes = (len(piece) if isinstance(piece, bytes) else piece.num_bytes for piece in pieces)
-        self._begins = [0, *accumulate(sizes)]
-        self.num_bytes = self._begins[-1]
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        if offset + len(target) > self.num_bytes:
-            raise EOFError(f"it ends at byte {self.num_bytes:,}")
-        while target:
-            number = bisect_right(self._begins, offset) - 1
-            piece, at = self._pieces[number], offset - self._begins[number]
-            part = target[: self._begins[number + 1] - offset]
-            if isinstance(piece, bytes):
-                part[:] = piece[at : at + len(part)]
-            else:
-                piece.read_into(at, part)
-            offset, target = offset + len(part), target[len(part) :]
-
-    def close(self) -> None:
-        """The files are closed by whoever has opened them."""
 
 
 def _extracted(storage: Storage, verify: bool, stack: contextlib.ExitStack) -> OpenArchive:

@@ -96,3 +96,8 @@ def is_of_another_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, 
 def is_on_device(group: dict[str, Any]) -> bool:
     """Whether the kernel of these parameters reads `step` from their device."""
     return bool(group.get("capturable") or group.get("fused"))
+
+
+def state_of_parameter(states: dict[Any, Any], number: int) -> Any:
+    """What was saved of one; torch.distributed.checkpoint makes text of its number."""
+    return states[number] if number in states else states.get(str(number), {})

@@ -23,15 +23,23 @@ from ..state.capture import why_not
 from ..state.cover import Box
 from ..state.dtypes import dtype_name
 from ..state.held import Held
+from ..state.keyed import keys_below, name_of
 from ..state.names import Path, shown
 from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
-from ..state.sharded import Slicer, has_shards, is_sharded
+from ..state.sharded import Slicer, has_shards, is_of_megatron, is_sharded
 from ..state.slices import Ints
 from ..state.tree import SavedApart, SavedRecord, Stored, leaves, replaced
 from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, paired
 from .contents import Contents
 from .fill import Wanted
-from .known import is_of_another_kind, is_on_device, is_optimizer_state, is_plain_module, is_plain_optimizer
+from .known import (
+    is_of_another_kind,
+    is_on_device,
+    is_optimizer_state,
+    is_plain_module,
+    is_plain_optimizer,
+    state_of_parameter,
+)
 
 _SEQUENCES: Final = list | tuple | deque
 
@@ -54,6 +62,7 @@ class Match:
         self._partial = partial  # something was selected: what else is live was not asked for
         self._slicer = Slicer()
         self._has_tensors = False  # of some this rank may hold nothing
+        self._groups: dict[Path, dict[Any, Any]] = {}  # what was saved at the top, and in the groups
 
     @property
     def fits(self) -> bool:
@@ -141,12 +150,14 @@ class Match:
             return live
         return self._materialized(saved)
 
-    def _tensor(self, live: torch.Tensor, saved: Any, path: Path) -> Any:
+    def _tensor(self, live: Any, saved: Any, path: Path) -> Any:
         if not (isinstance(saved, Stored) and saved.kind == "tensor"):
             self._differs(path, "is a tensor here", saved)
             return live
         told = self.archive.index.tensors[saved.number]
-        dtype = dtype_name(live.dtype)
+        is_keyed = is_of_megatron(live)
+        shape = tuple(live.global_shape if is_keyed else live.shape)
+        dtype = dtype_name(live.data.dtype if is_keyed and live.data is not None else live.dtype)
         try:
             held = self._held(live, path)
         except UnsupportedStateError as error:
@@ -156,9 +167,9 @@ class Match:
         why = next(filter(None, (why_not(part) for _, part in held)), None)
         if why:
             self.mismatched.append(f"{shown(path)} cannot be filled: {why}")
-        elif (tuple(live.shape), dtype) != (told.shape, told.dtype):
+        elif (shape, dtype) != (told.shape, told.dtype):
             self.mismatched.append(
-                f"{shown(path)} is {dtype}{list(live.shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
+                f"{shown(path)} is {dtype}{list(shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
             )
         elif any(_is_expanded(part) for _, part in held):
             self.mismatched.append(
@@ -170,7 +181,7 @@ class Match:
                 self._want(saved.number, part, offsets)
         return live
 
-    def _held(self, live: torch.Tensor, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
+    def _held(self, live: Any, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
         """What this rank holds of a tensor, and where in the tensor that is; None for all of it."""
         if not is_sharded(live):
             return [(None, live)]
@@ -248,7 +259,7 @@ class Match:
                 if key not in ("params", "param_names"):  # the live names are of the live model
                     self._entry(live_group, key, value, (*path, "param_groups", i, key))
             for param, number in zip(live_group["params"], group["params"], strict=True):
-                state, inner = saved["state"].get(number, {}), (*path, "state", number)
+                state, inner = state_of_parameter(saved["state"], number), (*path, "state", number)
                 self._optimizer_state(optimizer, param, state, is_on_device(group), inner)
         return optimizer
 
@@ -290,11 +301,26 @@ class Match:
     def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
         if not live and path:  # an empty container takes what was saved
             return self._materialized(saved)
-        self._compare_names(live, saved, path)
+        names: set[Any] = set()  # that Megatron's tensors have in what was saved
+        if len(path) < 2:
+            self._groups[path], names = saved, keys_below(live, deep=bool(path))
+        keyed = [key for key, value in live.items() if is_of_megatron(value)]
+        others = {name: value for name, value in saved.items() if name not in names}
+        self._compare_names([key for key in live if key not in keyed], others, path)
         for key in list(live):
-            if key in saved:
+            if key in keyed:
+                self._keyed(live[key], (*path, key))
+            elif key in others:
                 self._entry(live, key, saved[key], (*path, key))
         return live
+
+    def _keyed(self, live: Any, path: Path) -> None:
+        """Megatron's, which has a name of its own in the group that it lies in."""
+        name = name_of(live, path)
+        if live.key in self._groups.get(name[:-1], {}):
+            self._tensor(live, self._groups[name[:-1]][live.key], path)
+        else:
+            self.missing.append(shown(name))
 
     def _entry(self, live: MutableMapping[Any, Any], key: Any, saved: Any, path: Path) -> None:
         now = live.get(key)

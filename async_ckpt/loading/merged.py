@@ -26,7 +26,7 @@ from ..state.tree import SavedApart, Stored, leaves
 from ..state.values import is_within
 from ..state.writers import name_of
 from .contents import Contents, Covers, Groups, Source, sources_in
-from .foreign import Zeros
+from .joined import Zeros
 
 # More of them are not named one by one, and not looked for among more.
 _MANY: Final = 8

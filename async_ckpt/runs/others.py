@@ -51,7 +51,10 @@ def newest_named_otherwise(storage: Storage, is_own: Callable[[str], bool]) -> N
 def foreign_kind(names: Collection[str]) -> str | None:
     """What a folder with these names holds, and what to do with it; None for what is not known, and for steps."""
     if OF_DCP in names:
-        return "a checkpoint of torch.distributed.checkpoint; load it with torch.distributed.checkpoint, then save it with async_ckpt"
+        return (
+            "a checkpoint of torch.distributed.checkpoint, which has no digests: async_ckpt.load reads it, and "
+            "async_ckpt.integrations.dcp.restore fills live objects from it"
+        )
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return (
             "the members of an archive that was extracted: async_ckpt.load reads them, and only the archive itself can be "

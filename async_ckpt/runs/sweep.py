@@ -137,9 +137,8 @@ class Sweeper:
                     self._root.storage.delete_all(f"{folder}/{name}")
                 self._root.storage.remove_if_empty(folder)
                 continue
-            for name in ours:
-                if name.startswith(own) and _attempt_of(name) != attempt:
-                    self._root.storage.delete(f"{folder}/{name}")
+            earlier = [name for name in ours if name.startswith(own) and _attempt_of(name) != attempt]
+            self._root.storage.delete_many([f"{folder}/{name}" for name in earlier])
 
     def sweep(self) -> list[str]:
         """Delete what dead writers left: temp files, unfinished uploads, archives that no manifest names, and intents."""
@@ -167,20 +166,21 @@ class Sweeper:
     def delete_replaced(self, step: int, replaced: Manifest | None) -> None:
         """What `overwrite` leaves behind."""
         borrowed = self._borrowed(step) if replaced else set()
-        for name in replaced.own_names if replaced else ():
-            if name not in borrowed:
-                self._root.storage.delete(f"{self._root.folder(step)}/{name}")
+        names = [name for name in (replaced.own_names if replaced else ()) if name not in borrowed]
+        self._root.storage.delete_many([f"{self._root.folder(step)}/{name}" for name in names])
 
     def delete(self, step: int, inside: Inside, *, whole_folder: bool = False) -> None:
         """Delete a step: its manifest first, and what others have put into its folder only with `whole_folder`."""
         folder = self._root.folder(step)
         self._root.note_deleted(step)
         self._root.storage.delete(f"{folder}/{manifest.NAME}")
+        own = {name for name in inside.names if name in inside.named or is_retired_name(name)}
+        self._root.storage.delete_many([f"{folder}/{name}" for name in sorted(own)])
         foreign = []
         for name in inside.names:
-            if name in inside.named or is_retired_name(name):
-                self._root.storage.delete(f"{folder}/{name}")
-            elif is_beside(name) or is_folder_of_receipts(name):  # of attempts that were decided before
+            if name in own:
+                continue
+            if is_beside(name) or is_folder_of_receipts(name):  # of attempts that were decided before
                 self._root.storage.delete_all(f"{folder}/{name}")
             elif name != manifest.NAME and not is_ours(
                 name
@@ -224,8 +224,7 @@ class Sweeper:
             # Looked at again after the locks: a writer gives its lock up only once its manifest is there.
             named = self.inside(step).named | (self._borrowed(step) if dead else set())
             dead = [name for name in dead if name not in named]
-        for name in dead:
-            self._root.storage.delete(f"{folder}/{name}")
+        self._root.storage.delete_many([f"{folder}/{name}" for name in dead])
         if step is None:  # what starts of several ranks have announced
             claims = [n for n in names if _CLAIM.fullmatch(n)]
             dead += self._root.storage.sweep("", claims, delete=True, decided=True, of_ranks=True)

@@ -15,7 +15,8 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
@@ -103,6 +104,8 @@ class Ranks:
         self._token: str | None = None
         self._numbers, self._restores, self._answers = itertools.count(), itertools.count(), itertools.count()
         self._has_met = False
+        self._met = EMPTY  # what was known of the ranks before the first decision
+        self._per_rank: tuple[str, ...] = ()  # of the state by which they met ahead of it
         self._states: RankedStates | None = None
         # Changed on the loop's thread alone, entries at a time.
         self._tables: dict[int, Table] = {}  # that follow from the decision of the save of this number
@@ -146,7 +149,8 @@ class Ranks:
         self._wait_for_decision(joint.step, listen_again)
         self._name(joint)
         joint.number = next(self._numbers)
-        joint.table = self._tables.get(joint.number - self._max_in_flight, Table())
+        earlier = joint.number - self._max_in_flight
+        joint.table = self._met if earlier < 0 else self._tables.get(earlier, EMPTY)
 
     def _name(self, joint: Joint) -> None:
         """Give its attempt the name that it has on all ranks."""
@@ -185,18 +189,20 @@ class Ranks:
     def divided(self, captured: Capture, joint: Joint | None) -> tuple[Capture, RankFacts | None]:
         """What this rank writes of that. Waits, at the first save, until rank 0 knows how the states of all ranks look.
 
-        Without `joint`, nothing is to be written yet: all that might be.
+        Without `joint`, nothing is to be written yet: what would be.
         """
         states = self._ranked()
         if states is None:
             return captured, None
         if joint is None:
-            made = states.divided(captured)
+            known, own = self._met.classes, self._own_in(captured)
+            mates = known.get(states.structure(captured, own).digest, ()) if known else ()
+            made = states.divided(captured, mates, own)
             return made.captured, made.ranks
         per_rank = tuple(sorted({*joint.per_rank, *captured.per_rank}))
         joint.structure = states.structure(captured, per_rank, joint.borrowed)
         if not self._has_met:
-            joint.table = Table(self._meet(joint.structure.digest))
+            joint.table = self._met = Table(self._meet(joint.structure.digest, "save()"))
         made = states.divided(captured, joint.table.classes.get(joint.structure.digest, ()), per_rank)
         joint.per_rank = tuple(sorted({*per_rank, *joint.table.differing}))
         joint.shared = SharedValues(
@@ -205,6 +211,38 @@ class Ranks:
         if self._check_replicas or joint.structure.digest not in self.compared:
             joint.copies = _digests(states.copies(captured))
         return made.captured, made.ranks
+
+    @contextmanager
+    def meeting(self, per_rank: Collection[str]) -> Iterator[Callable[[Capture], None]]:
+        """Ahead of the first save; to be called with the captured state: waits until rank 0 knows how the states of all ranks
+        look, so that no save has to.
+        """
+
+        def meet(captured: Capture) -> None:
+            states = self._ranked()
+            if states is not None and self.have_store and not self._has_met:
+                self.token()
+                self._per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
+                structure = states.structure(captured, self._own_in(captured))
+                self._met = Table(self._meet(structure.digest, "prewarm()"))
+
+        try:
+            yield meet
+        except BaseException:
+            self.does_not_meet()
+            raise
+
+    def _own_in(self, captured: Capture) -> tuple[str, ...]:
+        """What of a state that is not saved yet each rank has for itself."""
+        return tuple(sorted({*self._per_rank, *captured.per_rank}))
+
+    def does_not_meet(self) -> None:
+        """What would have told how the state looks here has raised: nobody need wait for it."""
+        if not self._has_met and self.have_store:
+            self._has_met = True
+            self._said().say(f"structure/{self.world.rank}", _NONE)
+            if self.world.rank == 0:
+                self._said().say("classes", json.dumps(EMPTY.packed()))
 
     def token(self) -> str:
         """What this start of the world is called: alike on all ranks, and by no other start."""
@@ -298,7 +336,7 @@ class Ranks:
             self._words = Words(self.world.store, f"async_ckpt/{next(_openings)}")
         return self._words
 
-    def _meet(self, structure: str) -> Classes:
+    def _meet(self, structure: str, where: str) -> Classes:
         """Tell rank 0 how the state looks here, and hear which ranks have states alike."""
         self._has_met = True
         rank, size = self.world.rank, self.world.size
@@ -307,13 +345,15 @@ class Ranks:
         words = self._said()
         words.say(f"structure/{rank}", structure)
         if rank == 0:
-            told = self._hear([f"structure/{n}" for n in range(size)], "the first save of the other ranks")
+            told = self._hear(
+                [f"structure/{n}" for n in range(size)], "the first save of the other ranks", where
+            )
             classes: dict[str, list[int]] = {}
             for n, digest in enumerate(told):
                 if digest != _NONE:  # that rank's save has raised
                     classes.setdefault(digest, []).append(n)
             words.say("classes", json.dumps(Table(classes).packed()))
-        (text,) = self._hear(["classes"], "the first save of all ranks")
+        (text,) = self._hear(["classes"], "the first save of all ranks", where)
         return Table.unpacked(json.loads(text)).classes
 
     def _hear(self, keys: Sequence[str], what: str, where: str = "save()") -> list[str]:
@@ -339,11 +379,7 @@ class Ranks:
         is_known = self._token is not None or self.world.rank == 0 or self.world.run_id is not None
         if not joint.attempt and is_known and (before is None or before.is_decided):
             self._name(joint)  # the others have begun it, or are about to
-        if not self._has_met and self.world.store is not None:
-            self._has_met = True
-            self._said().say(f"structure/{self.world.rank}", _NONE)
-            if self.world.rank == 0:
-                self._said().say("classes", json.dumps(EMPTY.packed()))
+        self.does_not_meet()
         joint.causes.append(Cause(self.world.rank, in_words(error)))
 
     # --- what is decided ----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
 from ..staging.stager import Snapshot, interrupted
 from ..state.capture import Capture, capture
 from ..state.names import Select
+from ..state.ranked import Divided
 from ..storage.place import local_place
 from ..trace import TraceFile
 from .admission import Admission, OnOverlap, Place
@@ -290,10 +291,10 @@ class Saver:
         finally:
             self.pool.remove_reliever(drain.relieve)
 
-    def prewarm(self, state: Any) -> None:
+    def prewarm(self, state: Any, captured_as: Callable[[Capture], None]) -> None:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
         with self._trace.span("prewarm"):
-            captured, _ = self._take(state)
+            captured, _ = self._take(state, captured_as=captured_as)
             self._planner.take_memory(captured, get_worker().copiers)
             warm_up(captured.tensors)
 
@@ -381,6 +382,8 @@ class Saver:
         captured_as: Callable[[Capture], None] = lambda _: None,
     ) -> tuple[Capture, RankFacts | None]:
         """What of a state is written here; with several ranks, only what falls to this one."""
+        if isinstance(state, Divided):  # others have planned it
+            return state.captured, state.ranks
         ranks = self._ranks
         captured = capture(state, select, slicer=ranks.slicer if ranks else None)
         captured_as(captured)
@@ -390,8 +393,7 @@ class Saver:
         """Take one of the places for saves under way, waiting for it or not. False: skip."""
         self._refuse_if_forked()
         self._refuse_if_closed()
-        what = "save()" if place.step is None else f"save() of step {place.step}"
-        wait = Wait(f"in {what}", ENDS_THE_CALL)
+        wait = Wait(f"in save(){'' if place.step is None else f' of step {place.step}'}", ENDS_THE_CALL)
 
         def goes_on() -> None:
             self._refuse_if_closed()

@@ -13,7 +13,7 @@ import logging
 import pickle
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from ..errors import UnsupportedStateError
 from ..spec import DTYPES, Json, SliceOf, TensorSpec, with_article
 from .dtypes import dtype_name, is_describable
 from .held import Held, marks_of, tree_of
+from .keyed import KeyedTensors, refuse_others, with_keyed
 from .names import Path, Select, dotted, selector, shown
 from .rng import RngState
 from .sharded import Slicer, is_sharded
@@ -75,8 +76,9 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
     try:
         with no_collection():
             chosen = selector(select)
-            encoder = Encoder(walk.leaf, chosen, walk.contents)
-            node = encoder.encode(state)
+            encoder = Encoder(walk.leaf, chosen, walk.contents, walk.keyed.take)
+            node, keyed = encoder.encode(state), walk.keyed_tensors(chosen)
+            node = with_keyed({"dict": []} if is_omitted(node) and keyed else node, keyed)
             if is_omitted(node):
                 raise KeyError(f"select={select!r} matches nothing in the state")
             if chosen is not None and chosen.unused:
@@ -119,6 +121,7 @@ class _Walk:
     def __init__(self, state: Any, slicer: Slicer | None) -> None:
         self._state_dicts = StateDicts(state)
         self._slicer = slicer
+        self.keyed = KeyedTensors(slicer)
         self.slices: list[Slices] = []
         self.per_rank: list[str] = []
         self.specs: list[TensorSpec] = []
@@ -154,6 +157,7 @@ class _Walk:
         numpy = sys.modules.get("numpy")
         if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and is_describable(value.dtype):
             return self._array(numpy, value, path)
+        refuse_others(value, path)
         self._objects.append(value)
         self._object_paths.append(shown(path))
         return {"object": len(self._objects) - 1}
@@ -162,6 +166,19 @@ class _Walk:
         """The number of a tensor of which other ranks may have more, or the same."""
         assert self._slicer is not None
         slices, parts, _ = self._slicer.slice(tensor, name=shown(path))
+        return self._with_slices(slices, parts, tensor.dtype, path)
+
+    def keyed_tensors(self, chosen: Callable[[Path], bool] | None) -> dict[Path, int]:
+        """The numbers of those that have names of their own, by these."""
+        return {
+            path: self._with_slices(slices, parts, dtype, path)
+            for path, slices, parts, dtype in self.keyed.tensors()
+            if chosen is None or chosen(path)
+        }
+
+    def _with_slices(
+        self, slices: Slices, parts: Sequence[torch.Tensor], dtype: torch.dtype, path: Path
+    ) -> int:
         number = len(self.slices)
         self.slices.append(slices)
         tied = self._tied_to(slices, parts)
@@ -175,9 +192,7 @@ class _Walk:
             self.specs[-1] = self.specs[-1]._replace(of=SliceOf(number, slices.global_shape, None))
         if not parts:
             self.specs.append(
-                TensorSpec(
-                    path, dtype_name(tensor.dtype), (0,), None, SliceOf(number, slices.global_shape, None)
-                )
+                TensorSpec(path, dtype_name(dtype), (0,), None, SliceOf(number, slices.global_shape, None))
             )
             self.tensors.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
             self.marks.append(None)

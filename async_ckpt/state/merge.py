@@ -21,7 +21,7 @@ from .values import is_within
 
 # Ranks whose nodes are alike, and the node.
 _Variant: TypeAlias = tuple[tuple[int, ...], Json]
-_KEYED: Final = frozenset({"dict", "ordered", "dataclass"})
+_KEYED: Final = frozenset({"dict", "ordered", "dataclass", "places"})
 _IN_ORDER: Final = frozenset({"list", "tuple", "deque", "namedtuple"})
 _NUMBERED: Final = frozenset({"tensor", "ndarray", "bytes"})
 

@@ -51,9 +51,9 @@ class Divided(NamedTuple):
     """What one rank writes of a state."""
 
     captured: Capture
-    ranks: RankFacts
-    """What its index says of it."""
-    small: Mapping[str, int]
+    ranks: RankFacts | None
+    """What its index says of it; None where it has all of the state."""
+    small: Mapping[str, int] = MappingProxyType({})
     """The numbers of the specs of small tensors that every rank writes for itself, by their dotted names."""
 
 
@@ -238,7 +238,9 @@ def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
         mesh = slices.mesh
         spread: Any = None
         if slices.cuts is None:
-            spread = {"held": [[one.global_offsets, one.sizes] for one in slices.rectangles]}
+            # Of a copy, another rank must have what it is a copy of.
+            held = () if slices.is_copy else slices.rectangles
+            spread = {"held": [[one.global_offsets, one.sizes] for one in held]}
         elif mesh is not None:
             spread = [slices.cuts, mesh.shape, mesh.stride, mesh.ranks, slices.coordinate is not None]
         dtype = captured.specs[here[0]].dtype

@@ -66,8 +66,13 @@ def is_sharded(value: Any) -> bool:
         _is_a(value, "torch.distributed.tensor", "DTensor")
         or _is_sharded_tensor(value)
         or _declares_slices(value)
-        or _is_of_megatron(value)
+        or is_of_megatron(value)
     )
+
+
+def is_of_megatron(value: Any) -> bool:
+    """Whether it has what Megatron's ShardedTensor has, which is no tensor itself."""
+    return not isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _MEGATRON)
 
 
 def has_shards(state: Any) -> bool:
@@ -120,7 +125,7 @@ class Slicer:
             return self._of_sharded_tensor(value, name)
         if _declares_slices(value):
             return _of_declared(value, name)
-        if _is_of_megatron(value):
+        if is_of_megatron(value):
             return _of_megatron(value, name)
         slices = Slices.plain(value.shape)
         return Sliced(slices, (value,) if slices.rectangles else ())
@@ -253,6 +258,20 @@ def _of_declared(tensor: torch.Tensor, name: str) -> Sliced:
     return Sliced(_given(shape, rectangles, name), _parts(tensor, rectangles))
 
 
+def together(sliced: Sequence[Sliced], *, name: str) -> tuple[Slices, tuple[torch.Tensor, ...]]:
+    """What is held of one tensor in several places. What other ranks write counts only if nothing else is here.
+
+    Raises UnsupportedStateError, which begins with `name`, for slices of different tensors, and for those that overlap.
+    """
+    shapes = sorted({one.slices.global_shape for one in sliced})
+    if len(shapes) > 1:
+        raise _refused(name, f"its slices are of {shapes[0]} and of {shapes[1]}")
+    own = [one for one in sliced if not one.slices.is_copy]
+    held = [pair for one in own or sliced for pair in zip(one.slices.rectangles, one.parts, strict=True)]
+    slices = _given(shapes[0], [rectangle for rectangle, _ in held], name, is_copy=not own)
+    return slices, tuple(part for _, part in held)
+
+
 def _of_megatron(sharded: Any, name: str) -> Sliced:
     """Megatron's ShardedTensor, no tensor itself: `data` is the block at `global_offset`, or a range of its elements."""
     data, added = sharded.data, getattr(sharded, "prepend_axis_num", 0)
@@ -354,10 +373,6 @@ def _is_sharded_tensor(value: Any) -> bool:
 
 def _declares_slices(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _DECLARED)
-
-
-def _is_of_megatron(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _MEGATRON)
 
 
 def _refused(name: str, why: str) -> UnsupportedStateError:

@@ -24,6 +24,7 @@ from ..spec import Json
 from .dtypes import numpy_dtype
 from .names import Path, printable, shown
 from .per_rank import PerRank
+from .places import Places
 from .plain import (
     SCALARS,
     NotPlainError,
@@ -55,7 +56,8 @@ class Encoder:
     """One walk over a state. `leaf` gets what is neither container nor plain value, and returns its node; `contents` tells
     what is in an object with a `state_dict`.
 
-    Leaves whose path `keep` turns down are left out, and so are containers that end up without any.
+    Leaves whose path `keep` turns down are left out, and so are containers that end up without any; and so is what is `taken`,
+    an instance of a dataclass that belongs elsewhere in the skeleton.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class Encoder:
         leaf: Callable[[Any, Path], Json],
         keep: Callable[[Path], bool] | None = None,
         contents: Callable[[Any, Path], Any] = lambda value, _: value.state_dict(),
+        taken: Callable[[Any, Path], bool] = lambda *_: False,
     ) -> None:
-        self._leaf, self._keep, self._contents = leaf, keep, contents
+        self._leaf, self._keep, self._contents, self._taken = leaf, keep, contents, taken
         self.types: set[type] = set()  # that `decode` needs to make the same again
         self._open: set[int] = set()  # containers between the root and here: meeting one again is a cycle
 
@@ -87,6 +90,8 @@ class Encoder:
         if kind is deque:
             return self._inside(value, path, lambda: self._deque(value, path))
         if is_record(value):
+            if self._taken(value, path):
+                return _OMITTED
             return self._inside(value, path, lambda: self._record(value, path))
         return self._plain(value, plain_node, path)
 
@@ -114,7 +119,7 @@ class Encoder:
         if items is _OMITTED:
             return _OMITTED
         if not isinstance(value, OrderedDict):
-            return {"dict": items}
+            return {"places" if isinstance(value, Places) else "dict": items}
         # What `Module.state_dict` hangs on its result; modules read their version from it when they load.
         metadata = getattr(value, "_metadata", None)
         if not isinstance(metadata, dict):
@@ -353,6 +358,8 @@ class _Decoder:
             return made
         if kind == "list":
             return self._items(value, path)
+        if kind == "places":
+            return self._places(value, path)
         if kind == "tuple":
             items = self._items(value, path)
             return items if items is _OMITTED else tuple(items)
@@ -423,6 +430,14 @@ class _Decoder:
             if value is not _OMITTED:
                 into[key] = value
         return into if into or self._wanted_empty(items, path) else _OMITTED
+
+    def _places(self, items: Json, path: Path) -> Any:
+        if any(type(key) is not int or key < 0 for key, _ in items):
+            raise ValueError("a place in a list is no number")
+        ordered = dict(sorted(items))
+        if ordered.keys() == set(range(len(items))):
+            return self._items(ordered.values(), path)
+        return self._dict(items, path, Places())
 
     def _items(self, nodes: Json, path: Path) -> Any:
         values = [self.decode(node, (*path, i)) for i, node in enumerate(nodes)]

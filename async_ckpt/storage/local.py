@@ -145,16 +145,20 @@ class LocalStorage:
             sync_folder((self.root / to).parent)
 
     def delete(self, path: str) -> None:
-        target = self.root / path
-        with translated(target):
+        self.delete_many([path])
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        folders: dict[Path, list[Path]] = {}
+        for path in paths:
+            folders.setdefault((self.root / path).parent, []).append(self.root / path)
+        for folder, targets in folders.items():
             try:
-                os.unlink(target)
-                sync_folder(target.parent)
-            except FileNotFoundError:
-                pass  # somebody else has deleted it, or the folder that it left empty
+                if sum(map(_unlinked, targets)):
+                    with translated(targets[0]), suppress(FileNotFoundError):
+                        sync_folder(folder)  # which somebody else may have removed
             finally:  # also where the deletion may not last
-                if target.parent != self.root:
-                    remove_if_empty(target.parent)
+                if folder != self.root:
+                    remove_if_empty(folder)
 
     def delete_all(self, path: str) -> None:
         target = self.root / path
@@ -428,6 +432,14 @@ def _locked(path: Path) -> Iterator[str | None]:
             yield _version(os.stat(path))
         finally:
             os.close(fd)
+
+
+def _unlinked(target: Path) -> bool:
+    """Whether it was there."""
+    with translated(target), suppress(FileNotFoundError):
+        os.unlink(target)
+        return True
+    return False
 
 
 def _version(stat: os.stat_result) -> str:

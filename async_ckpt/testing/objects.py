@@ -140,6 +140,18 @@ class ObjectContract(Promises):
 
         assert everything(storage) == ["folder/y"]
 
+    def test_many_are_deleted_at_once_and_those_that_are_gone_are_no_error(self, storage: Storage) -> None:
+        for number in range(20):
+            storage.replace(f"folder/{number}", b"1")
+        storage.replace("folder/deep/x", b"1")
+        storage.replace("other", b"1")
+        storage.delete("folder/7")
+        storage.delete_many([*(f"folder/{number}" for number in range(19)), "folder/deep/x", "missing/x"])
+        storage.delete_many([])
+
+        assert everything(storage) == ["folder/19", "other"]
+        assert storage.names("folder") == ["19"]
+
     def test_a_folder_that_a_deletion_leaves_empty_goes_too(self, storage: Storage) -> None:
         storage.replace("other", b"0")
         storage.replace("folder/x", b"1")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -21,6 +21,8 @@ from .places import SLICE_BYTES, Body, Info, Moment, ReplacedError, probe_name
 from .setup import OncePerProcess
 
 _CONFLICT_TRIES: Final = 4
+# By one request.
+_MAX_DELETED: Final = 1000
 
 
 class Bucket:
@@ -214,6 +216,15 @@ class Bucket:
 
     def delete(self, name: str) -> None:
         self.call("delete_object", name)
+
+    def delete_many(self, names: Sequence[str]) -> bool:
+        """By as few requests as there are; False where the bucket does not know them."""
+        for at in range(0, len(names), _MAX_DELETED):
+            keys = [{"Key": self.where(name)[1]} for name in names[at : at + _MAX_DELETED]]
+            told = self.call("delete_objects", names[at], Delete={"Objects": keys, "Quiet": True})
+            if told.get("Errors"):
+                return False
+        return True
 
     def remove_if_empty(self, folder: str) -> bool:  # noqa: ARG002
         return False  # there are no folders

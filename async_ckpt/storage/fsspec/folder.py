@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -118,6 +119,10 @@ class Files:
         with suppress(FileNotFoundError):
             self._filesystem().rm_file(name)
         self.leave(name)
+
+    def delete_many(self, names: Sequence[str]) -> bool:  # noqa: ARG002
+        """Not known: what `rm` of a list does where one of them is gone differs from place to place."""
+        return False
 
     def leave(self, name: str) -> None:
         """Remove the folders above a name that is no longer there, as far as they are empty."""

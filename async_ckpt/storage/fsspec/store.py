@@ -63,6 +63,7 @@ class FsspecStorage:
         self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))
         filesystem = self._filesystem = OncePerProcess(make, one_at_a_time=scheme in ONE_AT_A_TIME)
         self._place: Bucket | Files
+        self._deletes_many = True  # until it has refused to
         if hasattr(kind, "call_s3"):
             if not root or root.startswith("/"):
                 raise ValueError(f"{shown(url)} names no bucket; write s3://bucket/prefix")
@@ -155,10 +156,20 @@ class FsspecStorage:
         with self._translated(path):
             self._place.delete(self._place.name(path))
 
+    def delete_many(self, paths: Sequence[str]) -> None:
+        if paths and self._deletes_many:
+            try:
+                with self._translated(paths[0]):
+                    self._deletes_many = self._place.delete_many([self._place.name(path) for path in paths])
+            except StorageUnavailableError:
+                self._deletes_many = False
+        if not self._deletes_many:
+            delete(self, paths)
+
     def delete_all(self, path: str) -> None:
         with self._translated(path):
             files, folders = self._place.tree(self._place.name(path))
-        delete(self, [path + file for file in files])
+        self.delete_many([path + file for file in files])
         for folder in reversed(folders):  # those that had no files in them are still there
             self.remove_if_empty(path + folder)
 

@@ -64,7 +64,6 @@ class AwsSetup:
         else:
             own = True
         self.provider: Callable[[], dict[str, Any]] | None = None if own or not self._finds_keys() else self
-        config.setdefault("disable_bulk_delete", True)  # one by one is what all servers know
         if self.endpoint:
             url = _checked_endpoint(self.endpoint)
             config["endpoint_url_s3"] = self.endpoint  # under this name it goes before the environment's

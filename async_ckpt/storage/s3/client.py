@@ -8,10 +8,10 @@ from __future__ import annotations
 import errno
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ... import spans
 from ...errors import StorageFullError, StorageUnavailableError
@@ -23,6 +23,7 @@ from . import answers
 from .aws import AwsSetup
 
 T = TypeVar("T")
+_Kind: TypeAlias = Literal["small", "part", "many"]
 
 # A request that takes longer is taken for hung. Eight parts of 32 MiB in that time need 1.5 MB/s; where even that
 # fails, the next attempt sends half as many at once.
@@ -62,7 +63,10 @@ class Client:
         if self._aws and self._aws.endpoint.startswith("http:"):
             self._client_options.setdefault("allow_http", True)
         self._lock = threading.Lock()
-        self._stores: dict[bool, Any] = {}  # under _lock
+        self._stores: dict[_Kind, Any] = {}  # under _lock
+        # One by one is what all servers know.
+        self._one_by_one = {"aws_disable_bulk_delete": True} if self._aws else {}
+        self._deletes_many = True  # until it has refused to
         self._answered = False  # the bucket is there, so a 404 is about the key
         self._store()  # options that it does not take are refused here
 
@@ -80,6 +84,21 @@ class Client:
         with suppress(FileNotFoundError):
             self.ask(path, lambda store: obstore.delete(store, self.key(path)))
 
+    def delete_many(self, paths: Sequence[str]) -> bool:
+        """Delete objects, up to a thousand by one request. False where the store may not know such: some may be gone."""
+        import obstore
+
+        if not self._deletes_many:
+            return False
+        keys = [self.key(path) for path in paths]
+        try:
+            self.persist(
+                lambda: self.ask_once(paths[0], lambda store: obstore.delete(store, keys), kind="many")
+            )
+        except (FileNotFoundError, StorageUnavailableError):
+            self._deletes_many = False
+        return self._deletes_many
+
     def key(self, path: str) -> str:
         """The key of an object, or of a folder without the slash behind it."""
         key = "/".join(filter(None, (self.prefix, path)))
@@ -96,10 +115,10 @@ class Client:
         return self.persist(lambda: self.ask_once(path, request))
 
     def ask_once(
-        self, path: str, request: Callable[[Any], T], *, part: bool = False, num_bytes: int = 0
+        self, path: str, request: Callable[[Any], T], *, kind: _Kind = "small", num_bytes: int = 0
     ) -> T:
         """Foreign errors become ours once, here; raised where obstore's own, whose text may hold keys, is forgotten."""
-        store = self._store(part=part)
+        store = self._store(kind)
         try:
             result = request(store)
         except GivenUpError:
@@ -150,7 +169,7 @@ class Client:
                 at += len(chunk)
             return at == len(target) and (not e_tag or result.meta["e_tag"] == e_tag)
 
-        return self.persist(lambda: self.ask_once(path, get, part=True))
+        return self.persist(lambda: self.ask_once(path, get, kind="part"))
 
     def list(self, folder: str) -> Any:
         import obstore
@@ -193,30 +212,30 @@ class Client:
                 options = {**self.options, "deadline_seconds": _ABORT_SECONDS}
                 abort_stale_uploads(self.bucket, self.key(path), older_than=ever, options=options, exact=True)
 
-    def _store(self, *, part: bool = False) -> Any:
-        """A client: one for parts, whose requests it makes again itself, and one for all that is small."""
+    def _store(self, kind: _Kind = "small") -> Any:
+        """A client: one for parts, whose requests it makes again itself, one for all that is small, and one to delete many."""
         with self._lock:
-            store = self._stores.get(part)
+            store = self._stores.get(kind)
         if store is None:
-            store = self._make_store(part=part)
+            store = self._make_store(kind)
             with self._lock:
-                store = self._stores.setdefault(part, store)
+                store = self._stores.setdefault(kind, store)
         return store
 
-    def _make_store(self, *, part: bool) -> Any:
+    def _make_store(self, kind: _Kind) -> Any:
         try:
             from obstore.store import S3Store, from_url
         except ImportError:
             raise ImportError(f'{self.scheme}:// needs obstore; pip install "async_ckpt[s3]"') from None
 
-        seconds = min(_PART_SECONDS if part else _SMALL_SECONDS, self.deadline_seconds)
+        seconds = min(_PART_SECONDS if kind == "part" else _SMALL_SECONDS, self.deadline_seconds)
         clients: Any = {"timeout": f"{seconds * 1000:.0f}ms", "connect_timeout": "10s"} | self._client_options
         retries: Any = {"max_retries": 0}
-        if part:
+        if kind == "part":
             retries = {"max_retries": 10, "retry_timeout": spans.duration(seconds)} | self._retry_config
         provider = self._provider or (self._aws.provider if self._aws else None)
         settings: Any = {
-            "config": self._config,
+            "config": self._config if kind == "many" else {**self._config, **self._one_by_one},
             "client_options": clients,
             "retry_config": retries,
             **({"credential_provider": provider} if provider else {}),

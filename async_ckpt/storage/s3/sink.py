@@ -232,7 +232,7 @@ class ObjectSink:
         try:
             if self._is_multipart and not self.num_retries:
                 start_thread("look", self._look_before)
-            result = self._client.ask_once(self._path, self._send, part=True, num_bytes=self.num_bytes)
+            result = self._client.ask_once(self._path, self._send, kind="part", num_bytes=self.num_bytes)
             self._verify(result)
         except FileNotFoundError:
             raise StorageUnavailableError(f"{self._where}: {stores.NO_BUCKET}", path=self._where) from None

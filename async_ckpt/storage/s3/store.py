@@ -28,6 +28,8 @@ from .sink import ObjectReader, ObjectSink
 # More do not make one host faster, and each holds a segment.
 _MAX_PARTS_IN_FLIGHT: Final = 8
 _HEADS_IN_FLIGHT: Final = 16
+# Fewer are deleted one by one, as all servers know it.
+_LEAST_MANY: Final = 8
 
 _log = logging.getLogger("async_ckpt")
 
@@ -124,8 +126,12 @@ class ObjectStorage:
     def delete(self, path: str) -> None:
         self._client.delete(path)
 
+    def delete_many(self, paths: Sequence[str]) -> None:
+        if len(paths) < _LEAST_MANY or not self._client.delete_many(paths):
+            delete(self, paths)
+
     def delete_all(self, path: str) -> None:
-        delete(self, [*(f"{path}/{below}" for below in self.sizes(path)), path])
+        self.delete_many([*(f"{path}/{below}" for below in self.sizes(path)), path])
 
     def remove_if_empty(self, folder: str) -> bool:  # noqa: ARG002
         return False  # there are no folders

@@ -1,0 +1,446 @@
+"""What torch.distributed.checkpoint writes, as far as it is needed to read tensors from it: its metadata, and its tensors.
+
+In: the bytes of `.metadata`, and of what torch.save made of one tensor. Out: names, shapes, and where which bytes lie.
+Knows nothing of: files, torch.
+
+Both are pickles, and may be anybody's. They are gone through by an interpreter that makes nothing but lists, tuples, numbers
+and text: a name is a text, and a call of it is a record of that call. So nothing is imported or run, and it takes no more
+memory than the bytes justify. Names that torch does not write there are refused. Because nothing is made of torch's own
+classes, it does not matter of which version they are.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from ..spec import DTYPES
+
+NAME: Final = ".metadata"
+_CHECKPOINT: Final = "torch.distributed.checkpoint"
+_MADE_BY: Final = f"{_CHECKPOINT}.metadata."
+# Classes whose instances are in the metadata; and functions, which there make what is told by their arguments.
+_CLASSES: Final = frozenset(
+    {
+        *(
+            _MADE_BY + name
+            for name in (
+                "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+                "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        f"{_CHECKPOINT}.filesystem._StorageInfo",
+        f"{_CHECKPOINT}.filesystem._StoragePrefix",
+        *(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")
+            for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+        ),
+        "collections.OrderedDict",
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "torch._utils._rebuild_parameter",
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor_v3",
+        "torch.storage.UntypedStorage",
+    }
+)  # fmt: skip
+_STORAGES: Final = {
+    "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16",
+    "BFloat16": "bfloat16", "Float": "float32", "Double": "float64", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
+}  # fmt: skip
+_MAX_DIMS: Final = 64
+# Around what torch.save writes of a tensor beside its bytes; and no record of that is larger.
+_WINDOW: Final = 4096
+_MAX_RECORD: Final = 1 << 20
+
+
+class Blob(NamedTuple):
+    """Where torch has written one item: bytes of a file beside the metadata."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """A rectangle of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blob: Blob
+
+
+class Told(NamedTuple):
+    """One tensor; it is in `chunks`, which may overlap."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class Checkpoint(NamedTuple):
+    """What a metadata file tells: tensors and blobs by their names, and the path in the state that a name stands for."""
+
+    tensors: Mapping[str, Told]
+    blobs: Mapping[str, Blob]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+
+class Lying(NamedTuple):
+    """Where the bytes of a tensor lie, from the first that belongs to it: `num_bytes` from `begin` on. Counted in items,
+    the tensor is `shape` with these `strides`.
+    """
+
+    dtype: str
+    begin: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the items follow each other row by row."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return not prod(self.shape)
+            step *= size
+        return True
+
+
+def parse(data: bytes) -> Checkpoint:
+    """Read a metadata file. Raises ValueError for what is none, and names what it refuses."""
+    try:
+        fields = _fields(_interpreted(data), "Metadata")
+        stored = _stored(_pairs(fields["storage_data"]))
+        tensors: dict[str, Told] = {}
+        blobs: dict[str, Blob] = {}
+        for name, told in _pairs(fields["state_dict_metadata"]):
+            if type(name) is not str or name in tensors or name in blobs:
+                raise ValueError(f"{name!r:.100} is not the name of one thing")
+            if told.name == f"{_MADE_BY}BytesStorageMetadata":
+                blobs[name] = stored[name, None]
+            else:
+                tensors[name] = _tensor(name, _fields(told, "TensorStorageMetadata"), stored)
+        return Checkpoint(tensors, blobs, dict(_paths(fields.get("planner_data"))))
+    except _RefusedError as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:  # the text may be anybody's: whatever it makes Python raise means the same
+        raise ValueError(f"it is malformed ({type(error).__name__}: {error!s:.200})") from error
+
+
+def _stored(pairs: Any) -> dict[tuple[str, tuple[int, ...] | None], Blob]:
+    found = {}
+    for index, info in pairs:
+        at, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        name = at["fqn"]
+        if type(name) is not str:
+            raise ValueError(f"{name!r:.100} is no name")
+        if where.get("transform_descriptors"):
+            raise _RefusedError(
+                f"{name!a:.200} was written through extensions ({where['transform_descriptors']!r:.100}); load it with "
+                "torch.distributed.checkpoint"
+            )
+        file = where["relative_path"]
+        if type(file) is not str or not _is_beside(file):
+            raise ValueError(f"{file!r:.200} is not the name of a file beside it")
+        key = name, None if at.get("offset") is None else _ints(at["offset"])
+        if key in found:
+            raise ValueError(f"{name!a:.200} is at two places")
+        found[key] = Blob(file, *_ints((where["offset"], where["length"])))
+    return found
+
+
+def _is_beside(file: str) -> bool:
+    parts = file.split("/")
+    return file.isprintable() and "\\" not in file and not any(part in ("", ".", "..") for part in parts)
+
+
+def _tensor(name: str, fields: Mapping[str, Any], stored: Mapping[Any, Blob]) -> Told:
+    properties = fields["properties"]
+    if properties.name != f"{_MADE_BY}TensorProperties":
+        raise ValueError(f"{properties.name} are no properties")
+    state = properties.state  # a tuple of five, or six from torch 2.15 on
+    dtype = state[0].name.removeprefix("torch.") if isinstance(state, tuple) else ""
+    shape = _ints(fields["size"])
+    if dtype not in DTYPES or len(shape) > _MAX_DIMS or prod(n or 1 for n in shape) >= 2**63:
+        raise ValueError(f"{name!a:.200} has dtype {dtype!r:.50} and shape {shape!r:.200}")
+    chunks = []
+    for one in fields["chunks"]:
+        told = _fields(one, "ChunkStorageMetadata")
+        offsets, sizes = _ints(told["offsets"]), _ints(told["sizes"])
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise ValueError(f"{name!a:.200} of shape {shape} has no piece at {offsets} of {sizes}")
+        if prod(sizes):
+            chunks.append(Chunk(offsets, sizes, stored[name, offsets]))
+    return Told(dtype, shape, tuple(chunks))
+
+
+def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+    """Those of torch's own planners; what others have kept there means nothing here."""
+    for name, path in planner_data if isinstance(planner_data, _Pairs) else ():
+        if type(name) is str and isinstance(path, tuple) and all(type(key) in (str, int) for key in path):
+            yield name, tuple(path)
+
+
+# --- one tensor, as torch.save has written it ----------------------------------------------------------------------
+
+
+def tensor_in(read: Callable[[int, int], bytes], blob: Blob) -> Lying:
+    """Where the bytes of the tensor are that a blob holds. `read` is called with an offset in the file and a length.
+
+    Raises ValueError for anything that is not one tensor of plain memory, as torch.save writes it.
+    """
+    window = _Window(read, blob)
+    try:
+        with zipfile.ZipFile(window) as records:
+            infos = {info.filename.partition("/")[2]: info for info in records.infolist()}
+            if infos["data.pkl"].file_size > _MAX_RECORD:
+                raise ValueError("its pickle is too large for one tensor")
+            if "byteorder" in infos and records.read(infos["byteorder"]) != b"little":
+                raise ValueError("its bytes are in another order")
+            made = _interpreted(records.read(infos["data.pkl"]))
+        return _lying(made, window, infos)
+    except Exception as error:
+        raise ValueError(
+            f"it is not a tensor as torch.save writes it ({type(error).__name__}: {error!s:.200})"
+        ) from error
+
+
+def _lying(made: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]) -> Lying:
+    if made.name == "torch._utils._rebuild_parameter":
+        made = made.arguments[0]
+    dtype = None
+    if made.name == "torch._utils._rebuild_tensor_v3":
+        storage, offset, shape, strides, _, _, kind, *more = made.arguments
+        dtype = kind.name.removeprefix("torch.")
+    elif made.name == "torch._utils._rebuild_tensor_v2":
+        storage, offset, shape, strides, _, _, *more = made.arguments
+    else:
+        raise ValueError(f"it is made by {made.name}")
+    if any(more):
+        raise ValueError("it is a view of another kind, such as a conjugate")
+    word, kind, key, _, _ = storage
+    if word != "storage" or type(key) is not str:
+        raise ValueError("it has no storage")
+    dtype = dtype or _STORAGES[kind.name.removeprefix("torch.").removesuffix("Storage")]
+    info = infos[f"data/{key}"]
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("it is compressed")
+    (offset,), shape, strides = _ints((offset,)), _ints(shape), _ints(strides)
+    item_bytes = DTYPES[dtype][0]
+    num_items = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
+    if (offset + num_items) * item_bytes > info.file_size:
+        raise ValueError("it is larger than its storage")
+    header = window.at(info.header_offset, 30)
+    begin = info.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    if begin + info.file_size > window.length:
+        raise ValueError("its storage is cut off")
+    return Lying(dtype, window.offset + begin + offset * item_bytes, num_items * item_bytes, shape, strides)
+
+
+class _Window(io.RawIOBase):
+    """One blob as a file, of which the beginning and the end are read at once, and little else at all."""
+
+    def __init__(self, read: Callable[[int, int], bytes], blob: Blob) -> None:
+        self.offset, self.length = blob.offset, blob.length
+        self._read, self._position = read, 0
+        self._known: dict[int, bytes] = {}
+        first = min(_WINDOW, self.length)
+        for at in sorted({0, self.length - first}):
+            self._known[at] = read(self.offset + at, first)
+
+    def at(self, offset: int, length: int) -> bytes:
+        length = max(0, min(length, self.length - offset))
+        if length > _MAX_RECORD:
+            raise ValueError("it has more beside its bytes than a tensor has")
+        for begin, data in self._known.items():
+            if begin <= offset and offset + length <= begin + len(data):
+                return data[offset - begin :][:length]
+        return self._read(self.offset + offset, length)
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = max(0, offset + (0, self._position, self.length)[whence])
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        wanted = self.length - self._position if size is None or size < 0 else size
+        data = self.at(self._position, wanted)
+        self._position += len(data)
+        return data
+
+
+# --- pickles, of which nothing is made ------------------------------------------------------------------------------
+
+
+class _RefusedError(Exception):
+    """For what is no damage."""
+
+
+class _Global(NamedTuple):
+    name: str
+
+
+class _Made:
+    """What a class or function would have made of these arguments, and the state that it would have been given."""
+
+    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self.name, self.arguments = name, arguments
+        self.state: Any = None
+
+
+class _Pairs(list[tuple[Any, Any]]):
+    """The items of a dict, whose keys are not hashed: they may be anything."""
+
+
+def _pairs(value: Any) -> _Pairs:
+    if not isinstance(value, _Pairs):
+        raise ValueError(f"{value!r:.50} is not a dict")
+    return value
+
+
+def _fields(made: Any, name: str) -> dict[str, Any]:
+    """The attributes of an instance of one of torch's classes."""
+    if not isinstance(made, _Made) or made.name.rpartition(".")[2] != name:
+        raise ValueError(f"there is no {name} where one should be")
+    return {key: value for key, value in _pairs(made.state) if type(key) is str}
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if isinstance(values, _Made) and values.name == "torch.Size":
+        (values,) = values.arguments or ((),)
+    if not isinstance(values, list | tuple) or not all(type(n) is int and 0 <= n < 2**63 for n in values):
+        raise ValueError(f"{values!r:.100} are not counts")
+    return tuple(values)
+
+
+def _interpreted(data: bytes) -> Any:
+    """What a pickle stands for. Raises _RefusedError for a name that torch does not write there."""
+    machine = _Machine()
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name == "STOP":
+            return machine.stack.pop()
+        act = _ACTS.get(opcode.name)
+        if act is None:
+            raise _RefusedError(f"it has the instruction {opcode.name}, which torch does not write")
+        act(machine, argument)
+    raise ValueError("it does not end")
+
+
+class _Machine:
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._below: list[list[Any]] = []  # the stacks under each mark
+        self._memo: dict[int, Any] = {}
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def mark(self) -> None:
+        self._below.append(self.stack)
+        self.stack = []
+
+    def marked(self) -> list[Any]:
+        items, self.stack = self.stack, self._below.pop()
+        return items
+
+    def last(self, num: int) -> list[Any]:
+        items = self.stack[-num:]
+        del self.stack[-num:]
+        return items
+
+    def put(self, number: int) -> None:
+        self._memo[number] = self.stack[-1]
+
+    def memoize(self) -> None:
+        self._memo[len(self._memo)] = self.stack[-1]
+
+    def get(self, number: int) -> None:
+        self.stack.append(self._memo[number])
+
+    def name(self, module: Any, name: Any) -> None:
+        full = f"{module}.{name}"
+        is_dtype = module == "torch" and name in DTYPES
+        is_storage = module == "torch" and str(name).removesuffix("Storage") in _STORAGES
+        if not (full in _CLASSES or is_dtype or is_storage):
+            raise _RefusedError(
+                f"it names {full!a:.200}, which no checkpoint of torch.distributed.checkpoint needs; nothing was run"
+            )
+        self.stack.append(_Global(full))
+
+    def append(self, items: Sequence[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise ValueError("it appends to what is not a list")
+        self.stack[-1] += items
+
+    def set_items(self, items: Sequence[Any]) -> None:
+        into = self.stack[-1]
+        if isinstance(into, _Made) and into.name == "collections.OrderedDict":
+            return
+        _pairs(into).extend(zip(items[::2], items[1::2], strict=True))
+
+    def call(self) -> None:
+        function, arguments = self.last(2)
+        if not isinstance(function, _Global) or not isinstance(arguments, tuple):
+            raise ValueError("it calls what cannot be called")
+        self.stack.append(_Made(function.name, arguments))
+
+    def build(self) -> None:
+        (state,) = self.last(1)
+        if not isinstance(self.stack[-1], _Made):
+            raise ValueError("it gives a state to what has none")
+        self.stack[-1].state = state
+
+
+_ACTS: Final[dict[str, Callable[[_Machine, Any], None]]] = {
+    **dict.fromkeys(
+        (
+            "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
+            "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES",
+        ),
+        lambda machine, argument: machine.push(argument),
+    ),
+    **dict.fromkeys(("PROTO", "FRAME"), lambda *_: None),
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "EMPTY_DICT": lambda machine, _: machine.push(_Pairs()),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.marked())),
+    "TUPLE1": lambda machine, _: machine.push(tuple(machine.last(1))),
+    "TUPLE2": lambda machine, _: machine.push(tuple(machine.last(2))),
+    "TUPLE3": lambda machine, _: machine.push(tuple(machine.last(3))),
+    "APPEND": lambda machine, _: machine.append(machine.last(1)),
+    "APPENDS": lambda machine, _: machine.append(machine.marked()),
+    "SETITEM": lambda machine, _: machine.set_items(machine.last(2)),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.marked()),
+    "MARK": lambda machine, _: machine.mark(),
+    "MEMOIZE": lambda machine, _: machine.memoize(),
+    "BINPUT": _Machine.put,
+    "LONG_BINPUT": _Machine.put,
+    "BINGET": _Machine.get,
+    "LONG_BINGET": _Machine.get,
+    "GLOBAL": lambda machine, argument: machine.name(*argument.split(" ", 1)),
+    "STACK_GLOBAL": lambda machine, _: machine.name(*machine.last(2)),
+    "REDUCE": lambda machine, _: machine.call(),
+    "NEWOBJ": lambda machine, _: machine.call(),
+    "BUILD": lambda machine, _: machine.build(),
+    "BINPERSID": lambda *_: None,  # what it is of is on the stack
+}  # fmt: skip

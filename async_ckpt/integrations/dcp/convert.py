@@ -1,0 +1,243 @@
+"""From what torch.distributed.checkpoint has written into live objects, and from a step to such a folder.
+
+In: paths. Out: live objects filled, or a folder that plain torch loads. Knows nothing of: plans.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from ...loading.contents import CPU, Part
+from ...loading.fill import Wanted, fill, planned
+from ...loading.find import from_path
+from ...loading.lots import Readers
+from ...loading.restore import restore_state
+from ...runs.manifest import NAME as MANIFEST
+from ...runs.others import OF_DCP
+from ...spec import GIB, MIB
+from ...state.names import Select
+from ...storage.append import Appender
+from ...storage.base import Storage
+from ...storage.place import Anywhere, written_at
+from .entries import Entry, entries_of, kept_in, metadata_of, saved, this_rank, value_of
+
+# What is in memory at one time: one piece of a tensor, or several small tensors.
+_BATCH_BYTES: Final = 64 * MIB
+# Several files are read by several threads.
+_FILE_BYTES: Final = 4 * GIB
+_FILE: Final = "__0_{}.distcp"
+
+
+def restore(
+    state: Any,
+    path: Anywhere,
+    *,
+    select: Select = None,
+    strict: bool = True,
+    trust: bool = False,
+    verify: bool = True,
+    types: Iterable[type] = (),
+    from_ranks: Mapping[str, int] | None = None,
+) -> None:
+    """Fill live objects in place from the folder of a checkpoint that torch.distributed.checkpoint has written.
+
+        async_ckpt.integrations.dcp.restore({"model": model, "optim": optimizer}, "old/checkpoint")
+
+    Or from anything else that `async_ckpt.load` reads. DTensors are filled in any layout, each rank with the ranges that it
+    wants; no collective is called, and ranks may come alone. Nothing in the folder is unpickled that could run code.
+
+    Args:
+        state: the objects to fill, in the structure that was saved.
+        path: a path, a URL or a Place.
+        select: restore only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
+        strict: whether names that only one side has are an error. A different shape always is.
+        trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
+        verify: compare the digest of every block that is read. What torch has written has none.
+        types: classes of namedtuples, dataclasses and enums to rebuild.
+        from_ranks: as for `AsyncCheckpointer.restore`.
+
+    Raises what `AsyncCheckpointer.restore` raises.
+    """
+
+    def put_back(parts: Sequence[Part]) -> None:
+        restore_state(parts, state, select=select, strict=strict, trust=trust, verify=verify, types=types)
+
+    from_path(path, put_back, verify=verify, readers=this_rank(from_ranks))
+
+
+def to_dcp(
+    source: Anywhere,
+    destination: Anywhere,
+    *,
+    verify: bool = True,
+    trust: bool = False,
+    from_ranks: Mapping[str, int] | None = None,
+) -> None:
+    """Write what is at `source` as a folder that `torch.distributed.checkpoint.load` reads without this library.
+
+        async_ckpt.integrations.dcp.to_dcp("runs/a", "out/checkpoint")
+        torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id="out/checkpoint")
+
+    The state is streamed: about 128 MiB of it are in memory at a time. The folder's metadata is written last, when all else
+    is durable. Call it in one process.
+
+    Args:
+        source: what `async_ckpt.load` reads: a step, a run (its newest step), an archive; a path, a URL or a Place.
+        destination: a folder that holds no checkpoint yet; a path, a URL or a Place.
+        verify: compare the digest of every block that is read.
+        trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
+        from_ranks: whose value to take where each rank has saved its own, by name, such as {"rng": 0}.
+
+    Raises FileExistsError if there is a checkpoint at the destination, ValueError for a value that each rank has for itself
+    and that `from_ranks` does not name, TypeError for a state that is not a dict, and what `async_ckpt.load` raises.
+    """
+    storage = written_at(destination).storage()
+    for name in (OF_DCP, MANIFEST):
+        if storage.exists(name):
+            raise FileExistsError(f"{storage.locate('')}: there is a checkpoint already; give another folder")
+
+    def write(parts: Sequence[Part]) -> None:
+        with _Folder(storage) as folder:
+            entries = entries_of(parts)
+            metadata = metadata_of(entries, kept := kept_in(parts))
+            _write_values(folder, entries, frozenset(kept.get("blobs", ())), trust=trust)
+            _write_tensors(folder, entries, metadata)
+            folder.finish(metadata)
+
+    from_path(source, write, verify=verify, readers=Readers(from_ranks=from_ranks, reads_all=True))
+
+
+def _write_values(
+    folder: _Folder, entries: Mapping[str, Entry], blobs: frozenset[str], *, trust: bool
+) -> None:
+    for name, entry in entries.items():
+        if entry.tensor is None:
+            wanted, make = value_of(name, entry, trust=trust)
+            fill(planned([(entry.file, wanted)]))
+            value = make()
+            folder.write(MetadataIndex(name), bytes(value) if name in blobs else saved(value))
+
+
+def _write_tensors(folder: _Folder, entries: Mapping[str, Entry], metadata: Metadata) -> None:
+    batch: list[tuple[str, Entry, Wanted]] = []
+    for name, entry in entries.items():
+        if entry.tensor is None:
+            continue
+        dtype = entry.file.dtype(entry.tensor)
+        chunks = list(_chunks(entry.shape, _BATCH_BYTES // dtype.itemsize))
+        metadata.state_dict_metadata[name].chunks = [  # type: ignore[union-attr]
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks
+        ]
+        for offsets, sizes in chunks:
+            into = torch.empty(sizes, dtype=dtype, device=CPU)
+            batch.append((name, entry, Wanted(entry.tensor, into, offsets)))
+            if sum(one.into.nbytes for _, _, one in batch) >= _BATCH_BYTES:
+                _flush(folder, batch)
+    _flush(folder, batch)
+
+
+def _flush(folder: _Folder, batch: list[tuple[str, Entry, Wanted]]) -> None:
+    fill(planned([(entry.file, [wanted]) for _, entry, wanted in batch]))
+    for name, _, wanted in batch:
+        folder.save(MetadataIndex(name, wanted.offsets), wanted.into)
+    batch.clear()
+
+
+def _chunks(
+    shape: tuple[int, ...], max_items: int, offsets: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Rectangles of rows that have no more items than this."""
+    row, before = prod(shape[len(offsets) + 1 :]), (1,) * len(offsets)
+    if len(offsets) >= len(shape) or prod(shape[len(offsets) :]) <= max_items:
+        rest = shape[len(offsets) :]
+        yield (*offsets, *(0,) * len(rest)), (*before, *rest)
+    elif row > max_items:
+        for number in range(shape[len(offsets)]):
+            yield from _chunks(shape, max_items, (*offsets, number))
+    else:
+        size, step = shape[len(offsets)], max_items // row
+        rest = shape[len(offsets) + 1 :]
+        for at in range(0, size, step):
+            yield (*offsets, at, *(0,) * len(rest)), (*before, min(step, size - at), *rest)
+
+
+class _Folder:
+    """The folder in the making. Left without `finish`, nothing of it stays."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._told: dict[MetadataIndex, filesystem._StorageInfo] = {}
+        self._files: list[str] = []  # that are whole
+        self._out: Appender | None = None
+        self._is_finished = False
+
+    def write(self, index: MetadataIndex, data: bytes) -> None:
+        begin = self._file().num_bytes
+        self._file().append(memoryview(data))
+        self._note(index, begin)
+
+    def save(self, index: MetadataIndex, tensor: torch.Tensor) -> None:
+        begin = self._file().num_bytes
+        torch.save(tensor, _Stream(self._file()))  # type: ignore[arg-type]
+        self._note(index, begin)
+
+    def _note(self, index: MetadataIndex, begin: int) -> None:
+        out = self._file()
+        name = _FILE.format(len(self._files))
+        self._told[index] = filesystem._StorageInfo(name, begin, out.num_bytes - begin)
+        if out.num_bytes >= _FILE_BYTES:
+            self._end_file()
+
+    def _file(self) -> Appender:
+        if self._out is None:
+            name = _FILE.format(len(self._files))
+            self._out = Appender(self._storage, name, limit_bytes=2 * _FILE_BYTES)
+        return self._out
+
+    def _end_file(self) -> None:
+        if self._out is not None:
+            self._out.finish()
+            self._files.append(_FILE.format(len(self._files)))
+            self._out = None
+
+    def finish(self, metadata: Metadata) -> None:
+        self._end_file()
+        metadata.storage_data = self._told
+        if hasattr(metadata, "version"):  # from torch 2.9 on
+            metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        self._storage.put_new(OF_DCP, pickle.dumps(metadata))
+        self._is_finished = True
+
+    def __enter__(self) -> _Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_finished:
+            return
+        if self._out is not None:
+            self._out.abort()
+        for name in self._files:
+            self._storage.delete(name)
+
+
+class _Stream(io.RawIOBase):
+    """What torch.save writes to."""
+
+    def __init__(self, out: Appender) -> None:
+        self._out = out
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._out.append(view)
+        return len(view)

@@ -1,0 +1,273 @@
+"""`TarStorageReader`: torch.distributed.checkpoint loads a step, whoever has saved it.
+
+In: a path, and the plans that torch's planners make. Out: torch's metadata, and its targets filled. Knows nothing of: how
+a step was saved.
+
+To torch, every tensor is one chunk; which archives it is in, and which of their bytes overlap what is wanted, is found out
+as for any load. A step is opened once for the metadata, and once more for the bytes: all ranks must have seen the same.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+
+from ...errors import StorageUnavailableError
+from ...loading.contents import CPU, Contents, Part
+from ...loading.fill import Wanted, fill, planned
+from ...loading.find import from_path
+from ...state.capture import why_not
+from ...state.cover import Box
+from ...state.names import shown
+from ...state.sharded import Slicer, is_sharded
+from ...state.slices import Rectangle
+from ...storage.place import Anywhere, place_of
+from .entries import (
+    Entry,
+    entries_of,
+    identity_of,
+    kept_in,
+    metadata_of,
+    saved,
+    this_rank,
+    value_of,
+)
+from .writer import is_place
+
+T = TypeVar("T")
+
+
+class TarStorageReader(StorageReader):
+    """Read a step for `torch.distributed.checkpoint.load`.
+
+        state = {"model": model.state_dict()}
+        torch.distributed.checkpoint.load(state, storage_reader=TarStorageReader("runs/a/step_00000100"))
+
+    It reads what `TarStorageWriter` has written, what an AsyncCheckpointer has saved, by however many ranks, and single
+    archives; only the byte ranges that a rank wants. Given the root of a run, it reads the newest step. Strided and uneven
+    shards are filled with what is theirs.
+
+    Args:
+        path: a path, a URL or a Place. `checkpoint_id` of a load replaces it; the options of a Place stay.
+        verify: compare the digest of every block that is read.
+        trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
+        from_ranks: whose value to take where each rank has its own, by name, such as {"rng": 0}. A rank of as many as have
+            saved gets its own.
+
+    A load raises what `async_ckpt.load` raises; torch wraps the errors of all ranks in a CheckpointException.
+    """
+
+    def __init__(
+        self,
+        path: Anywhere,
+        *,
+        verify: bool = True,
+        trust: bool = False,
+        from_ranks: Mapping[str, int] | None = None,
+    ) -> None:
+        self._place = place_of(path)
+        self._verify, self._trust = verify, trust
+        self._from_ranks = from_ranks
+        self._load_id = os.urandom(8).hex()
+        self._seen = ""  # what the metadata was read from
+
+    # --- torch's protocol, in the order of its calls ----------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A load begins."""
+        if checkpoint_id is not None:
+            self._place = replace(self._place, url=checkpoint_id)
+        self._load_id = os.urandom(8).hex()
+
+    def read_metadata(self, *_: Any) -> Metadata:
+        """What is in the step, as torch says it. Raises TypeError for a state that is not a dict."""
+        # Without `**kwargs`: torch would try once more, and if that went well go on without the other ranks.
+
+        def use(parts: Sequence[Part]) -> tuple[str, Metadata]:
+            return identity_of(parts), metadata_of(entries_of(parts), kept_in(parts))
+
+        self._seen, metadata = self._read(use)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """There is nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return replace(plan, storage_data=self._seen)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator. Raises StorageUnavailableError where ranks have seen different steps."""
+        others = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
+        if others:
+            raise StorageUnavailableError(
+                f"{self._place.shown}: ranks {others[:20]} see another checkpoint there than rank 0; load one step by its path",
+                path=self._place.shown,
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Fill what the plan names. Returns once it is filled."""
+
+        def use(parts: Sequence[Part]) -> None:
+            if identity_of(parts) != self._seen:
+                raise StorageUnavailableError(
+                    f"{self._place.shown} was replaced while it was read; load it again",
+                    path=self._place.shown,
+                )
+            blobs = frozenset(kept_in(parts).get("blobs", ()))
+            _Load(entries_of(parts), plan.items, planner, blobs, trust=self._trust).run()
+
+        self._read(use)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where it reads, without credentials."""
+        return self._place.shown
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path or URL that can be read from."""
+        return is_place(checkpoint_id)
+
+    def _read(self, use: Callable[[Sequence[Part]], T]) -> T:
+        return from_path(self._place, use, verify=self._verify, readers=this_rank(self._from_ranks))
+
+
+class _Load:
+    """One read of all that one rank wants."""
+
+    def __init__(
+        self,
+        entries: Mapping[str, Entry],
+        items: Iterable[ReadItem],
+        planner: LoadPlanner,
+        blobs: frozenset[str],
+        *,
+        trust: bool,
+    ) -> None:
+        self._entries, self._planner, self._blobs, self._trust = entries, planner, blobs, trust
+        self._items = list(items)
+        self._wanted: dict[int, tuple[Contents, list[Wanted]]] = {}
+        self._after: list[Callable[[], None]] = []  # once all is filled
+
+    def run(self) -> None:
+        elsewhere = self._placed_otherwise()
+        values = []
+        for item in self._items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                values.append(item)
+            elif name not in elsewhere:
+                target = self._planner.resolve_tensor(item)
+                self._want(name, target.detach(), tuple(item.storage_offsets), tuple(item.lengths))
+                self._after.append(lambda item=item, target=target: self._planner.commit_tensor(item, target))  # type: ignore[misc]
+        for name, held in elsewhere.items():
+            for rectangle, part in held:
+                self._want(name, part.detach(), rectangle.global_offsets, rectangle.sizes)
+        self._need()
+        made = [(item, self._value(item)) for item in values]
+        fill(planned(self._wanted.values()))
+        for action in self._after:
+            action()
+        for item, give in made:
+            blob = io.BytesIO(give())
+            self._planner.load_bytes(item, blob)
+
+    def _placed_otherwise(self) -> dict[str, list[tuple[Rectangle, torch.Tensor]]]:
+        """The sharded targets of which torch's plan does not name just what is here, with what is.
+
+        torch describes each by one rectangle, reckoned from the left of the mesh: for strided and for uneven shards that is
+        another rank's.
+        """
+        live = getattr(self._planner, "state_dict", None)
+        slicer, found = Slicer(), {}
+        by_name: dict[str, list[ReadItem]] = {}
+        for item in self._items:
+            by_name.setdefault(item.dest_index.fqn, []).append(item)
+        for name, target in live.items() if isinstance(live, Mapping) else ():
+            if name in self._entries and is_sharded(target):
+                slices, parts, _ = slicer.slice(target, name=name)
+                if not _names_just(by_name.get(name, ()), slices.rectangles):
+                    found[name] = list(zip(slices.rectangles, parts, strict=True))
+        return found
+
+    def _need(self) -> None:
+        """All that is wanted, said before any of it is read: other files may have to be opened for it."""
+        for file, wanted in self._wanted.values():
+            file.need((one.number, _box(one)) for one in wanted)
+
+    def _want(
+        self, name: str, target: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> None:
+        value, file = self._entries[name].value, self._entries[name].file
+        if why := why_not(target):
+            raise ValueError(f"{shown((name,))} cannot be filled: {why}")
+        if tuple(target.shape) != sizes:
+            raise ValueError(
+                f"{shown((name,))}: {list(sizes)} items are read into a tensor of {list(target.shape)}"
+            )
+        number = file.primary(value.number)
+        into, dtype = target, file.dtype(number)
+        if target.dtype != dtype:  # as torch's own reader does it
+            into = torch.empty(sizes, dtype=dtype, device=CPU)
+            self._after.append(partial(_cast, target, into))
+        self._wanted.setdefault(id(file), (file, []))[1].append(Wanted(number, into, offsets))
+
+    def _value(self, item: ReadItem) -> Callable[[], bytes]:
+        """What makes the blob that torch is to open, once its tensors are filled."""
+        name = item.storage_index.fqn
+        entry = self._entries[name]
+        wanted, make = value_of(name, entry, trust=self._trust)
+        self._wanted.setdefault(id(entry.file), (entry.file, []))[1].extend(wanted)
+        return lambda: bytes(make()) if name in self._blobs else saved(make())
+
+
+def _box(wanted: Wanted) -> Box:
+    shape = tuple(wanted.into.shape)
+    return Box(wanted.offsets or (0,) * len(shape), shape)
+
+
+def _cast(target: torch.Tensor, made: torch.Tensor) -> None:
+    target.copy_(made)
+
+
+def _names_just(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) -> bool:
+    """Whether a plan fills all of these, and nothing else."""
+    num_items = 0
+    for item in items:
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        at = tuple(item.dest_offsets)
+        num_items += box.num_elements
+        if not any(_is_at(box, at, one, len(rectangles)) for one in rectangles):
+            return not box.num_elements and not rectangles
+    return num_items == sum(one.num_elements for one in rectangles)
+
+
+def _is_at(box: Box, at: tuple[int, ...], one: Rectangle, num_rectangles: int) -> bool:
+    """Whether a box of the tensor lies in a rectangle, and where it is to go: counted from that, or from the whole of what
+    is held, which is the same where it is one.
+    """
+    if Box(one.global_offsets, one.sizes).common(box) != box:
+        return False
+    inner = tuple(a - b for a, b in zip(box.offsets, one.global_offsets, strict=True))
+    return inner == at or (
+        num_rectangles > 1 and tuple(map(sum, zip(inner, one.local_offsets, strict=True))) == at
+    )

@@ -1,0 +1,189 @@
+"""`PinnedStager`: the host copy of a state dict for torch.distributed.checkpoint.async_save, in page-locked memory.
+
+In: a state dict, with DTensors and ShardedTensors in it or not. Out: an equal one whose tensors are on the host, once they
+have been copied. Knows nothing of: what is done with it.
+
+The copy is that of `snapshot`: ordered after the training stream, by several threads, in memory that is used again as soon
+as nobody holds a tensor of the copy before. torch decides when that is: however many saves are under way, none of them
+ever sees the bytes of another.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from ...errors import UnsupportedStateError
+from ...host.threads import running_future
+from ...saving.worker import get_worker
+from ...spans import monotonic
+from ...spec import whole_bytes
+from ...staging.guard import unwrapped
+from ...staging.whole import HostCopy, HostMemory
+from ...state.capture import why_not
+from ...state.names import Path, shown
+
+# Before torch 2.9, a stager could only return the state dict itself.
+_MAY_RETURN_FUTURE: Final = hasattr(state_dict_saver, "AsyncSaveResponse")
+
+
+class PinnedStager(AsyncStager):
+    """Stage state dicts in page-locked host memory that is kept from save to save.
+
+        stager = PinnedStager()
+        response = torch.distributed.checkpoint.async_save(
+            {"model": model.state_dict()}, storage_writer=writer, async_stager=stager
+        )
+        response.upload_completion.result()
+
+    `stage` returns as soon as training may go on: on the CPU when all is copied, on a device when the copies are enqueued,
+    after what the training stream was given before, and ahead of what it is given next.
+
+    Args:
+        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then overlaps
+            the next forward and backward, and `step()` waits for the rest of it. A tensor that changes earlier fails the
+            save.
+        host_bytes: the most memory that all staged copies may take together; by default half of the free memory.
+
+    Raises MemoryError at the save that finds too little memory, and UnsupportedStateError, by name, for tensors without bytes
+    of their own. `close()` gives the memory back.
+    """
+
+    _synchronize_after_execute = False  # what `stage` returns resolves when it is complete
+
+    def __init__(self, *, guard: Any = None, host_bytes: int | None = None) -> None:
+        self._optimizers = unwrapped(guard)
+        self._max_bytes = None if host_bytes is None else whole_bytes("host_bytes", host_bytes)
+        self._memory = HostMemory(held=True)
+        self._last: Future[None] | None = None
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """A copy of the state dict. Returns a future of it, or itself where torch is older than 2.9."""
+        found: dict[int, tuple[str, Any]] = {}
+        _look(state_dict, (), found)
+        tensors: list[torch.Tensor] = []
+        names: list[str] = []
+        for name, tensor in found.values():
+            for part in _parts(tensor):
+                if why := why_not(part):
+                    raise UnsupportedStateError(f"{name}: {why}; nothing was staged", path=name)
+                tensors.append(part)
+                names.append(name)
+        made = HostCopy(
+            tensors,
+            names,
+            optimizers=self._optimizers,
+            memory=self._memory,
+            crew=get_worker().copiers,
+            clock=monotonic,
+            max_bytes=self._max_bytes,
+            what="a state dict that is staged",
+            waited_for_by="response.staging_completion",
+        )
+        copies = iter(made.tensors)
+        memo: dict[int, Any] = {key: _rebuilt(tensor, copies) for key, (_, tensor) in found.items()}
+        self._last = made.completion
+        made.begin()
+        try:
+            staged = copy.deepcopy(state_dict, memo)
+        except Exception as error:
+            made.completion.exception()
+            raise UnsupportedStateError(
+                f"a value in the state dict cannot be copied ({error}); pass plain data, or what its state_dict() gives",
+                path="",
+            ) from error
+        if not _MAY_RETURN_FUTURE:
+            made.completion.result()
+            return staged
+        return _once(made.completion, staged)
+
+    def synchronize_staging(self) -> None:
+        """Wait until the last state dict is copied. Raises TornSnapshotError."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Give the memory back that no copy is in. The next save takes it again."""
+        self._memory.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which writes what was staged in this one."""
+        return {**vars(self), "_optimizers": (), "_memory": None, "_last": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state, _memory=HostMemory(held=True))
+
+
+def _once(completion: Future[None], staged: Any) -> Future[Any]:
+    """The state dict, once it is copied; the future alone keeps it."""
+    found: Future[Any] = running_future()
+    kept = [staged]
+    del staged
+
+    def tell(done: Future[None]) -> None:
+        error = done.exception()
+        value = kept.pop()
+        if error is None:
+            found.set_result(value)
+        else:
+            found.set_exception(error)
+
+    completion.add_done_callback(tell)
+    return found
+
+
+def _look(value: Any, path: Path, found: dict[int, tuple[str, Any]]) -> None:
+    """Every tensor in these containers once, by its id."""
+    if isinstance(value, torch.Tensor):
+        found.setdefault(id(value), (shown(path), value))
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            _look(inner, (*path, key), found)
+    elif isinstance(value, list | tuple | deque):
+        for number, inner in enumerate(value):
+            _look(inner, (*path, number), found)
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
+
+
+def _parts(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors in it, detached: what is staged belongs to no graph."""
+    if _is_dtensor(tensor):
+        return [_waited(tensor._local_tensor).detach()]
+    if hasattr(tensor, "local_shards"):
+        return [inner for shard in tensor.local_shards() for inner in _parts(shard.tensor)]
+    return [tensor.detach()]
+
+
+def _waited(tensor: Any) -> Any:
+    """A collective's result that has not been waited for."""
+    return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
+
+
+def _rebuilt(tensor: Any, copies: Any) -> Any:
+    """The same around its copies, which are next."""
+    if _is_dtensor(tensor):
+        return type(tensor)(next(copies), tensor._spec, requires_grad=False)
+    if hasattr(tensor, "local_shards"):
+        from torch.distributed._shard.sharded_tensor.shard import Shard
+
+        shards = [Shard(_rebuilt(shard.tensor, copies), shard.metadata) for shard in tensor.local_shards()]
+        return type(tensor)._init_from_local_shards_and_global_metadata(
+            shards,
+            sharded_tensor_metadata=tensor.metadata(),
+            process_group=tensor._process_group,
+            init_rrefs=tensor._init_rrefs,
+        )
+    made = next(copies)
+    if attributes := getattr(tensor, "__dict__", None):  # which slices it has, say
+        vars(made).update(attributes)
+    return made

@@ -1,0 +1,300 @@
+"""Folders of torch.distributed.checkpoint: what torch has written is read, and what is written is read by torch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from buckets import bucket  # noqa: F401
+from dcp_states import dcp, emptied, plain, training
+from states import difference, open_run
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+import async_ckpt
+from async_ckpt import CorruptCheckpointError, NotCommittedError, StateMismatchError, UntrustedObjectError
+from async_ckpt.integrations.dcp import convert, restore, to_dcp
+
+
+def of_torch(state: Any, path: Path) -> Path:
+    dcp.save(state, checkpoint_id=path)
+    return path
+
+
+def by_torch(state: Any, path: Path) -> Any:
+    dcp.load(state, checkpoint_id=path)
+    return state
+
+
+KINDS = {
+    "bfloat16": torch.ones(3).bfloat16(),
+    "float8": torch.ones(3).to(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False]),
+    "complex": torch.ones(2, dtype=torch.complex64),
+    "uint16": torch.ones(3, dtype=torch.uint16),
+    "a view": torch.arange(10.0)[3:7],
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "channels last": torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "a scalar": torch.tensor(3),
+    "a parameter": torch.nn.Parameter(torch.ones(2)),
+    "nothing": torch.empty(0, 4),
+}
+
+
+# --- what torch has written ---------------------------------------------------------------------------------------
+
+
+def test_load_gives_the_state_that_torch_has_saved(tmp_path):
+    state = {**training(), "kinds": {name: one.detach() for name, one in KINDS.items()}}
+    folder = of_torch(state, tmp_path / "x")
+
+    assert difference(plain(async_ckpt.load(folder)), plain(state)) is None
+    assert (
+        difference(plain(async_ckpt.load(folder, select="optim")), plain({"optim": state["optim"]})) is None
+    )
+
+
+def test_restore_fills_a_model_and_its_optimizer(tmp_path):
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.randn(2, 5)).sum().backward()
+    optimizer.step()
+    folder = of_torch({"model": model, "optim": optimizer, "step": 7}, tmp_path / "x")
+    other = torch.nn.Linear(5, 3)
+    live = torch.optim.AdamW(other.parameters())
+    state = {"model": other, "optim": live, "step": 0}
+
+    restore(state, folder)
+    assert difference(other.state_dict(), model.state_dict()) is None
+    assert difference(live.state_dict(), optimizer.state_dict()) is None
+    assert state["step"] == 7
+    with pytest.raises(StateMismatchError, match="weight is float32"):
+        restore({"model": torch.nn.Linear(5, 4)}, folder)
+
+
+def test_only_ranges_are_read(tmp_path, monkeypatch):
+    from async_ckpt.storage.local import LocalReader
+
+    folder = of_torch({"large": torch.ones(8 << 20), "small": torch.ones(1000)}, tmp_path / "x")
+    read: list[int] = []
+    real = LocalReader.read_into
+    monkeypatch.setattr(
+        LocalReader, "read_into", lambda self, at, into: (read.append(len(into)), real(self, at, into))[1]
+    )
+    assert async_ckpt.load(folder, select="small")["small"].sum() == 1000
+    assert sum(read) < 32 << 10
+
+
+def test_a_folder_in_a_store_is_read_by_ranges_too(bucket, tmp_path):  # noqa: F811
+    state = training()
+    folder = of_torch(state, tmp_path / "x")
+    for name in os.listdir(folder):
+        bucket.server.client.put_object(
+            Bucket=bucket.name, Key=f"old/{name}", Body=(folder / name).read_bytes()
+        )
+    assert difference(plain(async_ckpt.load(bucket.place("old"))), plain(state)) is None
+
+
+def test_objects_take_trust(tmp_path):
+    folder = of_torch({"x": Ran(), "w": torch.ones(1)}, tmp_path / "x")
+    assert async_ckpt.load(folder, select="w")["w"].tolist() == [1]
+    with pytest.raises(UntrustedObjectError, match="x is a Python object"):
+        async_ckpt.load(folder)
+    assert Ran.calls == 0
+    async_ckpt.load(folder, trust=True)
+    assert Ran.calls == 1
+
+
+class Ran:
+    """Tells whether a pickle has run."""
+
+    calls = 0
+
+    def __reduce__(self) -> Any:
+        return Ran.run, ()
+
+    @classmethod
+    def run(cls) -> Ran:
+        cls.calls += 1
+        return cls()
+
+
+@pytest.mark.parametrize("where", ["planner_data", "storage_meta", "state_dict_metadata", "storage_data"])
+def test_a_hostile_metadata_runs_nothing(tmp_path, where):
+    folder = of_torch({"w": torch.ones(2)}, tmp_path / "x")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    setattr(metadata, where, Ran())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    Ran.calls = 0
+    with pytest.raises(CorruptCheckpointError, match=r"it names '.*getattr', .* nothing was run"):
+        async_ckpt.load(folder)
+    assert Ran.calls == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x04.",
+        b"\x80\x04K\x00r\xff\xff\xff\x7f.",  # a memo of two billion places
+        b"\x80\x04\x96" + struct.pack("<Q", 1 << 60) + b".",  # a bytearray of an exabyte
+        b"\x80\x04cos\nsystem\n\x8c\x04true\x85R.",
+        b"\x80\x04)" + b"\x94h\x00h\x00\x86" * 2000 + b".",
+        b"(lp0\n.",
+    ],
+)
+def test_what_is_no_metadata_is_an_error_whatever_it_says(tmp_path, data):
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="cannot be trusted"):
+        async_ckpt.load(tmp_path)
+
+
+def test_metadata_damaged_at_random_is_told_or_means_the_same(tmp_path):
+    state = {"a": torch.ones(5), "b": [torch.zeros(2, 3)], "n": 3}
+    folder = of_torch(state, tmp_path / "x")
+    whole = (folder / ".metadata").read_bytes()
+    draw = random.Random(0)
+    for _ in range(400):
+        data = bytearray(whole)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        (folder / ".metadata").write_bytes(data)
+        try:
+            async_ckpt.load(folder)
+        except (CorruptCheckpointError, UntrustedObjectError):
+            pass
+
+
+def test_metadata_of_newer_versions_of_torch_is_read(tmp_path, monkeypatch):
+    """From torch 2.15 on the properties of a tensor have a sixth field."""
+    now = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*now(self), (2, 1)))
+    folder = of_torch({"w": torch.ones(3, 2)}, tmp_path / "x")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="too many values"):
+        pickle.loads((folder / ".metadata").read_bytes())
+    assert async_ckpt.load(folder)["w"].sum() == 6
+
+
+def test_damage_is_named(tmp_path):
+    folder = of_torch({"w": torch.ones(1000), "v": torch.ones(10)}, tmp_path / "x")
+    (file,) = folder.glob("*.distcp")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10])
+    with pytest.raises(CorruptCheckpointError, match="truncated"):
+        async_ckpt.load(folder)
+    file.write_bytes(bytes(len(whole)))
+    with pytest.raises(CorruptCheckpointError, match="not a tensor as"):
+        async_ckpt.load(folder)
+    file.unlink()
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        async_ckpt.load(folder)
+
+
+def test_a_tensor_of_another_shape_than_the_metadata_says_is_refused(tmp_path):
+    small, large = (
+        of_torch({"w": torch.ones(4)}, tmp_path / "x"),
+        of_torch({"w": torch.ones(5)}, tmp_path / "y"),
+    )
+    data = pickle.loads((large / ".metadata").read_bytes())
+    blob = next(iter(pickle.loads((small / ".metadata").read_bytes()).storage_data.values()))
+    data.storage_data = dict.fromkeys(data.storage_data, blob)
+    (small / ".metadata").write_bytes(pickle.dumps(data))
+    with pytest.raises(CorruptCheckpointError, match="not of the shape or dtype"):
+        async_ckpt.load(small)
+
+
+def test_a_gap_names_the_tensor(tmp_path):
+    folder = of_torch({"w": torch.ones(4, 2)}, tmp_path / "x")
+    data = pickle.loads((folder / ".metadata").read_bytes())
+    data.state_dict_metadata["w"].size = torch.Size([6, 2])
+    (folder / ".metadata").write_bytes(pickle.dumps(data))
+    with pytest.raises(CorruptCheckpointError, match=r"w: \[4:6, 0:2\] of shape \[6, 2\] is in none"):
+        async_ckpt.load(folder)
+
+
+def test_what_was_written_through_extensions_is_refused_by_name(tmp_path):
+    folder = of_torch({"w": torch.ones(4)}, tmp_path / "x")
+    data = pickle.loads((folder / ".metadata").read_bytes())
+    for info in data.storage_data.values():
+        info.transform_descriptors = ["stream.zstd"]
+    (folder / ".metadata").write_bytes(pickle.dumps(data))
+    with pytest.raises(CorruptCheckpointError, match=r"extensions \(\['stream.zstd'\]\); load it with torch"):
+        async_ckpt.load(folder)
+
+
+def test_it_cannot_be_verified_and_no_run_takes_it_for_a_step(tmp_path):
+    folder = of_torch({"w": torch.ones(4)}, tmp_path / "run")
+    with pytest.raises(NotCommittedError, match="no digests"):
+        async_ckpt.verify(folder)
+    with open_run(folder) as ckpt, pytest.warns(RuntimeWarning, match=r"integrations\.dcp\.restore"):
+        assert ckpt.restore({"w": torch.zeros(4)}) is None
+
+
+# --- what torch reads ---------------------------------------------------------------------------------------------
+
+
+def test_a_step_becomes_a_folder_that_torch_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(convert, "_FILE_BYTES", 4000)
+    state = {**training(), "kinds": {name: one.detach() for name, one in KINDS.items()}}
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save(state, 1).result()
+
+    to_dcp(tmp_path / "run", tmp_path / "x")
+
+    assert len(list((tmp_path / "x").glob("*.distcp"))) > 2
+    assert difference(plain(by_torch(emptied(state), tmp_path / "x")), plain(state)) is None
+    assert difference(plain(async_ckpt.load(tmp_path / "x")), plain(state)) is None
+
+
+def test_torchs_converter_reads_that_folder(tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    state = training()
+    async_ckpt.save(state, tmp_path / "x.tar").result()
+    to_dcp(tmp_path / "x.tar", tmp_path / "x")
+    dcp_to_torch_save(tmp_path / "x", tmp_path / "x.pt")
+    assert difference(plain(torch.load(tmp_path / "x.pt")), plain(state)) is None
+
+
+def test_a_folder_with_a_checkpoint_is_not_written_to(tmp_path):
+    async_ckpt.save({"w": torch.ones(1)}, tmp_path / "x.tar").result()
+    to_dcp(tmp_path / "x.tar", tmp_path / "x")
+    with pytest.raises(FileExistsError, match="give another folder"):
+        to_dcp(tmp_path / "x.tar", tmp_path / "x")
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "_BATCH_BYTES", 4)
+    monkeypatch.setattr(convert, "_FILE_BYTES", 100)
+    state = {"n": 1, "w": torch.ones(4), "v": torch.ones(4 << 20)}
+    async_ckpt.save(state, tmp_path / "x.tar").result()
+    data = bytearray((tmp_path / "x.tar").read_bytes())
+    data[9 << 20] ^= 1
+    (tmp_path / "x.tar").write_bytes(data)
+    monkeypatch.setattr(convert, "_BATCH_BYTES", 4 << 20)
+    with pytest.raises(CorruptCheckpointError):
+        to_dcp(tmp_path / "x.tar", tmp_path / "x")
+    assert not (tmp_path / "x").exists() or os.listdir(tmp_path / "x") == []
+
+
+def test_a_conversion_may_go_to_a_store(bucket, tmp_path):  # noqa: F811
+    state = training()
+    async_ckpt.save(state, tmp_path / "x.tar").result()
+    to_dcp(tmp_path / "x.tar", bucket.place("x"))
+    (tmp_path / "x").mkdir()
+    for key in list(bucket.keys()):
+        (tmp_path / key).write_bytes(bucket.read(key))
+    assert difference(plain(by_torch(emptied(state), tmp_path / "x")), plain(state)) is None
+
+
+def test_the_pieces_are_what_torch_save_writes(tmp_path):
+    async_ckpt.save({"w": torch.ones(4)}, tmp_path / "x.tar").result()
+    to_dcp(tmp_path / "x.tar", tmp_path / "x")
+    assert zipfile.is_zipfile(tmp_path / "x" / "__0_0.distcp")

@@ -1,0 +1,226 @@
+"""torch.distributed.checkpoint with our writer and reader, on real ranks with gloo."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from states import difference
+
+import async_ckpt
+from async_ckpt.integrations.dcp import to_dcp
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+PRELUDE = """
+from dcp_states import *
+"""
+
+
+def of_ranks(script: str) -> str:
+    return PRELUDE + textwrap.dedent(script)
+
+
+SAVE = (
+    PRELUDE
+    + """
+state = {make}
+model, optimizer = state["model"], state["optimizer"]
+taken, states = get_state_dict(model, optimizer)
+state = {{"model": taken, "optim": states, "rank": "shared"}}
+keep_full(state, here.root + ".pt")
+save(state, here.root + "/step_00000001")
+"""
+)
+LOAD = (
+    PRELUDE
+    + """
+state = {make}
+model, optimizer = state["model"], state["optimizer"]
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.zero_()
+taken, states = get_state_dict(model, optimizer)
+state = {{"model": taken, "optim": states, "rank": ""}}
+load(state, here.root + "/step_00000001")
+keep_full(state, here.root + ".loaded.pt")
+here.tell(state["rank"])
+"""
+)
+
+
+def kept(worlds, name):
+    return dict(sorted(torch.load(f"{worlds.root}{name}").items()))
+
+
+def flat(state, path=()):
+    if isinstance(state, torch.Tensor):
+        return {".".join(path): state}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    return {name: t for key, inner in items for name, t in flat(inner, (*path, str(key))).items()}
+
+
+@pytest.mark.parametrize(
+    ("before", "make", "after", "other"),
+    [(4, "hsdp(2, 14)", 3, "fsdp(width=14)"), (2, "fsdp(width=14)", 4, "fsdp_tp(2)")],
+)
+def test_what_ranks_save_is_one_step_that_other_ranks_load_in_another_layout(
+    worlds, before, make, after, other
+):
+    worlds.run(before, SAVE.format(make=make))
+
+    want = kept(worlds, ".pt")
+    found = async_ckpt.load(f"{worlds.root}/step_00000001")
+    assert difference(dict(sorted(flat(found).items())), want) is None
+    assert found["rank"] == "shared"
+    assert async_ckpt.verify(f"{worlds.root}/step_00000001").num_archives == before
+    told = worlds.run(after, LOAD.format(make=other))
+    assert [one.told for one in told] == [["shared"]] * after
+    assert difference(kept(worlds, ".loaded.pt"), want) is None
+
+
+def test_a_step_of_a_checkpointer_and_a_folder_of_torch_are_loaded_by_each_other_on_other_ranks(worlds):
+    """Saved by 2: by our checkpointer, and by torch alone. On 3: ours by torch, torch's by us; and ours as torch's folder."""
+    saved = of_ranks("""
+        state = fsdp(width=14)
+        taken, states = get_state_dict(state["model"], state["optimizer"])
+        plain = {"model": taken, "optim": states, "items": [numbered(3), {"rank": 1}, spread(5, 2), "text"]}
+        keep_full(plain, here.root + ".pt")
+        with open_run(here.root) as ckpt:
+            ckpt.save({**plain, "rng": {"own": here.rank}}, 1, per_rank="rng").result()
+        dcp.save(plain, checkpoint_id=here.root + "/torch")
+        save(plain, here.root + "/ours/step_00000002")
+    """)
+    loaded = of_ranks("""
+        from async_ckpt.integrations.dcp import restore
+        def live():
+            state = fsdp(width=14)
+            with torch.no_grad():
+                for parameter in state["model"].parameters():
+                    parameter.zero_()
+            taken, states = get_state_dict(state["model"], state["optimizer"])
+            return {"model": taken, "optim": states, "items": [numbered(3) * 0, {"rank": 0}, spread(5, 2, add=9), ""]}
+
+        def restored(state):
+            with open_run(here.root + "/ours") as ckpt:
+                return ckpt.restore(state)
+
+        def by_torch(path):
+            state = live()
+            dcp.load(state, checkpoint_id=path)
+            return state
+
+        ways = {
+            "by torch, of a checkpointer": lambda: load(live(), here.root + "/step_00000001"),
+            "by torch, of our writer": lambda: load(live(), here.root + "/ours"),
+            "restored": lambda: restore(state, here.root + "/torch"),
+            "by a checkpointer, of our writer": lambda: restored(state) and None,
+            "by torch alone, converted": lambda: by_torch(here.root + ".converted"),
+        }
+        for name, way in ways.items():
+            state = live()
+            state = way() or state
+            keep_full(state, here.root + "." + name)
+            here.tell([state["items"][1]["rank"], state["items"][3]])
+        try:
+            load({"rng": {"own": 0}, "items": [numbered(3)]}, here.root + "/step_00000001")
+        except CheckpointException as error:
+            here.tell("rng was saved by each rank for itself" in str(error))
+        here.tell(load({"rng": {"own": 5}}, here.root + "/step_00000001", from_ranks={"rng": 1})["rng"]["own"])
+    """)
+    worlds.run(2, saved)
+    to_dcp(f"{worlds.root}/ours", f"{worlds.root}.converted")
+    told = worlds.run(3, loaded)
+
+    assert [one.told for one in told] == [[[1, "text"]] * 5 + [True, 1]] * 3
+    want = kept(worlds, ".pt")
+    for name in (
+        "by torch, of a checkpointer",
+        "by torch, of our writer",
+        "restored",
+        "by a checkpointer, of our writer",
+        "by torch alone, converted",
+    ):
+        assert difference(kept(worlds, f".{name}"), want) is None, name
+    for folder in ("torch", "ours"):
+        found = async_ckpt.load(f"{worlds.root}/{folder}")
+        assert difference(dict(sorted(flat(found).items())), want) is None
+        assert found["items"][1::2] == [{"rank": 1}, "text"]
+
+
+def test_strided_and_uneven_shards_are_loaded_right_and_saved_right_or_not_at_all(worlds):
+    """Packed matrices, which torch's own reader fills with other rows; and what FSDP2 over TP cuts unevenly."""
+    told = worlds.run(
+        6,
+        of_ranks("""
+        import async_ckpt
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        full = numbered(24, 3)
+        packed = DTensor.from_local(
+            torch.zeros(4, 3), mesh_of(names=("tp",)), (_StridedShard(0, split_factor=2),), run_check=False
+        )
+        if here.rank == 0:
+            async_ckpt.save({"w": full}, here.root + ".tar").result()
+        dist.barrier()
+        load({"w": packed}, here.root + ".tar")
+        mine = torch.cat([half.chunk(6)[here.rank] for half in full.chunk(2)])
+        here.tell(torch.equal(packed.to_local(), mine))
+        refused = []
+        try:
+            save({"w": packed}, here.root + "-packed")
+        except CheckpointException as error:
+            refused.append("packed")
+        grid = mesh_of(3, 2, names=("dp", "tp"))
+        for width in (7, 13, 14):
+            model = torch.nn.Linear(5, width, bias=False)
+            parallelize_module(model, grid["tp"], ColwiseParallel())
+            fully_shard(model, mesh=grid["dp"])
+            state = {"m": model.state_dict()}
+            keep_full(state, f"{here.root}-{width}.pt")
+            try:
+                save(state, f"{here.root}-{width}")
+            except CheckpointException as error:
+                refused.append(width)
+                assert "weight" in str(error), error
+        here.tell(refused)
+        """),
+    )
+    refused = told[0].told[1]
+    assert [one.told for one in told] == [[True, refused]] * 6
+    assert "packed" in refused
+    assert 14 not in refused
+    for width in {7, 13, 14}.difference(refused):
+        found = async_ckpt.load(f"{worlds.root}-{width}")
+        assert difference(dict(sorted(flat(found).items())), kept(worlds, f"-{width}.pt")) is None
+
+
+def test_an_error_of_one_rank_is_everybodys_and_nothing_is_committed(worlds):
+    script = of_ranks("""
+        class Fails(dcp.DefaultSavePlanner):
+            def resolve_data(self, item):
+                if here.rank == 1:
+                    raise ArithmeticError("this rank alone")
+                return super().resolve_data(item)
+
+        state = {"w": spread(8, 3), "n": 1}
+        writer = TarStorageWriter(here.root + "/x")
+        try:
+            dcp.save(state, storage_writer=writer, planner=Fails())
+        except CheckpointException as error:
+            here.tell("this rank alone" in str(error))
+        response = dcp.async_save(state, storage_writer=writer, async_stager=PinnedStager())
+        state["w"].zero_()
+        response.upload_completion.result()
+        try:
+            dcp.save(state, storage_writer=TarStorageWriter(here.root + "/y"), use_collectives=False)
+        except ValueError as error:
+            here.tell("use_collectives" in str(error))
+    """)
+    assert [one.told for one in worlds.run(2, script)] == [[True, True]] * 2
+    assert async_ckpt.load(f"{worlds.root}/x")["w"].sum() == sum(range(24))
+    assert len(list(Path(f"{worlds.root}/x").iterdir())) == 3

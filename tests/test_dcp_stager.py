@@ -1,0 +1,184 @@
+"""Staging for torch.distributed.checkpoint.async_save: copies of one instant, in memory that is used again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dcp_states import PinnedStager, TarStorageWriter, dcp, plain, training
+from racing import Call, HeldCrew
+from states import MIB, difference, weight
+from torch.distributed.checkpoint.staging import AsyncStager
+
+import async_ckpt
+from async_ckpt import TornSnapshotError, UnsupportedStateError
+from async_ckpt.integrations.dcp import stager as module
+from async_ckpt.saving.worker import get_worker
+
+
+class Held(TarStorageWriter):
+    """Writes when the test lets it."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.may_write = threading.Event()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        assert self.may_write.wait(60)
+        return super().write_data(plan, planner)
+
+
+@pytest.fixture
+def stager():
+    made = PinnedStager()
+    yield made
+    made.close()
+
+
+def test_the_copy_is_of_one_instant_whatever_happens_to_the_state(tmp_path, stager):
+    state = training()
+    before = copy.deepcopy(state)
+    writer = Held(tmp_path / "x")
+    assert isinstance(stager, AsyncStager)
+    response = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+    response.staging_completion.result(60)
+    for tensor in state["model"].values():
+        tensor.zero_()
+    state["listed"][0].zero_()
+    state["plain"].append(5)
+    writer.may_write.set()
+    response.upload_completion.result(60)
+
+    assert difference(plain(async_ckpt.load(tmp_path / "x")), plain(before)) is None
+
+
+def test_a_writer_stages_by_itself_and_no_save_sees_the_bytes_of_another(tmp_path):
+    state = {"w": weight(0), "n": torch.ones(3)}
+    writers, responses = [], []
+    for number in range(3):
+        state["w"].copy_(weight(number))
+        writers.append(Held(tmp_path / f"{number}"))
+        responses.append(dcp.async_save(state, storage_writer=writers[-1]))
+    for writer in reversed(writers):
+        writer.may_write.set()
+    for number, response in enumerate(responses):
+        response.upload_completion.result(60)
+        assert torch.equal(async_ckpt.load(tmp_path / f"{number}")["w"], weight(number))
+
+
+def test_memory_is_used_again_once_nobody_holds_the_copy(stager):
+    state = {"w": weight(1)}
+    first = stager.stage(state).result(60)["w"]
+    address = first.data_ptr()
+    second = stager.stage(state).result(60)["w"]
+    assert second.data_ptr() != address
+    del first
+    gc.collect()
+    third = stager.stage(state).result(60)["w"]
+    assert third.data_ptr() == address
+    assert torch.equal(third, second)
+
+
+def test_too_little_memory_is_an_error_of_the_save():
+    stager = PinnedStager(host_bytes=1000)
+    with pytest.raises(MemoryError):
+        stager.stage({"w": weight(1)})
+
+
+def test_tied_tensors_and_declared_slices_stay_what_they_are(stager):
+    one = torch.randn(4, 4)
+    sliced = torch.zeros(2, 4)
+    facts = {
+        "global_shape": (4, 4),
+        "global_offsets": ((2, 0),),
+        "local_offsets": ((0, 0),),
+        "local_sizes": ((2, 4),),
+    }
+    vars(sliced).update(facts)
+    made = stager.stage({"a": one, "b": [one, one.t()], "c": sliced}).result(60)
+    assert made["a"] is made["b"][0]
+    assert made["a"].untyped_storage().data_ptr() == made["b"][1].untyped_storage().data_ptr()
+    assert vars(made["c"]) == facts
+    assert not made["a"].requires_grad
+
+
+def test_what_cannot_be_staged_is_named(stager):
+    with pytest.raises(UnsupportedStateError, match="a meta tensor has no values"):
+        stager.stage({"model": {"w": torch.empty(3, device="meta")}})
+    with pytest.raises(UnsupportedStateError, match="cannot be copied"):
+        stager.stage({"lock": threading.Lock()})
+
+
+def sgd(parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    parameter.grad = torch.ones_like(parameter)
+    return torch.optim.SGD([parameter], lr=1.0)
+
+
+def test_under_a_guard_the_optimizer_waits_for_the_copy(tmp_path, monkeypatch):
+    """The rest of the copy is held until the step waits for it."""
+    parameter = torch.nn.Parameter(torch.ones(1 << 20))
+    optimizer = sgd(parameter)
+    crew = HeldCrew(get_worker().copiers)
+    monkeypatch.setattr(module, "get_worker", lambda: type("Worker", (), {"copiers": crew}))
+    stager = PinnedStager(guard=optimizer)
+    response = dcp.async_save(
+        {"w": parameter.detach()}, storage_writer=TarStorageWriter(tmp_path / "x"), async_stager=stager
+    )
+    assert not response.staging_completion.done()
+    step = Call(optimizer.step)
+    step.wait_until_inside("hold")
+    crew.release()
+    step.outcome()
+    response.upload_completion.result(60)
+    assert bool((async_ckpt.load(tmp_path / "x")["w"] == 1).all())
+    assert bool((parameter == 0).all())
+
+
+def test_a_tensor_that_changes_under_a_guard_fails_the_save(tmp_path, monkeypatch):
+    parameter = torch.nn.Parameter(torch.ones(1 << 20))
+    crew = HeldCrew(get_worker().copiers)
+    monkeypatch.setattr(module, "get_worker", lambda: type("Worker", (), {"copiers": crew}))
+    stager = PinnedStager(guard=sgd(parameter))
+    response = dcp.async_save(
+        {"w": parameter.detach()}, storage_writer=TarStorageWriter(tmp_path / "x"), async_stager=stager
+    )
+    parameter.data.add_(1)
+    crew.release()
+    with pytest.raises(TornSnapshotError):
+        response.upload_completion.result(60)
+    with pytest.raises(TornSnapshotError):
+        stager.synchronize_staging()
+    assert not (tmp_path / "x").exists()
+
+
+def test_torch_that_knows_no_future_of_a_copy_gets_the_copy(monkeypatch, stager):
+    monkeypatch.setattr(module, "_MAY_RETURN_FUTURE", False)
+    assert torch.equal(stager.stage({"w": weight(1)})["w"], weight(1))
+    assert stager.should_synchronize_after_execute is False
+
+
+def test_it_goes_to_another_process_without_its_memory(tmp_path):
+    writer = TarStorageWriter(tmp_path / "x", guard=sgd(torch.nn.Parameter(torch.ones(2))))
+    made = pickle.loads(pickle.dumps(writer))
+    dcp.save({"w": torch.ones(2)}, storage_writer=made)
+    assert async_ckpt.load(tmp_path / "x")["w"].tolist() == [1, 1]
+    assert made.stage({"w": torch.ones(2)}).result(60)["w"].tolist() == [1, 1]
+    assert os.listdir(tmp_path / "x")
+
+
+def test_on_a_device_it_is_ordered_between_what_training_does_before_and_after(accelerator, stager):
+    tensor = torch.zeros(MIB // 4, device=accelerator.kind)
+    with accelerator.ahead():
+        tensor.fill_(3)
+        staged = stager.stage({"w": tensor})
+        tensor.fill_(-1)
+    found = staged.result(60)["w"]
+    assert found.device.type == "cpu"
+    assert bool((found == 3).all())
