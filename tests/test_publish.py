@@ -550,6 +550,22 @@ def test_a_training_that_is_killed_at_any_call_has_published_all_of_a_version_or
         assert_only(root, "publisher.json", *(f"weight_v{v:06d}" for v in publisher.versions()))
 
 
+def test_a_process_that_exits_at_once_publishes_what_it_was_told_to(tmp_path, nursery):
+    script = """
+    import sys, torch, async_ckpt
+    publisher = async_ckpt.Publisher(sys.argv[1])
+    state = {"weight": torch.zeros(3_000_000)}
+    for version in (1, 2):
+        state["weight"] += 1
+        publisher.publish(state, version)
+    """
+    ended = nursery.run(script, tmp_path / "weights")
+
+    assert (ended.status, ended.err) == (0, "")
+    Subscriber(tmp_path / "weights").pull(tmp_path / "local")
+    assert bool((weights_in(tmp_path / "local")["weight"] == 2).all())
+
+
 # --- stores ---------------------------------------------------------------------------------------------------------
 
 

@@ -117,6 +117,7 @@ class Line:
         self.ownership.take()
         if self._elsewhere == -2:
             self._elsewhere = newest_elsewhere(self._place, self._size)
+            self.storage.sweep_uploads()
         own = max(self.versions.numbers(), default=-1)
         newest = max(own, self._elsewhere)
         if newest == version:
@@ -371,7 +372,7 @@ class Publication(CopyErrand):
         return index, state, dump_delta(index)
 
     def _start(self) -> str:
-        return "" if self._line.start is None else self._line.start.word()
+        return "" if self._line.start is None else self._line.start.word(self._check)
 
     def _files_of_frames(self, base: MemoryReplica) -> Iterator[dict[str, tuple[bytes, str]]]:
         """The frames of each file, by name."""

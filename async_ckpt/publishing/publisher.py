@@ -32,6 +32,7 @@ from ..staging.guard import unwrapped
 from ..staging.held import refuse_guard
 from ..state.held import Held, module_of
 from ..state.wrappers import plain_model
+from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
 from .publication import Line, Publication
 from .ranks import RankLines, Start, is_spread, own_slices, place_of_rank
@@ -67,7 +68,8 @@ class Publisher:
         root: where to: a folder, URL or Place. A folder must be one that all readers see.
         anchor_every: of so many versions one is an anchor. A reader that begins anew reads the newest anchor and what follows.
         encoding: how a delta tells what is different: "xor", or "overwrite" (positions and values, which can be applied
-            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory.
+            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory, and the package
+            zstandard.
         keep: how many of the newest versions to keep, with all that they are built on. None keeps all.
         acknowledged: a function that returns the newest version that every reader has applied, or None. It is called by
             `publish`, and deltas are against that version then, so that a reader that has it needs no other. Without it they
@@ -90,6 +92,8 @@ class Publisher:
             raise ValueError(f'encoding must be "xor", "overwrite" or None, got {encoding!r:.100}')
         if acknowledged is not None and not callable(acknowledged):
             raise TypeError(f"acknowledged must be a function without arguments, got {acknowledged!r:.100}")
+        if encoding is not None:
+            zstandard_package()  # or the first delta would fail
         self._place = written_at(root)
         self._new_line = partial(
             Line,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Final, NamedTuple
@@ -110,12 +110,13 @@ class Start:
         if world.store is not None and self._word is not None:
             self._words().say("start", self._word)
 
-    def word(self) -> str:
-        """Not on the caller's thread: rank 0 may come later. Raises PeerFailedError."""
+    def word(self, check: Callable[[], None]) -> str:
+        """Not on the caller's thread: rank 0 may come later. `check` may end the wait. Raises PeerFailedError."""
         if self._word is None:
             deadline = monotonic() + MEETING_SECONDS
 
             def go_on(seconds: float) -> None:
+                check()
                 if monotonic() > deadline:
                     raise PeerFailedError(
                         f"waited {MEETING_SECONDS:.0f} s for rank 0 to publish; a model that is spread over ranks is published by "
