@@ -47,9 +47,11 @@ from async_ckpt import (
     UnsupportedStateError,
 )
 from async_ckpt.format.delta import INDEX, parse
+from async_ckpt.integrations.skyrl import CheckpointBackend
 from async_ckpt.publishing.versions import Ownership
 from async_ckpt.saving.default import held_memory
 from async_ckpt.storage.place import storage_at
+from examples.dispatch import LocalDispatch, Trainee
 
 ENCODINGS = pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 
@@ -509,6 +511,33 @@ def test_a_closed_publisher_refuses_and_a_place_with_a_retention_too(root):
         publisher.publish(gpt2(), 2)
     with pytest.raises(ValueError, match="guard= was for the snapshot"):
         Publisher(root).publish(async_ckpt.snapshot({"w": torch.ones(3)}), 3, guard=object())
+
+
+# --- trainers -----------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_skyrl_only_syncs_are_published_and_pulled(root, tmp_path):
+    """`save_sampler_checkpoint(persist=False)`: the dispatch sends the weights, which here is a version."""
+    model = torch.nn.Linear(8, 7)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    trainee = Trainee(model, optimizer, scheduler, {"model_type": "mlp"})
+    with Publisher(root) as publisher, Subscriber(root) as subscriber:
+
+        class Publishing(LocalDispatch):
+            num_sent = 0
+
+            async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
+                self.num_sent += 1
+                await publisher.publish(model, self.num_sent)
+
+        backend = CheckpointBackend(Publishing({"policy": trainee}))
+        engine = torch.nn.Linear(8, 7)
+        for version in (1, 2):
+            changed(model, 0.5)
+            backend.save_sampler_checkpoint(tmp_path / f"{version}.tar", "policy", persist=False).result()
+            assert subscriber.pull(engine).version == version
+            assert_same(state_of(engine), state_of(model))
 
 
 # --- dying ----------------------------------------------------------------------------------------------------------
