@@ -419,9 +419,10 @@ def test_a_budget_that_is_too_small_for_a_base_is_told_of_and_nothing_is_lost(ro
     with Line(root, host_bytes=1000) as line, pytest.raises(MemoryError, match="encoding=None needs none"):
         line.publish(1)
     with Line(root, line.model, encoding=None) as line:
-        line.publish(2)
+        assert line.publisher.versions() == []
+        line.publish(1)
         Subscriber(root).pull(tmp_path / "local")
-        line.assert_is(2, tmp_path / "local")
+        line.assert_is(1, tmp_path / "local")
 
 
 @needs_mount
@@ -499,6 +500,13 @@ def test_a_version_that_is_no_number_is_refused(wrong, root):
 def test_wrong_arguments_are_refused(options, error, told, root):
     with pytest.raises(error, match=told):
         Publisher(root, **options)
+
+
+def test_an_acknowledgement_that_is_no_version_is_refused_at_the_call(root):
+    publisher = Publisher(root, acknowledged=lambda: "7")
+    with pytest.raises(ValueError, match=r"acknowledged\(\) returns must be a whole number"):
+        publisher.publish(gpt2(), 1)
+    assert not root.exists()
 
 
 def test_a_closed_publisher_refuses_and_a_place_with_a_retention_too(root):

@@ -91,7 +91,11 @@ class Line:
     ) -> None:
         """`place` is the root; of what is spread over ranks, `start` and `size` are those of all ranks."""
         self.start = start
-        self._place, self._size, self._elsewhere = place, size, -2
+        self._place, self._size = place, size
+        self._elsewhere: int | None = (
+            None  # the newest version of other lines at the root, once it was looked for
+        )
+        self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
         self._ranks = None if size is None else RankLines(place)
         self.storage, self.encoding, self.keep = storage, encoding, keep
         self.versions, self.ownership = Versions(storage), Ownership(storage)
@@ -115,7 +119,7 @@ class Line:
         """See that a version may be added. Asks the storage."""
         root = self.versions.root
         self.ownership.take()
-        if self._elsewhere == -2:
+        if self._elsewhere is None:
             self._elsewhere = newest_elsewhere(self._place, self._size)
             self.storage.sweep_uploads()
         own = max(self.versions.numbers(), default=-1)
@@ -140,7 +144,14 @@ class Line:
                 unexpected=(),
                 mismatched=(),
             )
-        self.versions.delete_unfinished()
+        if not self.is_clean:
+            self.versions.delete_unfinished()
+            self.is_clean = True
+
+    def make_room(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the memory for what deltas are against, before anything is written. Raises MemoryError."""
+        if self.encoding is not None and self._anchor_every > 1:
+            self._base.lay_out(_where(tensors))
 
     def base_for(self, acknowledged: int | None) -> MemoryReplica | None:
         """What a delta may be against now; None if the version is to be an anchor."""
@@ -167,10 +178,8 @@ class Line:
         base = self._base
         if not self._follows and base.state is not None:
             return
-        changed = tensors if index.is_anchor else {name: tensors[name] for name in index.files}
-        if base.state is None:
-            base.lay_out(_where(tensors))
-            changed = tensors
+        is_all = index.is_anchor or base.state is None
+        changed = tensors if is_all else {name: tensors[name] for name in index.files}
         base.note(None)
         base.take_over(changed, self.crew)
         base.note(state)
@@ -247,6 +256,7 @@ class Publication(CopyErrand):
 
     def failed(self, error: BaseException) -> None:
         self._let_go()
+        self._line.is_clean = False
         super().failed(error)
         self._line.crew.stop()
 
@@ -268,6 +278,7 @@ class Publication(CopyErrand):
         )
         structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items())
         self._line.prepare(self._version, structure)
+        self._line.make_room(weights.tensors)
         place, prefix = self._place()
         base = self._line.base_for(self._acknowledged)
         if base is None:

@@ -159,6 +159,7 @@ class Publisher:
                     path="",
                 )
             base = None if self._acknowledged is None else self._acknowledged()
+            base = None if base is None else whole_step(base, what="what acknowledged() returns")
             publication = Publication(
                 line, number, weights, beside, base, held, unwrapped(guard), spans, called, slices
             )
