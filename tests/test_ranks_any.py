@@ -188,8 +188,8 @@ here.save(ckpt, small(1), 1)
     ended = run(worlds, script, *roots)
 
     assert outcomes(ended) == [["committed"]] * 2
-    assert 1 in open_run(roots).steps()
-    assert_holds(roots[1], 1)
+    for root in roots:  # it was tried there again, whichever was first
+        assert_holds(root, 1)
 
 
 CACHED = """

@@ -197,7 +197,7 @@ class Delivery:
         except BaseException as error:
             self.error = error
             raise
-        self.reached = Reached.COMMITTED
+        self.error, self.reached = None, Reached.COMMITTED
 
     async def take_part(self, archive: Archive, others: Sequence[Delivery]) -> None:
         """See that all ranks have done their parts there, as far as this one is to know; first of all, do this rank's.
@@ -284,12 +284,25 @@ class Delivery:
             if not self.part.done():
                 raise self.lagging("does not answer")
             self.part.result()
-            await self.commit(archives, late=True)
+            await self._commit_late(archives)
         except Exception as error:
             self.error = error
             if not self.is_kept:
                 await self.refuse(error)
         await self.take_back()
+
+    async def _commit_late(self, archives: tuple[Archive, ...]) -> None:
+        """Where other ranks wait for it, a place that was away at that moment is tried again."""
+        deadline, pause = self._spans.total() + _LAG_SECONDS, _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return await self.commit(archives, late=True)
+            except StorageUnavailableError:
+                if not self.target.may_be_sent_again or self._spans.total() > deadline:
+                    raise
+            self._drain.check()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _PAUSE_SECONDS)
 
     def leave_behind(self, calling: asyncio.Task[None]) -> None:
         """Go on without a place where a call does not return. If it does after all, nothing of the delivery stays there."""
