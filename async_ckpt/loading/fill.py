@@ -47,6 +47,11 @@ class Wanted(NamedTuple):
     offsets: Ints | None = None
 
 
+def boxes_wanted(into: torch.Tensor, offsets: Ints | None) -> Box | None:
+    """What of a tensor goes to this memory; None for all of it."""
+    return None if offsets is None else Box(offsets, tuple(into.shape))
+
+
 class _Stretch(NamedTuple):
     """Bytes of a read that go to `wanted[wanted]`."""
 
