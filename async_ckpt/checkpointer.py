@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -24,6 +25,7 @@ from .loading.match import is_looked_into
 from .loading.reading import RunReader
 from .loading.restore import restore_state
 from .loading.resume import resume
+from .loading.sharing import Sharing
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
 from .runs.roots import opened
@@ -380,6 +382,7 @@ class AsyncCheckpointer(RunReader):
         types: Iterable[type] = (),
         from_ranks: Mapping[str, int] | None = None,
         fallback: bool = False,
+        broadcast: Any = None,
     ) -> int | None:
         """Fill live objects in place from a step, by default the newest. Returns the step, or None if there is none.
 
@@ -404,49 +407,52 @@ class AsyncCheckpointer(RunReader):
             fallback: with several ranks and without `step`, whether a step that is corrupt for one of them is skipped by
                 all of them. By default that rank raises CorruptCheckpointError.
 
+            broadcast: a process group of ranks that hold the same, such as `mesh.get_group("replicate")`, or `dist.group.WORLD`
+                under DDP: each of them reads a part of that, and broadcasts it to the others. All of its ranks call this.
+
         With several ranks and without `step`, all of them call this, and take the step that rank 0 names.
 
         Raises StateMismatchError before anything is written, CorruptCheckpointError, and NotCommittedError for a `step`
         that is not committed, and when the newest goes by another `naming` than this checkpointer's.
         """
-
-        def put_back(parts: Sequence[Part]) -> None:
-            restore_state(
-                parts,
-                state,
-                select=select,
-                strict=strict,
-                trust=trust,
-                verify=verify,
-                types=types,
-                pool=self._saver.pool,
-            )
-
-        def tell(step: int, error: CorruptCheckpointError) -> None:
-            warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=4)
-
         check_verify(verify)
+        sharing = None if broadcast is None else Sharing(broadcast)
         for pending in self._saver.ledger.pending():
             pending.handle.staging_completion.exception()  # what is being copied must not be overwritten
         readers = Readers(*self._ranks.readers(from_ranks))
-        if step is not None:
-            from_step(self._roots, step, put_back, verify=bool(verify), readers=readers)
-        else:
+
+        def put_back(parts: Sequence[Part], sharing: Sharing | None) -> None:
+            how = {"select": select, "strict": strict, "trust": trust, "verify": verify, "types": types}
+            restore_state(parts, state, pool=self._saver.pool, sharing=sharing, **how)  # type: ignore[arg-type]
+
+        def tell(step: int, error: CorruptCheckpointError) -> None:
+            warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=5)
+
+        def read(step: int | None, sharing: Sharing | None) -> int | None:
+            use = partial(put_back, sharing=sharing)
+            if step is not None:
+                from_step(self._roots, step, use, verify=bool(verify), readers=readers)
+                return step
             found = resume(
                 self._roots,
-                put_back,
+                use,
                 verify=bool(verify),
                 readers=readers,
                 talk=self._ranks.talk(),
                 fallback=flag("fallback", fallback),
                 passed_over=tell,
             )
-            if found is None:
-                for told in self._roots.told_of_others():
-                    warnings.warn(f"nothing was restored: {told}", RuntimeWarning, stacklevel=2)
-                self._saver.warm(state)
-                return None
-            step = found[0]
+            return None if found is None else found[0]
+
+        if sharing is None:
+            step = read(step, None)
+        else:
+            step = sharing.restored(partial(read, step, sharing), lambda found: read(found, None))
+        if step is None:
+            for told in self._roots.told_of_others():
+                warnings.warn(f"nothing was restored: {told}", RuntimeWarning, stacklevel=2)
+            self._saver.warm(state)
+            return None
         newest = self.latest()
         self._line.restored(behind=newest is not None and step < newest)
         captured = self._saver.warm(state)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_ranks import standing_at
+from matrix_restores import restore, saved
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import ATTEMPT, Build, commit, write_all
 from states import difference
@@ -19,9 +20,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import async_ckpt
 from async_ckpt import CheckpointError, CorruptCheckpointError, StateMismatchError
 from async_ckpt.loading import lots
-from async_ckpt.loading.find import Committed, from_committed
-from async_ckpt.loading.lots import Readers
-from async_ckpt.loading.restore import restore_state
 from async_ckpt.runs import layouts
 from async_ckpt.runs.receipts import Table
 from async_ckpt.spec import MIB
@@ -44,22 +42,6 @@ def num_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(LocalReader, "read_into", counting)
     return found
-
-
-def restore(folder: Path, rank: int, world: int, live: Any, *, verify: bool = True, **how: Any) -> None:
-    """As `AsyncCheckpointer.restore` does it on a rank; this process stands there already."""
-    storage = LocalStorage(folder.parent)
-    from_committed(
-        Committed.at(storage, folder.name, lambda: storage),
-        lambda parts: restore_state(parts, live, **{k: v for k, v in how.items() if k != "from_ranks"}),
-        verify=verify,
-        readers=Readers((rank, world), how.get("from_ranks")),
-    )
-
-
-def saved(folder: Path, world: int, build: Build, **how: Any) -> Path:
-    per_rank = how.get("per_rank", ())
-    return commit(write_all(folder / "run" / "step_00000001", world, build, **how), per_rank=per_rank)
 
 
 def names_of(ranks: Any) -> set[str]:

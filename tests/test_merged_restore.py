@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from fake_ranks import no_collectives, standing_at
+from matrix_restores import SHAPES, SUITE, fully_sharded, layouts, saved, wrong_at
 from matrix_slices import numbered
 from rank_archives import Build, opened, restore_at, write_all
+from slices import ALL
 from states import difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from async_ckpt import StateMismatchError
 from async_ckpt.loading.contents import Part
@@ -24,83 +28,35 @@ from async_ckpt.spec import MIB
 from async_ckpt.state.sharded import local_part
 from async_ckpt.storage.local import LocalReader
 
-SHAPES = {"a": (13, 6), "b": (7,), "c": (6, 10, 4), "d": (2, 40)}
+
+@pytest.fixture(scope="module")
+def step_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a step that was saved in this layout."""
+    return functools.cache(lambda name: saved(tmp_path_factory.mktemp("layout"), *SUITE[name]))
 
 
-def cut(mesh_shape: tuple[int, ...], *placements: Any) -> Callable[[int], dict[str, Any]]:
-    """Numbered tensors as `distribute_tensor` cuts them."""
-
-    def build(_: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=tuple("xyz"[: len(mesh_shape)]))
-        return {
-            name: distribute_tensor(
-                numbered(shape), mesh, [p if getattr(p, "dim", 0) < len(shape) else Replicate() for p in placements],
-                src_data_rank=None,
-            )
-            for name, shape in SHAPES.items()
-        }  # fmt: skip
-
-    return build
-
-
-def plain(_: int) -> dict[str, Any]:
-    return {name: numbered(shape) for name, shape in SHAPES.items()}
-
-
-def fully_sharded(world: int) -> Callable[[int], dict[str, Any]]:
-    def build(_: int) -> dict[str, Any]:
-        module = nn.Module()
-        for name, shape in SHAPES.items():
-            module.register_parameter(name, nn.Parameter(numbered(shape)))
-        fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
-        return dict(module.named_parameters())
-
-    return build
-
-
-def strided(_: int) -> dict[str, Any]:
-    """fully_shard over tensor parallelism, on 6 ranks."""
-    made = {}
-    for name, shape in SHAPES.items():
-        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-        module = nn.Module()
-        full = distribute_tensor(numbered(shape), mesh["tp"], [Shard(0)], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(full))
-        fully_shard(module, mesh=mesh["dp"])
-        made |= dict(module.named_parameters())
-    return made
-
-
-LAYOUTS: dict[str, tuple[int, Build]] = {
-    "DDP": (2, plain),
-    "FSDP2 on 2": (2, fully_sharded(2)),
-    "FSDP2 on 3": (3, fully_sharded(3)),
-    "FSDP2 on 9": (9, fully_sharded(9)),
-    "TP": (2, cut((2,), Shard(1))),
-    "TP twice": (6, cut((2, 3), Shard(1), Shard(2))),
-    "HSDP": (4, cut((2, 2), Replicate(), Shard(0))),
-    "FSDP2 over TP": (6, strided),
-}
-
-
-@pytest.mark.parametrize("after", LAYOUTS)
-@pytest.mark.parametrize("before", LAYOUTS)
-def test_each_rank_gets_its_own_of_what_any_layout_has_saved(before: str, after: str, tmp_path: Path):
+@pytest.mark.parametrize("after", SUITE)
+@pytest.mark.parametrize("before", SUITE)
+def test_each_rank_gets_its_own_of_what_any_layout_has_saved(
+    before: str, after: str, step_of: Callable[[str], Path]
+):
     """The oracle is torch's own cutting: what it made is emptied, filled, and compared with what it was."""
-    world, build = LAYOUTS[before]
-    paths = write_all(tmp_path, world, build)
+    world, build = SUITE[after]
 
-    world, build = LAYOUTS[after]
     for rank in range(world):
-        with standing_at(rank, world), torch.no_grad():
-            live, expected = build(rank), build(rank)
-            for tensor in live.values():
-                local_part(tensor).fill_(-1)
+        assert wrong_at(rank, world, build, step_of(before)) == [], rank
 
-            restore_at(rank, world, paths, live)
 
-            for name, tensor in live.items():
-                assert torch.equal(local_part(tensor), local_part(expected[name])), (rank, name)
+def test_a_few_of_all_layouts_into_a_few_others(tmp_path: Path):
+    """Of the whole matrix, see `matrix_restores`."""
+    chance, every = random.Random(torch.initial_seed()), layouts(4)
+    num_sources = len(every) if ALL else 4
+    for number, before in enumerate(chance.sample(sorted(every), num_sources)):
+        step = saved(tmp_path / str(number), *every[before])
+        for after in chance.sample(sorted(every), 6):
+            world, build = every[after]
+            rank = chance.randrange(world)
+            assert wrong_at(rank, world, build, step) == [], (before, after, rank)
 
 
 # --- models and optimizers ----------------------------------------------------------------------------------------------
@@ -397,7 +353,7 @@ class Training:
         return {"tensors": dict(self.tensors), "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert all(isinstance(tensor, DTensor) for tensor in state["tensors"].values())
+        assert all(isinstance(tensor, DTensor) for tensor in state["tensors"].values() if tensor.dim())
         self.tensors, self.epoch = state["tensors"], state["epoch"]
 
 

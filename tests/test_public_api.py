@@ -90,7 +90,7 @@ SIGNATURES = {
     ),
     AsyncCheckpointer.restore: (
         "(self, state, step=None, *, select=None, strict=True, trust=False, verify=True, types=(), from_ranks=None, "
-        "fallback=False)"
+        "fallback=False, broadcast=None)"
     ),
     AsyncCheckpointer.steps: "(self)",
     AsyncCheckpointer.catch_up: "(self)",

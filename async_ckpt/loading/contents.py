@@ -84,6 +84,10 @@ class Contents:
         """Whether only some of the ranks that have saved it had this entry."""
         return False
 
+    def is_of_each(self, number: int) -> bool:  # noqa: ARG002
+        """Whether it is a tensor that each rank has its own of."""
+        return False
+
     def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:  # noqa: ARG002
         """The pickled leaves; none are opened unless one of them is asked for."""
         return []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from enum import Enum
 from typing import Any, Final
 
@@ -20,7 +20,6 @@ import torch
 from ..errors import StateMismatchError, UnsupportedStateError
 from ..spec import with_article
 from ..state.capture import why_not
-from ..state.cover import Box
 from ..state.dtypes import dtype_name
 from ..state.held import Held
 from ..state.keyed import keys_below, name_of
@@ -68,11 +67,6 @@ class Match:
     def fits(self) -> bool:
         """Whether anything of it has a place in the live state."""
         return bool(self._has_tensors or self.wanted or self.actions)
-
-    def boxes(self) -> Iterator[tuple[int, Box | None]]:
-        """What is wanted of which tensors."""
-        for number, into, offsets in self.wanted.values():
-            yield number, None if offsets is None else Box(offsets, tuple(into.shape))
 
     def raise_problems(self, strict: bool) -> None:
         missing, unexpected = (self.missing, self.unexpected) if strict else ([], [])

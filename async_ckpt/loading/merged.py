@@ -86,6 +86,7 @@ class Merged(Contents):
         choice = Choice(rank if world_size == self.world_size else None, dict(from_ranks or {}))
         self._merged = self._merge(per_rank, choice, groups)
         self.chosen, self.apart = self._merged.chosen, self._merged.apart
+        self._apart_names = frozenset(map(dotted, self.apart))
         self.index = self._index()
         # Tensors that one rank has for itself, though it holds them together with others.
         own = frozenset(per_rank)
@@ -181,6 +182,9 @@ class Merged(Contents):
         raise ValueError(
             f"mmap=True maps one file, but several ranks have saved {self.path}, each in a file of its own; leave mmap out"
         )
+
+    def is_of_each(self, number: int) -> bool:
+        return is_within(dotted(self.index.tensors[number].path), self._apart_names)
 
     def is_of_some(self, path: Path) -> bool:
         return path in self._merged.of_some

@@ -8,6 +8,7 @@ one error, before the first byte is written. Then tensors are filled, and last w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +20,11 @@ from ..host.pool import SegmentPool
 from ..spec import with_article
 from ..state.names import Select
 from ..state.plain import is_frozen, is_record
-from .contents import Part
-from .fill import fill, planned
+from .contents import Contents, Part
+from .fill import Wanted, boxes_wanted, fill, planned
 from .load import Verify, check_lent, check_select, raise_unless_any
 from .match import Match
+from .sharing import Item, Sharing
 
 
 def restore_state(
@@ -35,11 +37,13 @@ def restore_state(
     verify: Verify = True,
     types: Iterable[type] = (),
     pool: SegmentPool | None = None,
+    sharing: Sharing | None = None,
 ) -> None:
     """Fill live objects from one archive or several: the first has the step's own, the others what it borrows.
 
     Top-level entries of the archives that `live` lacks are left alone. `verify="first"` reads everything twice and never
-    half-writes. It is read through what `pool` can spare. With `strict=False`, missing and unexpected names are passed over, as long as some name is in both; shapes
+    half-writes. It is read through what `pool` can spare. With `sharing`, what other ranks hold, too, is read in part, and the rest
+    is left to that. With `strict=False`, missing and unexpected names are passed over, as long as some name is in both; shapes
     and dtypes must match all the same. Raises StateMismatchError before anything is written, CorruptCheckpointError with
     `partly_overwritten`.
     """
@@ -70,18 +74,41 @@ def restore_state(
             match.archive.need_names()
             match.archive.check_headers()  # it may be the index that is wrong
             raise
-        match.archive.need(match.boxes())
-    plan = planned((match.archive, match.wanted.values()) for match, _ in matches)
+    wanted = [(match.archive, [*match.wanted.values()]) for match, _ in matches]
+    if sharing is not None:
+        wanted = _own(wanted, sharing)
+    for archive, items in wanted:
+        archive.need((number, boxes_wanted(into, offsets)) for number, into, offsets in items)
+    plan = planned(wanted)
     if verify == "first":
         fill(plan, copy=False, pool=pool)
+    actions = [action for match, _ in matches for action in match.actions]
+    actions += [functools.partial(live.update, share) for _, share in matches if share is not live]
     with _partly_overwritten():
         fill(plan, pool=pool)
+        if sharing is not None:
+            sharing.afterwards(actions)
+            return
         with torch.no_grad():
-            for match, share in matches:
-                for action in match.actions:
-                    action()
-                if share is not live:
-                    live.update(share)
+            for action in actions:
+                action()
+
+
+def _own(
+    wanted: Sequence[tuple[Contents, list[Wanted]]], sharing: Sharing
+) -> list[tuple[Contents, list[Wanted]]]:
+    """What this rank is to read: its part of what others want, too, and all that ranks have for themselves."""
+    shared: list[Item] = []
+    of_file: dict[int, Contents] = {}
+    kept: list[tuple[Contents, list[Wanted]]] = []
+    for archive, items in wanted:
+        own = [item for item in items if archive.is_of_each(item.number)]
+        kept.append((archive, own))
+        for item in items:
+            if not archive.is_of_each(item.number):
+                of_file[id(item)] = archive
+                shared.append(Item(f"{archive.path}/{archive.index.tensors[item.number].dotted}", item))
+    return [*kept, *((of_file[id(item)], [item]) for item in sharing.own(shared))]
 
 
 def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:

@@ -1,0 +1,165 @@
+"""Ranks that hold the same read a part each, and broadcast it to the others of their group.
+
+In: what each of them is to fill, and a process group of the caller's. Out: the same, filled. Knows nothing of: archives, steps.
+
+Collectives are called here alone, on the thread that restores, and in the same order whatever happens: each rank first reads
+its part, or fails; then all say how that went; and only if it went well everywhere, what they have read is broadcast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import torch
+
+from ..errors import PeerFailedError
+from ..spec import MIB
+from ..staging.device import flat_bytes
+from .fill import Wanted
+
+T = TypeVar("T")
+# What is smaller goes with others, in one message.
+_SMALL_BYTES: Final = MIB
+_MESSAGE_BYTES: Final = 64 * MIB
+
+
+class Item(NamedTuple):
+    """Memory that each rank of the group has to fill with the same bytes, which `name` says for all of them."""
+
+    name: str
+    wanted: Wanted
+
+
+class Sharing:
+    """One restore of the ranks of a group. Raises ValueError for what is no group that this rank is in."""
+
+    def __init__(self, group: Any) -> None:
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError("broadcast= is a process group, and none is initialised")
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"broadcast must be a process group, such as mesh.get_group('replicate') or dist.group.WORLD, got {group!r:.100}"
+            )
+        self._dist, self._group = dist, group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._items: list[Item] = []
+        self._owners: list[int] = []
+        self._actions: list[Callable[[], None]] = []
+
+    def own(self, items: Sequence[Item]) -> list[Wanted]:
+        """What this rank is to read of these; about as many bytes as each other rank."""
+        self._forget()
+        self._items = list(items)
+        total, at = sum(item.wanted.into.nbytes for item in items), 0
+        for item in items:
+            self._owners.append((at * self._size) // total if total else 0)
+            at += item.wanted.into.nbytes
+        return [
+            item.wanted for item, owner in zip(self._items, self._owners, strict=True) if owner == self._rank
+        ]
+
+    def afterwards(self, actions: Iterable[Callable[[], None]]) -> None:
+        """What is to be done once everything is there."""
+        self._actions += actions
+
+    def restored(self, read: Callable[[], T], read_all: Callable[[T], object]) -> T:
+        """What `read` returns, alike on all ranks, once it has filled this rank's part; `read_all` fills all of it.
+
+        Raises what `read` raises, and PeerFailedError if it has raised on another rank.
+        """
+        found: T | None = None
+        error: Exception | None = None
+        try:
+            found = read()
+        except Exception as caught:
+            error = caught
+        told: list[Any] = [None] * self._size
+        mine = (found, self._digest(), None if error is None else f"{type(error).__name__}: {error}"[:2000])
+        self._dist.all_gather_object(told, mine, group=self._group)
+        if error is not None:
+            raise error
+        made = cast(T, found)
+        for number, (_, _, failure) in enumerate(told):
+            if failure is not None:
+                rank = self._dist.get_global_rank(self._group, number)
+                raise PeerFailedError(
+                    f"rank {rank} could not read its part of what is broadcast: {failure} - and the live state is partly overwritten by "
+                    "now: restore another step before training on",
+                    rank=rank,
+                    undecided=False,
+                )
+        if any(step != found for step, _, _ in told):
+            raise ValueError(
+                f"the ranks of broadcast= restore different steps: {[step for step, _, _ in told]}; give all of them the same"
+            )
+        if any(digest != mine[1] for _, digest, _ in told):
+            warnings.warn(
+                "the ranks of broadcast= hold different slices, so each of them reads all of its own; give the group of ranks that hold "
+                "the same, such as mesh.get_group('replicate')",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            read_all(made)
+        else:
+            self._broadcast()
+            with torch.no_grad():
+                for action in self._actions:
+                    action()
+        self._forget()
+        return made
+
+    def _digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for name, wanted in self._items:
+            told = [name, wanted.offsets, tuple(wanted.into.shape), str(wanted.into.dtype)]
+            digest.update(repr(told).encode(errors="backslashreplace"))
+        return digest.hexdigest()
+
+    def _broadcast(self) -> None:
+        small: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+        for item, owner in zip(self._items, self._owners, strict=True):
+            tensor = item.wanted.into.detach()
+            if not tensor.nbytes:
+                continue
+            if not tensor.is_inference() and owner != self._rank:
+                torch.autograd.graph.increment_version(tensor)  # others see by it that it was written to
+            if tensor.nbytes < _SMALL_BYTES:
+                small.setdefault((owner, tensor.device), []).append(tensor)
+            else:
+                self._send([tensor], owner)
+        for (owner, _), tensors in small.items():
+            at_once = max(1, _MESSAGE_BYTES // _SMALL_BYTES)
+            for begin in range(0, len(tensors), at_once):
+                self._send(tensors[begin : begin + at_once], owner)
+
+    def _send(self, tensors: Sequence[torch.Tensor], owner: int) -> None:
+        """From one rank to the others, as bytes: not every backend knows every dtype."""
+        with torch.inference_mode():
+            is_as_it_is = len(tensors) == 1 and _is_dense(tensors[0])
+            parts = [
+                flat_bytes(one if _is_dense(one) else one.resolve_conj().resolve_neg().contiguous())
+                for one in tensors
+            ]
+            message = parts[0] if is_as_it_is else torch.cat(parts)
+            source = self._dist.get_global_rank(self._group, owner)
+            for begin in range(0, message.numel(), _MESSAGE_BYTES):
+                self._dist.broadcast(message[begin : begin + _MESSAGE_BYTES], src=source, group=self._group)
+            if is_as_it_is or owner == self._rank:
+                return
+            for tensor, part in zip(tensors, message.split([part.numel() for part in parts]), strict=True):
+                if _is_dense(tensor):
+                    flat_bytes(tensor).copy_(part)
+                else:
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
