@@ -11,6 +11,7 @@ import torch
 from exported import assert_same, weights_in
 from published import files_below
 from rank_worlds import Worlds
+from slices import ALL
 
 from async_ckpt import (
     CorruptCheckpointError,
