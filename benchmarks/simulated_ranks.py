@@ -268,12 +268,13 @@ class SimulatedWorld:
             when[int(at - LATENCY_SECONDS)] += 1 + self._is_first
             moment = at
             for number, pause in enumerate(agreement._looks(True, self.size)):
+                moment += pause if number else pause * self._random.random()
                 when[int(moment)] += 1
                 if moment >= put_at:
                     break
-                asks_for_verdict = number % agreement._LOOKS_PER_VERDICT == 0
+                asks_for_verdict = number % agreement._LOOKS_PER_VERDICT == agreement._LOOKS_PER_VERDICT - 1
                 when[int(moment)] += asks_for_verdict
-                moment += (1 + asks_for_verdict) * LATENCY_SECONDS + pause
+                moment += (1 + asks_for_verdict) * LATENCY_SECONDS
             last = max(last, moment + LATENCY_SECONDS)
         return last, when
 

@@ -73,6 +73,21 @@ def test_a_writer_stages_by_itself_and_no_save_sees_the_bytes_of_another(tmp_pat
         assert torch.equal(async_ckpt.load(tmp_path / f"{number}")["w"], weight(number))
 
 
+def test_one_writer_has_several_saves_under_way_that_all_go_where_they_should(tmp_path):
+    writer = Held(tmp_path / "none")
+    responses = [
+        dcp.async_save({"n": number}, storage_writer=writer, checkpoint_id=tmp_path / f"{number}")
+        for number in range(3)
+    ]
+    writer.may_write.set()
+    for number, response in enumerate(responses):
+        response.upload_completion.result(60)
+        assert async_ckpt.load(tmp_path / f"{number}") == {"n": number}
+    dcp.save({"n": 3}, storage_writer=writer, checkpoint_id=tmp_path / "3")
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3"]
+    assert all(len(os.listdir(tmp_path / name)) == 2 for name in "0123")
+
+
 def test_memory_is_used_again_once_nobody_holds_the_copy(stager):
     state = {"w": weight(1)}
     first = stager.stage(state).result(60)["w"]

@@ -46,10 +46,10 @@ def test_rank_0_commits_with_a_few_listings_however_many_ranks_there_are(kind):
         assert many.commit_seconds < few.commit_seconds + 2
 
 
-def test_receipts_are_deleted_when_the_step_is_committed_and_nobody_waits():
+def test_receipts_are_deleted_when_the_step_is_committed_by_a_few_requests():
     for one in saves("FSDP", 1024):
         assert one.rank_0.requests < 100
-        assert one.afterwards_requests > 1024
+        assert 2 < one.afterwards_requests < 30
 
 
 def test_a_receipt_says_by_its_name_which_copies_its_rank_has():

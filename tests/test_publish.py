@@ -47,8 +47,11 @@ from async_ckpt import (
     UnsupportedStateError,
 )
 from async_ckpt.format.delta import INDEX, parse
+from async_ckpt.integrations.skyrl import CheckpointBackend
+from async_ckpt.publishing.versions import Ownership
 from async_ckpt.saving.default import held_memory
 from async_ckpt.storage.place import storage_at
+from examples.dispatch import LocalDispatch, Trainee
 
 ENCODINGS = pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 
@@ -356,13 +359,13 @@ def test_of_two_publishers_at_one_root_the_one_that_came_first_is_told_and_harms
 
 
 def test_a_root_that_is_taken_while_a_version_is_written_does_not_get_it(root, monkeypatch):
-    line, other = Line(root), Publisher(root)
+    line = Line(root)
     line.publish(1)
     real = type(line.publisher._line).base_for
 
     def taken(self: Any, acknowledged: int | None) -> Any:
         monkeypatch.undo()
-        other._line.ownership.take()
+        Ownership(storage_at(root)).take()
         return real(self, acknowledged)
 
     monkeypatch.setattr(type(line.publisher._line), "base_for", taken)
@@ -416,9 +419,10 @@ def test_a_budget_that_is_too_small_for_a_base_is_told_of_and_nothing_is_lost(ro
     with Line(root, host_bytes=1000) as line, pytest.raises(MemoryError, match="encoding=None needs none"):
         line.publish(1)
     with Line(root, line.model, encoding=None) as line:
-        line.publish(2)
+        assert line.publisher.versions() == []
+        line.publish(1)
         Subscriber(root).pull(tmp_path / "local")
-        line.assert_is(2, tmp_path / "local")
+        line.assert_is(1, tmp_path / "local")
 
 
 @needs_mount
@@ -426,6 +430,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_delta_leaves_what_was_published(tm
     state = {"weight": torch.randn(2**20)}
     with mounted(tmp_path / "small", "size=9m") as folder, Publisher(folder) as publisher:
         publisher.publish(state, 1).result()
+        publisher._wait()
         before = files_below(folder)
         state["weight"].neg_()
         state["weight"].mul_(torch.randn(2**20))  # a delta as large as the weights
@@ -497,6 +502,13 @@ def test_wrong_arguments_are_refused(options, error, told, root):
         Publisher(root, **options)
 
 
+def test_an_acknowledgement_that_is_no_version_is_refused_at_the_call(root):
+    publisher = Publisher(root, acknowledged=lambda: "7")
+    with pytest.raises(ValueError, match=r"acknowledged\(\) returns must be a whole number"):
+        publisher.publish(gpt2(), 1)
+    assert not root.exists()
+
+
 def test_a_closed_publisher_refuses_and_a_place_with_a_retention_too(root):
     with pytest.raises(ValueError, match="keep="):
         Publisher(Place(root, keep=3))
@@ -507,6 +519,33 @@ def test_a_closed_publisher_refuses_and_a_place_with_a_retention_too(root):
         publisher.publish(gpt2(), 2)
     with pytest.raises(ValueError, match="guard= was for the snapshot"):
         Publisher(root).publish(async_ckpt.snapshot({"w": torch.ones(3)}), 3, guard=object())
+
+
+# --- trainers -----------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_skyrl_only_syncs_are_published_and_pulled(root, tmp_path):
+    """`save_sampler_checkpoint(persist=False)`: the dispatch sends the weights, which here is a version."""
+    model = torch.nn.Linear(8, 7)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    trainee = Trainee(model, optimizer, scheduler, {"model_type": "mlp"})
+    with Publisher(root) as publisher, Subscriber(root) as subscriber:
+
+        class Publishing(LocalDispatch):
+            num_sent = 0
+
+            async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
+                self.num_sent += 1
+                await publisher.publish(model, self.num_sent)
+
+        backend = CheckpointBackend(Publishing({"policy": trainee}))
+        engine = torch.nn.Linear(8, 7)
+        for version in (1, 2):
+            changed(model, 0.5)
+            backend.save_sampler_checkpoint(tmp_path / f"{version}.tar", "policy", persist=False).result()
+            assert subscriber.pull(engine).version == version
+            assert_same(state_of(engine), state_of(model))
 
 
 # --- dying ----------------------------------------------------------------------------------------------------------
@@ -546,6 +585,22 @@ def test_a_training_that_is_killed_at_any_call_has_published_all_of_a_version_or
         with Publisher(root) as publisher:
             publisher.publish(wanted, 4).result()
         assert_only(root, "publisher.json", *(f"weight_v{v:06d}" for v in publisher.versions()))
+
+
+def test_a_process_that_exits_at_once_publishes_what_it_was_told_to(tmp_path, nursery):
+    script = """
+    import sys, torch, async_ckpt
+    publisher = async_ckpt.Publisher(sys.argv[1])
+    state = {"weight": torch.zeros(3_000_000)}
+    for version in (1, 2):
+        state["weight"] += 1
+        publisher.publish(state, version)
+    """
+    ended = nursery.run(script, tmp_path / "weights")
+
+    assert (ended.status, ended.err) == (0, "")
+    Subscriber(tmp_path / "weights").pull(tmp_path / "local")
+    assert bool((weights_in(tmp_path / "local")["weight"] == 2).all())
 
 
 # --- stores ---------------------------------------------------------------------------------------------------------

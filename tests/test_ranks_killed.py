@@ -23,8 +23,11 @@ from async_ckpt import Place
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 DYING = """
+import json
 from async_ckpt import Place
 from children import die_at, die_at_request
+write = os.write  # to the test, which is no file
+here.tell = lambda what: write(1, (json.dumps(what) + "\\n").encode())
 who, root = {who}, {root}
 with open_run(root, keep=2) as ckpt:
     state = small(2)

@@ -607,14 +607,14 @@ def test_a_pull_that_is_killed_at_any_call_that_changes_the_disk_is_taken_up(lin
     ended = nursery.run(PULLS, line.root, tmp_path / "whole", 0, -1)
     num_calls = int(ended.out.split()[-3])
     assert num_calls > 5
-    for number in range(1, num_calls + 1, one_in(5)):
+    for number in range(1, num_calls + 1, one_in(9)):
         folder = tmp_path / "locals" / f"{number}"
         ended = nursery.run(PULLS, line.root, folder, number, -1)
         assert (ended.status, ended.out) == (-9, "pulled\n")
         assert_taken_up(line, folder)
 
 
-@pytest.mark.parametrize("change", range(0, 30, one_in(9)))
+@pytest.mark.parametrize("change", range(0, 30, one_in(15)))
 def test_a_pull_that_is_killed_with_half_of_a_delta_applied_is_taken_up(change, line, tmp_path, nursery):
     folder = tmp_path / "locals" / "killed"
     ended = nursery.run(PULLS, line.root, folder, 0, change)

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import xxhash
 
@@ -67,6 +67,28 @@ def structure_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
     return checksum(json.dumps(rows).encode())
 
 
+class SliceOf(NamedTuple):
+    """Which part of a tensor of the model one of these tensors is, where each rank publishes what it holds."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def parsed(cls, told: Any) -> SliceOf:
+        """Raises ValueError or TypeError for what is none."""
+        name, dtype, *numbers = told
+        shape, offsets, sizes = (tuple(int(n) for n in of_dims) for of_dims in numbers)
+        fits = len(shape) == len(offsets) == len(sizes) and all(
+            0 <= at <= at + size <= length for length, at, size in zip(shape, offsets, sizes, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"{name!r:.200} has a slice that is not in it")
+        return cls(str(name), str(dtype), shape, offsets, sizes)
+
+
 @dataclass(frozen=True, slots=True)
 class VersionIndex:
     """What the index of a version says. Texts are empty, and mappings too, where its writer did not say it."""
@@ -79,9 +101,10 @@ class VersionIndex:
     base_identity: str = ""
     structure: str = ""
     checksums: Mapping[str, str] = field(default_factory=dict)  # of all tensors, of an anchor
-    digests: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of each other file, and of each file of a delta
+    digests: Mapping[str, str] = field(default_factory=dict)  # of all other files, and of those of a delta
+    # Where each rank publishes what it holds: by which start of them all, and what part of a tensor each tensor is.
+    start: str = ""
+    slices: Mapping[str, SliceOf] = field(default_factory=dict)
 
     @property
     def is_anchor(self) -> bool:
@@ -95,6 +118,8 @@ class VersionIndex:
         """What goes under "metadata"."""
         ours: dict[str, Any] = {"identity": self.identity, "structure": self.structure}
         ours["digests"] = dict(self.digests)
+        if self.start:
+            ours |= {"start": self.start, "slices": dict(self.slices)}
         told: dict[str, Any] = {"version": f"{self.version:06d}", "checksum_format": _CHECKSUMS}
         if self.base is None:
             ours["checksums"] = dict(self.checksums)
@@ -120,7 +145,8 @@ def parse(data: bytes, version: int) -> VersionIndex:
         ours = dict(metadata.get(_OURS) or {})
         digests = {str(name): str(digest) for name, digest in dict(ours.get("digests") or {}).items()}
         checksums = {str(name): str(digest) for name, digest in dict(ours.get("checksums") or {}).items()}
-        texts = {key: str(ours.get(key, "")) for key in ("identity", "structure", "base_identity")}
+        texts = {key: str(ours.get(key, "")) for key in ("identity", "structure", "base_identity", "start")}
+        slices = {str(key): SliceOf.parsed(one) for key, one in dict(ours.get("slices") or {}).items()}
         number = int(metadata.get("version", version))
         is_delta = "delta_encoding" in metadata
         base = int(metadata["base_version"]) if is_delta else None
@@ -140,6 +166,7 @@ def parse(data: bytes, version: int) -> VersionIndex:
         encoding=metadata.get("delta_encoding"),
         checksums=checksums,
         digests=digests,
+        slices=slices,
         **texts,
     )
 

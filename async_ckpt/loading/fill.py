@@ -22,7 +22,7 @@ from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
 from ..host.process import OnceInProcess
 from ..host.threads import Crew
-from ..spec import BLOCK_BYTES, DTYPES, MIB, PAGE_BYTES, Extent, align_up
+from ..spec import BLOCK_BYTES, DTYPES, KIB, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
 from ..state.cover import Box, Run, runs
 from ..state.slices import Ints
@@ -30,6 +30,8 @@ from .contents import CPU, Contents
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
 READ_BYTES: Final = 8 * MIB
+# What torch copies on the thread that asks; it would share more among threads of its own.
+_FEW_BYTES: Final = 32 * KIB - 1
 # Some read while others verify and copy.
 _MIN_READERS: Final = 12
 _MAX_READERS: Final = 16
@@ -207,9 +209,22 @@ def _copy_out(read: Read, segment: Segment, targets: list[_Target], streams: dic
             _enqueue(parts, segment, targets, device, stream)
     for wanted, run in read.parts:
         target = targets[wanted]
-        if target.pointer:
-            for source, into, length, *_ in run.apart() if run.times > 1 else (run,):
+        if target.pointer and run.times > 1 and run.length < _FEW_BYTES:
+            _copy_rows(run, segment, target)
+        elif target.pointer:
+            for source, into, length, *_ in run.apart():
                 memmove(target.pointer + into, segment.address + source, length)
+
+
+def _copy_rows(run: Run, segment: Segment, target: _Target) -> None:
+    """Many short pieces, a few at a time: one call for each would keep all other threads from running."""
+    per_copy = _FEW_BYTES // run.length
+    with torch.inference_mode():  # the target may have been made in it
+        for first in range(0, run.times, per_copy):
+            shape = min(per_copy, run.times - first), run.length
+            piece = segment.tensor[run.source + first * run.source_step :]
+            into = target.flat[run.target + first * run.target_step :]
+            into.as_strided(shape, (run.target_step, 1)).copy_(piece.as_strided(shape, (run.source_step, 1)))
 
 
 def _enqueue(

@@ -33,6 +33,7 @@ from ..format import safetensors
 from ..format.delta import (
     INDEX,
     Encoding,
+    SliceOf,
     VersionIndex,
     checksum,
     dump_delta,
@@ -56,8 +57,10 @@ from ..storage.base import Sink, Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.disk import free_bytes_at, full, sync_folder, translated
 from ..storage.local import LocalStorage
+from ..storage.place import Place
 from ..storage.scratch import Scratch
 from .difference import checksum_of, encode
+from .ranks import RankLines, Start, newest_elsewhere
 from .replica import MemoryReplica, bring
 from .versions import Ownership, State, Versions, Where
 
@@ -82,7 +85,18 @@ class Line:
         keep: int | None,
         max_bytes: int | None,
         follows: bool,
+        place: Place,
+        start: Start | None = None,
+        size: int | None = None,
     ) -> None:
+        """`place` is the root; of what is spread over ranks, `start` and `size` are those of all ranks."""
+        self.start = start
+        self._place, self._size = place, size
+        self._elsewhere: int | None = (
+            None  # the newest version of other lines at the root, once it was looked for
+        )
+        self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
+        self._ranks = None if size is None else RankLines(place)
         self.storage, self.encoding, self.keep = storage, encoding, keep
         self.versions, self.ownership = Versions(storage), Ownership(storage)
         # Not all of them: the training has the better claim, and is slowed by whoever reads memory beside it.
@@ -105,7 +119,11 @@ class Line:
         """See that a version may be added. Asks the storage."""
         root = self.versions.root
         self.ownership.take()
-        newest = max(self.versions.numbers(), default=-1)
+        if self._elsewhere is None:
+            self._elsewhere = newest_elsewhere(self._place, self._size)
+            self.storage.sweep_uploads()
+        own = max(self.versions.numbers(), default=-1)
+        newest = max(own, self._elsewhere)
         if newest == version:
             raise StepExistsError(
                 f"{root}: version {version} is published already; give a higher one", step=version
@@ -117,16 +135,23 @@ class Line:
                 step=version,
                 newest=newest,
             )
-        before = self._structure or (self.versions.read(newest).structure if newest >= 0 else "")
+        before = self._structure or (self.versions.read(own).structure if own >= 0 else "")
         if before not in ("", structure):
             raise StateMismatchError(
-                f"{root}: version {newest} has tensors of other names, dtypes or shapes, and readers apply one version to the "
+                f"{root}: version {own} has tensors of other names, dtypes or shapes, and readers apply one version to the "
                 "other; publish another model to a root of its own",
                 missing=(),
                 unexpected=(),
                 mismatched=(),
             )
-        self.versions.delete_unfinished()
+        if not self.is_clean:
+            self.versions.delete_unfinished()
+            self.is_clean = True
+
+    def make_room(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the memory for what deltas are against, before anything is written. Raises MemoryError."""
+        if self.encoding is not None and self._anchor_every > 1:
+            self._base.lay_out(_where(tensors))
 
     def base_for(self, acknowledged: int | None) -> MemoryReplica | None:
         """What a delta may be against now; None if the version is to be an anchor."""
@@ -153,10 +178,8 @@ class Line:
         base = self._base
         if not self._follows and base.state is not None:
             return
-        changed = tensors if index.is_anchor else {name: tensors[name] for name in index.files}
-        if base.state is None:
-            base.lay_out(_where(tensors))
-            changed = tensors
+        is_all = index.is_anchor or base.state is None
+        changed = tensors if is_all else {name: tensors[name] for name in index.files}
         base.note(None)
         base.take_over(changed, self.crew)
         base.note(state)
@@ -166,7 +189,12 @@ class Line:
         if self.keep is None:
             return
         there = self.versions.numbers()
-        needed = self.versions.needed_by(there[-self.keep :])
+        # Of what other ranks may yet fail to publish, what is whole counts, and all after it.
+        whole = there if self._ranks is None else sorted(self._ranks.sizes())
+        if not whole:
+            return
+        oldest = whole[-self.keep :][0]
+        needed = self.versions.needed_by([number for number in there if number >= oldest])
         self.versions.delete([number for number in there if number not in needed])
 
     def close(self) -> None:
@@ -195,6 +223,7 @@ class Publication(CopyErrand):
         optimizers: Optimizers,
         spans: Spans,
         called: Future[float],
+        slices: Mapping[str, SliceOf] | None = None,
     ) -> None:
         names, tensors = list(weights.tensors), list(weights.tensors.values())
         self._folder = folder_of(version)
@@ -209,6 +238,7 @@ class Publication(CopyErrand):
             called=called,
         )
         self._line, self._version, self._acknowledged = line, version, acknowledged
+        self._slices = slices or {}
         self._small = {**weights.files, **beside}
         self._total_bytes = sum(tensor.nbytes for tensor in tensors)
         copies = tensors if held is not None else self.copy.tensors
@@ -226,6 +256,7 @@ class Publication(CopyErrand):
 
     def failed(self, error: BaseException) -> None:
         self._let_go()
+        self._line.is_clean = False
         super().failed(error)
         self._line.crew.stop()
 
@@ -247,6 +278,7 @@ class Publication(CopyErrand):
         )
         structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items())
         self._line.prepare(self._version, structure)
+        self._line.make_room(weights.tensors)
         place, prefix = self._place()
         base = self._line.base_for(self._acknowledged)
         if base is None:
@@ -282,6 +314,8 @@ class Publication(CopyErrand):
             structure=structure,
             checksums=checksums,
             digests={name: checksum(data) for name, data in self._small.items()},
+            start=self._start(),
+            slices=self._slices,
         )
         state = State(self._version, identity, structure, checksums)
         return index, state, index_of(shards, **index.metadata())
@@ -343,8 +377,13 @@ class Publication(CopyErrand):
             base_identity=base.state.identity,
             structure=structure,
             digests=digests,
+            start=self._start(),
+            slices=self._slices,
         )
         return index, state, dump_delta(index)
+
+    def _start(self) -> str:
+        return "" if self._line.start is None else self._line.start.word(self._check)
 
     def _files_of_frames(self, base: MemoryReplica) -> Iterator[dict[str, tuple[bytes, str]]]:
         """The frames of each file, by name."""

@@ -6,12 +6,13 @@ checkpoints.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 
@@ -19,6 +20,8 @@ from ..around.export import files_of
 from ..around.hub import Weights, weights_of
 from ..errors import ClosedError, UnsupportedStateError
 from ..format.delta import ENCODINGS, Encoding
+from ..host.process import OnceInProcess
+from ..host.ranks import world_of
 from ..host.threads import running_future
 from ..host.waiting import ENDS_THE_WAIT, Wait, wait_for
 from ..saving.handle import SaveHandle
@@ -29,8 +32,19 @@ from ..staging.guard import unwrapped
 from ..staging.held import refuse_guard
 from ..state.held import Held, module_of
 from ..state.wrappers import plain_model
+from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
 from .publication import Line, Publication
+from .ranks import RankLines, Start, is_spread, own_slices, place_of_rank
+from .versions import Versions
+
+
+def _counting(_: str) -> Iterator[int]:
+    return itertools.count()
+
+
+# Of spread models, by root: which publisher this is there, on each rank alike.
+_openings: Final = OnceInProcess(_counting)
 
 
 class Publisher:
@@ -46,11 +60,16 @@ class Publisher:
     visible when all of it is durable. A new publisher begins with an anchor, at a root that another one has used, too.
     One root has one model, and one publisher at a time: the newest.
 
+    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all of them make a publisher and call `publish` alike, with the
+    model itself. Each publishes what it holds, none waits for another, and a version is whole when all have published it; only a
+    `Subscriber` reads it. Under DDP, rank 0 publishes alone.
+
     Args:
         root: where to: a folder, URL or Place. A folder must be one that all readers see.
         anchor_every: of so many versions one is an anchor. A reader that begins anew reads the newest anchor and what follows.
         encoding: how a delta tells what is different: "xor", or "overwrite" (positions and values, which can be applied
-            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory.
+            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory, and the package
+            zstandard.
         keep: how many of the newest versions to keep, with all that they are built on. None keeps all.
         acknowledged: a function that returns the newest version that every reader has applied, or None. It is called by
             `publish`, and deltas are against that version then, so that a reader that has it needs no other. Without it they
@@ -73,14 +92,20 @@ class Publisher:
             raise ValueError(f'encoding must be "xor", "overwrite" or None, got {encoding!r:.100}')
         if acknowledged is not None and not callable(acknowledged):
             raise TypeError(f"acknowledged must be a function without arguments, got {acknowledged!r:.100}")
-        self._line = Line(
-            written_at(root).storage(),
+        if encoding is not None:
+            zstandard_package()  # or the first delta would fail
+        self._place = written_at(root)
+        self._new_line = partial(
+            Line,
+            place=self._place,
             anchor_every=whole_count("anchor_every", anchor_every),
             encoding=encoding,
             keep=None if keep is None else whole_count("keep", keep),
             max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
             follows=acknowledged is None,
         )
+        self._root = self._place.storage()
+        self._line: Line | None = None  # from the first publication on
         self._acknowledged = acknowledged
         self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole
         self._is_closed = False
@@ -122,9 +147,21 @@ class Publisher:
             refuse_guard([held] if held is not None else [], guard)
             weights = weights_of(state_or_snapshot, beside)
             _refuse_unmapped(state_or_snapshot, weights)
+            spread = is_spread(weights)
+            weights, slices = own_slices(weights) if spread else (weights, {})
+            if spread and world_of(None, None).rank:
+                weights, beside = weights._replace(files={}), {}  # which rank 0 has, too
+            line = self._line = self._line or self._begun(spread=spread)
+            if spread is not (line.start is not None):
+                raise UnsupportedStateError(
+                    f"{self!r} has published {'a whole model' if spread else 'one that is spread over ranks'} before; make "
+                    "another Publisher, at a root of its own",
+                    path="",
+                )
             base = None if self._acknowledged is None else self._acknowledged()
+            base = None if base is None else whole_step(base, what="what acknowledged() returns")
             publication = Publication(
-                self._line, number, weights, beside, base, held, unwrapped(guard), spans, called
+                line, number, weights, beside, base, held, unwrapped(guard), spans, called, slices
             )
             handle = publication.begin()
         finally:
@@ -133,12 +170,22 @@ class Publisher:
         self._pending = [*going_on, (handle, publication.ended)]
         return handle
 
+    def _begun(self, *, spread: bool) -> Line:
+        if not spread:
+            return self._new_line(self._root)
+        world = world_of(None, None)
+        root = self._root.locate("")
+        start = Start(world, root, next(_openings(root)))
+        place = place_of_rank(self._place, world.rank, world.size)
+        return self._new_line(place.storage(), start=start, size=world.size)
+
     def versions(self) -> list[int]:
         """The versions at the root, ascending.
 
         publisher.versions()  # [100, 101, 102]
         """
-        return self._line.versions.numbers()
+        names = self._root.names("")
+        return sorted({*Versions(self._root).numbers(names), *RankLines(self._place).sizes(names)})
 
     def close(self) -> None:
         """Wait for what is being published, and give the memory back. May be called again.
@@ -149,13 +196,14 @@ class Publisher:
         """
         self._is_closed = True
         self._wait()
-        self._line.close()
+        if self._line is not None:
+            self._line.close()
 
     def _wait(self) -> None:
         """Until all is published, or has failed, and what is not kept is deleted."""
         wait = Wait("to close a Publisher", ENDS_THE_WAIT)
         for handle, ended in self._pending:
-            wait_for(handle, goes_on=partial(wait.goes_on, lambda: self._line.versions.root))
+            wait_for(handle, goes_on=partial(wait.goes_on, lambda: self._root.locate("")))
             if Future.exception(handle) is None:
                 wait_for(ended)
 
@@ -168,7 +216,7 @@ class Publisher:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Publisher {self._line.versions.root}{' (closed)' if self._is_closed else ''}>"
+        return f"<Publisher {self._root.locate('')}{' (closed)' if self._is_closed else ''}>"
 
 
 def _refuse_unmapped(given: Any, weights: Weights) -> None:

@@ -21,17 +21,19 @@ from typing import Final, Protocol
 
 import torch
 
-from ..around.shards import view_of
+from ..around.hub import Weights
+from ..around.shards import MAX_SHARD_BYTES, index_of, shards_of, view_of
 from ..errors import StateMismatchError
 from ..format import safetensors
-from ..format.delta import INDEX, VersionIndex, checksum, identity_of
+from ..format.delta import INDEX, VersionIndex, checksum, identity_of, structure_of
 from ..host.limits import num_cpus
 from ..host.threads import Crew
 from ..host.waiting import ENDS_THE_CALL, Wait
 from ..staging.device import dense_blocks
+from ..state.dtypes import dtype_name, dtype_named
 from ..storage.disk import free_bytes_at, full, preallocate, pwrite, translated
 from ..storage.scratch import Scratch, publish
-from .difference import NotTheBase, apply
+from .difference import NotTheBase, apply, checksum_of
 from .versions import Anchor, Frame, Source, State, Versions, Where
 
 try:
@@ -204,6 +206,11 @@ class MemoryReplica:
     def regions(self, names: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
         yield {name: self._regions[name] for name in names if name in self._regions}
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor, in this memory."""
+        told = self.tensors[name]
+        return self._regions[name].view(dtype_named(told.dtype)).view(told.shape)
+
     def region(self, name: str) -> torch.Tensor:
         """The bytes of one tensor."""
         return self._regions[name]
@@ -222,8 +229,8 @@ class FolderReplica:
     restart of the machine all bytes are compared with their checksums first.
     """
 
-    def __init__(self, folder: Path, crew: Crew) -> None:
-        self.folder, self._crew = folder, crew
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._state: State | None = None
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"{folder} is a file; give a folder to pull into")
@@ -272,29 +279,53 @@ class FolderReplica:
     def _checksums(self) -> dict[str, str]:
         found: dict[str, str] = {}
         with self.regions(None) as regions:
-
-            def count(name: str, region: torch.Tensor) -> None:
+            for name, region in regions.items():
                 found[name] = checksum(view_of(region)) if len(region) else checksum(b"")
-
-            self._crew.run_all(partial(count, name, region) for name, region in regions.items())
         return found
 
     def seed(self, anchor: Anchor) -> int:
         source, state = anchor.source, self._state
         if state is not None and state.structure != anchor.structure:
             raise other_model(source.where, anchor.tensors.keys() - state.checksums.keys())
-        free = free_bytes_at(self.folder)
-        if free is not None and free < anchor.num_bytes:
-            raise full(self.folder, anchor.num_bytes, free)
-        with Scratch(self.folder.parent, self.folder.name) as scratch:
-            num_bytes = self._copy_others(source, scratch.folder)
-            now = self._copy_weights(anchor, scratch.folder)
-            (scratch.folder / _SYNC).mkdir()
-            _write_note(scratch.folder, now)
-            with translated(self.folder):
-                publish(scratch.folder, self.folder, replaced=lambda path: not path.startswith(_SYNC))
-            self._state = now
+        with self._renewed(anchor.num_bytes) as new:
+            num_bytes = self._copy_others(source, new)
+            self._note_in(new, self._copy_weights(anchor, new))
         return num_bytes + anchor.num_bytes
+
+    def become(
+        self, tensors: Mapping[str, torch.Tensor], version: int, identity: str, beside: Mapping[str, bytes]
+    ) -> None:
+        """Have these weights and files instead of its own."""
+        structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items())
+        if self._state is not None and self._state.structure != structure:
+            raise other_model(f"version {version}", tensors.keys() - self._state.checksums.keys())
+        shards = shards_of(Weights("model", dict(tensors), {}, {}, dict), MAX_SHARD_BYTES)
+        with self._renewed(sum(shard.num_bytes for shard in shards)) as new:
+            for name, data in beside.items():
+                (new / name).parent.mkdir(exist_ok=True)
+                (new / name).write_bytes(data)
+            for shard in shards:
+                with open(new / shard.name, "wb") as file:
+                    file.writelines(view for _, view in shard.pieces())
+            if len(shards) > 1:
+                (new / INDEX).write_bytes(index_of(shards))
+            checksums = {name: checksum_of(tensor) for name, tensor in tensors.items()}
+            self._note_in(new, State(version, identity, structure, checksums))
+
+    @contextmanager
+    def _renewed(self, num_bytes: int) -> Iterator[Path]:
+        """What is in this folder at the end of the block takes the place of all that is there, at once."""
+        free = free_bytes_at(self.folder)
+        if free is not None and free < num_bytes:
+            raise full(self.folder, num_bytes, free)
+        with Scratch(self.folder.parent, self.folder.name) as scratch, translated(self.folder):
+            yield scratch.folder
+            publish(scratch.folder, self.folder, replaced=lambda path: not path.startswith(_SYNC))
+
+    def _note_in(self, new: Path, state: State) -> None:
+        (new / _SYNC).mkdir()
+        _write_note(new, state)
+        self._state = state
 
     @staticmethod
     def _copy_others(source: Source, into: Path) -> int:

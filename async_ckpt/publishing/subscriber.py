@@ -8,24 +8,27 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
 from ..around.hub import weights_of
 from ..errors import ClosedError, NotCommittedError, StateMismatchError
+from ..format.delta import VersionIndex
 from ..report import PullReport
 from ..saving.default import held_memory
 from ..saving.worker import get_worker
 from ..spans import Spans
-from ..state.dtypes import dtype_name, dtype_named
+from ..state.dtypes import dtype_name
 from ..state.wrappers import plain_model, plain_state_dict
 from ..storage.place import Anywhere, local_place, written_at
+from .ranks import RankLines, assembled
 from .replica import FolderReplica, MemoryReplica, Replica, bring, new_crew
-from .versions import Anchor, Versions
+from .versions import Anchor, Source, State, Versions
 
 
 class Subscriber:
@@ -43,7 +46,10 @@ class Subscriber:
     """
 
     def __init__(self, root: Anywhere) -> None:
-        self._versions = Versions(written_at(root).storage())
+        place = written_at(root)
+        self._versions, self._lines = Versions(place.storage()), RankLines(place)
+        self._sizes: dict[int, int] = {}  # of versions that ranks have published, how many
+        self._slices: dict[int, dict[int, MemoryReplica]] = {}  # what these hold, in memory
         self._crew = new_crew()
         self._closed = threading.Event()
         # Host memory of each module that was pulled into. One caller of `pull` at a time has it.
@@ -56,7 +62,13 @@ class Subscriber:
         subscriber.versions()  # [100, 101, 102]
         """
         self._refuse_if_closed()
-        return self._versions.numbers()
+        return self._numbers()
+
+    def _numbers(self) -> list[int]:
+        """One listing, and what has to be asked of versions that were not seen before."""
+        names = self._versions.storage.names("")
+        self._sizes = self._lines.sizes(names)
+        return sorted({*self._versions.numbers(names), *self._sizes})
 
     def latest(self) -> int | None:
         """The newest version, or None.
@@ -91,27 +103,74 @@ class Subscriber:
         """
         self._refuse_if_closed()
         spans = Spans()
-        replica = self._replica(into)
         if not self._pulling.acquire(blocking=False):
             raise RuntimeError("another pull of this Subscriber is under way; use one for each thread")
         try:
             target = self._target(version)
-            with replica.locked():
-                before = replica.state
-                chain, num_bytes = bring(replica, self._versions, target, self._crew)
-                if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
-                    _fill(into, replica)
+            size = self._sizes.get(target)
+            if size is None:
+                done = self._pull(self._replica(into), target, into)
+            else:
+                done = self._pull_of_ranks(into, target, size)
         finally:
             self._crew.stop()
             self._pulling.release()
-        anchored = bool(chain) and chain[0].is_anchor
-        return PullReport(
-            version=target,
-            base=None if before is None or anchored else before.version,
-            num_versions=len(chain),
-            num_bytes=num_bytes,
-            seconds=spans.total(),
-        )
+        base, num_versions, num_bytes = done
+        return PullReport(target, base, num_versions, num_bytes, spans.total())
+
+    def _pull(self, replica: Replica, target: int, into: object) -> _Done:
+        with replica.locked():
+            before = replica.state
+            chain, num_bytes = bring(replica, self._versions, target, self._crew)
+            if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
+                _fill(into, {n: replica.tensor(n) for n in replica.tensors})
+        return _Done(_base(before, chain), len(chain), num_bytes)
+
+    def _pull_of_ranks(self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int) -> _Done:
+        """Bring the slices of each rank to the version, in memory; then put whole tensors together."""
+        folder = None if isinstance(into, torch.nn.Module) else self._folder(into)
+        with nullcontext() if folder is None else folder.locked():
+            identity = self._lines.identity(target, size)
+            before = None if folder is None else folder.state
+            if (
+                folder is not None
+                and before is not None
+                and (before.version, before.identity) == (target, identity)
+            ):
+                return _Done(target, 0, 0)
+            tensors = self._lines.tensors(target, size)
+            if isinstance(into, torch.nn.Module):
+                told = {name: (whole.dtype, whole.shape) for name, whole in tensors.items()}
+                _refuse_misfit(into, told, f"version {target} of {self._versions.root}")
+            base, num_versions, num_bytes = None, 0, 0
+            for rank in range(size):
+                line, replica = self._lines.line(rank, size), self._slices_of(rank, size)
+                held = replica.state
+                chain, num_read = bring(replica, line, target, self._crew)
+                base, num_versions, num_bytes = (
+                    _base(held, chain),
+                    max(num_versions, len(chain)),
+                    num_bytes + num_read,
+                )
+            whole = {name: assembled(one, self._slices[size]) for name, one in tensors.items()}
+            if isinstance(into, torch.nn.Module):
+                _fill(into, whole)
+            elif folder is not None:
+                folder.become(whole, target, identity, self._beside(target, size))
+        return _Done(base, num_versions, num_bytes)
+
+    def _beside(self, target: int, size: int) -> dict[str, bytes]:
+        """Config, tokenizer and the like, of the anchor that the version is built on; rank 0 has published them."""
+        line = self._lines.line(0, size)
+        source = Source(line.storage, line.chain(target, None)[0])
+        return {name: bytes(source.read(name)) for name in source.other_files()}
+
+    def _slices_of(self, rank: int, size: int) -> MemoryReplica:
+        if size not in self._slices:
+            self._slices = {size: {}}  # those of another world have served
+        if rank not in self._slices[size]:
+            self._slices[size][rank] = MemoryReplica(_take)
+        return self._slices[size][rank]
 
     def watch(self, *, poll_seconds: float = 1.0) -> Iterator[int]:
         """Yield the newest version, and each newer one as it comes, until `close`.
@@ -131,7 +190,7 @@ class Subscriber:
     def _watch(self, poll_seconds: float) -> Iterator[int]:
         seen: int | None = None
         while not self._closed.is_set():
-            newest = max(self._versions.numbers(), default=None)
+            newest = max(self._numbers(), default=None)
             # Also a lower one: a training that was set back publishes in another root, or deletes what was ahead.
             if newest is not None and newest != seen:
                 seen = newest
@@ -146,6 +205,7 @@ class Subscriber:
         """
         self._closed.set()
         self._modules.clear()
+        self._slices = {}
 
     def __enter__(self) -> Self:
         return self
@@ -163,18 +223,23 @@ class Subscriber:
             raise ClosedError(f"{self!r}: make another one")
 
     def _target(self, version: int | None) -> int:
+        there = self._numbers()
         if version is not None:
             return version
-        newest = max(self._versions.numbers(), default=None)
+        newest = max(there, default=None)
         if newest is None:
             raise NotCommittedError(
                 f"{self._versions.root}: there is no version yet", path=self._versions.root, step=None
             )
         return newest
 
+    @staticmethod
+    def _folder(into: str | os.PathLike[str]) -> FolderReplica:
+        return FolderReplica(Path(local_place(into)).absolute())
+
     def _replica(self, into: str | os.PathLike[str] | torch.nn.Module) -> Replica:
         if not isinstance(into, torch.nn.Module):
-            return FolderReplica(Path(local_place(into)).absolute(), self._crew)
+            return self._folder(into)
         module = into
         replica = self._modules.get(module)
         if replica is None:
@@ -184,15 +249,31 @@ class Subscriber:
             def fits(anchor: Anchor) -> None:
                 live = refers()
                 if live is not None:
-                    _refuse_misfit(live, anchor)
+                    told = {name: (where.dtype, where.shape) for name, where in anchor.tensors.items()}
+                    _refuse_misfit(live, told, anchor.source.where)
 
-            replica = self._modules[module] = MemoryReplica(
-                lambda num_bytes: held_memory().lend(num_bytes, crew=get_worker().copiers), fits
-            )
+            replica = self._modules[module] = MemoryReplica(_take, fits)
         return replica
 
 
-def _refuse_misfit(module: torch.nn.Module, anchor: Anchor) -> None:
+class _Done(NamedTuple):
+    base: int | None
+    num_versions: int
+    num_bytes: int
+
+
+def _base(before: State | None, chain: Sequence[VersionIndex]) -> int | None:
+    """What was there and was built on."""
+    return None if before is None or (chain and chain[0].is_anchor) else before.version
+
+
+def _take(num_bytes: int) -> torch.Tensor:
+    return held_memory().lend(num_bytes, crew=get_worker().copiers)
+
+
+def _refuse_misfit(
+    module: torch.nn.Module, given: Mapping[str, tuple[str, tuple[int, ...]]], where: str
+) -> None:
     """Raises StateMismatchError unless each tensor of the version is one of the module, and it has no others."""
     live = plain_state_dict(module)
     wanted = weights_of(module, {})
@@ -201,8 +282,6 @@ def _refuse_misfit(module: torch.nn.Module, anchor: Anchor) -> None:
         if wanted.as_published(dict(wanted.tensors)).keys() == wanted.tensors.keys()
         else None
     )
-    given = anchor.tensors
-    where = anchor.source.where
     if names is None:
         raise StateMismatchError(
             f"{where}: {type(plain_model(module)).__qualname__} has its weights in memory otherwise than in its "
@@ -217,8 +296,7 @@ def _refuse_misfit(module: torch.nn.Module, anchor: Anchor) -> None:
     mismatched = sorted(
         name
         for name, told in given.items()
-        if name in live
-        and (dtype_name(live[name].dtype), tuple(live[name].shape)) != (told.dtype, told.shape)
+        if name in live and (dtype_name(live[name].dtype), tuple(live[name].shape)) != told
     )
     if missing or unexpected or mismatched:
         told = [
@@ -243,10 +321,9 @@ def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _fill(module: torch.nn.Module, replica: MemoryReplica) -> None:
+def _fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy the new bytes to the module, tied tensors once."""
     live: Mapping[str, torch.Tensor] = plain_state_dict(module)
     with torch.no_grad():
-        for name, told in replica.tensors.items():
-            target = live[name].detach()
-            target.copy_(replica.region(name).view(dtype_named(told.dtype)).view(told.shape))
+        for name, tensor in tensors.items():
+            live[name].detach().copy_(tensor)

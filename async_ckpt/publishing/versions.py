@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -70,15 +70,18 @@ class Versions:
     def root(self) -> str:
         return self.storage.locate("")
 
-    def numbers(self) -> list[int]:
-        """The versions that are whole, ascending: one listing, and a question for each that was not seen before."""
-        found = {number for name in self.storage.names("") if (number := version_of(name)) is not None}
+    def numbers(self, names: Iterable[str] | None = None) -> list[int]:
+        """The versions that are whole, ascending: one listing, unless the names there are given, and a question for each
+        that was not seen before.
+        """
+        there = self.storage.names("") if names is None else names
+        found = {number for name in there if (number := version_of(name)) is not None}
         with self._lock:
             self._known = {number: index for number, index in self._known.items() if number in found}
             known = set(self._known)
         asked = {f"{folder_of(number)}/{INDEX}": number for number in sorted(found - known)}
-        there = self.storage.existing(list(asked)) if asked else []
-        return sorted(known | {asked[path] for path in there})
+        seen = self.storage.existing(list(asked)) if asked else []
+        return sorted(known | {asked[path] for path in seen})
 
     def read(self, number: int, *, wanted_by: str = "") -> VersionIndex:
         """Raises NotCommittedError if it is not there, and CorruptCheckpointError for what is no index of it."""

@@ -231,8 +231,10 @@ class Agreement:
         deadline = monotonic() + in_time
         remote = self._run.storage.remote
         for number, pause in enumerate(_looks(remote, self.world_size)):
+            # Rank 0 is not that quick; and many ranks that have said yes at one moment do not all look then.
+            await _pause(pause if number else pause * random.random(), check)
             decision: Manifest | Verdict | None = None
-            asks_for_verdict = not remote or number % _LOOKS_PER_VERDICT == 0
+            asks_for_verdict = not remote or number % _LOOKS_PER_VERDICT == _LOOKS_PER_VERDICT - 1
             with suppress(StorageUnavailableError):  # rank 0 may commit all the same
                 decision = await off_loop(partial(self._exchange.decision, asks_for_verdict=asks_for_verdict))
                 if decision is None and asks_for_verdict and self._others:
@@ -252,7 +254,6 @@ class Agreement:
                 self._raise_apart()
             if monotonic() > deadline:
                 break
-            await _pause(pause, check)
         self._joint.is_followed = False
         raise PeerFailedError(
             f"step {self._joint.step}: rank 0 has not said in {in_time:.0f} s whether it is committed. It may "

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import io
 import os
+import threading
+import weakref
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -51,6 +54,22 @@ class Written(NamedTuple):
     archive: Archive
     blobs: tuple[str, ...]
     """The names of what the planner has not made by torch.save."""
+
+
+@dataclass(slots=True)
+class _Save:
+    """One save, as its thread sees it: torch may make several at once, each on a thread of its own, by one writer."""
+
+    place: Place
+    save_id: str
+    is_coordinator: bool = False
+    world_size: int = 1
+    replaces: tuple[Manifest, str] | None = None  # what the coordinator has found
+
+    @property
+    def step(self) -> int:
+        told = numbered(self.place.text.rstrip("/\\").replace("\\", "/").rpartition("/")[2])
+        return told.step if told else 0
 
 
 class TarStorageWriter(StorageWriter, PinnedStager):
@@ -92,13 +111,11 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         if unknown:
             raise TypeError(_refusal(unknown))
         PinnedStager.__init__(self, guard=guard, host_bytes=host_bytes)
-        self._place = written_at(path)
+        self._place = written_at(path)  # of the last save
         self._overwrite = flag("overwrite", overwrite)
-        self._save_id = os.urandom(8).hex()
-        self._is_coordinator = False
-        self._world_size = 1
-        self._replaces: tuple[Manifest, str] | None = None  # what the coordinator has found
-        self._mine: tuple[Place, str] | None = None  # the last archive of this rank, which may be in vain
+        self._local = threading.local()
+        # What this rank has written, which may be in vain; and what torch holds as long as the save goes on.
+        self._written: list[tuple[weakref.ref[WriteResult], Storage, str]] = []
 
     # --- torch's protocol, in the order of its calls ----------------------------------------------------------
 
@@ -106,7 +123,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         """A save begins."""
         if checkpoint_id is not None:
             self._place = replace(self._place, url=checkpoint_id)
-        self._save_id = os.urandom(8).hex()
+        self._local.save = _Save(self._place, os.urandom(8).hex())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Raises ValueError for a save in which the ranks do not speak to each other: nobody could commit for all."""
@@ -114,57 +131,58 @@ class TarStorageWriter(StorageWriter, PinnedStager):
             raise ValueError(
                 "TarStorageWriter commits the archives of all ranks together; leave use_collectives=False out"
             )
-        self._is_coordinator = is_coordinator
+        self._save.is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On every rank. The coordinator sees what is there. Raises StepExistsError."""
         self._clean_up()
-        if self._is_coordinator:
-            self._replaces = self._found(self._place.storage())
+        save = self._save
+        if save.is_coordinator:
+            save.replaces = self._found(save)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: every rank learns which one it is. Nothing else is told, since torch may keep plans."""
-        self._world_size = len(plans)
+        self._save.world_size = len(plans)
         return [replace(plan, storage_data=(rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's archive. Returns once it is durable."""
         rank, world_size = plan.storage_data
         told, blobs = _taken(plan, planner, rank, world_size)
-        target = _RankTarget(self._place.storage(), archive_name(rank, os.urandom(4).hex()))
-        self._mine = self._place, target.name
+        target = _RankTarget(self._save.place.storage(), archive_name(rank, os.urandom(4).hex()))
         report = default.files_saver().save(lambda: told, lambda: [target], step=None, guard=None).result()
         assert target.archive is not None
         written = Written(rank, target.archive, blobs)
         sizes = {item.index: _num_bytes(item) for item in plan.items} or {_NOTHING: report.num_bytes}
+        results = [WriteResult(index, size, written) for index, size in sizes.items()]
+        self._written.append((weakref.ref(results[0]), target.storage, target.name))
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result([WriteResult(index, size, written) for index, size in sizes.items()])
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: commit. Raises StepExistsError where another writer was faster."""
         written = {one.storage_data.rank: one.storage_data for of_rank in results for one in of_rank}
-        missing = sorted(set(range(self._world_size)) - written.keys())
+        save = self._save
+        missing = sorted(set(range(save.world_size)) - written.keys())
         if missing:
-            raise CheckpointError(
-                f"{self._place.shown}: nothing was heard of the archives of ranks {missing}"
-            )
+            raise CheckpointError(f"{save.place.shown}: nothing was heard of the archives of ranks {missing}")
         metadata.storage_data = {
             one.index: one.storage_data for of_rank in results for one in of_rank if one.index != _NOTHING
         }
         metadata.storage_meta = self.storage_meta()
         kept = kept_of(metadata, (name for one in written.values() for name in one.blobs))
         archives = tuple(written[rank].archive for rank in sorted(written))
-        self._commit(archives, {KEPT: kept} if kept else {})
+        _commit(save, archives, {KEPT: kept} if kept else {})
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.save_id)
 
     @property
     def checkpoint_id(self) -> str:
         """Where it writes, without credentials."""
-        return self._place.shown
+        return self._save.place.shown
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -173,12 +191,21 @@ class TarStorageWriter(StorageWriter, PinnedStager):
 
     # --- parts ------------------------------------------------------------------------------------------------
 
-    def _found(self, storage: Storage) -> tuple[Manifest, str] | None:
+    @property
+    def _save(self) -> _Save:
+        """That of this thread."""
+        if not hasattr(self._local, "save"):
+            self.reset()
+        save: _Save = self._local.save
+        return save
+
+    def _found(self, save: _Save) -> tuple[Manifest, str] | None:
         """The manifest that is to be replaced, and its version. Raises StepExistsError where that was not asked for."""
+        storage = save.place.storage()
         if storage.exists(OF_DCP):
             raise StepExistsError(
-                f"{self._place.shown}: torch.distributed.checkpoint has written a checkpoint there; give another folder",
-                step=self._step,
+                f"{save.place.shown}: torch.distributed.checkpoint has written a checkpoint there; give another folder",
+                step=save.step,
             )
         try:
             data, version = storage.read(MANIFEST)
@@ -186,62 +213,61 @@ class TarStorageWriter(StorageWriter, PinnedStager):
             return None
         if not self._overwrite:
             raise StepExistsError(
-                f"{self._place.shown}: a checkpoint is committed there; give another folder, or overwrite=True",
-                step=self._step,
+                f"{save.place.shown}: a checkpoint is committed there; give another folder, or overwrite=True",
+                step=save.step,
             )
         try:
             return parse(data, path=storage.locate(MANIFEST)), version
         except CheckpointError:  # a damaged one may be overwritten like any other
-            return Manifest(self._step, "", 1, 0.0, ()), version
-
-    @property
-    def _step(self) -> int:
-        told = numbered(self._place.text.rstrip("/\\").replace("\\", "/").rpartition("/")[2])
-        return told.step if told else 0
-
-    def _commit(self, archives: tuple[Archive, ...], record: Mapping[str, Any]) -> None:
-        storage, before = self._place.storage(), self._replaces
-        earlier = (before[0].attempt, *before[0].replaces) if before else ()
-        made = Manifest(
-            self._step,
-            os.urandom(4).hex(),
-            self._world_size,
-            wall_time(),
-            archives,
-            tuple(filter(None, earlier)),
-            record,
-        )
-        try:
-            if before is None:
-                storage.put_new(MANIFEST, made.dump())
-            else:
-                storage.replace(MANIFEST, made.dump(), version=before[1])
-        except FileExistsError as error:
-            raise StepExistsError(
-                f"{self._place.shown}: another writer has committed a checkpoint there in the meantime; that was kept",
-                step=self._step,
-            ) from error
-        for name in before[0].own_names if before else ():
-            storage.delete(name)
+            return Manifest(save.step, "", 1, 0.0, ()), version
 
     def _clean_up(self) -> None:
-        """Delete what this rank has written last, if nobody has committed it: another rank had failed."""
-        if self._mine is None:
-            return
-        (place, name), self._mine = self._mine, None
-        storage = place.storage()
-        try:
-            made = parse(storage.read(MANIFEST)[0], path=storage.locate(MANIFEST))
-        except FileNotFoundError:
-            storage.delete(name)
-        except CheckpointError:
-            return  # it might name it
-        else:
-            if name not in made.own_names:
+        """Delete what this rank has written in saves that have ended, and that nobody has committed: other ranks had failed."""
+        for one in self._written.copy():
+            goes_on, storage, name = one
+            if goes_on() is not None:
+                continue  # it may still be committed
+            self._written.remove(one)
+            try:
+                named = parse(storage.read(MANIFEST)[0], path=storage.locate(MANIFEST)).own_names
+            except FileNotFoundError:
+                named = []
+            except CheckpointError:
+                continue  # it might name it
+            if name not in named:
                 storage.delete(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**PinnedStager.__getstate__(self), "_mine": None}
+        return {**PinnedStager.__getstate__(self), "_written": [], "_local": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        PinnedStager.__setstate__(self, {**state, "_local": threading.local()})
+
+
+def _commit(save: _Save, archives: tuple[Archive, ...], record: Mapping[str, Any]) -> None:
+    storage, before = save.place.storage(), save.replaces
+    earlier = (before[0].attempt, *before[0].replaces) if before else ()
+    made = Manifest(
+        save.step,
+        os.urandom(4).hex(),
+        save.world_size,
+        wall_time(),
+        archives,
+        tuple(filter(None, earlier)),
+        record,
+    )
+    try:
+        if before is None:
+            storage.put_new(MANIFEST, made.dump())
+        else:
+            storage.replace(MANIFEST, made.dump(), version=before[1])
+    except FileExistsError as error:
+        raise StepExistsError(
+            f"{save.place.shown}: another writer has committed a checkpoint there in the meantime; that was kept",
+            step=save.step,
+        ) from error
+    for name in before[0].own_names if before else ():
+        storage.delete(name)
 
 
 def is_place(where: object) -> bool:
@@ -383,10 +409,11 @@ def _refused(name: str, why: str) -> UnsupportedStateError:
 def _opened(data: Any) -> tuple[Any, bool]:
     """The value that a planner has made a blob of; and whether it is the blob itself, since torch.save has not made it."""
     blob = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
-    if not blob.startswith(b"PK\x03\x04"):
-        return blob, True
-    # It was pickled a moment ago, of objects of this very process.
-    return torch.load(io.BytesIO(blob), weights_only=False), False
+    if blob.startswith(b"PK\x03\x04"):
+        with suppress(Exception):  # it may be another zip
+            # It was pickled a moment ago, of objects of this very process.
+            return torch.load(io.BytesIO(blob), weights_only=False), False
+    return blob, True
 
 
 def _num_bytes(item: WriteItem) -> int:

@@ -1,0 +1,227 @@
+"""Versions of a model that is spread over ranks: each rank has a line of versions of its own, of the slices that it holds.
+
+In: the weights of one rank; later, the versions of all. Out: plain tensors by the names of their slices; later, whole ones.
+Knows nothing of: how versions are written, or brought.
+
+No rank waits for another, and none asks what the others do: what one publishes is a version of its slices, against a base of
+its own. A version of all is there when each rank has it, and they had it from one start of the training, which is called by
+one word: rank 0 says it, once, by a key in the store of the process group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Final, NamedTuple
+
+import torch
+
+from ..around.hub import Weights
+from ..errors import CorruptCheckpointError, PeerFailedError, UnsupportedStateError
+from ..format.delta import INDEX, SliceOf, VersionIndex, folder_of, identity_of
+from ..host.ranks import Words, World
+from ..spans import TIMEKEEPER, monotonic
+from ..staging.device import as_integers
+from ..state.cover import Box, cover
+from ..state.dtypes import dtype_name, dtype_named
+from ..state.sharded import Slicer, is_sharded
+from ..storage.place import Place
+from .replica import MemoryReplica
+from .versions import Versions
+
+# How long a first publication waits for rank 0 to begin its own.
+MEETING_SECONDS: Final = 600.0
+_FOLDER: Final = re.compile(r"rank_(\d{5})_of_(\d{5})")
+
+
+def is_spread(weights: Weights) -> bool:
+    return any(map(is_sharded, weights.tensors.values()))
+
+
+def folder_of_rank(rank: int, size: int) -> str:
+    return f"rank_{rank:05d}_of_{size:05d}"
+
+
+def place_of_rank(root: Place, rank: int, size: int) -> Place:
+    """Where the versions of one rank are."""
+    return replace(root, url=f"{root.text.rstrip('/')}/{folder_of_rank(rank, size)}")
+
+
+def worlds_in(names: Iterable[str]) -> dict[int, list[int]]:
+    """The worlds that have published at a root, by the names there: their sizes, each with the ranks that have begun."""
+    found: dict[int, list[int]] = {}
+    for name in names:
+        if match := _FOLDER.fullmatch(name):
+            found.setdefault(int(match[2]), []).append(int(match[1]))
+    return found
+
+
+# --- what a rank publishes ----------------------------------------------------------------------------------------
+
+
+def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
+    """The plain tensors that this rank publishes, by names of their slices, and which slices these are.
+
+    Of what several ranks hold alike by their placements, the first publishes it. A plain tensor is each rank's own.
+    Raises UnsupportedStateError for a model whose checkpoints are cut otherwise than its memory.
+    """
+    empty = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in weights.tensors.items()
+    }
+    if weights.as_published(dict(empty)).keys() != empty.keys():
+        raise UnsupportedStateError(
+            "this model is spread over ranks, and has its weights in memory otherwise than in its checkpoints; export it by "
+            "export_hf, which is read as it is",
+            path="",
+        )
+    slicer = Slicer()
+    tensors: dict[str, torch.Tensor] = {}
+    told: dict[str, SliceOf] = {}
+    for name, tensor in weights.tensors.items():
+        sliced = slicer.slice(tensor, name=name)
+        if sliced.slices.replicas().number:
+            continue
+        shape, dtype = sliced.slices.global_shape, dtype_name(tensor.dtype)
+        held = [
+            (Box(r.global_offsets, r.sizes), p)
+            for r, p in zip(sliced.slices.rectangles, sliced.parts, strict=True)
+        ]
+        if not prod(shape):  # nothing is held of it anywhere
+            held = [(Box.whole(shape), torch.empty(shape, dtype=tensor.dtype))]
+        for box, part in held:
+            key = f"{name}{box}"
+            tensors[key] = part.detach()
+            told[key] = SliceOf(name, dtype, shape, *box)
+    return weights._replace(tensors=tensors, tied={}, as_published=dict), told
+
+
+class Start:
+    """What one start of all ranks is called, for the publisher of this number at this root."""
+
+    def __init__(self, world: World, root: str, number: int) -> None:
+        self._world = world
+        self._key = hashlib.blake2b(f"{root}/{number}".encode(), digest_size=8).hexdigest()
+        self._word = os.urandom(8).hex() if world.rank == 0 or world.store is None else None
+        if world.store is not None and self._word is not None:
+            self._words().say("start", self._word)
+
+    def word(self, check: Callable[[], None]) -> str:
+        """Not on the caller's thread: rank 0 may come later. `check` may end the wait. Raises PeerFailedError."""
+        if self._word is None:
+            deadline = monotonic() + MEETING_SECONDS
+
+            def go_on(seconds: float) -> None:
+                check()
+                if monotonic() > deadline:
+                    raise PeerFailedError(
+                        f"waited {MEETING_SECONDS:.0f} s for rank 0 to publish; a model that is spread over ranks is published by "
+                        "all of them, at the same root",
+                        rank=0,
+                        undecided=False,
+                    )
+                TIMEKEEPER.sleep(seconds)
+
+            (self._word,) = self._words().hear(["start"], go_on)
+        return self._word
+
+    def _words(self) -> Words:
+        return Words(self._world.store, f"async_ckpt/publish/{self._key}")
+
+
+# --- what all have published --------------------------------------------------------------------------------------
+
+
+class Whole(NamedTuple):
+    """One tensor of the model, and where its slices are: of which rank, by which name, and where they belong."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: list[tuple[int, str, Box]]
+
+
+class RankLines:
+    """The versions of all ranks at one root. One caller at a time."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._storage = place, place.storage()
+        self._lines: dict[tuple[int, int], Versions] = {}
+        self._whole: dict[int, int] = {}  # versions that all ranks of a world have, and its size
+
+    def line(self, rank: int, size: int) -> Versions:
+        key = rank, size
+        if key not in self._lines:
+            self._lines[key] = Versions(place_of_rank(self._place, rank, size).storage())
+        return self._lines[key]
+
+    def sizes(self, names: Iterable[str] | None = None) -> dict[int, int]:
+        """The versions that are whole, ascending, and of how many ranks each is. `names` are those at the root."""
+        whole: dict[int, int] = {}
+        for size, begun in worlds_in(self._storage.names("") if names is None else names).items():
+            if len(begun) < size:
+                continue
+            for number in self.line(0, size).numbers():
+                if self._whole.get(number) == size or self._is_whole(number, size):
+                    whole[number] = size
+        self._whole = dict(sorted(whole.items()))
+        return dict(self._whole)
+
+    def _is_whole(self, number: int, size: int) -> bool:
+        paths = [f"{folder_of_rank(rank, size)}/{folder_of(number)}/{INDEX}" for rank in range(1, size)]
+        if len(self._storage.existing(paths)) < len(paths):
+            return False
+        return len({index.start for index in self.indices(number, size)}) == 1
+
+    def indices(self, number: int, size: int) -> list[VersionIndex]:
+        """What each rank says of a version. Raises NotCommittedError, CorruptCheckpointError."""
+        return [self.line(rank, size).read(number) for rank in range(size)]
+
+    def tensors(self, number: int, size: int) -> dict[str, Whole]:
+        """The tensors of the model at a version, each covered once. Raises CorruptCheckpointError for one that is not."""
+        found: dict[str, Whole] = {}
+        for rank, index in enumerate(self.indices(number, size)):
+            for key, told in index.slices.items():
+                whole = found.setdefault(told.name, Whole(told.dtype, told.global_shape, []))
+                if (whole.dtype, whole.shape) != (told.dtype, told.global_shape):
+                    raise self._corrupt(number, f"ranks have {told.name!a} of other dtypes or shapes")
+                whole.slices.append((rank, key, Box(told.offsets, told.sizes)))
+        for name, whole in found.items():
+            missing = cover(whole.shape, [box for _, _, box in whole.slices]).missing
+            if missing:
+                raise self._corrupt(number, f"no rank has published {name}{missing[0]}")
+        return dict(sorted(found.items()))
+
+    def identity(self, number: int, size: int) -> str:
+        """One digest of what all ranks have published as a version."""
+        return identity_of({str(rank): i.identity for rank, i in enumerate(self.indices(number, size))})
+
+    def _corrupt(self, number: int, why: str) -> CorruptCheckpointError:
+        where = self._storage.locate("")
+        return CorruptCheckpointError(
+            f"{where}: version {number}: {why}; publish it from all ranks", path=where
+        )
+
+
+def assembled(whole: Whole, replicas: Mapping[int, MemoryReplica]) -> torch.Tensor:
+    """A whole tensor, of its slices; where they overlap, that of the lowest rank counts."""
+    dtype = dtype_named(whole.dtype)
+    full = torch.empty(whole.shape, dtype=dtype)
+    bits = as_integers(full)  # which are copied as they are, whatever they mean
+    for rank, key, box in reversed(whole.slices):
+        part = as_integers(replicas[rank].region(key).view(dtype).view(box.sizes))
+        bits[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))] = part
+    return full
+
+
+def newest_elsewhere(place: Place, size: int | None) -> int:
+    """The newest version at a root that is none of this world's (of no world's, with None); -1 if there is none."""
+    root = place.storage()
+    numbers = [] if size is None else Versions(root).numbers()
+    for other in worlds_in(root.names("")):
+        if other != size:
+            numbers += Versions(place_of_rank(place, 0, other).storage()).numbers()
+    return max(numbers, default=-1)
