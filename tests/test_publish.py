@@ -573,7 +573,7 @@ def test_a_training_that_is_killed_at_any_call_has_published_all_of_a_version_or
     state = {"weight": torch.arange(3000.0), "bias": torch.ones(7)}
     state["weight"][1] += 1
     state["weight"][2] += 1
-    for number in range(1, num_calls + 1, one_in(5)):
+    for number in range(1, num_calls + 1, one_in(7)):
         root = tmp_path / f"{number}"
         ended = nursery.run(PUBLISHES, root, number)
         assert ended.status in (-9, 0)

@@ -597,8 +597,6 @@ def assert_taken_up(line: Line, folder: Path) -> None:
     ):
         pull()
         line.assert_is(LAST, into)
-        if into is folder:
-            assert_loads(into, line.were[LAST], transformers.GPT2LMHeadModel)
     line.subscriber().pull(folder, 1)
     assert not [name for name in os.listdir(folder.parent) if name.startswith(f".{folder.name}.")]
 
@@ -607,7 +605,7 @@ def test_a_pull_that_is_killed_at_any_call_that_changes_the_disk_is_taken_up(lin
     ended = nursery.run(PULLS, line.root, tmp_path / "whole", 0, -1)
     num_calls = int(ended.out.split()[-3])
     assert num_calls > 5
-    for number in range(1, num_calls + 1, one_in(9)):
+    for number in range(1, num_calls + 1, one_in(15)):
         folder = tmp_path / "locals" / f"{number}"
         ended = nursery.run(PULLS, line.root, folder, number, -1)
         assert (ended.status, ended.out) == (-9, "pulled\n")

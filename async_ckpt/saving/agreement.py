@@ -314,7 +314,8 @@ class Agreement:
     def refuse(self, error: BaseException) -> bool:
         """It fails on this rank, everywhere; or only at this root, if it is committed at another one.
 
-        Whether the archive here may be deleted: nobody can commit it any more.
+        Whether the archive here may be deleted: nobody can commit it any more. What is committed elsewhere is copied here
+        under the same names, at any time, so then it may not.
         """
         joint = self._joint
         joint.is_followed = joint.is_committed  # else until `follow`
@@ -325,15 +326,12 @@ class Agreement:
             causes = () if joint.is_committed else told
             self._exchange.put_verdict(Verdict(joint.attempt, causes, joint.table))
             self._ranks.decided(joint, None)
-            return True
-        if self._is_refused or self._root.is_apart:
-            return True
-        if not self._has_said_yes:
+        elif not (self._has_said_yes or self._is_refused or self._root.is_apart):
             told_no = Receipt(self._ranks.world.rank, is_ok=False)
             self._exchange.put_receipt(told_no, {"error": in_words(error)})
-            return True
-        # Rank 0 may still commit what has its yes.
-        return joint.is_decided and not joint.is_committed
+        elif self._has_said_yes and not (joint.is_decided or self._root.is_apart):
+            return False  # rank 0 may still commit it
+        return not joint.is_committed
 
     async def follow(self, off_loop: OffLoop, seconds: float = PEER_SECONDS + _MORE_SECONDS) -> None:
         """This rank has no part in it any more: learn what is decided all the same."""

@@ -208,6 +208,7 @@ class Delivery:
         try:
             if self.task is not None:
                 await asyncio.wait([self.task])
+                self._check()
             if self.reached is not Reached.DURABLE:
                 await self._copy_from(others, archive)
             await self.target.agree(archive, self._off_loop, self._check)
@@ -272,7 +273,7 @@ class Delivery:
             return
         await asyncio.wait([self.part], timeout=_LAG_SECONDS)
         if self.task is not None and not self.task.done():
-            self.error = self.lagging("did not arrive in time")
+            self.error = self._in_vain = self.lagging("did not arrive in time")
             if self.lane is not None:
                 self._drain.drop(self.lane, self.error)
                 self._drain.give_up(self.lane)
