@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,15 @@ def test_of_two_publishers_at_one_root_the_one_that_came_first_is_told_and_harms
     Subscriber(root).pull(tmp_path / "local")
     first.publisher.close()
     second.close()
+
+
+def test_a_root_that_is_emptied_under_a_publisher_is_told_of(root):
+    with Line(root) as line:
+        line.publish(1)
+        line.publisher._wait()
+        shutil.rmtree(root)
+        with pytest.raises(ClosedError, match="has emptied it"):
+            line.publish(2)
 
 
 def test_a_root_that_is_taken_while_a_version_is_written_does_not_get_it(root, monkeypatch):

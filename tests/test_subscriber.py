@@ -496,6 +496,20 @@ def test_a_training_that_was_set_back_is_followed_by_what_it_publishes_now(line,
         again.assert_is(5, local)
 
 
+def test_a_root_that_is_emptied_and_filled_anew_is_followed(line, local):
+    """The same numbers, of other weights: nothing that was read before is believed."""
+    subscriber, model = line.subscriber(), gpt2()
+    subscriber.pull(local)
+    subscriber.pull(model)
+    line.publisher._wait()
+    shutil.rmtree(line.root)
+    with Line(line.root, gpt2()) as again:
+        again.publish(*range(1, LAST + 1))
+    for into in (local, model):
+        assert subscriber.pull(into).base is None
+        again.assert_is(LAST, into)
+
+
 def test_a_folder_with_other_files_is_refused_and_one_elsewhere(line, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
