@@ -110,7 +110,7 @@ def plugged_into_dcp(setting: Setting) -> dict[str, Figure]:
         saves, loads, reads = (
             [
                 _in_turn(n, lambda: four.save(ours), lambda: four.save(torchs))  # noqa: B023
-                for n in range(2 * setting.rounds)
+                for n in range(setting.rounds)
             ]
             for ours, torchs in (("plugged", "dcp"), ("restore", "load"), ("read", "load"))
         )

@@ -226,11 +226,11 @@ def test_many_archives_become_one_quickly(tmp_path: Path):
 
     with opened(paths, verify=False, per_rank=["rng"]) as merged:
         archives = merged.files
-        begin = time.perf_counter()
+        begin = time.process_time()
         again = Merged(archives, path="x", per_rank=["rng"])
         for leaf in again.tree()[1]:
             again.sources(leaf.number)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
 
     assert seconds < 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,15 @@ def test_of_two_publishers_at_one_root_the_one_that_came_first_is_told_and_harms
     second.close()
 
 
+def test_a_root_that_is_emptied_under_a_publisher_is_told_of(root):
+    with Line(root) as line:
+        line.publish(1)
+        line.publisher._wait()
+        shutil.rmtree(root)
+        with pytest.raises(ClosedError, match="has emptied it"):
+            line.publish(2)
+
+
 def test_a_root_that_is_taken_while_a_version_is_written_does_not_get_it(root, monkeypatch):
     line = Line(root)
     line.publish(1)
@@ -573,7 +583,7 @@ def test_a_training_that_is_killed_at_any_call_has_published_all_of_a_version_or
     state = {"weight": torch.arange(3000.0), "bias": torch.ones(7)}
     state["weight"][1] += 1
     state["weight"][2] += 1
-    for number in range(1, num_calls + 1, one_in(5)):
+    for number in range(1, num_calls + 1, one_in(7)):
         root = tmp_path / f"{number}"
         ended = nursery.run(PUBLISHES, root, number)
         assert ended.status in (-9, 0)

@@ -496,6 +496,20 @@ def test_a_training_that_was_set_back_is_followed_by_what_it_publishes_now(line,
         again.assert_is(5, local)
 
 
+def test_a_root_that_is_emptied_and_filled_anew_is_followed(line, local):
+    """The same numbers, of other weights: nothing that was read before is believed."""
+    subscriber, model = line.subscriber(), gpt2()
+    subscriber.pull(local)
+    subscriber.pull(model)
+    line.publisher._wait()
+    shutil.rmtree(line.root)
+    with Line(line.root, gpt2()) as again:
+        again.publish(*range(1, LAST + 1))
+    for into in (local, model):
+        assert subscriber.pull(into).base is None
+        again.assert_is(LAST, into)
+
+
 def test_a_folder_with_other_files_is_refused_and_one_elsewhere(line, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
@@ -597,8 +611,6 @@ def assert_taken_up(line: Line, folder: Path) -> None:
     ):
         pull()
         line.assert_is(LAST, into)
-        if into is folder:
-            assert_loads(into, line.were[LAST], transformers.GPT2LMHeadModel)
     line.subscriber().pull(folder, 1)
     assert not [name for name in os.listdir(folder.parent) if name.startswith(f".{folder.name}.")]
 
@@ -607,7 +619,7 @@ def test_a_pull_that_is_killed_at_any_call_that_changes_the_disk_is_taken_up(lin
     ended = nursery.run(PULLS, line.root, tmp_path / "whole", 0, -1)
     num_calls = int(ended.out.split()[-3])
     assert num_calls > 5
-    for number in range(1, num_calls + 1, one_in(9)):
+    for number in range(1, num_calls + 1, one_in(15)):
         folder = tmp_path / "locals" / f"{number}"
         ended = nursery.run(PULLS, line.root, folder, number, -1)
         assert (ended.status, ended.out) == (-9, "pulled\n")

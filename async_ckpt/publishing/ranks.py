@@ -176,9 +176,9 @@ class RankLines:
             return False
         return len({index.start for index in self.indices(number, size)}) == 1
 
-    def indices(self, number: int, size: int) -> list[VersionIndex]:
+    def indices(self, number: int, size: int, *, fresh: bool = False) -> list[VersionIndex]:
         """What each rank says of a version. Raises NotCommittedError, CorruptCheckpointError."""
-        return [self.line(rank, size).read(number) for rank in range(size)]
+        return [self.line(rank, size).read(number, fresh=fresh) for rank in range(size)]
 
     def tensors(self, number: int, size: int) -> dict[str, Whole]:
         """The tensors of the model at a version, each covered once. Raises CorruptCheckpointError for one that is not."""
@@ -196,8 +196,11 @@ class RankLines:
         return dict(sorted(found.items()))
 
     def identity(self, number: int, size: int) -> str:
-        """One digest of what all ranks have published as a version."""
-        return identity_of({str(rank): i.identity for rank, i in enumerate(self.indices(number, size))})
+        """One digest of what all ranks have published as a version, as they say now. Raises as above, and for two starts."""
+        indices = self.indices(number, size, fresh=True)
+        if len({index.start for index in indices}) > 1:
+            raise self._corrupt(number, "ranks have published it in two starts of the training")
+        return identity_of({str(rank): index.identity for rank, index in enumerate(indices)})
 
     def _corrupt(self, number: int, why: str) -> CorruptCheckpointError:
         where = self._storage.locate("")

@@ -83,16 +83,21 @@ class Versions:
         seen = self.storage.existing(list(asked)) if asked else []
         return sorted(known | {asked[path] for path in seen})
 
-    def read(self, number: int, *, wanted_by: str = "") -> VersionIndex:
-        """Raises NotCommittedError if it is not there, and CorruptCheckpointError for what is no index of it."""
+    def read(self, number: int, *, wanted_by: str = "", fresh: bool = False) -> VersionIndex:
+        """Raises NotCommittedError if it is not there, and CorruptCheckpointError for what is no index of it.
+
+        What was read before is believed, unless it is to be `fresh`: somebody may have emptied the root and begun again.
+        """
         with self._lock:
-            known = self._known.get(number)
+            known = None if fresh else self._known.get(number)
         path = f"{folder_of(number)}/{INDEX}"
         if known is not None:
             return known
         try:
             index = parse(self.storage.read(path)[0], number)
         except FileNotFoundError:
+            with self._lock:
+                self._known.pop(number, None)
             there = self.numbers()
             told = f"there are {there[0]} to {there[-1]}" if there else "there is none"
             raise NotCommittedError(
@@ -115,7 +120,7 @@ class Versions:
         steps: list[VersionIndex] = []
         number, wanted_by = target, ""
         while True:
-            index = self.read(number, wanted_by=wanted_by)
+            index = self.read(number, wanted_by=wanted_by, fresh=True)
             if state is not None and state.is_version(index):
                 break
             steps.append(index)
@@ -171,14 +176,17 @@ class Ownership:
 
     def check(self) -> None:
         """Raises ClosedError when another publisher has taken it since."""
+        root = self._storage.locate("")
         try:
             told = self._storage.read(_OWNER)[0]
         except FileNotFoundError:
-            told = b""
-        if told != self._told:
             raise ClosedError(
-                f"{self._storage.locate('')}: another Publisher has begun to publish here ({told.decode(errors='replace').strip()}); "
-                "give each one a root of its own"
+                f"{root}: somebody has emptied it while this Publisher was at work; make another one"
+            ) from None
+        if told != self._told:
+            other = told.decode(errors="replace").strip()
+            raise ClosedError(
+                f"{root}: another Publisher has begun to publish here ({other:.200}); give each one a root of its own"
             )
 
 

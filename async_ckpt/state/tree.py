@@ -432,9 +432,9 @@ class _Decoder:
         return into if into or self._wanted_empty(items, path) else _OMITTED
 
     def _places(self, items: Json, path: Path) -> Any:
-        if any(type(key) is not int or key < 0 for key, _ in items):
-            raise ValueError("a place in a list is no number")
         ordered = dict(sorted(items))
+        if len(ordered) < len(items) or any(type(key) is not int or key < 0 for key in ordered):
+            raise ValueError("the places in a list are no numbers")
         if ordered.keys() == set(range(len(items))):
             return self._items(ordered.values(), path)
         return self._dict(items, path, Places())

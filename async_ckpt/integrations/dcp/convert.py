@@ -86,7 +86,7 @@ def to_dcp(
         async_ckpt.integrations.dcp.to_dcp("runs/a", "out/checkpoint")
         torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id="out/checkpoint")
 
-    The state is streamed: about 128 MiB of it are in memory at a time. The folder's metadata is written last, when all else
+    The state is streamed: this takes about 256 MiB of memory, however large it is. The folder's metadata is written last, when all else
     is durable. Call it in one process.
 
     Args:

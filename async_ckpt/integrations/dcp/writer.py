@@ -266,8 +266,8 @@ def _commit(save: _Save, archives: tuple[Archive, ...], record: Mapping[str, Any
             f"{save.place.shown}: another writer has committed a checkpoint there in the meantime; that was kept",
             step=save.step,
         ) from error
-    for name in before[0].own_names if before else ():
-        storage.delete(name)
+    if before is not None:
+        storage.delete_many(before[0].own_names)
 
 
 def is_place(where: object) -> bool:
