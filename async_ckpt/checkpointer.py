@@ -246,7 +246,7 @@ class AsyncCheckpointer(RunReader):
             if driver is not None and self._ranks.world.rank == 0:
                 contents.driver = driver_of(driver, state, step=step)
             handle = self._saver.save(
-                lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs),
+                lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs, joint=joint),
                 lambda: step_targets(line, step, overwrite, plain, contents, self._ranks, joint),
                 select=select,
                 joint=joint,

@@ -251,3 +251,18 @@ def test_without_a_process_group_one_of_several_roots_is_refused(worlds, tmp_pat
     for one in worlds.run(2, script, has_group=False):
         assert (one.saves[0]["error"], one.saves[0]["raised_by"]) == ("ValueError", "save")
         assert "needs a process group" in one.saves[0]["text"]
+
+
+def test_unchanged_groups_are_written_again_where_one_root_is_enough(worlds, roots):
+    """For when a commit arrives at another root, is not known alike to all ranks."""
+    script = """
+state = {**small(0), "frozen": {"t": spread(9, 9)}}
+for step in (1, 2):
+    here.save(ckpt, {**state, **small(step)}, step, unchanged=["frozen"])
+"""
+    ended = run(worlds, script, *roots)
+
+    assert outcomes(ended) == [["committed"] * 2] * 2
+    for root in roots:
+        assert_holds(root, 1, 2)
+        assert not run_of(root).manifest(2).elsewhere

@@ -14,6 +14,8 @@ from rank_states import numbered
 from rank_worlds import Worlds
 from states import open_run, records
 
+from async_ckpt import load
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 
@@ -408,3 +410,41 @@ def test_a_training_that_torchrun_starts_needs_nothing_said(worlds, tmp_path):
     assert sorted(done.stdout.splitlines()) == ["0: None [1]", "1: None [1]"]
     assert steps_of(worlds) == [1]
     assert json.loads((worlds.root / "step_00000001/manifest.json").read_text())["world_size"] == 2
+
+
+def test_ranks_borrow_the_same_though_some_know_of_a_commit_sooner(worlds):
+    script = """
+    import asyncio
+    from async_ckpt.saving.agreement import Agreement
+
+    heard = Agreement._heard
+
+    async def late(agreed, *arguments):
+        while agreed._joint.step == 1 and not here.is_said("second"):
+            await asyncio.sleep(0.01)
+        return await heard(agreed, *arguments)
+
+    Agreement._heard = late
+    with open_run(here.root, max_in_flight=2) as ckpt:
+        frozen = spread(9, 9)
+        states = [{**small(step), "frozen": {"t": frozen}} for step in range(5)]
+        first = ckpt.save(states[1], 1)
+        if here.rank == 0:
+            first.result()
+            here.say("first")
+        here.hear("first")
+        second = ckpt.save(states[2], 2, unchanged=["frozen"])
+        here.meet("called")
+        here.say("second")
+        first.result(), second.result()
+        here.tell([ckpt.save(states[step], step, unchanged=["frozen"]).result().step for step in (3, 4)])
+    """
+    ended = worlds.run(2, script)
+
+    assert [one.told for one in ended] == [[[3, 4]]] * 2
+    assert steps_of(worlds) == [1, 2, 3, 4]
+    lent = {step: {one.step for one in run_of(worlds.root).manifest(step).elsewhere} for step in (2, 3, 4)}
+    assert lent[2] == set()
+    assert lent[3] == {1}
+    assert lent[4] <= {1, 2}
+    assert torch.equal(load(worlds.root, select="frozen")["frozen"]["t"], numbered(9, 9))

@@ -21,6 +21,7 @@ from ..state.capture import Capture, Mark, capture
 from ..state.held import Held, is_leaf, part_of
 from ..state.sharded import Slicer
 from .planner import small_archive
+from .ranks import Joint
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
 
@@ -87,6 +88,10 @@ class _Written:
         return tuple(lent.archive for lent in self.borrowed)
 
 
+# Stands for what was known before any save; and for all that one process knows.
+_FIRST: Final = -(2**63)
+
+
 class Driver(NamedTuple):
     """The archive of what one process holds for all ranks."""
 
@@ -126,6 +131,7 @@ class Contents:
         self.borrowed: tuple[Elsewhere, ...] = ()
         self.look: Look | None = None
         self.driver: Driver | None = None
+        self.joint: Joint | None = None
 
     def own_of(
         self,
@@ -135,9 +141,11 @@ class Contents:
         *,
         step: int,
         runs: Sequence[Run],
+        joint: Joint | None = None,
     ) -> Any:
-        """What of the state is to be written; the rest is borrowed."""
-        own, self.borrowed = known.without(state, unchanged, step=step, runs=runs)
+        """What of the state is to be written; the rest is borrowed. `joint` is the save as several ranks see it."""
+        self.joint = joint
+        own, self.borrowed = known.without(state, unchanged, step=step, runs=runs, joint=joint)
         return own
 
     def lenders(self) -> list[int]:
@@ -159,13 +167,27 @@ class UnchangedGroups:
         """`slicer` tells which slices of tensors are here, where there are several ranks."""
         self._slicer = slicer
         self._lock = threading.Lock()
-        self._written: dict[str, _Written] = {}  # replaced as a whole; under _lock, and read without it
+        # Since the save of this number, ascending. Replaced as a whole; under _lock, and read without it.
+        self._known: list[tuple[int, dict[str, _Written]]] = []
+
+    def _written(self, joint: Joint | None = None) -> dict[str, _Written]:
+        """The newest; with several ranks, what all of them know when a save begins, though some know of a commit sooner."""
+        known = [written for number, written in self._known if joint is None or number <= joint.decided]
+        return known[-1] if known else {}
 
     def without(
-        self, state: Any, names: Collection[str], *, step: int, runs: Sequence[Run]
+        self,
+        state: Any,
+        names: Collection[str],
+        *,
+        step: int,
+        runs: Sequence[Run],
+        joint: Joint | None = None,
     ) -> tuple[Any, tuple[Elsewhere, ...]]:
         """The state without those of the named groups that are committed at all these runs already; and where they are.
 
+        Several ranks borrow the same. When a commit arrives at a second root is not told alike to all of them, so where one
+        root is enough they write everything.
         Raises ValueError for a name that is not a group of the state, NotUnchangedError for one that has changed.
         """
         if not names:
@@ -179,10 +201,13 @@ class UnchangedGroups:
                 )
             if not there:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
+        if joint is not None and joint.is_any:
+            return state, ()
         borrowed: list[Elsewhere] = []
+        # Without the lock: this is the caller's thread, which may be interrupted, and must not be while it holds one.
+        written = self._written(joint)
         for name in sorted(names):
-            # Without the lock: this is the caller's thread, which may be interrupted, and must not be while it holds one.
-            known = self._written.get(name)
+            known = written.get(name)
             if known is None or known.step >= step or not known.runs.issuperset(runs):
                 continue  # it has to be written
             now = Look(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
@@ -201,27 +226,36 @@ class UnchangedGroups:
 
     def lenders(self) -> set[int]:
         """The steps that the next save may borrow from."""
-        return {known.step for known in self._written.values()}
+        return {known.step for _, written in self._known for known in written.values()}
 
     def committed(self, run: Run, step: int, archives: tuple[Archive, ...], contents: Contents) -> None:
         """A save is true at one run: from now on its groups may be borrowed from it."""
         if contents.look is None:
             return
+        joint = contents.joint
         with self._lock:
-            if any(known.step > step for known in self._written.values()):
-                for known in self._written.values():  # it arrived late
+            newest = self._written()
+            if any(known.step > step for known in newest.values()):
+                for known in newest.values():  # it arrived late
                     if known.archives == archives:
                         known.runs.add(run)
                 return
-            kept = {b.group: self._written[b.group] for b in contents.borrowed if b.group in self._written}
+            borrowed_from = self._written(joint)
+            kept = {b.group: borrowed_from[b.group] for b in contents.borrowed if b.group in borrowed_from}
             for group in contents.look.groups:
-                before = self._written.get(group)
+                before = newest.get(group)
                 if before is None or before.archives != archives:
                     lent = tuple(Elsewhere(group, step, run.folder(step), archive) for archive in archives)
                     before = _Written(step, lent, contents.look)
                 before.runs.add(run)
                 kept[group] = before
-            self._written = kept
+            if joint is None:
+                self._known = [(_FIRST, kept)]
+                return
+            # What no later save can ask for any more goes.
+            asked_for = [number for number, _ in self._known if number <= joint.decided]
+            still = [known for known in self._known if known[0] >= max(asked_for, default=_FIRST)]
+            self._known = [*(known for known in still if known[0] != joint.number), (joint.number, kept)]
 
     def restored(self, captured: Capture, groups: Collection[str], step: int, runs: Sequence[Run]) -> None:
         """Groups of a live state hold what a step at these runs has: they need not be written again either."""
@@ -233,9 +267,8 @@ class UnchangedGroups:
         parts |= {name: there for name in groups if (there := made.lent(name))}
         look = Look(captured)
         with self._lock:
-            self._written = {
-                group: _Written(lent[0].step, lent, look, set(runs)) for group, lent in parts.items()
-            }
+            written = {group: _Written(lent[0].step, lent, look, set(runs)) for group, lent in parts.items()}
+            self._known = [(_FIRST, written)]
 
 
 def _entry(state: Any, name: Any) -> Any:

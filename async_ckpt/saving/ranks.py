@@ -57,6 +57,7 @@ class Joint:
     step: int
     attempt: str = ""  # once it has begun
     number: int = 0  # among those that have begun, as on all ranks
+    decided: int = -1  # the last of these that all ranks knew the decision of when this one began
     table: Table = EMPTY  # by which this rank shares
     structure: Structure | None = None  # of its state, once it is known
     per_rank: tuple[str, ...] = ()  # the names of what each rank has for itself
@@ -149,8 +150,8 @@ class Ranks:
         self._wait_for_decision(joint.step, listen_again)
         self._name(joint)
         joint.number = next(self._numbers)
-        earlier = joint.number - self._max_in_flight
-        joint.table = self._met if earlier < 0 else self._tables.get(earlier, EMPTY)
+        joint.decided = joint.number - self._max_in_flight
+        joint.table = self._met if joint.decided < 0 else self._tables.get(joint.decided, EMPTY)
 
     def _name(self, joint: Joint) -> None:
         """Give its attempt the name that it has on all ranks."""
