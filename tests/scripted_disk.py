@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from racing import PATIENCE
@@ -113,9 +114,10 @@ class ScriptedStorage(LocalStorage):
         self.pass_by("move", path)
         super().move(path, to)
 
-    def delete(self, path: str) -> None:
-        self.pass_by("delete", path)
-        super().delete(path)
+    def delete_many(self, paths: Sequence[str]) -> None:  # which `delete` calls, too
+        for path in paths:
+            self.pass_by("delete", path)
+        super().delete_many(paths)
 
     def delete_all(self, path: str) -> None:
         self.pass_by("delete_all", path)

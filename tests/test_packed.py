@@ -24,7 +24,6 @@ from racing import PATIENCE, Thrown, until
 from slices import examples
 from states import MIB
 from tarballs import gnu_tar, in_names, look, make_tree, tar, with_holes
-from test_crash import quick_path  # noqa: F401
 
 from async_ckpt import (
     StorageFullError,
@@ -149,7 +148,7 @@ def test_equal_folders_make_equal_archives(tmp_path, tree):
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
 
 
-def test_many_small_files_come_back(quick_path):  # noqa: F811
+def test_many_small_files_come_back(quick_path):
     count = 6_000
     with pack(quick_path / "x.tar") as folder:
         for number in range(count):
