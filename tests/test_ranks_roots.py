@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from rank_oracle import saved
+from rank_oracle import run_of, saved
 from rank_states import numbered
 from states import open_run
 
@@ -50,6 +50,22 @@ def test_several_roots_have_every_step_each(worlds, tmp_path):
     assert [save.get("status") for one in ended for save in one.saves] == ["committed"] * 4
     for root in roots:
         assert_committed(root, [1, 2])
+
+
+def test_unchanged_groups_are_borrowed_at_each_of_several_roots(worlds, tmp_path):
+    roots = [tmp_path / "a", tmp_path / "b"]
+    script = f"""
+with open_run({[str(root) for root in roots]}, keep=1) as ckpt:
+    frozen = {{"t": spread(9, 9)}}
+    for step in (1, 2, 3, 4):
+        here.save(ckpt, {{**small(step), "frozen": frozen}}, step, unchanged=["frozen"])
+"""
+    ended = worlds.run(2, script)
+
+    assert [save.get("status") for one in ended for save in one.saves] == ["committed"] * 8
+    for root in roots:
+        assert open_run(root).steps() == [1, 4]
+        assert {one.step for one in run_of(root).manifest(4).elsewhere} == {1}
 
 
 def test_saves_that_begin_together_claim_a_root_once_and_another_start_does_not(tmp_path):

@@ -240,22 +240,22 @@ class UnchangedGroups:
                     if known.archives == archives:
                         known.runs.add(run)
                 return
-            borrowed_from = self._written(joint)
-            kept = {b.group: borrowed_from[b.group] for b in contents.borrowed if b.group in borrowed_from}
+            lent = {**newest, **self._written(joint)}  # at a second root, this save is the newest itself
+            kept = {b.group: lent[b.group] for b in contents.borrowed if b.group in lent}
             for group in contents.look.groups:
                 before = newest.get(group)
                 if before is None or before.archives != archives:
-                    lent = tuple(Elsewhere(group, step, run.folder(step), archive) for archive in archives)
-                    before = _Written(step, lent, contents.look)
+                    there = tuple(Elsewhere(group, step, run.folder(step), archive) for archive in archives)
+                    before = _Written(step, there, contents.look)
                 before.runs.add(run)
                 kept[group] = before
             if joint is None:
                 self._known = [(_FIRST, kept)]
                 return
-            # What no later save can ask for any more goes.
-            asked_for = [number for number, _ in self._known if number <= joint.decided]
-            still = [known for known in self._known if known[0] >= max(asked_for, default=_FIRST)]
-            self._known = [*(known for known in still if known[0] != joint.number), (joint.number, kept)]
+            entries = [*(one for one in self._known if one[0] < joint.number), (joint.number, kept)]
+            # What the next save cannot ask for any more goes, and with it the protection of these steps.
+            oldest = max((number for number, _ in entries if number <= joint.decided + 1), default=_FIRST)
+            self._known = [one for one in entries if one[0] >= oldest]
 
     def restored(self, captured: Capture, groups: Collection[str], step: int, runs: Sequence[Run]) -> None:
         """Groups of a live state hold what a step at these runs has: they need not be written again either."""
