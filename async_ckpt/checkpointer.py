@@ -406,7 +406,6 @@ class AsyncCheckpointer(RunReader):
                 by name, such as {"rng": 0}. In a world of the same size, each rank gets its own.
             fallback: with several ranks and without `step`, whether a step that is corrupt for one of them is skipped by
                 all of them. By default that rank raises CorruptCheckpointError.
-
             broadcast: a process group of ranks that hold the same, such as `mesh.get_group("replicate")`, or `dist.group.WORLD`
                 under DDP: each of them reads a part of that, and broadcasts it to the others. All of its ranks call this.
 

@@ -23,6 +23,7 @@ from slices import examples
 
 from async_ckpt.host import waiting
 from async_ckpt.saving import worker
+from async_ckpt.storage.local import LocalReader
 from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
 from async_ckpt.testing.servers import Server
 
@@ -150,6 +151,21 @@ def proxy(s3: Server) -> Iterator[FaultyProxy]:
     """What stands before the faithful server, and may be told to misbehave."""
     with FaultyProxy(s3.endpoint) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many bytes were read of each file, by its name."""
+    found: dict[str, int] = {}
+    read_into = LocalReader.read_into
+
+    def counting(self: LocalReader, offset: int, target: memoryview) -> None:
+        name = Path(f"/proc/self/fd/{self._fd}").resolve().name
+        found[name] = found.get(name, 0) + len(target)
+        read_into(self, offset, target)
+
+    monkeypatch.setattr(LocalReader, "read_into", counting)
+    return found
 
 
 @pytest.fixture

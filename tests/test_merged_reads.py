@@ -24,24 +24,9 @@ from async_ckpt.runs import layouts
 from async_ckpt.runs.receipts import Table
 from async_ckpt.spec import MIB
 from async_ckpt.state.sharded import local_part
-from async_ckpt.storage.local import LocalReader, LocalStorage
+from async_ckpt.storage.local import LocalStorage
 
 BLOCK = 4 * MIB
-
-
-@pytest.fixture
-def num_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many bytes were read of each file, by its name."""
-    found: dict[str, int] = {}
-    read_into = LocalReader.read_into
-
-    def counting(self: LocalReader, offset: int, target: memoryview) -> None:
-        name = Path(f"/proc/self/fd/{self._fd}").resolve().name
-        found[name] = found.get(name, 0) + len(target)
-        read_into(self, offset, target)
-
-    monkeypatch.setattr(LocalReader, "read_into", counting)
-    return found
 
 
 def names_of(ranks: Any) -> set[str]:

@@ -26,7 +26,6 @@ from async_ckpt.loading.contents import Part
 from async_ckpt.loading.restore import restore_state
 from async_ckpt.spec import MIB
 from async_ckpt.state.sharded import local_part
-from async_ckpt.storage.local import LocalReader
 
 
 @pytest.fixture(scope="module")
@@ -281,21 +280,6 @@ def test_a_rank_keeps_its_part_of_a_group_that_is_of_each(tmp_path: Path):
 
 
 # --- what is read -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def num_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many bytes were read of each file, by its name."""
-    found: dict[str, int] = {}
-    read_into = LocalReader.read_into
-
-    def counting(self: LocalReader, offset: int, target: memoryview) -> None:
-        name = Path(f"/proc/self/fd/{self._fd}").resolve().name
-        found[name] = found.get(name, 0) + len(target)
-        read_into(self, offset, target)
-
-    monkeypatch.setattr(LocalReader, "read_into", counting)
-    return found
 
 
 def large(world: int, placement: Any) -> Build:

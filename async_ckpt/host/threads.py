@@ -15,7 +15,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, Protocol
@@ -181,6 +181,19 @@ class Crew:
 
     def __repr__(self) -> str:
         return f"<Crew {self.name}: {self._num_threads} threads, {self._num_waiting} tasks>"
+
+
+def run_together(name: str, tasks: Sequence[Task], *, max_threads: int) -> None:
+    """Like `Crew.run_all`, on threads that are there for these tasks alone. A lone one is run by the caller itself."""
+    if len(tasks) < 2:
+        for task in tasks:
+            task()
+        return
+    crew = Crew(name, min(max_threads, len(tasks)))
+    try:
+        crew.run_all(tasks)
+    finally:
+        crew.stop()
 
 
 def _give_way() -> None:

@@ -23,7 +23,7 @@ from ..errors import CorruptCheckpointError, UntrustedObjectError
 from ..format import dcp, digests
 from ..format.dcp import Blob, Lying, Told
 from ..format.index import Index, IndexedTensor, Member, Slice
-from ..host.threads import Crew
+from ..host.threads import run_together
 from ..spec import DTYPES, Extent, Spread
 from ..state import pickled
 from ..state.cover import Box, cover
@@ -133,7 +133,7 @@ class OpenDcp(Contents):
         jobs = [functools.partial(self._look_up, blob) for blob in blobs if blob not in self._found]
         for blob in blobs:  # not by several threads
             self._file(blob)
-        self._run(jobs)
+        run_together("look up", jobs, max_threads=_MAX_READERS)
 
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:
         """Where a tensor is to be read from, each element once. Raises CorruptCheckpointError for a gap."""
@@ -194,24 +194,12 @@ class OpenDcp(Contents):
             found[number] = file.read(extent)
 
         files = [self._file(blob) for blob in blobs]
-        self._run(
-            [
-                functools.partial(read, number, file, Extent(blob.offset, blob.length))
-                for number, (file, blob) in enumerate(zip(files, blobs, strict=True))
-            ]
-        )
+        jobs = [
+            functools.partial(read, number, file, Extent(blob.offset, blob.length))
+            for number, (file, blob) in enumerate(zip(files, blobs, strict=True))
+        ]
+        run_together("look up", jobs, max_threads=_MAX_READERS)
         return [found[number] for number in range(len(blobs))]
-
-    def _run(self, jobs: Sequence[Any]) -> None:
-        if len(jobs) < 2:
-            for job in jobs:
-                job()
-            return
-        crew = Crew("look up", min(_MAX_READERS, len(jobs)))
-        try:
-            crew.run_all(jobs)
-        finally:
-            crew.stop()
 
     def _opened(self, leaf: Stored, data: bytes, *, trust: bool) -> Any:
         """Raises pickle.UnpicklingError for what takes trust."""

@@ -21,7 +21,7 @@ from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
 from ..host.process import OnceInProcess
-from ..host.threads import Crew
+from ..host.threads import Crew, run_together
 from ..spec import BLOCK_BYTES, DTYPES, KIB, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
 from ..state.cover import Box, Run, runs
@@ -90,15 +90,7 @@ def planned(wanted: Iterable[tuple[Contents, Iterable[Wanted]]]) -> Plan:
             _plan(archive, item, len(found), files)
             found.append(item)
     checks = [functools.partial(one.file.check_members, one.members) for one in files.values()]
-    if len(checks) > 1:
-        crew = Crew("check", min(_MAX_READERS, len(checks)))
-        try:
-            crew.run_all(checks)
-        finally:
-            crew.stop()
-    else:
-        for check in checks:
-            check()
+    run_together("check", checks, max_threads=_MAX_READERS)
     return Plan(found, list(files.values()))
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..errors import CheckpointError, CorruptCheckpointError
-from ..host.threads import Crew
+from ..host.threads import run_together
 from ..runs import layouts
 from ..runs.manifest import Archive
 from ..state.merge import UnknownChoiceError
@@ -192,7 +192,7 @@ class Lot:
             if len(self._opened) + len(fresh) > _MAX_OPENERS:
                 opened[rank].keep_little()
 
-        _in_parallel([functools.partial(open_one, rank) for rank in fresh])
+        run_together("open", [functools.partial(open_one, rank) for rank in fresh], max_threads=_MAX_OPENERS)
         self._opened |= opened
 
     def _as_one(self) -> Merged:
@@ -221,19 +221,8 @@ def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
             if len(names) > _MAX_OPENERS:
                 opened[name].keep_little()
 
-        _in_parallel([functools.partial(open_one, name) for name in names])
+        run_together("open", [functools.partial(open_one, name) for name in names], max_threads=_MAX_OPENERS)
         yield Part(Merged([opened[name] for name in names], path=storage.locate("")))
-
-
-def _in_parallel(tasks: Sequence[Callable[[], None]]) -> None:
-    if len(tasks) == 1:
-        tasks[0]()
-        return
-    crew = Crew("open", min(_MAX_OPENERS, len(tasks)))
-    try:
-        crew.run_all(tasks)
-    finally:
-        crew.stop()
 
 
 def open_archive(

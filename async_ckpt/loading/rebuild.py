@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 from ..format.index import Index
-from ..host.threads import Crew
+from ..host.threads import run_together
 from ..runs import layouts
 from ..runs.receipts import Table
 from ..state.cover import Box
@@ -75,12 +75,9 @@ def _looks(named: Named) -> list[Look]:
             archive = open_archive(named.storage, *named.archives[rank], True, stack)
             looks[rank] = look_at(archive.index, named.per_rank)
 
-    crew = Crew("open", min(_MAX_OPENERS, len(named.archives)))
-    try:
-        crew.run_all(functools.partial(look, rank) for rank in range(len(named.archives)))
-    finally:
-        crew.stop()
-    return [looks[rank] for rank in range(len(named.archives))]
+    everybody = range(len(named.archives))
+    run_together("open", [functools.partial(look, rank) for rank in everybody], max_threads=_MAX_OPENERS)
+    return [looks[rank] for rank in everybody]
 
 
 def look_at(index: Index, per_rank: Sequence[str] | Any = ()) -> Look:

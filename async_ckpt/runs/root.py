@@ -20,7 +20,7 @@ from ..errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ..host.threads import Crew
+from ..host.threads import run_together
 from ..storage.base import Storage
 from . import manifest
 from .manifest import Archive, Manifest, intent_name, parse_intent, retired_name, taken_out
@@ -200,15 +200,11 @@ class Root:
         return found
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
-        if not self.storage.remote or len(tasks) < 2:
+        if self.storage.remote:
+            run_together("look", tasks, max_threads=_READS_IN_FLIGHT)
+        else:
             for task in tasks:
                 task()
-            return
-        crew = Crew("look", min(_READS_IN_FLIGHT, len(tasks)))
-        try:
-            crew.run_all(tasks)
-        finally:
-            crew.stop()
 
     def newest(self, steps: Sequence[int], gone: Mapping[int, str]) -> int | None:
         """The last of these steps, given in ascending order, that is committed."""

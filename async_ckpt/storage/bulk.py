@@ -19,7 +19,7 @@ from typing import Final
 
 from ..errors import StorageUnavailableError
 from ..host.pool import Lease, SegmentPool
-from ..host.threads import Crew, Task
+from ..host.threads import Crew, Task, run_together
 from ..spec import MIB
 from .base import Reader, Sink, Storage
 
@@ -80,11 +80,7 @@ def copy(
 
 def delete(storage: Storage, paths: Sequence[str]) -> None:
     """Delete objects, several at once; no error for those that are gone. Raises StorageUnavailableError."""
-    crew = Crew("delete", min(_NUM_DELETIONS, max(1, len(paths))))
-    try:
-        crew.run_all(partial(storage.delete, path) for path in paths)
-    finally:
-        crew.stop()
+    run_together("delete", [partial(storage.delete, path) for path in paths], max_threads=_NUM_DELETIONS)
 
 
 class _Copying:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
-from ...host.threads import Crew
+from ...host.threads import run_together
 from .. import stores
 from ..base import Reader
 from ..bulk import delete
@@ -203,19 +203,13 @@ class FsspecStorage:
             return True
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        if len(paths) < 2:
-            return [path for path in paths if self.exists(path)]
         found: set[str] = set()
 
         def look(path: str) -> None:
             if self.exists(path):
                 found.add(path)
 
-        crew = Crew("look", min(_NUM_LOOKERS, len(paths)))
-        try:
-            crew.run_all(partial(look, path) for path in paths)
-        finally:
-            crew.stop()
+        run_together("look", [partial(look, path) for path in paths], max_threads=_NUM_LOOKERS)
         return [path for path in paths if path in found]
 
     def sweep(

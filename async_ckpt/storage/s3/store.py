@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ... import spans
 from ...errors import StorageUnavailableError
-from ...host.threads import Crew
+from ...host.threads import run_together
 from ...spans import TIMEKEEPER, Timekeeper
 from .. import stores
 from ..bulk import delete
@@ -178,12 +178,7 @@ class ObjectStorage:
         def look(path: str) -> None:
             found[path] = self.exists(path)
 
-        if paths:
-            crew = Crew("head", min(_HEADS_IN_FLIGHT, len(paths)))
-            try:
-                crew.run_all([partial(look, path) for path in paths])
-            finally:
-                crew.stop()
+        run_together("head", [partial(look, path) for path in paths], max_threads=_HEADS_IN_FLIGHT)
         return [path for path in paths if found[path]]
 
     # --- what dead writers left -------------------------------------------------------------------------------
