@@ -59,7 +59,8 @@ def restore_state(
         except KeyError as error:  # nothing that was selected is in this one
             errors.append(error)
             continue
-        match = Match(part.archive, part.archive.objects(stored, trust=trust), select is not None)
+        objects = part.archive.objects(stored, trust=trust)
+        match = Match(part.archive, objects, select is not None, live)
         try:
             match.visit(share, saved, ())
         except RecursionError as error:
