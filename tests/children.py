@@ -88,7 +88,6 @@ def _end() -> None:
     os._exit(0)
 
 
-
 _MODULE = """
 import runpy, sys
 del sys.argv[0]
