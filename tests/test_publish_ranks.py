@@ -215,3 +215,28 @@ def test_every_element_is_taken_from_the_lowest_rank_that_has_it_and_bits_stay()
     whole = Whole("bfloat16", (2, 3), [(rank, f"w{box}", box) for rank, (_, box) in parts.items()])
     wanted = torch.cat([bits[:, :2], bits[:, 2:] + 1], 1)
     assert torch.equal(assembled(whole, replicas).view(torch.int16), wanted)
+
+
+SPREAD_IN_PART = """
+import async_ckpt
+from torch.distributed.fsdp import fully_shard
+def layers():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+with async_ckpt.Publisher(here.root) as publisher:
+    publisher.publish(layers(), 1).result()
+model = layers()
+first = model[0].weight.detach().clone()
+fully_shard(model[1])
+try:
+    async_ckpt.Subscriber(here.root).pull(model)
+except async_ckpt.UnsupportedStateError as error:
+    here.tell([str(error), torch.equal(first, model[0].weight)])
+"""
+
+
+def test_a_module_that_is_spread_in_part_is_refused_before_the_rest_is_filled(worlds: Worlds):
+    worlds.root.parent.mkdir(exist_ok=True, parents=True)
+    told, is_same = worlds.run(1, SPREAD_IN_PART)[0].told[-1]
+
+    assert told.startswith("'1.weight': it is spread over ranks")
+    assert is_same

@@ -92,7 +92,7 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
             for r, p in zip(sliced.slices.rectangles, sliced.parts, strict=True)
         ]
         if not prod(shape):  # nothing is held of it anywhere
-            held = [(Box.whole(shape), torch.empty(shape, dtype=tensor.dtype))]
+            held = [(Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
         for box, part in held:
             key = f"{name}{box}"
             tensors[key] = part.detach()
@@ -212,7 +212,7 @@ class RankLines:
 def assembled(whole: Whole, replicas: Mapping[int, MemoryReplica]) -> torch.Tensor:
     """A whole tensor, of its slices; where they overlap, that of the lowest rank counts."""
     dtype = dtype_named(whole.dtype)
-    full = torch.empty(whole.shape, dtype=dtype)
+    full = torch.empty(whole.shape, dtype=dtype, device="cpu")
     bits = as_integers(full)  # which are copied as they are, whatever they mean
     for rank, key, box in reversed(whole.slices):
         part = as_integers(replicas[rank].region(key).view(dtype).view(box.sizes))
