@@ -613,6 +613,42 @@ def test_a_process_that_exits_at_once_publishes_what_it_was_told_to(tmp_path, nu
     assert bool((weights_in(tmp_path / "local")["weight"] == 2).all())
 
 
+FORKS = """
+import os, sys, torch, async_ckpt, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+torch.set_num_threads(1)
+state = {"weight": torch.zeros(3000)}
+publisher, subscriber = async_ckpt.Publisher(sys.argv[1]), async_ckpt.Subscriber(sys.argv[1])
+publisher.publish(state, 1).result()
+subscriber.pull(sys.argv[1] + "-local")
+child = os.fork()
+if child == 0:
+    for use in (lambda: publisher.publish(state, 2), publisher.versions, subscriber.versions,
+                lambda: subscriber.pull(sys.argv[1] + "-local"), subscriber.watch):
+        try:
+            use()
+        except async_ckpt.ClosedError as error:
+            assert "belongs to the parent process" in str(error)
+        else:
+            os._exit(9)
+    publisher.close(), subscriber.close()
+    with async_ckpt.Publisher(sys.argv[1] + "-own") as own:
+        own.publish(state, 1).result()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+publisher.publish(state, 2).result()
+print(subscriber.pull(sys.argv[1] + "-local").version)
+publisher.close()
+"""
+
+
+def test_a_forked_child_is_told_to_make_its_own_and_does_the_parents_no_harm(tmp_path, nursery):
+    ended = nursery.run(FORKS, tmp_path / "weights")
+
+    assert (ended.status, ended.err, ended.out.split()) == (0, "", ["7", "2"])
+    assert Subscriber(tmp_path / "weights-own").versions() == [1]
+
+
 # --- stores ---------------------------------------------------------------------------------------------------------
 
 

@@ -109,6 +109,7 @@ class Publisher:
         self._acknowledged = acknowledged
         self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole
         self._is_closed = False
+        self._pid = os.getpid()
 
     def publish(
         self,
@@ -137,6 +138,7 @@ class Publisher:
         MemoryError, StorageFullError and StorageUnavailableError. What was published before is as it was, then, and the next
         delta is against that.
         """
+        self._refuse_if_forked()
         if self._is_closed:
             raise ClosedError(f"{self!r}: make another one")
         number = whole_step(version, what="version")
@@ -184,6 +186,7 @@ class Publisher:
 
         publisher.versions()  # [100, 101, 102]
         """
+        self._refuse_if_forked()
         names = self._root.names("")
         return sorted({*Versions(self._root).numbers(names), *RankLines(self._place).sizes(names)})
 
@@ -194,10 +197,16 @@ class Publisher:
 
         What went wrong is in the handles.
         """
+        if os.getpid() != self._pid:
+            return  # it is the parent's
         self._is_closed = True
         self._wait()
         if self._line is not None:
             self._line.close()
+
+    def _refuse_if_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("this Publisher belongs to the parent process; make one in this process")
 
     def _wait(self) -> None:
         """Until all is published, or has failed, and what is not kept is deleted."""

@@ -54,6 +54,7 @@ class Subscriber:
         # Host memory of each module that was pulled into. One caller of `pull` at a time has it.
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, MemoryReplica] = weakref.WeakKeyDictionary()
         self._pulling = threading.Lock()
+        self._pid = os.getpid()
 
     def versions(self) -> list[int]:
         """The versions that are whole, ascending.
@@ -187,6 +188,7 @@ class Subscriber:
         """
         if not isinstance(poll_seconds, int | float) or not poll_seconds > 0:
             raise ValueError(f"poll_seconds must be above 0, got {poll_seconds!r:.100}")
+        self._refuse_if_forked()
         return self._watch(poll_seconds)
 
     def _watch(self, poll_seconds: float) -> Iterator[int]:
@@ -205,6 +207,8 @@ class Subscriber:
 
         subscriber.close()
         """
+        if os.getpid() != self._pid:
+            return  # it is the parent's
         self._closed.set()
         self._modules.clear()
         self._slices = {}
@@ -220,7 +224,12 @@ class Subscriber:
     def __repr__(self) -> str:
         return f"<Subscriber {self._versions.root}{' (closed)' if self._closed.is_set() else ''}>"
 
+    def _refuse_if_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("this Subscriber belongs to the parent process; make one in this process")
+
     def _refuse_if_closed(self) -> None:
+        self._refuse_if_forked()
         if self._closed.is_set():
             raise ClosedError(f"{self!r}: make another one")
 
