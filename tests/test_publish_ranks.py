@@ -153,8 +153,13 @@ def test_what_one_rank_lacks_or_has_damaged_takes_nothing_away(worlds: Worlds, t
     assert_same(dict(model.state_dict()), full_at(worlds, 1))
 
 
-def test_ranks_of_two_starts_are_never_mixed_and_others_go_on_above(worlds: Worlds, tmp_path: Path):
-    """As after a start that was killed when only one rank had published version 2, and another in which the other did."""
+def test_ranks_of_two_starts_are_never_mixed_and_what_other_worlds_have_left_goes_in_the_end(
+    worlds: Worlds, tmp_path: Path
+):
+    """As after a start that was killed when only one rank had published version 2, and another in which the other did.
+
+    The next start publishes it again; then come publishers of a whole model, at the same root.
+    """
     out = tmp_path / "out"
     published(worlds, 2, "fsdp()", out, versions=[1, 2])
     index = out / "rank_00001_of_00002" / "weight_v000002" / INDEX
@@ -163,13 +168,23 @@ def test_ranks_of_two_starts_are_never_mixed_and_others_go_on_above(worlds: Worl
     index.write_text(json.dumps(told))
 
     assert Subscriber(out).versions() == [1]
-    with Publisher(out) as publisher:  # of a whole model, at the same root
-        for version, error in ((2, StepExistsError), (1, StepBehindError)):
+    # On both ranks, though one of them has a version 2.
+    told_again = published(worlds, 2, "fsdp()", out, versions=[2, 3])
+    assert [one[2] for one in told_again] == [[1, 2, 3]] * 2
+    with Publisher(out) as publisher:
+        for version, error in ((3, StepExistsError), (2, StepBehindError)):
             with pytest.raises(error):
                 publisher.publish(network(), version).result()
+    with Publisher(out, on_rollback="retire", keep=2) as publisher:
         publisher.publish(network(), 3).result()
-    assert Subscriber(out).versions() == [1, 3]
-    assert Subscriber(out).pull(network()).version == 3
+        publisher._wait()
+        assert publisher.versions() == Subscriber(out).versions() == [2, 3]
+        publisher.publish(network(), 4).result()
+    assert Subscriber(out).versions() == [3, 4]
+    assert Subscriber(out).pull(network()).version == 4
+    assert sorted(path.name for path in out.iterdir()) == [
+        "publisher.json", "weight_v000003", "weight_v000004"
+    ]  # fmt: skip
 
 
 OTHERWISE = """
