@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from rank_oracle import saved
 from rank_worlds import Worlds
+from states import open_run
 
 from async_ckpt.host.ranks import World
 
@@ -82,3 +83,32 @@ def test_what_one_start_opens_is_numbered_anew():
     assert first._prefix != second._prefix
     other = World(0, 2, store=dist.PrefixStore("", dist.HashStore()))
     assert other.opening()._prefix == first._prefix
+
+
+# Each rank has values of its own, by which it is seen who has written them.
+AGAIN = """
+{before}
+with open_run(here.root{options}) as ckpt:
+    state = {{"whole": torch.full((300, 1000), {value}), "own": torch.full((300, 1000), {value} + here.rank)}}
+    here.save(ckpt, state, 1, per_rank=["own"], overwrite=True)
+"""
+# As where a rank has heard an old one after all.
+OLD_TOKEN = "from async_ckpt.saving.ranks import Ranks; Ranks.token = lambda self: '0123456789abcdef'"
+
+
+@pytest.mark.parametrize("has_group", [True, False])
+def test_what_an_earlier_start_has_committed_is_not_written_again_under_the_same_names(worlds, has_group):
+    options = "" if has_group else ", ranks=(here.rank, here.size), run_id='a'"
+    before = OLD_TOKEN if has_group else ""
+    told = []
+    for value in (1.0, 7.0):
+        script = AGAIN.format(before=before, options=options, value=value)
+        told += [one.saves[0] for one in worlds.run(2, script, has_group=has_group)]
+
+    assert [one.get("status") for one in told] == ["committed"] * 2 + [None] * 2
+    assert [one.get("error") for one in told[2:]] == ["CheckpointError"] * 2
+    with open_run(worlds.root) as ckpt:
+        state = ckpt.load(1)
+    assert torch.equal(state["whole"], torch.full((300, 1000), 1.0))
+    for rank in (0, 1):
+        assert torch.equal(state["own"][rank], torch.full((300, 1000), 1.0 + rank))
