@@ -182,6 +182,10 @@ class FarStorage:
         self._ask(received=len(found.data))
         return found.data, found.version
 
+    def exists(self, path: str) -> bool:
+        self._ask()
+        return self._found(path) is not None
+
     def put_new(self, path: str, data: bytes) -> None:
         answered = self._ask(sent=len(data))
         folder, name = self.bucket.at(path)
@@ -244,10 +248,6 @@ class FarStorage:
             else:
                 found[name] = listed.num_bytes
         return found
-
-    def exists(self, path: str) -> bool:
-        self._ask()
-        return self._found(path) is not None
 
     def existing(self, paths: Sequence[str]) -> list[str]:
         self._ask_many(len(paths))

@@ -211,6 +211,10 @@ class Lot:
 
         run_together("open", [functools.partial(open_one, rank) for rank in fresh], max_threads=_MAX_OPENERS)
         self._opened |= opened
+        _, num_readers = self._readers.ranks or (0, 1)
+        if num_readers > 1 and len(self._opened) > 1:
+            for archive in self._opened.values():  # who needs others' archives reads what others read, too
+                archive.share()
 
     def _as_one(self) -> Merged:
         named, readers = self.named, self._readers
