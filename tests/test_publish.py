@@ -131,10 +131,22 @@ def test_experts_that_are_one_tensor_in_memory_are_followed_by_their_names_in_ch
             subscriber.pull(mixtral())
 
 
+ODD_NAMES = [
+    "model card (draft).md",
+    "tokenizer+x.json",
+    "vocab\u00e9.txt",
+    "a,b.txt",
+    "-dash.txt",
+    "a..b.txt",
+]
+
+
 def test_config_and_tokenizer_come_with_an_anchor(root, tmp_path):
     config = tmp_path / "config"
     (config / "additional_chat_templates").mkdir(parents=True)
     (config / "tokenizer.json").write_text("{}")
+    for name in ODD_NAMES:
+        (config / name).write_text(name)
     (config / "additional_chat_templates" / "tool.jinja").write_text("x")
     transformers.LlamaConfig(**SMALL).save_pretrained(config)
     state = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).state_dict()
@@ -144,6 +156,10 @@ def test_config_and_tokenizer_come_with_an_anchor(root, tmp_path):
 
     assert_loads(tmp_path / "local", state, transformers.LlamaForCausalLM)
     assert (tmp_path / "local" / "additional_chat_templates" / "tool.jinja").read_text() == "x"
+    assert [(tmp_path / "local" / name).read_text() for name in ODD_NAMES] == ODD_NAMES
+    (config / "a\\b.txt").write_text("x")
+    with Publisher(root) as publisher, pytest.raises(ValueError, match="rename it"):
+        publisher.publish(state, 2, config_folder=config)
 
 
 def test_weights_of_several_files_are_followed(root, tmp_path, monkeypatch):

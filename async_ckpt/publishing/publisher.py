@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -19,7 +20,7 @@ import torch
 from ..around.export import files_of
 from ..around.hub import Weights, weights_of
 from ..errors import ClosedError, UnsupportedStateError
-from ..format.delta import ENCODINGS, MAX_VERSION, Encoding
+from ..format.delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from ..host.process import OnceInProcess
 from ..host.ranks import world_of
 from ..host.threads import running_future
@@ -154,7 +155,7 @@ class Publisher:
             raise ValueError(f"version must be below 10**18, got {number}; give the training step")
         spans, called = Spans(), running_future()
         try:
-            beside = {} if config_folder is None else files_of(local_place(config_folder))
+            beside = {} if config_folder is None else _files_beside(local_place(config_folder))
             held = state_or_snapshot if isinstance(state_or_snapshot, Held) else None
             refuse_guard([held] if held is not None else [], guard)
             weights = weights_of(state_or_snapshot, beside)
@@ -236,6 +237,15 @@ class Publisher:
 
     def __repr__(self) -> str:
         return f"<Publisher {self._root.locate('')}{' (closed)' if self._is_closed else ''}>"
+
+
+def _files_beside(folder: Path) -> dict[str, bytes]:
+    """What is published with the weights. Raises ValueError for a name that not every place can have."""
+    files = files_of(folder)
+    for name in files:
+        if not stays_inside(name) or not name.isprintable():
+            raise ValueError(f"config_folder {folder} has a file that is called {name!a}; rename it")
+    return files
 
 
 def _refuse_unmapped(given: Any, weights: Weights) -> None:

@@ -30,6 +30,7 @@ from ..format.delta import (
     folder_of,
     identity_of,
     parse,
+    stays_inside,
     structure_of,
     version_of,
 )
@@ -309,7 +310,7 @@ class Source:
         """Config, tokenizer and the like."""
         known = {*self.index.tensor_files, INDEX}
         names = self.index.digests or self.storage.sizes(self.folder)  # which other writers do not list
-        return [name for name in names if name not in known]
+        return [name for name in names if name not in known and stays_inside(name)]
 
     def read(self, file: str) -> memoryview:
         """A small file, compared with its digest."""
