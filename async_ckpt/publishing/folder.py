@@ -1,7 +1,7 @@
 """Weights in a folder that engines load, and that follow versions.
 
-In: the indices of versions, and a storage with their files. Out: a folder of Hugging Face with the newest of these. Knows
-nothing of: which versions there are.
+In: the indices of versions, and a storage with their files. Out: a folder of Hugging Face with the newest of these.
+Knows nothing of: which versions there are.
 
 A delta is applied in place, by memory maps. The files of an anchor are made in a folder within, on the same disk, and renamed to
 their places when all of them are there and compared.
