@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from async_ckpt import (
     TornSnapshotError,
     UnsupportedStateError,
 )
-from async_ckpt.format.delta import INDEX, parse
+from async_ckpt.format.delta import INDEX, folder_of, parse
 from async_ckpt.integrations.skyrl import CheckpointBackend
 from async_ckpt.publishing.versions import Ownership
 from async_ckpt.saving.default import held_memory
@@ -227,6 +228,45 @@ def test_bits_are_what_counts_and_not_values(encoding, root, tmp_path):
     assert_same(weights_in(tmp_path / "local"), {name: t.contiguous() for name, t in state.items()})
     assert_same(weights_in(tmp_path / "other"), {name: t.contiguous() for name, t in state.items()})
     assert sorted(set(state) - set(index_at(root / "weight_v000002").files)) == ["empty", "fp8", "view"]
+
+
+def test_where_positions_and_values_would_be_more_than_the_weights_there_is_an_anchor(root, tmp_path):
+    state = {
+        "weight": torch.zeros(400_000, dtype=torch.int32)
+    }  # of which more is changed than is applied at once
+    with Publisher(root, encoding="overwrite") as publisher, Subscriber(root) as subscriber:
+        for share in (0.0, 0.7, 0.9):  # the lowest of four bytes
+            state["weight"] ^= (torch.rand(400_000) < share).int()
+            publisher.publish(state, int(share * 10)).result()
+            subscriber.pull(tmp_path / "local")
+            assert_same(weights_in(tmp_path / "local"), state)
+    assert [index_at(root / folder_of(version)).is_anchor for version in (0, 7, 9)] == [True, False, True]
+
+
+PEAK = """
+import torch
+from async_ckpt.publishing.difference import apply, encode
+def peak():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+open("/proc/self/clear_refs", "w").write("5")
+old = torch.zeros(2**24, dtype=torch.uint8)
+new = torch.randint(1, 256, (2**24,), dtype=torch.uint8)
+encode(new[:9], old[:9], "overwrite")
+before = peak()
+frame, wanted = encode(new, old, "overwrite")
+undo = apply(memoryview(frame), old, "overwrite", wanted)
+undo()
+print((peak() - before) / 2**24)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at its memory as Linux tells of it")
+def test_positions_take_no_more_memory_than_a_frame_has(nursery):
+    ended = nursery.run(PEAK)
+
+    assert ended.err == ""
+    # Of a tensor of which every byte is changed: the frame, what is in it, and what the allocator has not given back.
+    assert float(ended.out) < 22
 
 
 # --- one snapshot -------------------------------------------------------------------------------------------------
