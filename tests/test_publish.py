@@ -28,6 +28,7 @@ from exported import (
     weights_in,
 )
 from published import Line, changed, files_below, weights_below
+from racing import Call
 from safetensors.torch import save_file
 from slices import one_in
 from states import open_run
@@ -39,6 +40,7 @@ import transformers
 import async_ckpt
 from async_ckpt import (
     ClosedError,
+    NotCommittedError,
     Place,
     Publisher,
     StateMismatchError,
@@ -267,6 +269,37 @@ def test_positions_take_no_more_memory_than_a_frame_has(nursery):
     assert ended.err == ""
     # Of a tensor of which every byte is changed: the frame, what is in it, and what the allocator has not given back.
     assert float(ended.out) < 22
+
+
+def test_a_delta_is_not_loaded_for_weights(root):
+    state = {"weight": torch.zeros(30)}
+    with Publisher(root) as publisher:
+        for version in (1, 2, 3):
+            publisher.publish(state, version).result()
+            state["weight"][3] = 7  # version 3 is an empty delta
+    assert_same(async_ckpt.load(root / folder_of(1)), {"weight": torch.zeros(30)})
+    for version in (2, 3):
+        with pytest.raises(NotCommittedError, match=r"this is a delta.*Subscriber"):
+            async_ckpt.load(root / folder_of(version))
+
+
+def test_two_threads_that_publish_at_first_have_one_line(root, monkeypatch, gate):
+    state, begun = {"weight": torch.zeros(30)}, []
+    with Publisher(root, on_rollback="retire") as publisher:
+        real = publisher._new_line
+
+        def new_line(*arguments: Any, **options: Any) -> Any:
+            begun.append(arguments)
+            gate.passed()
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(publisher, "_new_line", new_line)
+        calls = [Call(lambda version=version: publisher.publish(state, version)) for version in (1, 2)]
+        gate.wait_reached()
+        gate.open()
+        for call in calls:
+            call.outcome().result()
+    assert len(begun) == 1
 
 
 # --- one snapshot -------------------------------------------------------------------------------------------------
@@ -643,6 +676,7 @@ def test_models_whose_names_are_not_those_of_their_checkpoints_are_refused_befor
         for model, why in [
             (PeftModel("default"), "it is an adapter"),
             (quantised, "it is quantised"),
+            (torch.nn.ModuleDict({"policy": quantised}), "it is quantised"),
             (
                 {"a": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)},
                 "quantised|quint8|qint8|stored",
