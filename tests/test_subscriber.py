@@ -520,6 +520,8 @@ def test_a_folder_with_other_files_is_refused_and_one_elsewhere(line, tmp_path):
         line.subscriber().pull(tmp_path / "mine")
     with pytest.raises(NotADirectoryError, match="is a file"):
         line.subscriber().pull(tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match="is a file; give the folder with the versions"):
+        Subscriber(tmp_path / "file").versions()
     with pytest.raises(ValueError, match="not a local path"):
         line.subscriber().pull("s3://bucket/x")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "x"

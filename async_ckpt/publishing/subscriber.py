@@ -66,8 +66,10 @@ class Subscriber:
         return self._numbers()
 
     def _numbers(self) -> list[int]:
-        """One listing, and what has to be asked of versions that were not seen before."""
+        """One listing, one of each world of ranks, and what has to be asked of versions that were not seen before."""
         names = self._versions.storage.names("")
+        if not names and not self._versions.storage.remote and Path(self._versions.root).is_file():
+            raise NotADirectoryError(f"{self._versions.root} is a file; give the folder with the versions")
         self._sizes = self._lines.sizes(names)
         return sorted({*self._versions.numbers(names), *self._sizes})
 
@@ -182,7 +184,8 @@ class Subscriber:
             for version in subscriber.watch():
                 subscriber.pull(model, version)
 
-        Versions that came and were overtaken while nobody asked are left out. One poll is one listing of the root.
+        Versions that came and were overtaken while nobody asked are left out. After a rollback it yields a lower one. One poll is one
+        listing of the root, and of versions that ranks have published, one more for each number of ranks.
 
         Args:
             poll_seconds: how long to wait between two looks.

@@ -159,11 +159,12 @@ class Versions:
     def is_complete(self, number: int) -> bool:
         """Whether a version is there, and all that it is built on."""
         there, at = self.numbers(), number
-        while at in there:
-            base = self.read(at).base
-            if base is None:
-                return True
-            at = base
+        with suppress(CheckpointError):  # of an index that is damaged
+            while at in there:
+                base = self.read(at).base
+                if base is None:
+                    return True
+                at = base
         return False
 
     def is_ours(self, number: int) -> bool:
