@@ -312,7 +312,7 @@ class _Rank:
             ranks=self.ranks,
         )
         self._capture = capture
-        self._claimed: ranks.Joint | None = None
+        self._claimed: object = None
         self.committed_at = self.done_at = 0.0
         self.until_committed = Traffic()
 
