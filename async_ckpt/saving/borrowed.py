@@ -69,7 +69,7 @@ class _GroupLook:
         names = [
             spec.dotted
             for spec, before, now in zip(self.specs, self.marks, other.marks, strict=True)
-            if before is None or before != now
+            if 0 not in spec.shape and (before is None or before != now)
         ]
         return names or ([] if self.node == other.node else ["plain values"])
 
