@@ -140,8 +140,7 @@ class AsyncCheckpointer(RunReader):
         self._is_preempted = False
         self._policy = SavePolicy(due, preempted=lambda: notice.is_given)
         self._roots = opened(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
-        self.roots = self._roots.names
-        self.root = self.roots[0]
+        self.roots, self.root = self._roots.names, self._roots.names[0]
         self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
         self._ranks = Ranks(
             ranks,
@@ -150,6 +149,8 @@ class AsyncCheckpointer(RunReader):
             differing=differing,
             check_replicas=check_replicas,
             mesh=mesh,
+            skips=on_overlap == "skip",
+            needs_group=self._needing_group(on_overlap, commit),
         )
         self._saver = Saver(
             host_bytes=host_bytes,
@@ -173,6 +174,14 @@ class AsyncCheckpointer(RunReader):
             ranks=self._ranks,
         )
         self._notice.listen()  # last: what could not be constructed has no handlers
+
+    def _needing_group(self, on_overlap: OnOverlap, commit: CommitRule) -> dict[str, bool]:
+        """What several ranks need a process group for, and whether it was asked for."""
+        return {
+            'on_overlap="skip"': on_overlap == "skip",
+            "due= with rules of time or signals": not self._policy.is_arithmetic,
+            'commit="any" with several roots': commit == "any" and len(self.roots) > 1,
+        }
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -221,14 +230,8 @@ class AsyncCheckpointer(RunReader):
         numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
         raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
         """
-        step, overwrite = whole_step(step, "; the order is save(state, step)"), flag("overwrite", overwrite)
-        if select is not None and unchanged:
-            raise ValueError(
-                "select= and unchanged= exclude each other; leave the groups out of the state instead"
-            )
-        plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
-        contents = Contents()
-        joint = self._ranks.called(step, per_rank)
+        step, contents = whole_step(step, "; the order is save(state, step)"), Contents()
+        joint = self._ranks.called(step)
 
         def captured_as(captured: Capture) -> None:
             if guard is not INHERITED:
@@ -240,9 +243,16 @@ class AsyncCheckpointer(RunReader):
 
         line, runs = self._line, self._roots.runs
         groups = [unchanged] if isinstance(unchanged, str) else unchanged
-        line.check_roots(several_ranks=joint is not None)
-        try:
+        try:  # from here on, whatever is wrong on this rank is told to the others
+            if select is not None and unchanged:
+                raise ValueError(
+                    "select= and unchanged= exclude each other; leave the groups out of the state instead"
+                )
+            overwrite = flag("overwrite", overwrite)
+            plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
             check_entries(state, per_rank, "per_rank")
+            if joint is not None:
+                joint.per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
             if driver is not None and self._ranks.world.rank == 0:
                 contents.driver = driver_of(driver, state, step=step)
             handle = self._saver.save(
@@ -284,7 +294,7 @@ class AsyncCheckpointer(RunReader):
         if self._policy.is_arithmetic:
             return self._policy.should_save(number)
         answers = self._ranks.answers_of_rank_0(
-            "should_save()", lambda: (self._policy.should_save(number), self._notice.is_given)
+            "should_save()", number, lambda: (self._policy.should_save(number), self._notice.is_given)
         )
         is_due, self._is_preempted = answers
         return is_due
