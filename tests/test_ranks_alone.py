@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 import torch
+from fake_ranks import standing_at
 from rank_oracle import run_of
 from rank_states import numbered
 from rank_worlds import Worlds
 from states import open_run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from async_ckpt import Due, load
+from async_ckpt.errors import UnsupportedStateError
+from async_ckpt.runs.coverage import check_coverage
+from async_ckpt.state.capture import capture
+from async_ckpt.state.ranked import RankedStates
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -166,3 +174,42 @@ def test_objects_are_compared_one_by_one_and_not_by_their_pickles(worlds: Worlds
     assert texts(first.saves)[0] == "committed"
     assert "not the same on all ranks: loader;" in first.saves[1]["text"]
     assert run_of(worlds.root).manifest(1).ranks.per_rank == ("loader",)
+
+
+def test_ranks_that_the_process_group_calls_otherwise_write_all_that_they_hold() -> None:
+    """What a mesh says of other ranks is about those of the process group."""
+    told = {}
+    for group_rank in range(4):
+        with standing_at(group_rank, 4):
+            mesh = init_device_mesh("cpu", (2, 2))
+            part = DTensor.from_local(numbered(4, 300), mesh, [Replicate(), Shard(0)], run_check=False)
+            states = RankedStates(3 - group_rank, 4)
+            captured = capture({"w": part}, slicer=states.slicer)
+            structure = states.structure(captured)
+            told[3 - group_rank] = structure
+            made = states.divided(captured, [0, 1, 2, 3]).captured
+        assert [spec.shape for spec in made.specs] == [(4, 300)]
+    classes: dict[str, list[int]] = {}
+    for rank, structure in told.items():
+        classes.setdefault(structure.digest, []).append(rank)
+    assert sorted(map(sorted, classes.values())) == [[0, 2], [1, 3]]
+    check_coverage(classes, {structure.digest: structure.text for structure in told.values()})
+
+
+def test_keys_that_read_alike_are_refused_by_name() -> None:
+    states = RankedStates(0, 2)
+    with pytest.raises(UnsupportedStateError, match=r"^m\.1: two tensors have this name"):
+        states.structure(capture({"m": {1: numbered(3), "1": numbered(4)}}, slicer=states.slicer))
+
+
+def test_ranks_that_cut_a_tensor_in_different_ways_are_told_how() -> None:
+    texts = {
+        "a": json.dumps(["w", "float32", [4, 4], [[[0, 0, 1]], [2], [1], False, True]]),
+        "b": json.dumps(["w", "float32", [4, 4], [[[1, 1, 1]], [1, 2], [0, 1], False, True]]),
+    }
+    told = (
+        r"w is not spread alike .*: it is \[Shard\(0\)\] on a mesh of shape \[2\] on rank 0; "
+        r"\[Replicate\(\), Shard\(1\)\] on a mesh of shape \[1, 2\] on rank 1; give it the same"
+    )
+    with pytest.raises(UnsupportedStateError, match=told):
+        check_coverage({"a": [0], "b": [1]}, texts)

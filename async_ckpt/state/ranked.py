@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 
+from ..errors import UnsupportedStateError
 from ..spec import BORROWED, DTYPES, MeshFacts, RankFacts, SliceOf, Spread, TensorSpec, by_tensor
 from .capture import Capture
 from .sharded import Slicer
@@ -89,7 +91,7 @@ class RankedStates:
     def __init__(self, rank: int, world_size: int, root: Mesh | None = None) -> None:
         """`root` is a mesh of which those of all tensors are parts: it tells which of these have copies of each other."""
         self.rank, self.world_size, self._root = rank, world_size, root
-        self.slicer = Slicer()
+        self.slicer = Slicer(rank)
         self._look: _Look | None = None
         self._plan: _Plan | None = None
 
@@ -232,6 +234,13 @@ def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
     tensors, own = by_tensor(captured.specs), frozenset(per_rank)
     names = ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in tensors]  # the same on all ranks
     lines = []
+    if len(set(names)) < len(names):
+        shown = _shown(next(name for name, count in Counter(names).items() if count > 1))
+        raise UnsupportedStateError(
+            f"{shown}: two tensors have this name, as by the keys 1 and '1' of one dict; ranks tell tensors apart by their names, so "
+            "give them different ones",
+            path=shown,
+        )
     for name, here, slices in zip(names, tensors, captured.slices, strict=True):
         if is_within(_shown(name), own):
             continue
