@@ -193,8 +193,8 @@ class SimulatedWorld:
     def rank_0_bytes(self, step: int) -> int:
         """The most memory that rank 0 has taken at one time to commit a step, besides what it had."""
         attempt = self._begun(step)
-        self._others_say(attempt, [self._loop.time()] * self.size)
         self._rank_0.claim()
+        self._others_say(attempt, [self._loop.time()] * self.size)
         self._loop.run_until_complete(self._follower.say(attempt.archive(_FOLLOWER)))
         tracemalloc.start()
         try:
@@ -311,7 +311,7 @@ class _Rank:
             catch_up=lambda *_, **__: [],
             ranks=self.ranks,
         )
-        self._capture = capture
+        self._capture, self._claimed = capture, None
         self.committed_at = self.done_at = 0.0
         self.until_committed = Traffic()
 
@@ -346,11 +346,14 @@ class _Rank:
         self.done_at = self._loop.time()
 
     def claim(self) -> None:
-        """As it is done before anything is written."""
+        """As it is done before anything is written, once for each save."""
         assert self._target._agreement is not None
-        self._target._agreement.claim()
+        if self._claimed is not self.joint:
+            self._target._agreement.claim()
+            self._claimed = self.joint
 
     async def follow(self, durable_at: float, archive: Archive) -> None:
+        await self.storage.off_loop(self.claim)
         await asyncio.sleep(durable_at - self._loop.time())
         await self.say(archive)
         await self.hear()

@@ -119,15 +119,21 @@ class Worlds:
         root: object = None,
         has_group: bool = True,
         store_at_rank_0: bool = False,
+        after: World | None = None,
         **env: object,
     ) -> World:
-        """`env` is for the script; `store_at_rank_0` has the store of the group die with rank 0, as without an agent."""
+        """`env` is for the script; `store_at_rank_0` has the store of the group die with rank 0, as without an agent.
+
+        `after` another world, the agent starts the ranks again: its store is still there.
+        """
         self._num_started += 1
         folder = self._folder / f"world-{self._num_started}"
         folder.mkdir()
-        store = (
-            None if store_at_rank_0 else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        )
+        store = None if after is None else after.store
+        if store is None and not store_at_rank_0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(size if after is not None and store is not None else 0):
+            store.delete_key(f"default_pg/0//cpu//0/{rank}")  # gloo would call the dead
         launched = {
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,

@@ -23,7 +23,7 @@ import torch
 from ..errors import CheckpointError, PeerFailedError
 from ..host.memory import Memory
 from ..host.process import OnceInProcess
-from ..host.ranks import Words, World, world_of
+from ..host.ranks import World, world_of
 from ..host.waiting import ENDS_THE_CALL, Wait
 from ..loading.contents import Part
 from ..loading.load import load_state
@@ -261,7 +261,7 @@ def _agreed(world: World) -> str:
     mine = os.urandom(4).hex()
     if world.store is None:
         return mine
-    words = Words(world.store, "async_ckpt/exports")
+    words = world.words("exports")
     if world.rank == 0:
         words.say("token", mine)
         return mine

@@ -7,11 +7,16 @@ started with, which any rank may read at any time.
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from .process import in_forked_child
 
 # From look to look at the store; it grows to the second.
 _FIRST_LOOK_SECONDS: Final = 0.005
@@ -35,6 +40,15 @@ class World:
     @property
     def is_one(self) -> bool:
         return self.size == 1
+
+    def words(self, topic: str) -> Words:
+        """What the ranks say to each other of this; nobody hears what was said at an earlier start of them."""
+        return Words(self.store, f"{_start_of(self).prefix}/{topic}")
+
+    def opening(self) -> Words:
+        """Words of something that all ranks open in the same order: those of the next such thing at this start."""
+        start = _start_of(self)
+        return Words(self.store, f"{start.prefix}/{next(start.openings)}")
 
 
 def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
@@ -101,6 +115,51 @@ def _check_environment() -> None:
             f"RANK={rank} and WORLD_SIZE={size} in the environment cannot be: the ranks of {size} processes are 0 to "
             f"{size - 1}"
         )
+
+
+class _Start:
+    """One start of a world, as this rank counts them by its store."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix, self.openings = prefix, itertools.count(1)
+
+
+_starts: WeakKeyDictionary[Any, _Start] = (
+    WeakKeyDictionary()
+)  # by store; a new group in the same process has another
+_counting = threading.Lock()
+
+
+@in_forked_child
+def _forget_starts() -> None:
+    global _starts, _counting
+    _starts, _counting = WeakKeyDictionary(), threading.Lock()
+
+
+def _start_of(world: World) -> _Start:
+    with _counting:  # one short question to the store: of two threads that asked it, each would count a start
+        if world.store not in _starts:
+            _starts[world.store] = _Start(_counted(world))
+        return _starts[world.store]
+
+
+def _counted(world: World) -> str:
+    """What keys begin with at this start, on all of its ranks.
+
+    A store may outlive the ranks: torchrun keeps its own, and starts all of them again. So each rank counts its starts in
+    worlds of this size, which may grow and shrink. One that another rank failed before it could count is known by rank 0's
+    count, which is ahead then; and where one agent has started all ranks, by the number of restarts, which agents of
+    several nodes count each for itself. A rank that starts again alone is ahead of rank 0, and hears nothing.
+    """
+    restarts = (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT") if os.environ.get("GROUP_WORLD_SIZE") == "1" else None
+    )
+    counter = f"async_ckpt/starts/{world.size}/{restarts or 0}"
+    number = int(world.store.add(f"{counter}/{world.rank}", 1))
+    missed = int(world.store.add(f"{counter}/0", 0)) - number
+    if missed > 0:
+        number = int(world.store.add(f"{counter}/{world.rank}", missed))
+    return f"async_ckpt/{world.size}/{restarts or 0}.{number}"
 
 
 class Words:

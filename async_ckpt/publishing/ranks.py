@@ -130,7 +130,7 @@ class Start:
         return self._word
 
     def _words(self) -> Words:
-        return Words(self._world.store, f"async_ckpt/publish/{self._key}")
+        return self._world.words(f"publish/{self._key}")
 
 
 # --- what all have published --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from .root import Root
 
 _ARCHIVE: Final = re.compile(r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar")
 _TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp|\.async_ckpt-probe-[0-9a-f]+")
-_CLAIM: Final = re.compile(r"world\.[0-9a-f]{16}\.json")
+_CLAIM: Final = re.compile(r"world\.[0-9a-f]{16}(\.\d{5,})?\.json")
 _OF_OTHER_RANK: Final = re.compile(r"\.?rank_(?!00000\.)\d{5,}\.[0-9a-f]{8}\.")
 # How often a manifest that is listed, and gone when it is read, is looked for again: more often than others will replace it.
 _READ_TRIES: Final = 20

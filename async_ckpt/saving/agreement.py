@@ -136,8 +136,16 @@ class Agreement:
         return await self._all_receipts(off_loop, check) if self.decides else None
 
     def claim(self) -> None:
-        """On rank 0, before anything is written. Raises CheckpointError for a run_id that was used before."""
+        """Before anything is written: see that nothing of this attempt was written by an earlier start of this rank, which may
+        be committed. Raises CheckpointError.
+        """
         self._root.claim()
+        path = self._run.attempt_path(self._joint.step, self._joint.attempt, self.rank)
+        if self._run.storage.exists(path):
+            raise CheckpointError(
+                f"{self._run.storage.locate(path)} is there already: an earlier start of rank {self.rank} has written it; it is "
+                "kept. Start all ranks together, without a process group with a new run_id="
+            )
 
     async def _see_that_it_is_shared(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
         begun = monotonic()

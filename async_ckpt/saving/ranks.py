@@ -343,7 +343,7 @@ class Ranks:
     def _said(self) -> Words:
         """The words of this checkpointer: all ranks open theirs in the same order."""
         if self._words is None:
-            self._words = Words(self.world.store, f"async_ckpt/{next(_openings)}")
+            self._words = self.world.opening()
         return self._words
 
     def _meet(self, structure: str, where: str) -> Classes:
@@ -446,7 +446,6 @@ class Ranks:
 
 
 _NONE: Final = "-"
-_openings: Final = itertools.count(1)  # of checkpointers that share with other ranks
 
 
 def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:

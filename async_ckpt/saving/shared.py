@@ -5,6 +5,9 @@ In: a run at a root, on each rank. Out: what is known of that. Knows nothing of:
 Rank 0 puts a file there ahead of its first archive, and then says by the store of the process group that it has. A rank
 that does not find the file, though rank 0 has said so, tries to put one of the same name: a place refuses that at once if
 there is one already, whatever its listings still hide. If it does not refuse, the root is not the one that rank 0 has.
+
+Ranks without a process group know of each other nothing but the `run_id`, which may have been given before, or to a rank
+that was started again alone. Each of them puts such a file of its own, which only the first can.
 """
 
 from __future__ import annotations
@@ -42,26 +45,35 @@ class SharedRoot:
 
     @property
     def _claim(self) -> str:
+        """By which ranks find out whether they see the root of rank 0."""
         return f"world.{self._token()}.json"
 
+    @property
+    def _own_claim(self) -> str:
+        rank = self._world.rank
+        return self._claim if rank == 0 else f"world.{self._token()}.{rank:05d}.json"
+
     def claim(self) -> None:
-        """On rank 0, before anything is written: put what the others find there if they see the same root.
+        """Before anything is written: say that this start of the ranks writes here. Ranks other than 0 that have a process
+        group have no need of that.
 
         Raises CheckpointError for a run_id that was used before.
         """
-        if self._is_claimed:
+        world = self._world
+        if self._is_claimed or (world.rank and world.run_id is None):
             return
         try:
-            self._put_claim()
+            self._put_claim(self._own_claim)
         except FileExistsError as error:
             # Saves that are begun at once both come here, and a put may arrive though it was answered with an error.
-            if json.loads(self._run.storage.read(self._claim)[0]).get("nonce") != self._nonce:
+            if json.loads(self._run.storage.read(self._own_claim)[0]).get("nonce") != self._nonce:
                 raise CheckpointError(
-                    f"{self._run.storage.locate('')}: run_id={self._world.run_id!r} was used by an earlier start; give a new one "
-                    "at every start"
+                    f"{self._run.storage.locate('')}: run_id={world.run_id!r} was used by an earlier start of rank {world.rank}; "
+                    "start all ranks together, and give a new one at every start"
                 ) from error
         self._is_claimed = True
-        self._say("claimed")
+        if world.rank == 0:
+            self._say("claimed")
 
     def sees(self) -> bool | None:
         """On another rank: whether this is the root that rank 0 writes to; None as long as that is not known."""
@@ -74,7 +86,7 @@ class SharedRoot:
             if not self.is_told:
                 return None
             try:
-                self._put_claim()
+                self._put_claim(self._claim)
             except FileExistsError:
                 return None  # it is shown soon
         else:
@@ -92,9 +104,9 @@ class SharedRoot:
             self.apart_rank = self._heard("apart")
         return self.is_apart
 
-    def _put_claim(self) -> None:
+    def _put_claim(self, name: str) -> None:
         told = {"rank": self._world.rank, "world_size": self._world.size, "nonce": self._nonce}
-        self._run.storage.put_new(self._claim, json.dumps(told).encode())
+        self._run.storage.put_new(name, json.dumps(told).encode())
 
     def _say(self, what: str) -> None:
         words = self._words()

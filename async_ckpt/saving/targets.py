@@ -175,10 +175,9 @@ class StepTarget:
             raise StorageUnavailableError(
                 f"{self.path}: earlier writes there have not returned yet", path=self.path
             )
-        if self._agreement.decides:
-            self._agreement.claim()
-            if not self.storage.remote:
-                self._run.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
+        self._agreement.claim()
+        if self._agreement.decides and not self.storage.remote:
+            self._run.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
         return self.storage.create(
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
         )
