@@ -31,7 +31,7 @@ from .runs.record import plain_record
 from .runs.roots import opened
 from .saving.admission import OnOverlap
 from .saving.agreement import tell_of_failure
-from .saving.borrowed import Contents, check_entries, driver_of
+from .saving.borrowed import Contents, check_driver, check_entries
 from .saving.handle import SaveHandle
 from .saving.line import Line
 from .saving.policy import Due, SavePolicy, whole_step
@@ -223,7 +223,7 @@ class AsyncCheckpointer(RunReader):
             per_rank: names of entries at the top level that each rank has separately, such as the position of its data
                 loader. `RngState` always is. Each rank gets its own back.
             driver: more entries of the state, which one process holds for all ranks (data loader, actors), at most
-                64 MiB. They are written to a separate archive and are part of every load.
+                64 MiB. With several ranks, those that rank 0 is given are saved. They are written to a separate archive and are part of every load.
 
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError, NotUnchangedError (a group in
         `unchanged` has other memory now, or its version counter says that it was written to; writes through `.data` or
@@ -253,8 +253,9 @@ class AsyncCheckpointer(RunReader):
             check_entries(state, per_rank, "per_rank")
             if joint is not None:
                 joint.per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
-            if driver is not None and self._ranks.world.rank == 0:
-                contents.driver = driver_of(driver, state, step=step)
+            if driver is not None:
+                check_driver(driver, state)
+                contents.take_driver(driver, step=step, rank=self._ranks.world.rank)
             handle = self._saver.save(
                 lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs, joint=joint),
                 lambda: step_targets(line, step, overwrite, plain, contents, self._ranks, joint),

@@ -213,3 +213,20 @@ def test_ranks_that_cut_a_tensor_in_different_ways_are_told_how() -> None:
     )
     with pytest.raises(UnsupportedStateError, match=told):
         check_coverage({"a": [0], "b": [1]}, texts)
+
+
+def test_a_driver_that_only_another_rank_than_0_has_is_told_of(worlds: Worlds) -> None:
+    script = """
+    import logging.handlers
+    logging.getLogger("async_ckpt").addHandler(told := logging.handlers.BufferingHandler(100))
+    with open_run(here.root) as ckpt:
+        here.save(ckpt, {"a": numbered(3)}, 1, driver={"loader": 5, **({"other": 7} if here.rank else {})})
+        here.save(ckpt, {"a": numbered(3)}, 2, driver={"loader": here.rank})
+    here.tell([one.getMessage() for one in told.buffer if one.levelno >= logging.WARNING])
+    """
+    first, second = worlds.run(2, script)
+
+    assert first.told[-1] == []
+    (told,) = second.told[-1]
+    assert "step 1: driver= of rank 1 is not saved: other." in told
+    assert load(worlds.root)["loader"] == 0
