@@ -249,10 +249,6 @@ class FarStorage:
                 found[name] = listed.num_bytes
         return found
 
-    def exists(self, path: str) -> bool:
-        self._ask()
-        return self._found(path) is not None
-
     def existing(self, paths: Sequence[str]) -> list[str]:
         self._ask_many(len(paths))
         return [path for path in paths if self._found(path) is not None]

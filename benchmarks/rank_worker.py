@@ -2,9 +2,11 @@
 
 In: commands on stdin, one a line. Out: what each save has cost, as JSON on stdout. Knows nothing of: other worlds.
 
-Commands: "ours N", "dcp N" and "plugged N" save the state as number N, by us, by dcp.async_save, and by that with our writer;
-"keep N" saves it by us and by torch to be loaded, into shards along another dimension: "restore N" by us what we have saved,
-"load N" by torch what torch has, "read N" by torch and our reader what we have. "end" ends it.
+Commands: "ours N" and "dcp N" save the state as number N, by us and by dcp.async_save, with the making of state dicts;
+"plugged N" and "unplugged N" save made ones by dcp.async_save, with our writer and without;
+"keep N" saves it by us and by torch to be loaded into other shards, of columns instead of rows or of rows on pairs of ranks:
+"restore-columns N" by us what we have saved, "load-columns N" by torch what torch has, "read-columns N" by torch and our
+reader what we have; "restore-pairs N" and so on likewise. "end" ends it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -21,8 +24,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, zeros
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 
 import async_ckpt
 from async_ckpt.integrations.dcp import TarStorageReader, TarStorageWriter
@@ -73,11 +77,7 @@ def saved_by_us(
     return max(called, report.stall_seconds), whole
 
 
-def saved_by_dcp(
-    model: Any, optimizer: Any, folder: Path, begin: float, writer: Any = None
-) -> tuple[float, float]:
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
+def saved_by_dcp(state: Any, folder: Path, begin: float, writer: Any = None) -> tuple[float, float]:
     where: Any = {"checkpoint_id": str(folder)} if writer is None else {"storage_writer": writer}
     future: Any = dcp.async_save(state, **where)
     called = perf_counter() - begin
@@ -89,42 +89,53 @@ def saved_by_dcp(
     return called, whole
 
 
-def kept(root: Path, model: Any, optimizer: Any) -> None:
+def state_dicts(model: Any, optimizer: Any) -> dict[str, Any]:
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
+    return {"model": weights, "optimizer": moments}
+
+
+def kept(root: Path, model: Any, optimizer: Any) -> None:
+    state = state_dicts(model, optimizer)
     with async_ckpt.AsyncCheckpointer(root / "kept") as ckpt:
         ckpt.save(state, 1)
     dcp.save(state, checkpoint_id=str(root / "kept_dcp"))
 
 
 def loaded(command: str, root: Path, model: Any, optimizer: Any) -> float:
-    """From a cold cache into shards along the second dimension."""
-    weights, moments = get_state_dict(model, optimizer)
-    state = across({"model": weights, "optimizer": moments})
+    """From a cold cache."""
+    how, _, layout = command.partition("-")
+    state = spread(state_dicts(model, optimizer), *LAYOUTS[layout]())
     if dist.get_rank() == 0:
         for path in [*root.glob("kept/*/*.tar"), *root.glob("kept_dcp/*.distcp")]:
             drop_cache(path)
     dist.barrier()
     begin = perf_counter()
-    if command == "restore":
+    if how == "restore":
         with async_ckpt.AsyncCheckpointer(root / "kept") as ckpt:
             ckpt.restore(state)
-    elif command == "load":
+    elif how == "load":
         dcp.load(state, checkpoint_id=str(root / "kept_dcp"))
     else:
         dcp.load(state, storage_reader=TarStorageReader(root / "kept"))
     return perf_counter() - begin
 
 
-def across(value: Any) -> Any:
-    """The same with zeros, each matrix cut along its second dimension."""
+def spread(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
+    """The same with zeros, each matrix in another layout."""
     if isinstance(value, DTensor):
         if value.dim() < 2:
             return torch.zeros_like(value)
-        return zeros(value.shape, device_mesh=value.device_mesh, placements=[Shard(1)])
+        return zeros(value.shape, device_mesh=mesh, placements=placements)
     if isinstance(value, dict):
-        return {key: across(inner) for key, inner in value.items()}
-    return [across(inner) for inner in value] if isinstance(value, list) else value
+        return {key: spread(inner, mesh, placements) for key, inner in value.items()}
+    return [spread(inner, mesh, placements) for inner in value] if isinstance(value, list) else value
+
+
+# Shards along the second dimension; and replicas of shards along the first.
+LAYOUTS: Final[dict[str, Callable[[], tuple[DeviceMesh, list[Placement]]]]] = {
+    "columns": lambda: (init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)]),
+    "pairs": lambda: (init_device_mesh("cpu", (2, dist.get_world_size() // 2)), [Replicate(), Shard(0)]),
+}
 
 
 def run(command: str, number: int, root: Path, ckpt: Any, state: Any) -> tuple[float, float]:
@@ -132,8 +143,9 @@ def run(command: str, number: int, root: Path, ckpt: Any, state: Any) -> tuple[f
     if command == "keep":
         kept(root, model, optimizer)
         return 0.0, 0.0
-    if command in ("restore", "load", "read"):
+    if "-" in command:
         return 0.0, loaded(command, root, model, optimizer)
+    made = state_dicts(model, optimizer) if command in ("plugged", "unplugged") else None
     dist.barrier()
     begin = perf_counter()
     if command == "ours":
@@ -144,8 +156,8 @@ def run(command: str, number: int, root: Path, ckpt: Any, state: Any) -> tuple[f
             _WRITERS.append(TarStorageWriter(folder, guard=optimizer))
         (writer,) = _WRITERS
         writer.reset(folder)
-        return saved_by_dcp(model, optimizer, folder, begin, writer)
-    return saved_by_dcp(model, optimizer, folder, begin)
+        return saved_by_dcp(made, folder, begin, writer)
+    return saved_by_dcp(made or state_dicts(model, optimizer), folder, begin)
 
 
 # One for all saves, as in a training.

@@ -105,21 +105,21 @@ def beside_dcp(setting: Setting) -> dict[str, Figure]:
 def plugged_into_dcp(setting: Setting) -> dict[str, Figure]:
     """Torch's own engine with our writer, and without; and who loads what he has saved into another layout."""
     with world(4, setting.folder / "plugged", setting.state_bytes) as four:
-        for how in ("plugged", "dcp", "plugged", "dcp", "keep"):
+        for how in ("plugged", "unplugged", "plugged", "unplugged", "keep"):
             four.save(how)
-        saves, loads, reads = (
-            [
-                _in_turn(n, lambda: four.save(ours), lambda: four.save(torchs))  # noqa: B023
-                for n in range(setting.rounds)
+
+        def both(ours: str, torchs: str) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+            return [
+                _in_turn(n, lambda: four.save(ours), lambda: four.save(torchs)) for n in range(setting.rounds)
             ]
-            for ours, torchs in (("plugged", "dcp"), ("restore", "load"), ("read", "load"))
-        )
+
+        saves = both("plugged", "unplugged")
+        loads = {layout: both(f"restore-{layout}", f"load-{layout}") for layout in _LAYOUTS}
+        reads = both("read-columns", "load-columns")
     of = f"four ranks under FSDP, {setting.state_bytes // MIB} MiB in all"
     alone, loaded = "with its own writer and stager", "dcp.load of what dcp.save has written, likewise"
     stalls = [(ours[0], torchs[0]) for ours, torchs in saves]
-    whole = [(ours[1], torchs[1]) for ours, torchs in saves]
-    across = "from shards along one dimension into shards along the other, cold cache"
-    return {
+    figures = {
         "plugged_stall": Figure(
             f"{of}: stall of dcp.async_save with our writer, guard=optimizer",
             "s",
@@ -128,23 +128,28 @@ def plugged_into_dcp(setting: Setting) -> dict[str, Figure]:
             stalls,
         ),
         "plugged_durable": Figure(
-            f"{of}: dcp.async_save with our writer, call to durable", "s", alone, Target("≤", 0.5), whole
-        ),
-        "across_restore": Figure(
-            f"{of}: restore {across}",
+            f"{of}: dcp.async_save with our writer, call to durable",
             "s",
-            loaded,
+            alone,
             Target("≤", 0.5),
-            [(ours[1], torchs[1]) for ours, torchs in loads],
-        ),
-        "across_read": Figure(
-            f"{of}: dcp.load with our reader, {across}",
-            "s",
-            loaded,
-            None,
-            [(ours[1], torchs[1]) for ours, torchs in reads],
+            _whole(saves),
         ),
     }
+    for layout, told in _LAYOUTS.items():
+        title = f"{of}: restore into {told}, cold cache"
+        figures[f"restore_{layout}"] = Figure(title, "s", loaded, Target("≤", 0.5), _whole(loads[layout]))
+    title = f"{of}: dcp.load with our reader into {_LAYOUTS['columns']}, cold cache"
+    return {**figures, "read_columns": Figure(title, "s", loaded, None, _whole(reads))}
+
+
+_LAYOUTS: Final = {
+    "columns": "shards along the other dimension",
+    "pairs": "shards along the same dimension, each on two ranks",
+}
+
+
+def _whole(pairs: list[tuple[tuple[float, float], tuple[float, float]]]) -> list[tuple[float, float]]:
+    return [(ours[1], torchs[1]) for ours, torchs in pairs]
 
 
 def _in_turn(number: int, one: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:

@@ -311,7 +311,8 @@ class _Rank:
             catch_up=lambda *_, **__: [],
             ranks=self.ranks,
         )
-        self._capture, self._claimed = capture, None
+        self._capture = capture
+        self._claimed: object = None
         self.committed_at = self.done_at = 0.0
         self.until_committed = Traffic()
 

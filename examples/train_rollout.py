@@ -52,7 +52,8 @@ def train(root: Path, steps: int) -> None:
     draw = batches(SIZES)
     with (
         async_ckpt.AsyncCheckpointer(root / "run", keep=2, ranks=(0, 1)) as ckpt,
-        async_ckpt.Publisher(root / "weights", anchor_every=5, keep=4) as publisher,
+        # Killed between the two, or set back, a training comes to steps again that are published.
+        async_ckpt.Publisher(root / "weights", anchor_every=5, keep=4, on_rollback="retire") as publisher,
     ):
         start = ckpt.restore(state) or 0
         for step in range(start + 1, steps + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -22,15 +23,17 @@ from racing import PATIENCE, until
 from async_ckpt.storage.local import LocalSink
 
 # Imports once, then forks a child for each job. The child leaves the loop and runs the job as its main program, so
-# that it ends like any other: exit hooks, tracebacks and status are the interpreter's own. Once the interpreter has
-# ended, libtorch would destroy its tables of operators, for as long as forking and ending take together: a child does so
-# only if it is asked to.
+# that it ends like any other: exit hooks, tracebacks and status are the interpreter's own. Behind the last hook, the
+# interpreter would clear all modules, and libtorch its tables of operators, for three times as long as forking and ending
+# take together: a child that has come to its end does so only if it is asked to.
 _NURSERY = """
-import ctypes, gc, json, os, select, signal, sys
+import ctypes, gc, json, os, select, signal, sys, weakref
 gc.disable()  # none of this goes
 import torch, async_ckpt, children, states
 import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
 from async_ckpt.host import waiting
+for of_torch in list(weakref.finalize._registry):
+    of_torch.atexit = False  # it would take hundreds of operators back, one by one
 waiting._FIRST_SECONDS = 60.0  # on a slow machine anything may take long enough to be told of, which is no failure
 gc.freeze()  # nor need every child look through it
 gc.enable()
@@ -64,10 +67,25 @@ if sys.platform == "linux" and not order["whole_exit"]:
     libc.on_exit(libc._exit, None)  # is called first of all that was registered, with the status
 sys.argv = ["train.py", *order["arguments"]]
 code = compile(order["code"], "train.py", "exec")
-for name in ("line", "order", "child", "number", "name", "flags", "opened", "libc"):
+children._ends_whole = order["whole_exit"]
+for name in ("line", "order", "child", "number", "name", "flags", "opened", "libc", "of_torch"):
     globals().pop(name, None)
 exec(code)
+__import__("children")._end()
 """
+
+_ends_whole = True
+
+
+def _end() -> None:
+    """The end of a child that has run its job to the end, as the interpreter does it; see `_NURSERY`."""
+    if _ends_whole:
+        return
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 _MODULE = """
@@ -151,7 +169,7 @@ class Nursery:
         env: Mapping[str, str] | None = None,
         whole_exit: bool = False,
     ) -> Child:
-        """`whole_exit`: what C++ destroys behind the interpreter is destroyed, too."""
+        """`whole_exit`: what the interpreter and C++ destroy behind the last exit hook is destroyed, too."""
         folder = self._folder / f"child-{next(self._numbers)}"
         folder.mkdir()
         for name in ("out", "err"):

@@ -107,6 +107,22 @@ def test_a_checkpoint_is_replaced_only_where_that_was_asked_for(step):
     assert len(os.listdir(step)) == 2
 
 
+@pytest.mark.parametrize("number", [0, 1, 12345678])
+def test_what_later_steps_have_borrowed_outlasts_an_overwriting(tmp_path, number):
+    state = {"model": {"w": torch.ones(1000)}, "n": 1}
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save(state, number).result()
+        ckpt.save(state, number + 1, unchanged=["model"]).result()
+    step = tmp_path / "run" / f"step_{number:08d}"
+    save({"model": {"w": torch.zeros(3)}}, step, overwrite=True)
+
+    save({"model": {"w": torch.zeros(3)}}, step, overwrite=True)
+
+    assert async_ckpt.load(step)["model"]["w"].tolist() == [0, 0, 0]
+    assert async_ckpt.load(tmp_path / "run")["model"]["w"].sum() == 1000
+    assert len(os.listdir(step)) == 3  # what is lent, what is there now, and its manifest
+
+
 def test_one_writer_saves_several_steps_of_a_run(tmp_path):
     writer = TarStorageWriter(tmp_path / "run")
     for number in (3, 12):

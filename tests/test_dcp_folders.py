@@ -155,6 +155,98 @@ def test_what_is_no_metadata_is_an_error_whatever_it_says(tmp_path, data):
         async_ckpt.load(tmp_path)
 
 
+def doubled(num_levels: int, field: str) -> bytes:
+    """Metadata with a tuple that holds one tuple twice, which holds one twice, and so on."""
+    tuples = b")\x94" + b"".join(b"h%c\x86\x94" % level for level in range(num_levels))
+    names = [
+        b"\x8c%c%b" % (len(name), name.encode())
+        for name in ("state_dict_metadata", "storage_data", "planner_data")
+    ]
+    values = [tuples if field.encode() in name else b"}" for name in names]
+    fields = b"".join(name + value for name, value in zip(names, values, strict=True))
+    return b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(" + fields + b"ub."
+
+
+@pytest.mark.parametrize("field", ["state_dict_metadata", "storage_data"])
+def test_a_message_is_no_longer_than_the_metadata_justifies(tmp_path, field):
+    (tmp_path / ".metadata").write_bytes(doubled(60, field))
+    with pytest.raises(CorruptCheckpointError, match="a tuple is not a dict"):
+        async_ckpt.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [b"h\x3b", b"h\x3b\x85", b"(h\x3bh\x3bl", b"\x8c\x05torchh\x3b\x93"],
+    ids=["it", "in", "list", "name"],
+)
+def test_nothing_in_a_metadata_is_hashed_or_shown_whole(tmp_path, key):
+    tuples = b")\x94" + b"".join(b"h%c\x86\x94" % level for level in range(60)) + b"0"
+    data = (
+        doubled(0, "")
+        .replace(b"}(", b"}(" + tuples)
+        .replace(b"storage_data}", b"storage_data}" + key + b"K\x01s")
+    )
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="cannot be trusted"):
+        async_ckpt.load(tmp_path)
+
+
+def test_two_names_in_the_same_bytes_are_refused(tmp_path):
+    """Not even tied weights are: torch writes them twice."""
+    tied = torch.ones(3)
+    folder = of_torch({"v": tied, "w": tied}, tmp_path / "x")
+    assert set(async_ckpt.load(folder)) == {"v", "w"}
+    data = pickle.loads((folder / ".metadata").read_bytes())
+    first, second = data.storage_data.values()
+    for begin, length in ((0, 0), (first.length - 1, -1)):
+        second.offset, second.length = begin, first.length + length
+        (folder / ".metadata").write_bytes(pickle.dumps(data))
+        with pytest.raises(
+            CorruptCheckpointError, match=r"'w' and 'v' are in the same bytes of '__0_0\.distcp'"
+        ):
+            async_ckpt.load(folder)
+
+
+@pytest.mark.parametrize("shape", [(1 << 46,), (1000,)])
+def test_items_that_share_their_places_are_refused_before_memory_is_taken(tmp_path, shape):
+    folder = of_torch({"w": torch.ones(4)}, tmp_path / "x")
+    (file,) = folder.glob("*.distcp")
+    torch.save(torch.ones(1).expand(shape), file)
+    data = pickle.loads((folder / ".metadata").read_bytes())
+    told = data.state_dict_metadata["w"]
+    told.size = told.chunks[0].sizes = torch.Size(shape)
+    for info in data.storage_data.values():
+        info.length = file.stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(data))
+    with pytest.raises(CorruptCheckpointError, match="larger than its storage"):
+        async_ckpt.load(folder)
+
+
+@pytest.mark.parametrize("name", ["byteorder", "data.pkl"])
+def test_a_compressed_record_is_not_opened(tmp_path, name):
+    folder = of_torch({"w": torch.ones(4)}, tmp_path / "x")
+    (file,) = folder.glob("*.distcp")
+    with zipfile.ZipFile(file) as before:
+        records = {info.filename: before.read(info) for info in before.infolist()}
+    with zipfile.ZipFile(file, "w") as after:
+        for record, data in records.items():
+            kind = zipfile.ZIP_DEFLATED if record.endswith(name) else zipfile.ZIP_STORED
+            after.writestr(record, data, compress_type=kind)
+    told = pickle.loads((folder / ".metadata").read_bytes())
+    next(iter(told.storage_data.values())).length = file.stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(told))
+    with pytest.raises(CorruptCheckpointError, match=rf"its '.*/{name}' is compressed"):
+        async_ckpt.load(folder)
+
+
+def test_a_conjugate_is_left_to_torch(tmp_path):
+    folder = of_torch({"w": torch.ones(4, dtype=torch.complex64).conj()}, tmp_path / "x")
+    with pytest.raises(
+        CorruptCheckpointError, match=r"such as a conjugate; load it with torch\.distributed\.checkpoint$"
+    ):
+        async_ckpt.load(folder)
+
+
 def test_metadata_damaged_at_random_is_told_or_means_the_same(tmp_path):
     state = {"a": torch.ones(5), "b": [torch.zeros(2, 3)], "n": 3}
     folder = of_torch(state, tmp_path / "x")

@@ -156,7 +156,10 @@ def test_strided_and_uneven_shards_are_loaded_right_and_saved_right_or_not_at_al
     told = worlds.run(
         6,
         of_ranks("""
+        from dataclasses import replace
         import async_ckpt
+        from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+        from torch.distributed.checkpoint.metadata import MetadataIndex
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
         from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -165,10 +168,32 @@ def test_strided_and_uneven_shards_are_loaded_right_and_saved_right_or_not_at_al
             torch.zeros(4, 3), mesh_of(names=("tp",)), (_StridedShard(0, split_factor=2),), run_check=False
         )
         if here.rank == 0:
-            async_ckpt.save({"w": full}, here.root + ".tar").result()
+            async_ckpt.save({"w": full, "v": full}, here.root + ".tar").result()
         dist.barrier()
         load({"w": packed}, here.root + ".tar")
         mine = torch.cat([half.chunk(6)[here.rank] for half in full.chunk(2)])
+        here.tell(torch.equal(packed.to_local(), mine))
+
+        class Renames(dcp.DefaultLoadPlanner):
+            # What the model calls m.w is in the step as w.
+            def create_local_plan(self):
+                state = {name.removeprefix("m."): value for name, value in self.state_dict.items()}
+                plan = create_default_local_load_plan(state, self.metadata, True)
+                renamed = [
+                    replace(one, dest_index=replace(one.dest_index, fqn="m." + one.dest_index.fqn))
+                    for one in plan.items
+                ]
+                if two_of_them:
+                    renamed += [replace(one, storage_index=MetadataIndex("v")) for one in renamed]
+                return replace(plan, items=renamed)
+
+        packed.to_local().zero_()
+        for two_of_them in (False, True):
+            try:
+                dcp.load({"m": {"w": packed}}, storage_reader=TarStorageReader(here.root + ".tar"), planner=Renames())
+            except CheckpointException as error:
+                assert "m.w: the plan fills this shard from v, w" in str(error), error
+                assert two_of_them
         here.tell(torch.equal(packed.to_local(), mine))
         refused = []
         try:
@@ -190,8 +215,8 @@ def test_strided_and_uneven_shards_are_loaded_right_and_saved_right_or_not_at_al
         here.tell(refused)
         """),
     )
-    refused = told[0].told[1]
-    assert [one.told for one in told] == [[True, refused]] * 6
+    refused = told[0].told[2]
+    assert [one.told for one in told] == [[True, True, refused]] * 6
     assert "packed" in refused
     assert 14 not in refused
     for width in {7, 13, 14}.difference(refused):

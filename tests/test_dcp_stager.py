@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from dcp_states import PinnedStager, TarStorageWriter, dcp, plain, training
+from dcp_states import CheckpointException, PinnedStager, TarStorageWriter, dcp, plain, training
 from racing import Call, HeldCrew
 from states import MIB, difference, weight
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -86,6 +86,45 @@ def test_one_writer_has_several_saves_under_way_that_all_go_where_they_should(tm
     dcp.save({"n": 3}, storage_writer=writer, checkpoint_id=tmp_path / "3")
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3"]
     assert all(len(os.listdir(tmp_path / name)) == 2 for name in "0123")
+
+
+class Numbered(TarStorageWriter):
+    """Its saves write when they are told to, each."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.begun = [threading.Event() for _ in range(4)]
+        self.may_write = [threading.Event() for _ in range(4)]
+
+    def write_data(self, plan, planner):
+        number = planner.state_dict["n"]
+        self.begun[number].set()
+        assert self.may_write[number].wait(60)
+        return super().write_data(plan, planner)
+
+
+def test_of_several_saves_to_one_folder_the_last_one_stands_there_whichever_ends_first(tmp_path):
+    writer = Numbered(tmp_path / "x", overwrite=True)
+    responses = []
+    for number in range(4):
+        responses.append(dcp.async_save({"n": number, "w": weight(number)}, storage_writer=writer))
+        assert writer.begun[number].wait(60)
+    for number, stands in ((1, 1), (0, 1), (3, 3), (2, 3)):
+        writer.may_write[number].set()
+        responses[number].upload_completion.result(60)
+        assert async_ckpt.load(tmp_path / "x")["n"] == stands
+        assert len(os.listdir(tmp_path / "x")) == 2
+
+
+def test_another_writers_commit_meanwhile_is_kept(tmp_path):
+    writer = Numbered(tmp_path / "x", overwrite=True)
+    response = dcp.async_save({"n": 0}, storage_writer=writer)
+    assert writer.begun[0].wait(60)
+    dcp.save({"n": 9}, storage_writer=TarStorageWriter(tmp_path / "x"))
+    writer.may_write[0].set()
+    with pytest.raises(CheckpointException, match="another writer has committed"):
+        response.upload_completion.result(60)
+    assert async_ckpt.load(tmp_path / "x") == {"n": 9}
 
 
 def test_memory_is_used_again_once_nobody_holds_the_copy(stager):

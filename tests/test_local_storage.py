@@ -188,6 +188,31 @@ def test_what_the_page_cache_has_is_read_from_there_and_the_rest_from_the_disk(d
         pytest.skip("a file system without a disk")
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no such advice")
+def test_what_several_processes_read_comes_from_the_disk_once_if_they_share_it(disk):
+    data = os.urandom(8 * MIB)
+    write_whole(disk, "x", data)
+    forget_cached(disk.root / "x")
+    fetched = []
+    for _ in range(2):
+        target = Memory(8 * MIB).view
+        with disk.open("x") as reader:
+            reader.share()
+            before = bytes_from_disks()
+            reader.read_into(0, target)
+            fetched.append(bytes_from_disks() - before)
+        assert target == data
+    if not fetched[0]:
+        pytest.skip("a file system without a disk")
+    assert fetched == [len(data), 0]
+
+
+def forget_cached(path):
+    """Have the page cache hold nothing of a file."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def bytes_from_disks():
     """Read by this process."""
     told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

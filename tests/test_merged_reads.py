@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from async_ckpt.runs import layouts
 from async_ckpt.runs.receipts import Table
 from async_ckpt.spec import MIB
 from async_ckpt.state.sharded import local_part
-from async_ckpt.storage.local import LocalStorage
+from async_ckpt.storage.local import LocalReader, LocalStorage
 
 BLOCK = 4 * MIB
 
@@ -100,6 +101,25 @@ def test_other_ranks_along_the_first_dimension_read_little_more_than_their_own_b
                 assert archives_in(num_read) == names_of(overlapping)
                 assert sum(num_read.values()) <= most * local_part(live["0"]).nbytes
                 assert local_part(live["0"]).nbytes == 84 * MIB
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no such advice")
+def test_ranks_that_read_what_others_read_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Along the other dimension, each of them wants a part of every block. In the same layout, none reads what another does."""
+    build = rows((64, 64), 1)(2)
+    folder = saved(tmp_path, 2, build)
+    shared: set[str] = set()
+    monkeypatch.setattr(LocalReader, "share", lambda reader: shared.add(reader._path.name))
+
+    with standing_at(1, 2), torch.no_grad():
+        restore(folder, 1, 2, build(1))
+        assert not shared
+        mesh = init_device_mesh("cpu", (2,))
+        across = {"0": distribute_tensor(torch.zeros(64, 64), mesh, [Shard(1)], src_data_rank=None)}
+        restore(folder, 1, 2, across)
+
+    assert shared == names_of([0, 1])
+    assert torch.equal(local_part(across["0"]), numbered((64, 64))[:, 32:])
 
 
 @pytest.mark.parametrize("world", [5, 12, 40])

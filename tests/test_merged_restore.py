@@ -34,8 +34,16 @@ def step_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda name: saved(tmp_path_factory.mktemp("layout"), *SUITE[name]))
 
 
-@pytest.mark.parametrize("after", SUITE)
-@pytest.mark.parametrize("before", SUITE)
+# A slice: each layout into itself and two others, and from two others.
+PAIRS = [
+    (before, after)
+    for i, before in enumerate(SUITE)
+    for j, after in enumerate(SUITE)
+    if ALL or (j - i) % len(SUITE) in (0, 2, 5)
+]
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_each_rank_gets_its_own_of_what_any_layout_has_saved(
     before: str, after: str, step_of: Callable[[str], Path]
 ):

@@ -27,6 +27,7 @@ from exported import (
     weights_in,
 )
 from published import Line, changed, files_below, weights_below
+from safetensors.torch import save_file
 from slices import one_in
 from states import open_run
 
@@ -359,6 +360,72 @@ def test_of_two_publishers_at_one_root_the_one_that_came_first_is_told_and_harms
     second.close()
 
 
+def test_a_publisher_that_is_refused_takes_the_root_from_nobody(root):
+    with Line(root) as line:
+        line.publish(1)
+        with Publisher(root) as second:
+            for wrong, version in ((gpt2(), 1), ({"other": torch.ones(3)}, 2)):
+                with pytest.raises((StepExistsError, StateMismatchError)):
+                    second.publish(wrong, version).result()
+        line.publish(2)
+    assert line.publisher.versions() == [1, 2]
+
+
+def test_versions_that_others_have_published_are_read_and_never_deleted(root, tmp_path):
+    """A full version may be any checkpoint of Hugging Face: one file without an index is one on a disk."""
+    state = {"weight": torch.randn(30)}
+    for number in (1, 3):
+        (root / f"weight_v{number:06d}").mkdir(parents=True)
+        save_file(state, root / f"weight_v{number:06d}" / "model.safetensors")
+        (root / f"weight_v{number:06d}" / "config.json").write_text("{}")
+    os.truncate(root / "weight_v000003" / "model.safetensors", 100)  # which is still being written
+    before = files_below(root)
+    subscriber = Subscriber(root)
+    assert subscriber.versions() == [1]
+    subscriber.pull(tmp_path / "local")
+    assert (tmp_path / "local" / "config.json").read_text() == "{}"
+    with Publisher(root, keep=1, on_rollback="retire") as publisher:
+        with pytest.raises(StepExistsError, match="not a Publisher's, so it is not deleted"):
+            publisher.publish(state, 1).result()
+        with pytest.raises(StepExistsError, match="which is no version of a Publisher; delete it"):
+            publisher.publish(state, 3).result()
+        for version in (4, 5):
+            state["weight"][version] = 7
+            publisher.publish(state, version).result()
+        publisher._wait()
+        subscriber.pull(tmp_path / "local")
+
+    assert files_below(root).items() >= before.items()
+    assert_same(weights_in(tmp_path / "local"), state)
+
+
+def test_an_index_that_is_damaged_does_not_keep_others_from_publishing(root, tmp_path):
+    with Line(root) as line:
+        line.publish(1, 2)
+    (line.folder(2) / INDEX).write_text("{")
+    with Line(root, line.model, keep=1) as line:
+        line.publish(3, 4)
+        line.publisher._wait()
+        Subscriber(root).pull(tmp_path / "local")
+        line.assert_is(4, tmp_path / "local")
+
+
+def test_a_delta_is_never_against_a_chain_whose_anchor_is_gone(root, tmp_path):
+    with Line(root, keep=2) as line:
+        line.publish(1, 2)
+        shutil.rmtree(line.folder(1))
+        line.publish(3, 4, 5)
+        line.publisher._wait()
+        Subscriber(root).pull(tmp_path / "local")
+        line.assert_is(5, tmp_path / "local")
+    assert line.publisher.versions() == [3, 4, 5]
+
+
+def test_a_version_that_folders_cannot_have_is_refused_at_the_call(root):
+    with Publisher(root) as publisher, pytest.raises(ValueError, match=r"below 10\*\*18"):
+        publisher.publish(gpt2(), 10**18)
+
+
 def test_a_root_that_is_emptied_under_a_publisher_is_told_of(root):
     with Line(root) as line:
         line.publish(1)
@@ -383,6 +450,48 @@ def test_a_root_that_is_taken_while_a_version_is_written_does_not_get_it(root, m
         line.publish(2)
 
     assert line.publisher.versions() == [1]
+
+
+# --- a training that is set back ------------------------------------------------------------------------------------
+
+
+def test_a_training_that_is_set_back_retires_what_is_ahead_and_readers_come_back(root, tmp_path):
+    with Line(root, anchor_every=3) as line:
+        line.publish(*range(2, 18, 2))
+    reader, twin = line.subscriber(), gpt2()
+    seen = reader.watch()
+    assert next(seen) == reader.pull(tmp_path / "local").version == reader.pull(twin).version == 16
+    with Publisher(root) as publisher, pytest.raises(StepBehindError, match='on_rollback="retire"'):
+        publisher.publish(line.model, 12).result()
+    with Line(root, on_rollback="retire") as again:  # from the checkpoint of step 10
+        again.publish(12)
+        assert again.publisher.versions() == [2, 4, 6, 8, 10, 12]
+        assert next(seen) == 12
+        for into in (tmp_path / "local", twin):
+            assert reader.pull(into).version == 12
+            again.assert_is(12, into)
+        again.publish(14, 16)
+        Subscriber(root).pull(tmp_path / "local")
+        again.assert_is(16, tmp_path / "local")
+        again.publish(14)  # of the same publisher: not against what is retired
+        assert index_at(again.folder(14)).is_anchor or index_at(again.folder(14)).base < 14
+        reader.pull(twin)
+        again.assert_is(14, twin)
+    reader.pull(tmp_path / "local", 10)
+    line.assert_is(10, tmp_path / "local")
+
+
+def test_what_a_failed_version_was_to_retire_is_still_there(root, monkeypatch):
+    with Line(root) as line:
+        line.publish(1, 2, 3)
+    before = files_below(root)
+    with Line(root, line.model, on_rollback="retire") as again, monkeypatch.context() as patch:
+        patch.setattr("async_ckpt.publishing.publication.copy", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            again.publish(2)
+    assert {name for name in files_below(root) if "weight" in name} == {
+        name for name in before if "weight" in name
+    }
 
 
 # --- what is kept -------------------------------------------------------------------------------------------------
@@ -505,6 +614,7 @@ def test_a_version_that_is_no_number_is_refused(wrong, root):
         ({"keep": 0}, ValueError, "keep must be a whole number"),
         ({"host_bytes": -1}, ValueError, "host_bytes must be a number of bytes"),
         ({"acknowledged": 7}, TypeError, "acknowledged must be a function"),
+        ({"on_rollback": "delete"}, ValueError, 'on_rollback must be None or "retire"'),
     ],
 )
 def test_wrong_arguments_are_refused(options, error, told, root):
@@ -613,12 +723,51 @@ def test_a_process_that_exits_at_once_publishes_what_it_was_told_to(tmp_path, nu
     assert bool((weights_in(tmp_path / "local")["weight"] == 2).all())
 
 
+FORKS = """
+import os, sys, torch, async_ckpt, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+torch.set_num_threads(1)
+state = {"weight": torch.zeros(3000)}
+publisher, subscriber = async_ckpt.Publisher(sys.argv[1]), async_ckpt.Subscriber(sys.argv[1])
+publisher.publish(state, 1).result()
+subscriber.pull(sys.argv[1] + "-local")
+child = os.fork()
+if child == 0:
+    for use in (lambda: publisher.publish(state, 2), publisher.versions, subscriber.versions,
+                lambda: subscriber.pull(sys.argv[1] + "-local"), subscriber.watch):
+        try:
+            use()
+        except async_ckpt.ClosedError as error:
+            assert "belongs to the parent process" in str(error)
+        else:
+            os._exit(9)
+    publisher.close(), subscriber.close()
+    with async_ckpt.Publisher(sys.argv[1] + "-own") as own:
+        own.publish(state, 1).result()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+publisher.publish(state, 2).result()
+print(subscriber.pull(sys.argv[1] + "-local").version)
+publisher.close()
+"""
+
+
+def test_a_forked_child_is_told_to_make_its_own_and_does_the_parents_no_harm(tmp_path, nursery):
+    ended = nursery.run(FORKS, tmp_path / "weights")
+
+    assert (ended.status, ended.err, ended.out.split()) == (0, "", ["7", "2"])
+    assert Subscriber(tmp_path / "weights-own").versions() == [1]
+
+
 # --- stores ---------------------------------------------------------------------------------------------------------
 
 
-def test_versions_in_a_bucket_are_published_followed_and_kept(bucket, s3, tmp_path):
+def test_versions_in_a_bucket_are_published_followed_kept_and_retired(bucket, s3, tmp_path):
     place = Place(f"s3://{bucket}/weights", options=s3.options)
-    with Line(place, anchor_every=3, keep=2) as line, line.subscriber() as subscriber:
+    with (
+        Line(place, anchor_every=3, keep=2, on_rollback="retire") as line,
+        line.subscriber() as subscriber,
+    ):
         twin = gpt2()
         for version in (1, 2, 3, 4, 5, 6):
             line.publish(version)
@@ -628,20 +777,31 @@ def test_versions_in_a_bucket_are_published_followed_and_kept(bucket, s3, tmp_pa
         assert line.publisher.versions() == subscriber.versions() == [4, 5, 6]
         Subscriber(place).pull(tmp_path / "local")
         line.assert_is(6, tmp_path / "local")
+        line.publish(5)
+        assert subscriber.versions() == [4, 5]
+        Subscriber(place).pull(tmp_path / "local")
+        line.assert_is(5, tmp_path / "local")
 
 
-def test_what_is_half_written_in_a_bucket_is_no_version_and_the_next_publisher_deletes_it(bucket, s3):
+def test_what_a_publisher_left_half_written_in_a_bucket_is_no_version_and_the_next_one_deletes_it(
+    bucket, s3, monkeypatch
+):
     place = Place(f"s3://{bucket}/weights", options=s3.options)
-    with Line(place) as line:
-        line.publish(1, 2)
     storage = storage_at(place)
-    storage.delete(f"weight_v000002/{INDEX}")
-    storage.replace("weight_v000003/model.safetensors", b"half")
+    storage.replace("weight_v000009/model.safetensors", b"of somebody else")
+    with Line(place) as line, monkeypatch.context() as patch:
+        line.publish(1)
+        patch.setattr(type(storage), "put_new", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
+        with pytest.raises(RuntimeError, match="killed"):
+            line.publish(2)
+    assert "weights/weight_v000002/model-00001.safetensors" in s3.keys(bucket)
 
     assert Subscriber(place).versions() == [1]
     with Line(place, line.model) as line:
-        line.publish(2)
+        line.publish(3)
         line.publisher._wait()
+        with pytest.raises(StepExistsError, match="which is no version of a Publisher"):
+            line.publish(9)
     assert {name.split("/")[1] for name in s3.keys(bucket)} == {
-        "publisher.json", "weight_v000001", "weight_v000002"
+        "publisher.json", "unfinished.json", "weight_v000001", "weight_v000003", "weight_v000009"
     }  # fmt: skip

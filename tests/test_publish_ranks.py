@@ -153,8 +153,13 @@ def test_what_one_rank_lacks_or_has_damaged_takes_nothing_away(worlds: Worlds, t
     assert_same(dict(model.state_dict()), full_at(worlds, 1))
 
 
-def test_ranks_of_two_starts_are_never_mixed_and_others_go_on_above(worlds: Worlds, tmp_path: Path):
-    """As after a start that was killed when only one rank had published version 2, and another in which the other did."""
+def test_ranks_of_two_starts_are_never_mixed_and_what_other_worlds_have_left_goes_in_the_end(
+    worlds: Worlds, tmp_path: Path
+):
+    """As after a start that was killed when only one rank had published version 2, and another in which the other did.
+
+    The next start publishes it again; then come publishers of a whole model, at the same root.
+    """
     out = tmp_path / "out"
     published(worlds, 2, "fsdp()", out, versions=[1, 2])
     index = out / "rank_00001_of_00002" / "weight_v000002" / INDEX
@@ -163,13 +168,23 @@ def test_ranks_of_two_starts_are_never_mixed_and_others_go_on_above(worlds: Worl
     index.write_text(json.dumps(told))
 
     assert Subscriber(out).versions() == [1]
-    with Publisher(out) as publisher:  # of a whole model, at the same root
-        for version, error in ((2, StepExistsError), (1, StepBehindError)):
+    # On both ranks, though one of them has a version 2.
+    told_again = published(worlds, 2, "fsdp()", out, versions=[2, 3])
+    assert [one[2] for one in told_again] == [[1, 2, 3]] * 2
+    with Publisher(out) as publisher:
+        for version, error in ((3, StepExistsError), (2, StepBehindError)):
             with pytest.raises(error):
                 publisher.publish(network(), version).result()
+    with Publisher(out, on_rollback="retire", keep=2) as publisher:
         publisher.publish(network(), 3).result()
-    assert Subscriber(out).versions() == [1, 3]
-    assert Subscriber(out).pull(network()).version == 3
+        publisher._wait()
+        assert publisher.versions() == Subscriber(out).versions() == [2, 3]
+        publisher.publish(network(), 4).result()
+    assert Subscriber(out).versions() == [3, 4]
+    assert Subscriber(out).pull(network()).version == 4
+    assert sorted(path.name for path in out.iterdir()) == [
+        "publisher.json", "weight_v000003", "weight_v000004"
+    ]  # fmt: skip
 
 
 OTHERWISE = """
@@ -215,3 +230,28 @@ def test_every_element_is_taken_from_the_lowest_rank_that_has_it_and_bits_stay()
     whole = Whole("bfloat16", (2, 3), [(rank, f"w{box}", box) for rank, (_, box) in parts.items()])
     wanted = torch.cat([bits[:, :2], bits[:, 2:] + 1], 1)
     assert torch.equal(assembled(whole, replicas).view(torch.int16), wanted)
+
+
+SPREAD_IN_PART = """
+import async_ckpt
+from torch.distributed.fsdp import fully_shard
+def layers():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+with async_ckpt.Publisher(here.root) as publisher:
+    publisher.publish(layers(), 1).result()
+model = layers()
+first = model[0].weight.detach().clone()
+fully_shard(model[1])
+try:
+    async_ckpt.Subscriber(here.root).pull(model)
+except async_ckpt.UnsupportedStateError as error:
+    here.tell([str(error), torch.equal(first, model[0].weight)])
+"""
+
+
+def test_a_module_that_is_spread_in_part_is_refused_before_the_rest_is_filled(worlds: Worlds):
+    worlds.root.parent.mkdir(exist_ok=True, parents=True)
+    told, is_same = worlds.run(1, SPREAD_IN_PART)[0].told[-1]
+
+    assert told.startswith("'1.weight': it is spread over ranks")
+    assert is_same

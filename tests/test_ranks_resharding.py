@@ -99,6 +99,27 @@ def test_what_one_rank_cannot_read_is_left_by_all_or_raised(worlds: Worlds, how:
     assert all(one == [2, True] or one[0] == "CorruptCheckpointError" for one in told)
 
 
+MISFITS = """
+with open_run(here.root) as ckpt:
+    ckpt.save({"b": torch.ones(3)}, 1).result()
+for culprit in (1, 0):
+    with open_run(here.root) as ckpt:
+        try:
+            ckpt.restore({"b": torch.zeros(3 + (here.rank == culprit))}, fallback=True)
+        except Exception as error:
+            here.tell([type(error).__name__, getattr(error, "rank", None), str(error)])
+"""
+
+
+def test_what_does_not_fit_on_one_rank_fails_on_all_and_none_waits(worlds: Worlds):
+    ended = worlds.run(2, MISFITS)
+
+    for told, culprit in zip(zip(*(one.told for one in ended), strict=True), (1, 0), strict=True):
+        assert told[culprit][0] == "StateMismatchError"
+        assert told[1 - culprit][:2] == ["PeerFailedError", culprit]
+        assert f"rank {culprit} could not restore step 1: StateMismatchError: " in told[1 - culprit][2]
+
+
 HIDES = """
 from async_ckpt.storage.local import LocalStorage
 names, read, looks = LocalStorage.names, LocalStorage.read, [0]

@@ -57,6 +57,11 @@ _MAX_DIMS: Final = 64
 # Around what torch.save writes of a tensor beside its bytes; and no record of that is larger.
 _WINDOW: Final = 4096
 _MAX_RECORD: Final = 1 << 20
+_MAX_WORD: Final = 16
+
+
+class OthersReadError(ValueError):
+    """For what is sound, but only torch can read."""
 
 
 class Blob(NamedTuple):
@@ -122,7 +127,7 @@ def parse(data: bytes) -> Checkpoint:
         blobs: dict[str, Blob] = {}
         for name, told in _pairs(fields["state_dict_metadata"]):
             if type(name) is not str or name in tensors or name in blobs:
-                raise ValueError(f"{name!r:.100} is not the name of one thing")
+                raise ValueError(f"{_brief(name)} is not the name of one thing")
             if told.name == f"{_MADE_BY}BytesStorageMetadata":
                 blobs[name] = stored[name, None]
             else:
@@ -140,20 +145,30 @@ def _stored(pairs: Any) -> dict[tuple[str, tuple[int, ...] | None], Blob]:
         at, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
         name = at["fqn"]
         if type(name) is not str:
-            raise ValueError(f"{name!r:.100} is no name")
+            raise ValueError(f"{_brief(name)} is no name")
         if where.get("transform_descriptors"):
             raise _RefusedError(
-                f"{name!a:.200} was written through extensions ({where['transform_descriptors']!r:.100}); load it with "
+                f"{name!a:.200} was written through extensions ({_brief(where['transform_descriptors'])}); load it with "
                 "torch.distributed.checkpoint"
             )
         file = where["relative_path"]
         if type(file) is not str or not _is_beside(file):
-            raise ValueError(f"{file!r:.200} is not the name of a file beside it")
+            raise ValueError(f"{_brief(file)} is not the name of a file beside it")
         key = name, None if at.get("offset") is None else _ints(at["offset"])
         if key in found:
             raise ValueError(f"{name!a:.200} is at two places")
         found[key] = Blob(file, *_ints((where["offset"], where["length"])))
+    _check_apart(found)
     return found
+
+
+def _check_apart(found: Mapping[tuple[str, Any], Blob]) -> None:
+    """No two things lie in the same bytes, not even tied weights: all together are never larger than the files."""
+    last, owner = Blob("", 0, 0), ""
+    for (name, _), blob in sorted(found.items(), key=lambda item: item[1]):
+        if blob.file == last.file and blob.offset < last.offset + last.length:
+            raise ValueError(f"{name!a:.200} and {owner!a:.200} are in the same bytes of {blob.file!r:.200}")
+        last, owner = blob, name
 
 
 def _is_beside(file: str) -> bool:
@@ -196,22 +211,30 @@ def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
 def tensor_in(read: Callable[[int, int], bytes], blob: Blob) -> Lying:
     """Where the bytes of the tensor are that a blob holds. `read` is called with an offset in the file and a length.
 
-    Raises ValueError for anything that is not one tensor of plain memory, as torch.save writes it.
+    Raises ValueError for anything that is not one tensor of plain memory, as torch.save writes it, and OthersReadError where it is
+    sound all the same.
     """
     window = _Window(read, blob)
     try:
         with zipfile.ZipFile(window) as records:
             infos = {info.filename.partition("/")[2]: info for info in records.infolist()}
-            if infos["data.pkl"].file_size > _MAX_RECORD:
-                raise ValueError("its pickle is too large for one tensor")
-            if "byteorder" in infos and records.read(infos["byteorder"]) != b"little":
+            if "byteorder" in infos and _record(records, infos["byteorder"], _MAX_WORD) != b"little":
                 raise ValueError("its bytes are in another order")
-            made = _interpreted(records.read(infos["data.pkl"]))
+            made = _interpreted(_record(records, infos["data.pkl"], _MAX_RECORD))
         return _lying(made, window, infos)
+    except OthersReadError:
+        raise
     except Exception as error:
         raise ValueError(
             f"it is not a tensor as torch.save writes it ({type(error).__name__}: {error!s:.200})"
         ) from error
+
+
+def _record(records: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int) -> bytes:
+    """One as torch writes it: a compressed one could become any amount."""
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > max_bytes:
+        raise ValueError(f"its {info.filename!a:.200} is compressed, or too large for one tensor")
+    return records.read(info)
 
 
 def _lying(made: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]) -> Lying:
@@ -226,7 +249,7 @@ def _lying(made: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]) -> 
     else:
         raise ValueError(f"it is made by {made.name}")
     if any(more):
-        raise ValueError("it is a view of another kind, such as a conjugate")
+        raise OthersReadError("it is a view that is computed when it is read, such as a conjugate")
     word, kind, key, _, _ = storage
     if word != "storage" or type(key) is not str:
         raise ValueError("it has no storage")
@@ -237,7 +260,8 @@ def _lying(made: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]) -> 
     (offset,), shape, strides = _ints((offset,)), _ints(shape), _ints(strides)
     item_bytes = DTYPES[dtype][0]
     num_items = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
-    if (offset + num_items) * item_bytes > info.file_size:
+    # Nor may its items share places: it would be larger in memory than in the file. torch writes it out.
+    if max(offset + num_items, prod(shape)) * item_bytes > info.file_size:
         raise ValueError("it is larger than its storage")
     header = window.at(info.header_offset, 30)
     begin = info.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
@@ -305,13 +329,30 @@ class _Made:
         self.state: Any = None
 
 
+def _brief(value: Any) -> str:
+    """For messages. A tuple in a tuple, twice, and so on, is a small pickle with a `repr` of any length."""
+    if (
+        isinstance(value, tuple | list)
+        and len(value) <= _MAX_DIMS
+        and all(type(n) in (int, str) for n in value)
+    ):
+        return f"{value!a:.200}"
+    if isinstance(value, str | bytes):
+        return f"{value[:200]!a:.200}"
+    return (
+        f"{value!a:.200}"
+        if value is None or isinstance(value, int | float)
+        else f"a {type(value).__name__.strip('_').lower()}"
+    )
+
+
 class _Pairs(list[tuple[Any, Any]]):
     """The items of a dict, whose keys are not hashed: they may be anything."""
 
 
 def _pairs(value: Any) -> _Pairs:
     if not isinstance(value, _Pairs):
-        raise ValueError(f"{value!r:.50} is not a dict")
+        raise ValueError(f"{_brief(value)} is not a dict")
     return value
 
 
@@ -325,8 +366,12 @@ def _fields(made: Any, name: str) -> dict[str, Any]:
 def _ints(values: Any) -> tuple[int, ...]:
     if isinstance(values, _Made) and values.name == "torch.Size":
         (values,) = values.arguments or ((),)
-    if not isinstance(values, list | tuple) or not all(type(n) is int and 0 <= n < 2**63 for n in values):
-        raise ValueError(f"{values!r:.100} are not counts")
+    if (
+        not isinstance(values, list | tuple)
+        or len(values) > _MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 2**63 for n in values)
+    ):
+        raise ValueError(f"{_brief(values)} are not counts")
     return tuple(values)
 
 
@@ -375,9 +420,11 @@ class _Machine:
         self.stack.append(self._memo[number])
 
     def name(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("it names what has no name")
         full = f"{module}.{name}"
         is_dtype = module == "torch" and name in DTYPES
-        is_storage = module == "torch" and str(name).removesuffix("Storage") in _STORAGES
+        is_storage = module == "torch" and name.removesuffix("Storage") in _STORAGES
         if not (full in _CLASSES or is_dtype or is_storage):
             raise _RefusedError(
                 f"it names {full!a:.200}, which no checkpoint of torch.distributed.checkpoint needs; nothing was run"

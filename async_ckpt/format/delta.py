@@ -28,6 +28,7 @@ ENCODINGS: Final = ("xor", "overwrite")
 COUNT_BYTES: Final = 4
 POSITION_BYTES: Final = 4
 MAX_OVERWRITTEN_BYTES: Final = 2**32
+MAX_VERSION: Final = 10**18 - 1
 _CHECKSUMS: Final = "xxh3-128"
 _COMPRESSION: Final = "zstd"
 _OURS: Final = "async_ckpt"

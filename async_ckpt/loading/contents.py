@@ -113,6 +113,11 @@ class Contents:
         except EOFError as error:
             raise self.corrupt(f"truncated: {error}") from error
 
+    def share(self) -> None:
+        """Other processes of this machine are about to read the same: from the disk it is to come once."""
+        if isinstance(self._reader, LocalReader):
+            self._reader.share()
+
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:  # noqa: ARG002
         """Where a tensor is to be read from, each element once; nobody wants more of it than `within`, None for all.
 

@@ -163,6 +163,11 @@ class OpenDcp(Contents):
 
         try:
             lying = dcp.tensor_in(read, blob)
+        except dcp.OthersReadError as error:
+            raise CorruptCheckpointError(
+                f"{file.path}: at byte {blob.offset:,}: {error}; load it with torch.distributed.checkpoint",
+                path=file.path,
+            ) from error
         except ValueError as error:
             raise file.corrupt(f"at byte {blob.offset:,}: {error}") from error
         if lying.is_dense:
@@ -231,7 +236,7 @@ class _Leaf:
 
 
 def _in_order(lying: Lying, data: bytes) -> bytes:
-    """The items row by row, for the few tensors that were saved in another order, such as channels last."""
+    """The items row by row, as many as there are, for the few tensors that were saved in another order, such as channels last."""
     flat = torch.frombuffer(bytearray(data), dtype=dtype_named(lying.dtype))
     dense = flat.as_strided(lying.shape, lying.strides).contiguous()
     return dense.view(-1).view(torch.uint8).numpy().tobytes()

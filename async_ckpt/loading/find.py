@@ -205,7 +205,18 @@ class Committed(NamedTuple):
         below = f"{self.folder}/" if self.folder else ""
         own = [(f"{below}{told.name}", told) for told in archives_of(self.storage, self.folder, made)]
         per_rank = made.ranks.per_rank if made.ranks else ()
-        found = [Named(self.storage, self.folder, own, made.attempt, made.step, per_rank, near=self.near)]
+        found = [
+            Named(
+                self.storage,
+                self.folder,
+                own,
+                made.attempt,
+                made.step,
+                per_rank,
+                near=self.near,
+                is_shared_out=made.ranks is None and len(own) > 1,
+            )
+        ]
         lent: dict[tuple[str, str, int], list[Archive]] = {}
         for one in made.elsewhere:
             lent.setdefault((one.group, one.folder, one.step), []).append(one.archive)
@@ -216,7 +227,12 @@ class Committed(NamedTuple):
             root = self.root()
             paths = [(f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders)]
             attempt = attempt_of_all(lenders[0].name) or ""
-            found.append(Named(root, folder, paths, attempt, step, per_rank, frozenset(groups), self.near))
+            is_shared_out = len(lenders) > 1
+            found.append(
+                Named(
+                    root, folder, paths, attempt, step, per_rank, frozenset(groups), self.near, is_shared_out
+                )
+            )
         return found
 
 

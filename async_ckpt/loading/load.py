@@ -87,11 +87,14 @@ def check_lent(parts: Sequence[Part], select: Select) -> None:
         there = {key for key in keys if isinstance(key, str)}
         for group in sorted(part.groups or ()):
             if group not in there and (chosen is None or chosen.reaches(group)):
+                part.archive.need_names()
                 raise part.archive.corrupt(f"a manifest says that {group!r} is in it, but it is not")
 
 
 def check_select(parts: Sequence[Part], select: Select) -> None:
     """Of several patterns each is to select something: one that does not has a typo. Raises KeyError."""
+    for part in parts if select is not None else ():
+        part.archive.need_names()  # it may name what another rank has saved
     chosen = None if isinstance(select, str) else selector(select)
     if chosen is None:
         return

@@ -6,6 +6,7 @@ Knows nothing of: runs, live objects.
 Which archives are needed is known only once it is known what is wanted. A rank of as many as have saved opens its own, and most
 find all there. Any other reader opens one of each kind, which know all names. What is in none of these is asked of the
 layout, by arithmetic (`state.writers`). Where that does not know it either, all archives are opened, if they are not too many.
+What a planner has shared out, by no arithmetic that is known here, is in no layout: all archives are opened.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Named(NamedTuple):
     groups: Groups = None
     near: Sequence[Storage] = ()
     """Which may have some of these archives, too, and are read first."""
+    is_shared_out: bool = False
+    """Whether a planner has given each rank a part to write: then no archive has all names that its rank has."""
 
 
 class Lot:
@@ -137,7 +140,7 @@ class Lot:
         everybody = range(size)
         rank, num_readers = self._readers.ranks or (0, 0)
         chosen = {rank for rank in (self._readers.from_ranks or {}).values() if rank in everybody}
-        if self._readers.reads_all:
+        if self._readers.reads_all or self.named.is_shared_out:
             return everybody
         if num_readers == size and not chosen:
             return {rank}
@@ -194,6 +197,10 @@ class Lot:
 
         run_together("open", [functools.partial(open_one, rank) for rank in fresh], max_threads=_MAX_OPENERS)
         self._opened |= opened
+        _, num_readers = self._readers.ranks or (0, 1)
+        if num_readers > 1 and len(self._opened) > 1:
+            for archive in self._opened.values():  # who needs others' archives reads what others read, too
+                archive.share()
 
     def _as_one(self) -> Merged:
         named, readers = self.named, self._readers

@@ -28,7 +28,8 @@ from ..state.plain import field_names, fields_of, is_frozen, is_record, make_rec
 from ..state.sharded import Slicer, has_shards, is_of_megatron, is_sharded
 from ..state.slices import Ints
 from ..state.tree import SavedApart, SavedRecord, Stored, leaves, replaced
-from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, paired
+from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
+from .by_name import is_by_name, numbered
 from .contents import Contents
 from .fill import Wanted
 from .known import (
@@ -49,7 +50,8 @@ class Match:
     `wanted` fills live tensors, and new ones for what will be handed over; `actions` then do the handing.
     """
 
-    def __init__(self, archive: Contents, objects: list[Any], partial: bool) -> None:
+    def __init__(self, archive: Contents, objects: list[Any], partial: bool, root: Any = None) -> None:
+        """`root` is all of the live state, with modules that know the names of parameters."""
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
         self.missing: list[str] = []
@@ -59,6 +61,7 @@ class Match:
         self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
         self._shares_a_name = True  # at the top, as far as there are names
         self._partial = partial  # something was selected: what else is live was not asked for
+        self._root = root
         self._slicer = Slicer()
         self._has_tensors = False  # of some this rank may hold nothing
         self._groups: dict[Path, dict[Any, Any]] = {}  # what was saved at the top, and in the groups
@@ -100,6 +103,12 @@ class Match:
             return self._tensor(live, saved, path)
         if is_plain_module(live):
             return self._module(live, saved, path)
+        if isinstance(live, torch.optim.Optimizer):
+            try:
+                saved = self._by_number(live, saved, path)
+            except ValueError as error:
+                self.mismatched.append(f"{shown(path)} {error}")
+                return live
         if is_plain_optimizer(live):
             return self._optimizer(live, saved, path)
         if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
@@ -231,6 +240,20 @@ class Match:
             made = OrderedDict(made)
             made._metadata = live_metadata(live, plain, metadata)  # type: ignore[attr-defined]
         return made
+
+    def _by_number(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
+        """What was saved of an optimizer, as that would have given it."""
+        if is_by_name(saved):
+            names = names_of_parameters(self._root)
+            return numbered(
+                saved, optimizer, names, is_of_some=lambda key: self.archive.is_of_some((*path, key))
+            )
+        if isinstance(saved, dict) and "param_groups" in saved and "state" not in saved:
+            # torch.distributed.checkpoint leaves out what is empty; but something else may have been selected.
+            below = (*path, "state")
+            if not any(told.path[: len(below)] == below for told in self.archive.index.tensors):
+                return {**saved, "state": {}}
+        return saved
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
         """What Optimizer.load_state_dict does, but in place and in the saved dtype: it would cast to the parameter's."""

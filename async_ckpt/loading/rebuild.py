@@ -50,14 +50,15 @@ def rebuild_layout(run: Anywhere, step: int) -> str:
         run: the root of the run; a path, a URL or a Place.
         step: a committed step.
 
-    Raises NotCommittedError if the step is not committed there, ValueError for a step of one rank, which needs no layout,
-    CorruptCheckpointError if an archive is missing or damaged, and StorageUnavailableError.
+    Raises NotCommittedError if the step is not committed there, ValueError for a step of one rank or of TarStorageWriter, which
+    need no layout, CorruptCheckpointError if an archive is missing or damaged, and StorageUnavailableError.
     """
     storage = storage_at(run)
     there = committed_step(storage, step)
     made = there.read()
     if made.ranks is None:
-        raise ValueError(f"step {step} was saved by one rank, so it has no layout, and needs none")
+        who = "one rank" if len(made.archives) == 1 else "torch.distributed.checkpoint"
+        raise ValueError(f"step {step} was saved by {who}, so it has no layout, and needs none")
     named = there.named(made)[0]
     looks = _looks(named)
     known = layouts.read(storage, named.folder, named.attempt)

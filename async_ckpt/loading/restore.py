@@ -59,19 +59,23 @@ def restore_state(
         except KeyError as error:  # nothing that was selected is in this one
             errors.append(error)
             continue
-        match = Match(part.archive, part.archive.objects(stored, trust=trust), select is not None)
+        objects = part.archive.objects(stored, trust=trust)
+        match = Match(part.archive, objects, select is not None, live)
         try:
             match.visit(share, saved, ())
         except RecursionError as error:
             raise part.archive.nested_too_deeply() from error
         matches.append((match, share))
     raise_unless_any(errors, len(shares))
+    for match, _ in matches:
+        if match.missing:  # another rank may have saved it
+            match.archive.need_names()
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
         try:
             match.raise_problems(strict or nothing_fits)
         except StateMismatchError:
-            match.archive.need_names()
+            match.archive.need_names()  # for what has other sizes
             match.archive.check_headers()  # it may be the index that is wrong
             raise
     wanted = [(match.archive, [*match.wanted.values()]) for match, _ in matches]

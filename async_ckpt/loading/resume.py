@@ -24,6 +24,8 @@ T = TypeVar("T")
 # How long a root may hide from one rank what another sees there: NFS does so for a minute.
 SEEN_SECONDS: Final = 120.0
 _LOOK_SECONDS: Final = 0.2
+_FINE: Final = "fine"
+_CORRUPT: Final = "corrupt"
 
 
 class Talk(Protocol):
@@ -51,7 +53,7 @@ def resume(
     """The newest committed step that can be read, and what `use` makes of it; None where nothing is committed.
 
     With `talk`, all ranks take the step that rank 0 names. One that finds it corrupt raises; with `fallback` it says so, and
-    rank 0 names an older one to all.
+    rank 0 names an older one to all. What else one raises then is PeerFailedError on the others.
     Raises CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
     """
     if talk is None:
@@ -67,6 +69,10 @@ def resume(
             _is_fine_everywhere(talk, step, is_fine=False)
             passed_over(step, error)
             continue
+        except BaseException as error:
+            if fallback:  # the others wait for a word of this rank's
+                _say_failure(talk, step, error)
+            raise
         if not fallback or _is_fine_everywhere(talk, step, is_fine=True):
             return step, made
         corrupt[step] = CorruptCheckpointError(
@@ -132,10 +138,26 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
 
 
 def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
-    """Whether all ranks could read a step. Waits until each has said so."""
-    talk.say(f"{step}/{talk.rank}", "fine" if is_fine else "corrupt")
+    """Whether all ranks could read a step. Waits until each has said so. Raises PeerFailedError where one has failed."""
+    talk.say(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
     if talk.rank == 0:
         words = talk.hear([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
-        talk.say(f"{step}/all", "fine" if {*words} == {"fine"} else "corrupt")
+        failed = next((word for word in words if word not in (_FINE, _CORRUPT)), None)
+        talk.say(f"{step}/all", failed or (_FINE if {*words} == {_FINE} else _CORRUPT))
     (word,) = talk.hear([f"{step}/all"], "what the other ranks read")
-    return word == "fine"
+    if word not in (_FINE, _CORRUPT):
+        told = json.loads(word)
+        raise PeerFailedError(
+            f"rank {told['rank']} could not restore step {step}: {told['error']}",
+            rank=told["rank"],
+            undecided=False,
+        )
+    return word == _FINE
+
+
+def _say_failure(talk: Talk, step: int, error: BaseException) -> None:
+    """It is no damage, so an older step would not do: all ranks fail. Does not wait."""
+    word = json.dumps({"rank": talk.rank, "error": f"{type(error).__name__}: {error}"[:2000]})
+    talk.say(f"{step}/{talk.rank}", word)
+    if talk.rank == 0:
+        talk.say(f"{step}/all", word)

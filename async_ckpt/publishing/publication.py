@@ -2,13 +2,11 @@
 
 In: weights on the host. Out: the folder of a version, durable and whole. Knows nothing of: who reads it, checkpoints.
 
-One publication at a time has the line: the newest version, and the bytes that the next delta is against. These change only
-when what they change to is durable.
+One publication at a time has the `Line`, which says what a version may be against.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -22,17 +20,10 @@ import xxhash
 
 from ..around.hub import Weights
 from ..around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of, shards_of
-from ..errors import (
-    CheckpointError,
-    StateMismatchError,
-    StepBehindError,
-    StepExistsError,
-    UnsupportedStateError,
-)
+from ..errors import UnsupportedStateError
 from ..format import safetensors
 from ..format.delta import (
     INDEX,
-    Encoding,
     SliceOf,
     VersionIndex,
     checksum,
@@ -41,13 +32,10 @@ from ..format.delta import (
     identity_of,
     structure_of,
 )
-from ..host.limits import num_cpus
 from ..host.threads import Crew, running_future
 from ..report import Progress, SaveReport
-from ..saving.default import held_memory
 from ..saving.delivery import OffLoop
 from ..saving.errand import CopyErrand
-from ..saving.worker import get_worker
 from ..spans import Spans
 from ..spec import MIB
 from ..staging.guard import Optimizers
@@ -57,156 +45,17 @@ from ..storage.base import Sink, Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.disk import free_bytes_at, full, sync_folder, translated
 from ..storage.local import LocalStorage
-from ..storage.place import Place
 from ..storage.scratch import Scratch
 from .difference import checksum_of, encode
-from .ranks import RankLines, Start, newest_elsewhere
-from .replica import MemoryReplica, bring
-from .versions import Ownership, State, Versions, Where
+from .line import Line
+from .replica import MemoryReplica
+from .versions import State
 
 # Of frames: so many are in memory until a file of them is written, beside those of the tensors being encoded.
 _FILE_BYTES: Final = 256 * MIB
 _ENCODED_AT_ONCE_BYTES: Final = 512 * MIB
 # Most of which wait for the disk.
 _NUM_WRITERS: Final = 4
-
-_log = logging.getLogger("async_ckpt")
-
-
-class Line:
-    """What one publication leaves to the next. The one whose turn it is has it."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        *,
-        anchor_every: int,
-        encoding: Encoding | None,
-        keep: int | None,
-        max_bytes: int | None,
-        follows: bool,
-        place: Place,
-        start: Start | None = None,
-        size: int | None = None,
-    ) -> None:
-        """`place` is the root; of what is spread over ranks, `start` and `size` are those of all ranks."""
-        self.start = start
-        self._place, self._size = place, size
-        self._elsewhere: int | None = (
-            None  # the newest version of other lines at the root, once it was looked for
-        )
-        self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
-        self._ranks = None if size is None else RankLines(place)
-        self.storage, self.encoding, self.keep = storage, encoding, keep
-        self.versions, self.ownership = Versions(storage), Ownership(storage)
-        # Not all of them: the training has the better claim, and is slowed by whoever reads memory beside it.
-        self.crew = Crew("encode", max(1, num_cpus() // 2), background=True)
-        self._anchor_every, self._max_bytes = anchor_every, max_bytes
-        self._follows = follows  # the newest version that is durable, not an acknowledged one
-        self._base = MemoryReplica(self._take)
-        self._num_since_anchor = 0
-        self._structure = ""  # of the newest version
-
-    def _take(self, num_bytes: int) -> torch.Tensor:
-        try:
-            return held_memory().lend(num_bytes, crew=get_worker().copiers, max_bytes=self._max_bytes)
-        except MemoryError as error:
-            raise MemoryError(
-                f"deltas need the weights of the version before in host memory: {error}; encoding=None needs none"
-            ) from None
-
-    def prepare(self, version: int, structure: str) -> None:
-        """See that a version may be added. Asks the storage."""
-        root = self.versions.root
-        self.ownership.take()
-        if self._elsewhere is None:
-            self._elsewhere = newest_elsewhere(self._place, self._size)
-            self.storage.sweep_uploads()
-        own = max(self.versions.numbers(), default=-1)
-        newest = max(own, self._elsewhere)
-        if newest == version:
-            raise StepExistsError(
-                f"{root}: version {version} is published already; give a higher one", step=version
-            )
-        if newest > version:
-            raise StepBehindError(
-                f"{root}: version {version} is not newer than {newest}, which is published; give a higher one, or "
-                "publish to another root",
-                step=version,
-                newest=newest,
-            )
-        before = self._structure or (self.versions.read(own).structure if own >= 0 else "")
-        if before not in ("", structure):
-            raise StateMismatchError(
-                f"{root}: version {own} has tensors of other names, dtypes or shapes, and readers apply one version to the "
-                "other; publish another model to a root of its own",
-                missing=(),
-                unexpected=(),
-                mismatched=(),
-            )
-        if not self.is_clean:
-            self.versions.delete_unfinished()
-            self.is_clean = True
-
-    def make_room(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the memory for what deltas are against, before anything is written. Raises MemoryError."""
-        if self.encoding is not None and self._anchor_every > 1:
-            self._base.lay_out(_where(tensors))
-
-    def base_for(self, acknowledged: int | None) -> MemoryReplica | None:
-        """What a delta may be against now; None if the version is to be an anchor."""
-        if self.encoding is None or self._num_since_anchor + 1 >= self._anchor_every:
-            return None
-        base = self._base
-        if not self._follows:
-            if acknowledged is None:
-                return None
-            try:
-                # Against the bytes that are there, not those that were meant to be.
-                bring(base, self.versions, acknowledged, self.crew)
-            except CheckpointError as error:
-                _log.warning("version %d was acknowledged, and cannot be read: %s", acknowledged, error)
-                return None
-        return base if base.state and base.state.version in self.versions.numbers() else None
-
-    def published(self, index: VersionIndex, state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-        """A version is durable: it is the base of the next ones, if nothing else is."""
-        self._structure = state.structure
-        self._num_since_anchor = 0 if index.is_anchor else self._num_since_anchor + 1
-        if self.encoding is None or self._anchor_every == 1:
-            return
-        base = self._base
-        if not self._follows and base.state is not None:
-            return
-        is_all = index.is_anchor or base.state is None
-        changed = tensors if is_all else {name: tensors[name] for name in index.files}
-        base.note(None)
-        base.take_over(changed, self.crew)
-        base.note(state)
-
-    def retain(self) -> None:
-        """Delete what is neither among the newest versions nor needed by one of them."""
-        if self.keep is None:
-            return
-        there = self.versions.numbers()
-        # Of what other ranks may yet fail to publish, what is whole counts, and all after it.
-        whole = there if self._ranks is None else sorted(self._ranks.sizes())
-        if not whole:
-            return
-        oldest = whole[-self.keep :][0]
-        needed = self.versions.needed_by([number for number in there if number >= oldest])
-        self.versions.delete([number for number in there if number not in needed])
-
-    def close(self) -> None:
-        self.crew.stop()
-        self._base = MemoryReplica(self._take)
-
-
-def _where(tensors: Mapping[str, torch.Tensor]) -> dict[str, Where]:
-    return {
-        name: Where("", dtype_name(tensor.dtype), tuple(tensor.shape), 0, tensor.nbytes)
-        for name, tensor in tensors.items()
-    }
 
 
 class Publication(CopyErrand):
@@ -277,7 +126,7 @@ class Publication(CopyErrand):
             tensors=self._weights.as_published(self._weights.tensors), as_published=dict
         )
         structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items())
-        self._line.prepare(self._version, structure)
+        self._line.prepare(self._version, structure, self._check)
         self._line.make_room(weights.tensors)
         place, prefix = self._place()
         base = self._line.base_for(self._acknowledged)
@@ -290,6 +139,8 @@ class Publication(CopyErrand):
         """Where the files go until all of them are there: beside the folder on a disk; in it in a store, which has no other way."""
         storage = self._line.storage
         if storage.remote:
+            self._line.retire()
+            self._line.versions.begin(self._version)
             return storage, f"{self._folder}/"
         root = Path(storage.locate(""))
         self._scratch = Scratch(root, "weight_v")
@@ -425,6 +276,7 @@ class Publication(CopyErrand):
         else:
             LocalStorage(self._scratch.folder).replace(INDEX, data)
             target = Path(storage.locate(self._folder))
+            line.retire()
             with translated(target):
                 os.replace(self._scratch.folder, target)  # which replaces no folder that has files
                 sync_folder(target.parent)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import torch
 
 from ..around.export import files_of
 from ..around.hub import Weights, weights_of
 from ..errors import ClosedError, UnsupportedStateError
-from ..format.delta import ENCODINGS, Encoding
+from ..format.delta import ENCODINGS, MAX_VERSION, Encoding
 from ..host.process import OnceInProcess
 from ..host.ranks import world_of
 from ..host.threads import running_future
@@ -34,7 +34,8 @@ from ..state.held import Held, module_of
 from ..state.wrappers import plain_model
 from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
-from .publication import Line, Publication
+from .line import Line
+from .publication import Publication
 from .ranks import RankLines, Start, is_spread, own_slices, place_of_rank
 from .versions import Versions
 
@@ -74,6 +75,9 @@ class Publisher:
         acknowledged: a function that returns the newest version that every reader has applied, or None. It is called by
             `publish`, and deltas are against that version then, so that a reader that has it needs no other. Without it they
             are against the newest that is durable.
+        on_rollback: "retire" deletes the versions that are not below a new one, as soon as that is about to be visible. A training
+            that goes on from an earlier checkpoint publishes the same numbers again, and readers that are ahead come back. By
+            default such a version raises StepExistsError or StepBehindError.
         host_bytes: the most memory for the weights that deltas are against, together with snapshots that are open or still
             being read; by default half of the free memory.
     """
@@ -86,12 +90,15 @@ class Publisher:
         encoding: Encoding | None = "xor",
         keep: int | None = None,
         acknowledged: Callable[[], int | None] | None = None,
+        on_rollback: Literal["retire"] | None = None,
         host_bytes: int | None = None,
     ) -> None:
         if encoding not in (None, *ENCODINGS):
             raise ValueError(f'encoding must be "xor", "overwrite" or None, got {encoding!r:.100}')
         if acknowledged is not None and not callable(acknowledged):
             raise TypeError(f"acknowledged must be a function without arguments, got {acknowledged!r:.100}")
+        if on_rollback not in (None, "retire"):
+            raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r:.100}')
         if encoding is not None:
             zstandard_package()  # or the first delta would fail
         self._place = written_at(root)
@@ -103,12 +110,14 @@ class Publisher:
             keep=None if keep is None else whole_count("keep", keep),
             max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
             follows=acknowledged is None,
+            retires=on_rollback == "retire",
         )
         self._root = self._place.storage()
         self._line: Line | None = None  # from the first publication on
         self._acknowledged = acknowledged
         self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole
         self._is_closed = False
+        self._pid = os.getpid()
 
     def publish(
         self,
@@ -127,7 +136,7 @@ class Publisher:
 
         Args:
             state_or_snapshot: a module, a flat mapping of names to tensors, or either of them in a snapshot.
-            version: a number above that of every version at the root, such as the training step.
+            version: a number below 10**18 and above that of every version at the root, such as the training step.
             config_folder: as for `export_hf`; its files are in anchors only.
             guard: as for `save`.
 
@@ -137,9 +146,12 @@ class Publisher:
         MemoryError, StorageFullError and StorageUnavailableError. What was published before is as it was, then, and the next
         delta is against that.
         """
+        self._refuse_if_forked()
         if self._is_closed:
             raise ClosedError(f"{self!r}: make another one")
         number = whole_step(version, what="version")
+        if number > MAX_VERSION:
+            raise ValueError(f"version must be below 10**18, got {number}; give the training step")
         spans, called = Spans(), running_future()
         try:
             beside = {} if config_folder is None else files_of(local_place(config_folder))
@@ -184,6 +196,7 @@ class Publisher:
 
         publisher.versions()  # [100, 101, 102]
         """
+        self._refuse_if_forked()
         names = self._root.names("")
         return sorted({*Versions(self._root).numbers(names), *RankLines(self._place).sizes(names)})
 
@@ -194,10 +207,16 @@ class Publisher:
 
         What went wrong is in the handles.
         """
+        if os.getpid() != self._pid:
+            return  # it is the parent's
         self._is_closed = True
         self._wait()
         if self._line is not None:
             self._line.close()
+
+    def _refuse_if_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("this Publisher belongs to the parent process; make one in this process")
 
     def _wait(self) -> None:
         """Until all is published, or has failed, and what is not kept is deleted."""

@@ -92,7 +92,7 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
             for r, p in zip(sliced.slices.rectangles, sliced.parts, strict=True)
         ]
         if not prod(shape):  # nothing is held of it anywhere
-            held = [(Box.whole(shape), torch.empty(shape, dtype=tensor.dtype))]
+            held = [(Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
         for box, part in held:
             key = f"{name}{box}"
             tensors[key] = part.detach()
@@ -128,6 +128,11 @@ class Start:
 
             (self._word,) = self._words().hear(["start"], go_on)
         return self._word
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._world.rank == 0
 
     def _words(self) -> Words:
         return self._world.words(f"publish/{self._key}")
@@ -170,11 +175,38 @@ class RankLines:
         self._whole = dict(sorted(whole.items()))
         return dict(self._whole)
 
+    def elsewhere(self, size: int | None) -> dict[str, Versions]:
+        """The lines at the root that are not of a world of this size (with None, of all worlds), by their folders."""
+        lines = {} if size is None else {"": Versions(self._storage)}
+        for other, begun in worlds_in(self._storage.names("")).items():
+            if other != size:
+                lines |= {folder_of_rank(rank, other): self.line(rank, other) for rank in begun}
+        return lines
+
+    def remove(self, folder: str) -> None:
+        """What is left of a line in which there are no versions any more."""
+        if folder:
+            self._storage.delete_all(folder)
+
+    def newest_elsewhere(self, size: int | None) -> int:
+        """The newest version of these, as far as the first ranks have it; -1 if there is none."""
+        others = (other for other in worlds_in(self._storage.names("")) if other != size)
+        numbers = [number for other in others for number in self.line(0, other).numbers()]
+        numbers += self.plain_numbers() if size is not None else []
+        return max(numbers, default=-1)
+
+    def plain_numbers(self) -> list[int]:
+        """The versions at the root of models that were not spread."""
+        return Versions(self._storage).numbers()
+
     def _is_whole(self, number: int, size: int) -> bool:
         paths = [f"{folder_of_rank(rank, size)}/{folder_of(number)}/{INDEX}" for rank in range(1, size)]
         if len(self._storage.existing(paths)) < len(paths):
             return False
-        return len({index.start for index in self.indices(number, size)}) == 1
+        try:
+            return len({index.start for index in self.indices(number, size)}) == 1
+        except CorruptCheckpointError:
+            return True  # it is there, and whoever reads it is told
 
     def indices(self, number: int, size: int, *, fresh: bool = False) -> list[VersionIndex]:
         """What each rank says of a version. Raises NotCommittedError, CorruptCheckpointError."""
@@ -212,19 +244,9 @@ class RankLines:
 def assembled(whole: Whole, replicas: Mapping[int, MemoryReplica]) -> torch.Tensor:
     """A whole tensor, of its slices; where they overlap, that of the lowest rank counts."""
     dtype = dtype_named(whole.dtype)
-    full = torch.empty(whole.shape, dtype=dtype)
+    full = torch.empty(whole.shape, dtype=dtype, device="cpu")
     bits = as_integers(full)  # which are copied as they are, whatever they mean
     for rank, key, box in reversed(whole.slices):
         part = as_integers(replicas[rank].region(key).view(dtype).view(box.sizes))
         bits[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))] = part
     return full
-
-
-def newest_elsewhere(place: Place, size: int | None) -> int:
-    """The newest version at a root that is none of this world's (of no world's, with None); -1 if there is none."""
-    root = place.storage()
-    numbers = [] if size is None else Versions(root).numbers()
-    for other in worlds_in(root.names("")):
-        if other != size:
-            numbers += Versions(place_of_rank(place, 0, other).storage()).numbers()
-    return max(numbers, default=-1)

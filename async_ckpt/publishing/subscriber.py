@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -16,16 +16,15 @@ from typing import NamedTuple, Self
 
 import torch
 
-from ..around.hub import weights_of
-from ..errors import ClosedError, NotCommittedError, StateMismatchError
+from ..errors import ClosedError, NotCommittedError
 from ..format.delta import VersionIndex
 from ..report import PullReport
 from ..saving.default import held_memory
+from ..saving.policy import whole_step
 from ..saving.worker import get_worker
 from ..spans import Spans
-from ..state.dtypes import dtype_name
-from ..state.wrappers import plain_model, plain_state_dict
 from ..storage.place import Anywhere, local_place, written_at
+from .module import fill, refuse_misfit
 from .ranks import RankLines, assembled
 from .replica import FolderReplica, MemoryReplica, Replica, bring, new_crew
 from .versions import Anchor, Source, State, Versions
@@ -55,6 +54,7 @@ class Subscriber:
         # Host memory of each module that was pulled into. One caller of `pull` at a time has it.
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, MemoryReplica] = weakref.WeakKeyDictionary()
         self._pulling = threading.Lock()
+        self._pid = os.getpid()
 
     def versions(self) -> list[int]:
         """The versions that are whole, ascending.
@@ -98,20 +98,23 @@ class Subscriber:
         they change.
 
         Raises NotCommittedError if there is no such version, or if one on the way to it is missing; CorruptCheckpointError for
-        damaged files; StateMismatchError for another model; FileExistsError for a folder with other files;
-        StorageUnavailableError and StorageFullError.
+        damaged files; StateMismatchError for another model; UnsupportedStateError for a module with tensors that cannot be filled in
+        place; FileExistsError for a folder with other files; MemoryError, StorageUnavailableError and StorageFullError.
         """
         self._refuse_if_closed()
         spans = Spans()
+        number = None if version is None else whole_step(version, what="version")
         if not self._pulling.acquire(blocking=False):
             raise RuntimeError("another pull of this Subscriber is under way; use one for each thread")
         try:
-            target = self._target(version)
-            size = self._sizes.get(target)
-            if size is None:
-                done = self._pull(self._replica(into), target, into)
-            else:
-                done = self._pull_of_ranks(into, target, size)
+            # Whatever the caller's mode is: tensors of ours are plain ones on the host.
+            with torch.inference_mode(False), torch.device("cpu"):
+                target = self._target(number)
+                size = self._sizes.get(target)
+                if size is None:
+                    done = self._pull(self._replica(into), target, into)
+                else:
+                    done = self._pull_of_ranks(into, target, size)
         finally:
             self._crew.stop()
             self._pulling.release()
@@ -123,7 +126,7 @@ class Subscriber:
             before = replica.state
             chain, num_bytes = bring(replica, self._versions, target, self._crew)
             if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
-                _fill(into, {n: replica.tensor(n) for n in replica.tensors})
+                fill(into, {n: replica.tensor(n) for n in replica.tensors}, self._named(target))
         return _Done(_base(before, chain), len(chain), num_bytes)
 
     def _pull_of_ranks(self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int) -> _Done:
@@ -141,7 +144,7 @@ class Subscriber:
             tensors = self._lines.tensors(target, size)
             if isinstance(into, torch.nn.Module):
                 told = {name: (whole.dtype, whole.shape) for name, whole in tensors.items()}
-                _refuse_misfit(into, told, f"version {target} of {self._versions.root}")
+                refuse_misfit(into, told, self._named(target))
             base, num_versions, num_bytes = None, 0, 0
             for rank in range(size):
                 line, replica = self._lines.line(rank, size), self._slices_of(rank, size)
@@ -154,7 +157,7 @@ class Subscriber:
                 )
             whole = {name: assembled(one, self._slices[size]) for name, one in tensors.items()}
             if isinstance(into, torch.nn.Module):
-                _fill(into, whole)
+                fill(into, whole, self._named(target))
             elif folder is not None:
                 folder.become(whole, target, identity, self._beside(target, size))
         return _Done(base, num_versions, num_bytes)
@@ -183,8 +186,9 @@ class Subscriber:
         Args:
             poll_seconds: how long to wait between two looks.
         """
-        if not poll_seconds > 0:
-            raise ValueError(f"poll_seconds must be above 0, got {poll_seconds!r}")
+        if not isinstance(poll_seconds, int | float) or not poll_seconds > 0:
+            raise ValueError(f"poll_seconds must be above 0, got {poll_seconds!r:.100}")
+        self._refuse_if_forked()
         return self._watch(poll_seconds)
 
     def _watch(self, poll_seconds: float) -> Iterator[int]:
@@ -203,6 +207,8 @@ class Subscriber:
 
         subscriber.close()
         """
+        if os.getpid() != self._pid:
+            return  # it is the parent's
         self._closed.set()
         self._modules.clear()
         self._slices = {}
@@ -218,13 +224,23 @@ class Subscriber:
     def __repr__(self) -> str:
         return f"<Subscriber {self._versions.root}{' (closed)' if self._closed.is_set() else ''}>"
 
+    def _refuse_if_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("this Subscriber belongs to the parent process; make one in this process")
+
     def _refuse_if_closed(self) -> None:
+        self._refuse_if_forked()
         if self._closed.is_set():
             raise ClosedError(f"{self!r}: make another one")
+
+    def _named(self, version: int) -> str:
+        return f"version {version} of {self._versions.root}"
 
     def _target(self, version: int | None) -> int:
         there = self._numbers()
         if version is not None:
+            if version not in there:
+                self._versions.read(version, fresh=True)  # which says what is there
             return version
         newest = max(there, default=None)
         if newest is None:
@@ -250,7 +266,7 @@ class Subscriber:
                 live = refers()
                 if live is not None:
                     told = {name: (where.dtype, where.shape) for name, where in anchor.tensors.items()}
-                    _refuse_misfit(live, told, anchor.source.where)
+                    refuse_misfit(live, told, anchor.source.where)
 
             replica = self._modules[module] = MemoryReplica(_take, fits)
         return replica
@@ -268,62 +284,10 @@ def _base(before: State | None, chain: Sequence[VersionIndex]) -> int | None:
 
 
 def _take(num_bytes: int) -> torch.Tensor:
-    return held_memory().lend(num_bytes, crew=get_worker().copiers)
-
-
-def _refuse_misfit(
-    module: torch.nn.Module, given: Mapping[str, tuple[str, tuple[int, ...]]], where: str
-) -> None:
-    """Raises StateMismatchError unless each tensor of the version is one of the module, and it has no others."""
-    live = plain_state_dict(module)
-    wanted = weights_of(module, {})
-    names = (
-        set(wanted.tensors)
-        if wanted.as_published(dict(wanted.tensors)).keys() == wanted.tensors.keys()
-        else None
-    )
-    if names is None:
-        raise StateMismatchError(
-            f"{where}: {type(plain_model(module)).__qualname__} has its weights in memory otherwise than in its "
-            "checkpoints; pull into a folder, and load that",
-            missing=(),
-            unexpected=(),
-            mismatched=(),
-        )
-    storages = {_place_of(live[name]) for name in given if name in live}
-    missing = sorted(name for name in names - given.keys() if _place_of(live[name]) not in storages)
-    unexpected = sorted(given.keys() - live.keys())
-    mismatched = sorted(
-        name
-        for name, told in given.items()
-        if name in live and (dtype_name(live[name].dtype), tuple(live[name].shape)) != told
-    )
-    if missing or unexpected or mismatched:
-        told = [
-            f"{what}: {', '.join(found[:3])}{', …' if len(found) > 3 else ''}"
-            for what, found in (
-                ("missing in the version", missing),
-                ("unknown to the module", unexpected),
-                ("of another dtype or shape", mismatched),
-            )
-            if found
-        ]
-        raise StateMismatchError(
-            f"{where}: it does not fit the module ({'; '.join(told)}); the module is as it was. Make the module of the same "
-            "config and dtype, or pull into a folder",
-            missing=tuple(missing),
-            unexpected=tuple(unexpected),
-            mismatched=tuple(mismatched),
-        )
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy the new bytes to the module, tied tensors once."""
-    live: Mapping[str, torch.Tensor] = plain_state_dict(module)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            live[name].detach().copy_(tensor)
+    try:
+        return held_memory().lend(num_bytes, crew=get_worker().copiers)
+    except MemoryError:
+        raise MemoryError(
+            f"a pull into a module, or of what ranks have published, takes the weights once in host memory, {num_bytes:,} bytes, "
+            "and so much is not free; pull into a folder, or free some"
+        ) from None

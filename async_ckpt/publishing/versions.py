@@ -12,14 +12,16 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import xxhash
 
-from ..errors import ClosedError, CorruptCheckpointError, NotCommittedError
+from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
 from ..format import safetensors
 from ..format.delta import (
     INDEX,
@@ -34,10 +36,16 @@ from ..format.delta import (
 from ..host.threads import Crew
 from ..spec import DTYPES, MIB
 from ..storage.base import Reader, Storage
+from ..storage.disk import sync_folder, translated
+from ..storage.scratch import Scratch
 
 _CHUNK_BYTES: Final = 4 * MIB
 # Which publisher adds versions: the one that has written this last.
 _OWNER: Final = "publisher.json"
+# In a store: which folders it is about to fill or to delete.
+_UNFINISHED: Final = "unfinished.json"
+# What others publish as a full version may be this alone.
+_SINGLE: Final = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +88,22 @@ class Versions:
             self._known = {number: index for number, index in self._known.items() if number in found}
             known = set(self._known)
         asked = {f"{folder_of(number)}/{INDEX}": number for number in sorted(found - known)}
-        seen = self.storage.existing(list(asked)) if asked else []
-        return sorted(known | {asked[path] for path in seen})
+        seen = {asked[path] for path in (self.storage.existing(list(asked)) if asked else ())}
+        bare = {number for number in asked.values() if number not in seen and self._bare(number) is not None}
+        return sorted(known | seen | bare)
+
+    def _bare(self, number: int) -> VersionIndex | None:
+        """What says as much as an index of a version that others have published as one file, without one; None if it is no such.
+
+        Only on a disk, where folders are renamed to their place: in a store the index tells that all of it is there.
+        """
+        if self.storage.remote:
+            return None
+        index = VersionIndex(number, {"": _SINGLE})
+        try:
+            return replace(index, files=dict.fromkeys(Source(self.storage, index).held_in(_SINGLE), _SINGLE))
+        except CorruptCheckpointError:
+            return None
 
     def read(self, number: int, *, wanted_by: str = "", fresh: bool = False) -> VersionIndex:
         """Raises NotCommittedError if it is not there, and CorruptCheckpointError for what is no index of it.
@@ -96,6 +118,9 @@ class Versions:
         try:
             index = parse(self.storage.read(path)[0], number)
         except FileNotFoundError:
+            bare = self._bare(number)
+            if bare is not None:
+                return bare
             with self._lock:
                 self._known.pop(number, None)
             there = self.numbers()
@@ -130,31 +155,87 @@ class Versions:
             number = index.base
         return steps[::-1]
 
+    def is_complete(self, number: int) -> bool:
+        """Whether a version is there, and all that it is built on."""
+        there, at = self.numbers(), number
+        while at in there:
+            base = self.read(at).base
+            if base is None:
+                return True
+            at = base
+        return False
+
+    def is_ours(self, number: int) -> bool:
+        """Whether a publisher of this library has made it, as far as one can tell."""
+        try:
+            return bool(self.read(number).identity)
+        except CheckpointError:
+            return False
+
+    def start_of(self, number: int) -> str:
+        """In which start of all ranks it was published; empty if nobody can tell."""
+        try:
+            return self.read(number).start
+        except CheckpointError:
+            return ""
+
     def needed_by(self, kept: Sequence[int]) -> set[int]:
-        """These versions, and all that their chains need."""
+        """These versions, and all that their chains need, as far as they can be followed."""
         needed: set[int] = set()
         for number in kept:
             at: int | None = number
             while at is not None and at not in needed:
                 needed.add(at)
-                at = self.read(at).base
+                try:
+                    at = self.read(at).base
+                except CheckpointError:
+                    break
         return needed
 
     def delete(self, numbers: Sequence[int]) -> None:
-        """Of each the index first, so that nobody takes what is left for a version; the newest first, whose base it is not."""
+        """Each at once, or the index first, so that nobody takes what is left for a version; the newest first, whose base it
+        is not.
+        """
+        if numbers:
+            self.begin(*numbers)
         for number in sorted(numbers, reverse=True):
             with self._lock:
                 self._known.pop(number, None)
-            self.storage.delete(f"{folder_of(number)}/{INDEX}")
-            self.storage.delete_all(folder_of(number))
+            if self.storage.remote:
+                self.storage.delete(f"{folder_of(number)}/{INDEX}")
+                self.storage.delete_all(folder_of(number))
+            else:
+                self._take_away(Path(self.root), folder_of(number))
+
+    @staticmethod
+    def _take_away(root: Path, name: str) -> None:
+        """Under a name that the next publisher sweeps, if this one is killed meanwhile."""
+        with Scratch(root, "weight_v") as scratch, translated(root / name), suppress(FileNotFoundError):
+            os.replace(root / name, scratch.folder)
+            sync_folder(root)
+
+    def begin(self, *numbers: int) -> None:
+        """Say that the folders of these versions are of no use without their index, before one of them is without.
+
+        On a disk there are no such folders: they are renamed to their place, and from it.
+        """
+        if self.storage.remote:
+            self.storage.replace(_UNFINISHED, json.dumps({"versions": sorted(numbers)}).encode() + b"\n")
 
     def delete_unfinished(self) -> None:
-        """Delete folders that a publisher has begun and not finished. Only for their owner."""
+        """Delete what a publisher has begun and not finished, and nothing else. Only for their owner."""
+        if not self.storage.remote:
+            return
+        try:
+            begun = [int(number) for number in json.loads(self.storage.read(_UNFINISHED)[0])["versions"]]
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError):
+            begun = []  # nobody can tell
         there = set(self.numbers())
-        for name in self.storage.names(""):
-            number = version_of(name)
-            if number is not None and number not in there:
-                self.storage.delete_all(name)
+        for number in begun:
+            if number not in there:
+                self.storage.delete_all(folder_of(number))
 
 
 class Ownership:
@@ -164,15 +245,12 @@ class Ownership:
         self._storage = storage
         told = {"token": os.urandom(8).hex(), "host": socket.gethostname(), "pid": os.getpid()}
         self._told = json.dumps(told, sort_keys=True).encode() + b"\n"
-        self._is_taken = False
+        self.is_taken = False
 
     def take(self) -> None:
-        """Take it, or see that it is still there. Raises ClosedError when another publisher has taken it since."""
-        if self._is_taken:
-            self.check()
-        else:
-            self._storage.replace(_OWNER, self._told)
-            self._is_taken = True
+        """Whoever has it has lost it."""
+        self._storage.replace(_OWNER, self._told)
+        self.is_taken = True
 
     def check(self) -> None:
         """Raises ClosedError when another publisher has taken it since."""
@@ -186,7 +264,8 @@ class Ownership:
         if told != self._told:
             other = told.decode(errors="replace").strip()
             raise ClosedError(
-                f"{root}: another Publisher has begun to publish here ({other:.200}); give each one a root of its own"
+                f"{root}: another Publisher has begun to publish here ({other:.200}); give each one a root of its own. "
+                "If all ranks publish the same model, let rank 0 do it alone"
             )
 
 
@@ -223,7 +302,7 @@ class Source:
         """Raises CorruptCheckpointError if it is missing."""
         try:
             return self.storage.open(f"{self.folder}/{file}")
-        except FileNotFoundError as error:
+        except (FileNotFoundError, IsADirectoryError) as error:
             raise self.corrupt(file, "it is missing, or was deleted meanwhile") from error
 
     def other_files(self) -> list[str]:
@@ -281,11 +360,15 @@ class Source:
         """Where the tensors of an anchor lie."""
         found: dict[str, Where] = {}
         for file in self.index.tensor_files:
-            with self.open(file) as reader:
-                found.update(self._tensors_in(file, reader))
+            found.update(self.held_in(file))
         if found.keys() != self.index.files.keys():
             raise self.corrupt(INDEX, "it names other tensors than its files hold")
         return found
+
+    def held_in(self, file: str) -> dict[str, Where]:
+        """Where the tensors in one of the files lie."""
+        with self.open(file) as reader:
+            return dict(self._tensors_in(file, reader))
 
     def _tensors_in(self, file: str, reader: Reader) -> Iterator[tuple[str, Where]]:
         head = memoryview(bytearray(min(8, reader.num_bytes)))

@@ -144,6 +144,13 @@ class Numbered(NamedTuple):
     digits: str
     rest: str  # with `{}` in the place of the number
 
+    @property
+    def step_format(self) -> str:
+        """One that makes the name, and later ones of the same run."""
+        # Whether a number without zeros before it was filled up is not to be seen.
+        field = f"{{:0{len(self.digits)}d}}" if self.digits.startswith("0") and len(self.digits) > 1 else "{}"
+        return self.rest.replace("{}", field)
+
 
 def numbered(name: str) -> Numbered | None:
     """What a name may say of a step, whatever naming it is of; None for one without a number."""
@@ -170,9 +177,7 @@ def how_to_open(folder: str, beside: Collection[str]) -> str:
         trackers = {word: tracker_of(NAMINGS[word].tracker, NAMINGS[word].step_format) for word in words}
         tracked = [word for word, tracker in trackers.items() if tracker and tracker.name in beside]
         return "open it with " + " or ".join(f'naming="{word}"' for word in tracked or words)
-    # Whether a number without zeros before it was filled up is not to be seen.
-    field = f"{{:0{len(told.digits)}d}}" if told.digits.startswith("0") and told.step else "{}"
-    return f'open it with naming=Naming("{told.rest.replace("{}", field)}")'
+    return f'open it with naming=Naming("{told.step_format}")'
 
 
 def naming_of(naming: Naming | str | None) -> Naming:

@@ -154,17 +154,23 @@ class StateDicts:
         if not may_be_wrapped(names) or len(names) != len(live["params"]):
             return given
         if self._names is None:
-            self._names = {}
-            for module in _modules_in(self._state, set()):
-                plain = PlainNames(module)
-                for name, parameter in module.named_parameters(remove_duplicate=False):
-                    self._names.setdefault(id(parameter), set()).add(plain.entry(name))
+            self._names = names_of_parameters(self._state)
         return {**given, "param_names": list(map(self._plain_name, live["params"], names))}
 
     def _plain_name(self, parameter: torch.Tensor, name: str) -> str:
         assert self._names is not None
         known = [plain for plain in self._names.get(id(parameter), ()) if _bare(plain) == _bare(name)]
         return known[0] if len(known) == 1 else name
+
+
+def names_of_parameters(state: Any) -> dict[int, set[str]]:
+    """The plain names that each parameter, by its id, has in the modules of a state."""
+    names: dict[int, set[str]] = {}
+    for module in _modules_in(state, set()):
+        plain = PlainNames(module)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), set()).add(plain.entry(name))
+    return names
 
 
 class Pairs(NamedTuple):

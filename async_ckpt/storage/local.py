@@ -308,7 +308,10 @@ class LocalSink:
 
 
 class LocalReader(Reader):
-    """One file, read past the page cache, except what is in there, where alignment and file system allow it."""
+    """One file, read past the page cache, except what is in there, where alignment and file system allow it.
+
+    Once it is shared, all of it goes through the page cache: from the disk it comes once for all processes.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -322,6 +325,7 @@ class LocalReader(Reader):
                 # What comes through the cache are single pieces: what lies behind them is not read ahead.
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._asks_cache = bool(_RWF_NOWAIT)
+        self._shared = False
         self.num_bytes = os.fstat(self._fd).st_size
 
     def _open_direct(self) -> int:
@@ -334,8 +338,10 @@ class LocalReader(Reader):
 
     def read_into(self, offset: int, target: memoryview) -> None:
         aligned = not (offset % PAGE_BYTES or len(target) % PAGE_BYTES or address(target) % PAGE_BYTES)
-        direct = aligned and self._direct_fd >= 0
+        direct = aligned and self._direct_fd >= 0 and not self._shared
         with translated(self._path):
+            if self._shared and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._fd, offset, len(target), os.POSIX_FADV_WILLNEED)  # all of it at once
             num_read = self._read_cached(offset, target) if direct else 0
             offset, target = offset + num_read, target[num_read:]
             while target:
@@ -350,6 +356,10 @@ class LocalReader(Reader):
                     raise EOFError(f"{self._path} ends at byte {offset}")
                 offset += num_read
                 target = target[num_read:]
+
+    def share(self) -> None:
+        """From now on, leave what is read in the page cache, for other processes."""
+        self._shared = True
 
     def _read_cached(self, offset: int, target: memoryview) -> int:
         """Whole pages from the page cache, up to the first that is not there: memory is faster than any disk."""

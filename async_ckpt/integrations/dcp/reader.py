@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -108,17 +108,23 @@ class TarStorageReader(StorageReader):
         """There is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, storage_data=self._seen)
+        return replace(plan, storage_data=(self._seen, _renamed(plan)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator. Raises StorageUnavailableError where ranks have seen different steps."""
-        others = [rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data]
+        seen = [plan.storage_data[0] for plan in plans]
+        others = [rank for rank, one in enumerate(seen) if one != seen[0]]
         if others:
             raise StorageUnavailableError(
                 f"{self._place.shown}: ranks {others[:20]} see another checkpoint there than rank 0; load one step by its path",
                 path=self._place.shown,
             )
-        return plans
+        renamed: dict[str, set[str]] = {}
+        for plan in plans:
+            for name, saved_as in plan.storage_data[1].items():
+                renamed.setdefault(name, set()).update(saved_as)
+        # A rank whose own plan says nothing of a shard may hold some of it all the same.
+        return [replace(plan, storage_data=(seen[0], renamed)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Fill what the plan names. Returns once it is filled."""
@@ -130,7 +136,8 @@ class TarStorageReader(StorageReader):
                     path=self._place.shown,
                 )
             blobs = frozenset(kept_in(parts).get("blobs", ()))
-            _Load(entries_of(parts), plan.items, planner, blobs, trust=self._trust).run()
+            renamed = plan.storage_data[1]
+            _Load(entries_of(parts), plan.items, planner, blobs, renamed, trust=self._trust).run()
 
         self._read(use)
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -160,11 +167,15 @@ class _Load:
         items: Iterable[ReadItem],
         planner: LoadPlanner,
         blobs: frozenset[str],
+        renamed: Mapping[str, Collection[str]],
         *,
         trust: bool,
     ) -> None:
         self._entries, self._planner, self._blobs, self._trust = entries, planner, blobs, trust
-        self._items = list(items)
+        self._items, self._renamed = list(items), renamed
+        self._by_name: dict[str, list[ReadItem]] = {}
+        for item in self._items:
+            self._by_name.setdefault(item.dest_index.fqn, []).append(item)
         self._wanted: dict[int, tuple[Contents, list[Wanted]]] = {}
         self._after: list[Callable[[], None]] = []  # once all is filled
 
@@ -175,13 +186,15 @@ class _Load:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
                 values.append(item)
-            elif name not in elsewhere:
+            elif item.dest_index.fqn not in elsewhere:
                 target = self._planner.resolve_tensor(item)
                 self._want(name, target.detach(), tuple(item.storage_offsets), tuple(item.lengths))
                 self._after.append(lambda item=item, target=target: self._planner.commit_tensor(item, target))  # type: ignore[misc]
         for name, held in elsewhere.items():
             for rectangle, part in held:
-                self._want(name, part.detach(), rectangle.global_offsets, rectangle.sizes)
+                self._want(
+                    min(self._saved_as(name)), part.detach(), rectangle.global_offsets, rectangle.sizes
+                )
         self._need()
         made = [(item, self._value(item)) for item in values]
         fill(planned(self._wanted.values()))
@@ -199,15 +212,36 @@ class _Load:
         """
         live = getattr(self._planner, "state_dict", None)
         slicer, found = Slicer(), {}
-        by_name: dict[str, list[ReadItem]] = {}
-        for item in self._items:
-            by_name.setdefault(item.dest_index.fqn, []).append(item)
         for name, target in live.items() if isinstance(live, Mapping) else ():
-            if name in self._entries and is_sharded(target):
-                slices, parts, _ = slicer.slice(target, name=name)
-                if not _names_just(by_name.get(name, ()), slices.rectangles):
-                    found[name] = list(zip(slices.rectangles, parts, strict=True))
+            saved_as = self._saved_as(name)
+            if not is_sharded(target) or self._entries.keys().isdisjoint(saved_as):
+                continue
+            slices, parts, _ = slicer.slice(target, name=name)
+            if _names_just(self._by_name.get(name, ()), slices.rectangles):
+                continue
+            if self._is_one(saved_as, target):
+                found[name] = list(zip(slices.rectangles, parts, strict=True))
+            elif not _is_as_torch_says(target, slices.rectangles):
+                raise ValueError(
+                    f"{shown((name,))}: the plan fills this shard from {', '.join(sorted(saved_as))}, at places that torch takes "
+                    "for this rank's, but that are another's; load it by the name and in the shape that it was saved with"
+                )
         return found
+
+    def _saved_as(self, name: str) -> Collection[str]:
+        """The names in the step of what is read into a target."""
+        own = {item.storage_index.fqn for item in self._by_name.get(name, ())}
+        return own or self._renamed.get(name, (name,))
+
+    def _is_one(self, saved_as: Collection[str], target: Any) -> bool:
+        """Whether the whole target is the whole of one saved tensor."""
+        entry = self._entries.get(min(saved_as))
+        return (
+            len(saved_as) == 1
+            and entry is not None
+            and entry.tensor is not None
+            and entry.shape == tuple(target.shape)
+        )
 
     def _need(self) -> None:
         """All that is wanted, said before any of it is read: other files may have to be opened for it."""
@@ -240,6 +274,14 @@ class _Load:
         return lambda: bytes(make()) if name in self._blobs else saved(make())
 
 
+def _renamed(plan: LoadPlan) -> dict[str, set[str]]:
+    """The names in the step of what goes into each target; only of those that have another name there."""
+    found: dict[str, set[str]] = {}
+    for item in plan.items:
+        found.setdefault(item.dest_index.fqn, set()).add(item.storage_index.fqn)
+    return {name: saved_as for name, saved_as in found.items() if saved_as != {name}}
+
+
 def _box(wanted: Wanted) -> Box:
     shape = tuple(wanted.into.shape)
     return Box(wanted.offsets or (0,) * len(shape), shape)
@@ -259,6 +301,15 @@ def _names_just(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) -> b
         if not any(_is_at(box, at, one, len(rectangles)) for one in rectangles):
             return not box.num_elements and not rectangles
     return num_items == sum(one.num_elements for one in rectangles)
+
+
+def _is_as_torch_says(target: Any, rectangles: Sequence[Rectangle]) -> bool:
+    """Whether these are what torch's planners take for this rank's."""
+    described: list[Any] = getattr(target, "__create_chunk_list__", list)()
+    told = [Box(tuple(one.offsets), tuple(one.sizes)) for one in described]
+    return [one for one in told if one.num_elements] == [
+        Box(one.global_offsets, one.sizes) for one in rectangles if one.num_elements
+    ]
 
 
 def _is_at(box: Box, at: tuple[int, ...], one: Rectangle, num_rectangles: int) -> bool:

@@ -89,16 +89,15 @@ class PinnedStager(AsyncStager):
         )
         copies = iter(made.tensors)
         memo: dict[int, Any] = {key: _rebuilt(tensor, copies) for key, (_, tensor) in found.items()}
-        self._last = made.completion
-        made.begin()
         try:
             staged = copy.deepcopy(state_dict, memo)
         except Exception as error:
-            made.completion.exception()
             raise UnsupportedStateError(
                 f"a value in the state dict cannot be copied ({error}); pass plain data, or what its state_dict() gives",
                 path="",
             ) from error
+        self._last = made.completion
+        made.begin()  # last: the threads that copy take the processors from this one
         if not _MAY_RETURN_FUTURE:
             made.completion.result()
             return staged

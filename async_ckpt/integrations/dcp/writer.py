@@ -10,6 +10,7 @@ the blobs that a planner makes of plain values are opened again, and the values 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import threading
 import weakref
@@ -26,8 +27,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, Manifest, archive_name, parse
-from ...runs.naming import numbered
+from ...runs.naming import numbered, pattern_of
 from ...runs.others import OF_DCP
+from ...runs.root import Root
+from ...runs.sweep import Sweeper
 from ...saving import default
 from ...saving.targets import FileTarget
 from ...spans import wall_time
@@ -62,6 +65,7 @@ class _Save:
 
     place: Place
     save_id: str
+    number: int  # among the saves of the writer, in their order
     is_coordinator: bool = False
     world_size: int = 1
     replaces: tuple[Manifest, str] | None = None  # what the coordinator has found
@@ -116,6 +120,9 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         self._local = threading.local()
         # What this rank has written, which may be in vain; and what torch holds as long as the save goes on.
         self._written: list[tuple[weakref.ref[WriteResult], Storage, str]] = []
+        self._numbers = itertools.count()
+        # The attempts of this writer, before they are committed, with the numbers of their saves; by any thread.
+        self._attempts: dict[str, int] = {}
 
     # --- torch's protocol, in the order of its calls ----------------------------------------------------------
 
@@ -123,7 +130,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         """A save begins."""
         if checkpoint_id is not None:
             self._place = replace(self._place, url=checkpoint_id)
-        self._local.save = _Save(self._place, os.urandom(8).hex())
+        self._local.save = _Save(self._place, os.urandom(8).hex(), next(self._numbers))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Raises ValueError for a save in which the ranks do not speak to each other: nobody could commit for all."""
@@ -174,7 +181,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         metadata.storage_meta = self.storage_meta()
         kept = kept_of(metadata, (name for one in written.values() for name in one.blobs))
         archives = tuple(written[rank].archive for rank in sorted(written))
-        _commit(save, archives, {KEPT: kept} if kept else {})
+        self._commit(save, archives, {KEPT: kept} if kept else {})
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.save_id)
@@ -237,37 +244,63 @@ class TarStorageWriter(StorageWriter, PinnedStager):
             if name not in named:
                 storage.delete(name)
 
+    def _commit(self, save: _Save, archives: tuple[Archive, ...], record: Mapping[str, Any]) -> None:
+        """Of several saves of this writer to one folder the last one stands there, whichever comes first.
+
+        Raises StepExistsError where another writer has committed.
+        """
+        storage = save.place.storage()
+        while True:
+            before = save.replaces
+            earlier = (before[0].attempt, *before[0].replaces) if before else ()
+            attempt = os.urandom(4).hex()
+            made = Manifest(
+                save.step,
+                attempt,
+                save.world_size,
+                wall_time(),
+                archives,
+                tuple(filter(None, earlier)),
+                record,
+            )
+            self._attempts[attempt] = save.number
+            try:
+                if before is None:
+                    storage.put_new(MANIFEST, made.dump())
+                else:
+                    storage.replace(MANIFEST, made.dump(), version=before[1])
+                break
+            except FileExistsError as error:
+                save.replaces = self._found(save) if self._overwrite else None
+                number = self._attempts.get(save.replaces[0].attempt) if save.replaces else None
+                if number is None:
+                    raise StepExistsError(
+                        f"{save.place.shown}: another writer has committed a checkpoint there in the meantime; that was kept",
+                        step=save.step,
+                    ) from error
+                if number > save.number:  # as if it had been replaced by that at once
+                    storage.delete_many([archive.name for archive in archives])
+                    return
+        if before is not None:
+            _delete_replaced(save, before[0])
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**PinnedStager.__getstate__(self), "_written": [], "_local": None}
+        own: dict[str, Any] = {"_written": [], "_attempts": {}, "_local": None, "_numbers": None}
+        return {**PinnedStager.__getstate__(self), **own}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        PinnedStager.__setstate__(self, {**state, "_local": threading.local()})
+        own = {"_local": threading.local(), "_numbers": itertools.count()}
+        PinnedStager.__setstate__(self, {**state, **own})
 
 
-def _commit(save: _Save, archives: tuple[Archive, ...], record: Mapping[str, Any]) -> None:
-    storage, before = save.place.storage(), save.replaces
-    earlier = (before[0].attempt, *before[0].replaces) if before else ()
-    made = Manifest(
-        save.step,
-        os.urandom(4).hex(),
-        save.world_size,
-        wall_time(),
-        archives,
-        tuple(filter(None, earlier)),
-        record,
-    )
-    try:
-        if before is None:
-            storage.put_new(MANIFEST, made.dump())
-        else:
-            storage.replace(MANIFEST, made.dump(), version=before[1])
-    except FileExistsError as error:
-        raise StepExistsError(
-            f"{save.place.shown}: another writer has committed a checkpoint there in the meantime; that was kept",
-            step=save.step,
-        ) from error
-    if before is not None:
-        storage.delete_many(before[0].own_names)
+def _delete_replaced(save: _Save, replaced: Manifest) -> None:
+    """Delete what was overwritten, but for archives that later steps of the run have borrowed from."""
+    root, folder = save.place.inside()
+    told = numbered(folder)
+    if told is None or pattern_of(told.step_format) is None:  # no step of a run
+        save.place.storage().delete_many(replaced.own_names)
+    else:
+        Sweeper(Root(root, told.step_format)).delete_replaced(told.step, replaced)
 
 
 def is_place(where: object) -> bool:
