@@ -162,10 +162,34 @@ def _has_all(cuts: Json, start: int, shape: Sequence[int], stride: Sequence[int]
 
 
 def _raise_gap(name: str, held: Sequence[_Held]) -> NoReturn:
-    ranks = sorted(rank for one in held for rank in one.ranks)
-    who = ", ".join(map(str, ranks[:20])) + (" and others" if len(ranks) > 20 else "")
+    by_look: dict[str, list[int]] = {}
+    for one in held:
+        by_look.setdefault(_told(one.spread), []).extend(one.ranks)
+    if len(by_look) > 1:
+        told = "; ".join(f"{look} on {_who(ranks)}" for look, ranks in list(by_look.items())[:5])
+        raise UnsupportedStateError(
+            f"{name} is not spread alike over its ranks, and they do not have all of it: it is {told}; give it the same "
+            "placements and mesh on every rank",
+            path=name,
+        )
+    ranks = [rank for one in held for rank in one.ranks]
     raise UnsupportedStateError(
-        f"{name} is spread over ranks of which not all have saved it: only rank{'s' if len(ranks) > 1 else ''} {who} did; have every "
-        "rank save the same state",
+        f"{name} is spread over ranks of which not all have saved it: only {_who(ranks)} did; have every rank save the same state",
         path=name,
     )
+
+
+def _told(spread: Json) -> str:
+    """As torch says it."""
+    if isinstance(spread, dict):
+        return "given in slices"
+    cuts, shape = spread[:2]
+    placements = ["Replicate()"] * len(shape)
+    for dim, mesh_dim, _ in cuts:
+        placements[mesh_dim] = f"Shard({dim})"
+    return f"[{', '.join(placements)}] on a mesh of shape {shape}"
+
+
+def _who(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:20])) + (" and others" if len(ranks) > 20 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

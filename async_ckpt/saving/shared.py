@@ -32,6 +32,9 @@ class SharedRoot:
         self._run, self._number, self._world = run, number, world
         self._token, self._words = token, words
         self._is_claimed = self._is_seen = False
+        self.is_told = (
+            False  # on another rank: rank 0 has said that it has put there what proves the root the same
+        )
         self._nonce = secrets.token_hex(8)
         self.is_shared = False  # by all ranks: each has had a part in a commit there
         self.apart_rank: int | None = None  # one that does not see here what rank 0 has written
@@ -79,7 +82,8 @@ class SharedRoot:
         try:
             told = json.loads(self._run.storage.read(self._claim)[0])
         except FileNotFoundError:
-            if self._heard("claimed") is None:
+            self.is_told = self.is_told or self._heard("claimed") is not None
+            if not self.is_told:
                 return None
             try:
                 self._put_claim(self._claim)

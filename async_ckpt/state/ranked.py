@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 
+from ..errors import UnsupportedStateError
 from ..spec import (
     BORROWED,
     DTYPES,
@@ -102,7 +104,7 @@ class RankedStates:
     def __init__(self, rank: int, world_size: int, root: Mesh | None = None) -> None:
         """`root` is a mesh of which those of all tensors are parts: it tells which of these have copies of each other."""
         self.rank, self.world_size, self._root = rank, world_size, root
-        self.slicer = Slicer()
+        self.slicer = Slicer(rank)
         self._look: _Look | None = None
         self._plan: _Plan | None = None
 
@@ -251,6 +253,13 @@ def _primary(number: int, captured: Capture, tensors: Sequence[list[int]]) -> in
 def _look_at(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -> _Look:
     tensors, own = by_tensor(captured.specs), frozenset(per_rank)
     names = ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in tensors]  # the same on all ranks
+    if len(set(names)) < len(names):
+        shown = _shown(next(name for name, count in Counter(names).items() if count > 1))
+        raise UnsupportedStateError(
+            f"{shown}: two tensors have this name, as by the keys 1 and '1' of one dict; ranks tell tensors apart by their names, so "
+            "give them different ones",
+            path=shown,
+        )
     lines = [_in_short([name, PER_RANK, [], None]) for name in per_rank]
     if root is not None:
         lines.append(_in_short(["", ROOT_MESH, root, None]))
