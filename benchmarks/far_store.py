@@ -182,6 +182,10 @@ class FarStorage:
         self._ask(received=len(found.data))
         return found.data, found.version
 
+    def exists(self, path: str) -> bool:
+        self._ask()
+        return self._found(path) is not None
+
     def put_new(self, path: str, data: bytes) -> None:
         answered = self._ask(sent=len(data))
         folder, name = self.bucket.at(path)
