@@ -31,10 +31,10 @@ from ..loading.load import load_state
 from ..loading.lots import opened_parts
 from ..loading.ranges import Range, read_ranges
 from ..report import SaveReport
+from ..saving.answers import in_words
 from ..saving.default import slices_saver
 from ..saving.delivery import OffLoop
 from ..saving.handle import SaveHandle
-from ..saving.ranks import in_words
 from ..saving.targets import FileTarget
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import SEGMENT_BYTES

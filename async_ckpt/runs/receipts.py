@@ -2,7 +2,7 @@
 
 In: a storage and an attempt. Out: who has done what, and what was decided. Knows nothing of: who waits for whom.
 
-    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<ok|err>    one small object per rank
+    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<balance>.<ok|err>    one small object per rank
     <step>/verdict.<attempt>.json      rank 0's no: the manifest of this attempt will never be put
     <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
     <step>/layout.<attempt>.json       which ranks have states of which structure, and the tensors of each structure
@@ -58,7 +58,7 @@ EMPTY: Final = Table()  # nothing is known
 NO_TABLE: Final = "0" * 16
 _RECORD: Final = struct.Struct("<Q16s")
 _NAME: Final = re.compile(
-    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.(ok|err)"
+    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.([0-9a-f]{16})\.(ok|err)"
 )
 _ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
 _FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
@@ -87,7 +87,7 @@ class Receipt(NamedTuple):
 
     `table` is the digest of the classes by which it has taken its share, `NO_TABLE` if it wrote all that it holds;
     `structure`, `values` and `copies` are digests of how its state looks, of what all ranks should have alike, and of what
-    it has compared with other ranks this time (`NO_TABLE` for nothing).
+    it has compared with other ranks this time (`NO_TABLE` for nothing). Of those who share, the balances add up (`state.shares`).
     """
 
     rank: int
@@ -98,11 +98,12 @@ class Receipt(NamedTuple):
     digest: str = "0" * 32
     num_bytes: int = 0
     is_ok: bool = True
+    balance: int = 0
 
     @property
     def name(self) -> str:
         end = "ok" if self.is_ok else "err"
-        return f"{self.rank:05d}.{self.table}.{self.structure}.{self.values}.{self.copies}.{self.digest}.{self.num_bytes}.{end}"
+        return f"{self.rank:05d}.{self.table}.{self.structure}.{self.values}.{self.copies}.{self.digest}.{self.num_bytes}.{self.balance:016x}.{end}"
 
     @classmethod
     def named(cls, name: str) -> Receipt | None:
@@ -110,8 +111,9 @@ class Receipt(NamedTuple):
         found = _NAME.fullmatch(name)
         if found is None:
             return None
-        rank, table, structure, values, copies, digest, num_bytes, end = found.groups()
-        return cls(int(rank), table, structure, values, copies, digest, int(num_bytes), end == "ok")
+        rank, table, structure, values, copies, digest, num_bytes, balance, end = found.groups()
+        size, is_ok = int(num_bytes), end == "ok"
+        return cls(int(rank), table, structure, values, copies, digest, size, is_ok, int(balance, 16))
 
 
 class Cause(NamedTuple):
