@@ -93,14 +93,14 @@ def check_lent(parts: Sequence[Part], select: Select) -> None:
 
 def check_select(parts: Sequence[Part], select: Select) -> None:
     """Of several patterns each is to select something: one that does not has a typo. Raises KeyError."""
-    for part in parts if select is not None else ():
-        part.archive.need_names()  # it may name what another rank has saved
     chosen = None if isinstance(select, str) else selector(select)
     if chosen is None:
         return
     for part in parts:
         part.archive.match(chosen, part.groups)
     if chosen.unused:
+        for part in parts:
+            part.archive.need_names()  # another rank may have saved it
         there = "; ".join(f"{part.archive.path} holds {part.archive.names()}" for part in parts)
         raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing; {there}")
 

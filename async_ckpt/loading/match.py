@@ -23,7 +23,7 @@ from ..state.capture import why_not
 from ..state.dtypes import dtype_name
 from ..state.held import Held
 from ..state.keyed import keys_below, name_of
-from ..state.names import Path, shown
+from ..state.names import Path, Selector, dotted, shown
 from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
 from ..state.sharded import Slicer, has_shards, is_of_megatron, is_sharded
 from ..state.slices import Ints
@@ -50,8 +50,10 @@ class Match:
     `wanted` fills live tensors, and new ones for what will be handed over; `actions` then do the handing.
     """
 
-    def __init__(self, archive: Contents, objects: list[Any], partial: bool, root: Any = None) -> None:
-        """`root` is all of the live state, with modules that know the names of parameters."""
+    def __init__(
+        self, archive: Contents, objects: list[Any], chosen: Selector | None, root: Any = None
+    ) -> None:
+        """`chosen` is what was selected, None for all; `root` all of the live state, whose modules know the names of parameters."""
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
         self.missing: list[str] = []
@@ -60,7 +62,8 @@ class Match:
         self.archive, self._objects = archive, objects
         self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
         self._shares_a_name = True  # at the top, as far as there are names
-        self._partial = partial  # something was selected: what else is live was not asked for
+        self._chosen = chosen  # what else is live was not asked for
+        self._lacks_chosen = False
         self._root = root
         self._slicer = Slicer()
         self._has_tensors = False  # of some this rank may hold nothing
@@ -70,6 +73,11 @@ class Match:
     def fits(self) -> bool:
         """Whether anything of it has a place in the live state."""
         return bool(self._has_tensors or self.wanted or self.actions)
+
+    @property
+    def lacks_names(self) -> bool:
+        """Whether something that is live, and was asked for, is not in the archive as far as that knows."""
+        return bool(self.missing) or self._lacks_chosen
 
     def raise_problems(self, strict: bool) -> None:
         missing, unexpected = (self.missing, self.unexpected) if strict else ([], [])
@@ -397,8 +405,13 @@ class Match:
     def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
         if not path:
             self._shares_a_name = any(key in saved for key in live)
-        if not self._partial:
-            self.missing += [shown((*path, key)) for key in live if key not in saved]
+        lacking = [(*path, key) for key in live if key not in saved]
+        if self._chosen is None:
+            self.missing += map(shown, lacking)
+        else:
+            self._lacks_chosen |= any(
+                self._chosen(one) or self._chosen.reaches(dotted(one)) for one in lacking
+            )
         if path:  # at the top, what the caller did not ask for is left alone
             names = set(live)
             paths = ((*path, key) for key in saved if key not in names)

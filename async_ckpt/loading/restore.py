@@ -18,7 +18,7 @@ import torch
 from ..errors import CorruptCheckpointError, StateMismatchError
 from ..host.pool import SegmentPool
 from ..spec import with_article
-from ..state.names import Select
+from ..state.names import Select, selector
 from ..state.plain import is_frozen, is_record
 from .contents import Contents, Part
 from .fill import Wanted, boxes_wanted, fill, planned
@@ -57,10 +57,11 @@ def restore_state(
         try:
             saved, stored = part.archive.tree(select=select, types=types, groups=part.groups)
         except KeyError as error:  # nothing that was selected is in this one
+            part.archive.need_names()
             errors.append(error)
             continue
         objects = part.archive.objects(stored, trust=trust)
-        match = Match(part.archive, objects, select is not None, live)
+        match = Match(part.archive, objects, selector(select), live)
         try:
             match.visit(share, saved, ())
         except RecursionError as error:
@@ -68,7 +69,7 @@ def restore_state(
         matches.append((match, share))
     raise_unless_any(errors, len(shares))
     for match, _ in matches:
-        if match.missing:  # another rank may have saved it
+        if match.lacks_names:  # another rank may have saved them
             match.archive.need_names()
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
