@@ -27,13 +27,13 @@ from ..runs.receipts import archives_in, archives_of, attempt_of_all
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
-from ..state.names import shown
+from ..state.names import Selector, shown
 from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
 from ..storage.place import Anywhere, place_of, storage_at
 from .contents import Part
 from .foreign import opened, parts_of_folder
-from .lots import Lot, Named, Readers
+from .lots import Lot, Named, Readers, check_from_ranks
 from .merged import Merged, OthersNeededError
 
 T = TypeVar("T")
@@ -114,13 +114,16 @@ def from_path(
 ) -> T:
     """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run.
 
-    Or a safetensors file, and a folder that `parts_of_folder` knows.
+    Or a safetensors file, and a folder that `parts_of_folder` knows. Raises TypeError for `readers` that are not valid.
     """
+    check_from_ranks(readers.from_ranks)
     file = opened_as_file(path)
     if file is not None:
         reader, shown = file
         with reader:
-            return use([Part(opened(decompressing(reader, shown), path=shown, verify=verify))])
+            parts: Sequence[Part] = [Part(opened(decompressing(reader, shown), path=shown, verify=verify))]
+            _check_names(parts, readers)
+            return use(parts)
     storage = storage_at(path)
     step = step_at(storage, path)
     if step is not None:
@@ -135,9 +138,10 @@ def from_path(
             if num_gone == TRIES:
                 raise overtaken(storage.locate("")) from error
     with contextlib.ExitStack() as stack:
-        parts = parts_of_folder(storage, verify=verify, stack=stack)
-        if parts is not None:
-            return use(parts)
+        found_there = parts_of_folder(storage, verify=verify, stack=stack)
+        if found_there is not None:
+            _check_names(found_there, readers)
+            return use(found_there)
     raise nothing_committed(storage)
 
 
@@ -272,6 +276,7 @@ def from_committed(
 
     A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
     """
+    check_from_ranks(readers.from_ranks)
     made = step.read()
     for _ in range(TRIES):
         try:
@@ -308,6 +313,15 @@ def _check_names(parts: Sequence[Part], readers: Readers) -> None:
             f"of from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; ranks have their own "
             f"values of: {', '.join(apart) or 'nothing'}"
         )
+    for name in unknown:  # one rank has saved all of it
+        selected = Selector([name])
+        for part in parts:
+            part.archive.match(selected, part.groups)
+        if selected.unused:
+            raise KeyError(
+                f"of from_ranks={readers.from_ranks!r}, {name!r} names nothing in {parts[0].archive.path}; it holds "
+                f"{parts[0].archive.names()}"
+            )
 
 
 def _read_again(step: Committed, made: Manifest, error: CheckpointError) -> Manifest:

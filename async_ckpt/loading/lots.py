@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..host.threads import run_together
@@ -40,6 +40,18 @@ class Readers(NamedTuple):
     ranks: tuple[int, int] | None = None
     from_ranks: Mapping[str, int] | None = None
     reads_all: bool = False
+
+
+def check_from_ranks(from_ranks: Any) -> None:
+    """Raises TypeError for what does not say which rank's value is wanted of which name."""
+    if from_ranks is not None and not (
+        isinstance(from_ranks, Mapping)
+        and all(isinstance(name, str) for name in from_ranks)
+        and all(hasattr(rank, "__index__") and not isinstance(rank, bool) for rank in from_ranks.values())
+    ):
+        raise TypeError(
+            f'from_ranks must be a mapping from names to numbers of ranks, such as {{"rng": 0}}; got {from_ranks!r:.100}'
+        )
 
 
 class Named(NamedTuple):

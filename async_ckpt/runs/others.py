@@ -6,6 +6,7 @@ Knows nothing of: what is restored from it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -21,6 +22,8 @@ from .receipts import attempt_of_all
 _LOOKED_INTO: Final = 10
 # What torch.distributed.checkpoint writes last.
 OF_DCP: Final = ".metadata"
+# And what each rank does, where ranks do not speak to each other.
+_OF_ONE_RANK: Final = re.compile(r"__\d+\.metadata")
 
 
 class NamedOtherwise(NamedTuple):
@@ -55,6 +58,11 @@ def foreign_kind(names: Collection[str]) -> str | None:
         return (
             "a checkpoint of torch.distributed.checkpoint, which has no digests: async_ckpt.load reads it, and "
             "async_ckpt.integrations.dcp.restore fills live objects from it"
+        )
+    if any(map(_OF_ONE_RANK.fullmatch, names)):
+        return (
+            "what torch.distributed.checkpoint has written with use_collectives=False, a checkpoint for each rank: torch.distributed.checkpoint "
+            "loads it, on as many ranks"
         )
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return (
