@@ -31,7 +31,7 @@ from .runs.record import plain_record
 from .runs.roots import opened
 from .saving.admission import OnOverlap
 from .saving.agreement import tell_of_failure
-from .saving.borrowed import Contents, check_entries, driver_of
+from .saving.borrowed import Contents, check_driver, check_entries
 from .saving.handle import SaveHandle
 from .saving.line import Line
 from .saving.policy import Due, SavePolicy, whole_step
@@ -140,8 +140,7 @@ class AsyncCheckpointer(RunReader):
         self._is_preempted = False
         self._policy = SavePolicy(due, preempted=lambda: notice.is_given)
         self._roots = opened(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
-        self.roots = self._roots.names
-        self.root = self.roots[0]
+        self.roots, self.root = self._roots.names, self._roots.names[0]
         self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
         self._ranks = Ranks(
             ranks,
@@ -150,6 +149,8 @@ class AsyncCheckpointer(RunReader):
             differing=differing,
             check_replicas=check_replicas,
             mesh=mesh,
+            skips=on_overlap == "skip",
+            needs_group=self._needing_group(on_overlap, commit),
         )
         self._saver = Saver(
             host_bytes=host_bytes,
@@ -173,6 +174,14 @@ class AsyncCheckpointer(RunReader):
             ranks=self._ranks,
         )
         self._notice.listen()  # last: what could not be constructed has no handlers
+
+    def _needing_group(self, on_overlap: OnOverlap, commit: CommitRule) -> dict[str, bool]:
+        """What several ranks need a process group for, and whether it was asked for."""
+        return {
+            'on_overlap="skip"': on_overlap == "skip",
+            "due= with rules of time or signals": not self._policy.is_arithmetic,
+            'commit="any" with several roots': commit == "any" and len(self.roots) > 1,
+        }
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -214,21 +223,15 @@ class AsyncCheckpointer(RunReader):
             per_rank: names of entries at the top level that each rank has separately, such as the position of its data
                 loader. `RngState` always is. Each rank gets its own back.
             driver: more entries of the state, which one process holds for all ranks (data loader, actors), at most
-                64 MiB. They are written to a separate archive and are part of every load.
+                64 MiB. With several ranks, those that rank 0 is given are saved. They are written to a separate archive and are part of every load.
 
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError, NotUnchangedError (a group in
         `unchanged` has other memory now, or its version counter says that it was written to; writes through `.data` or
         numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
         raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
         """
-        step, overwrite = whole_step(step, "; the order is save(state, step)"), flag("overwrite", overwrite)
-        if select is not None and unchanged:
-            raise ValueError(
-                "select= and unchanged= exclude each other; leave the groups out of the state instead"
-            )
-        plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
-        contents = Contents()
-        joint = self._ranks.called(step, per_rank)
+        step, contents = whole_step(step, "; the order is save(state, step)"), Contents()
+        joint = self._ranks.called(step)
 
         def captured_as(captured: Capture) -> None:
             if guard is not INHERITED:
@@ -240,11 +243,19 @@ class AsyncCheckpointer(RunReader):
 
         line, runs = self._line, self._roots.runs
         groups = [unchanged] if isinstance(unchanged, str) else unchanged
-        line.check_roots(several_ranks=joint is not None)
-        try:
+        try:  # from here on, whatever is wrong on this rank is told to the others
+            if select is not None and unchanged:
+                raise ValueError(
+                    "select= and unchanged= exclude each other; leave the groups out of the state instead"
+                )
+            overwrite = flag("overwrite", overwrite)
+            plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
             check_entries(state, per_rank, "per_rank")
-            if driver is not None and self._ranks.world.rank == 0:
-                contents.driver = driver_of(driver, state, step=step)
+            if joint is not None:
+                joint.per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
+            if driver is not None:
+                check_driver(driver, state)
+                contents.take_driver(driver, step=step, rank=self._ranks.world.rank)
             handle = self._saver.save(
                 lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs, joint=joint),
                 lambda: step_targets(line, step, overwrite, plain, contents, self._ranks, joint),
@@ -284,7 +295,7 @@ class AsyncCheckpointer(RunReader):
         if self._policy.is_arithmetic:
             return self._policy.should_save(number)
         answers = self._ranks.answers_of_rank_0(
-            "should_save()", lambda: (self._policy.should_save(number), self._notice.is_given)
+            "should_save()", number, lambda: (self._policy.should_save(number), self._notice.is_given)
         )
         is_due, self._is_preempted = answers
         return is_due

@@ -243,16 +243,6 @@ here.save(ckpt, small(1), 1)
     assert_holds(tmp_path / "shared", 1)
 
 
-def test_without_a_process_group_one_of_several_roots_is_refused(worlds, tmp_path):
-    script = f"""
-    with open_run({[str(tmp_path / name) for name in "ab"]}, commit="any", ranks=(here.rank, here.size), run_id="one") as ckpt:
-        here.save(ckpt, {{"a": numbered(3)}}, 1)
-    """
-    for one in worlds.run(2, script, has_group=False):
-        assert (one.saves[0]["error"], one.saves[0]["raised_by"]) == ("ValueError", "save")
-        assert "needs a process group" in one.saves[0]["text"]
-
-
 def test_unchanged_groups_are_written_again_where_one_root_is_enough(worlds, roots):
     """For when a commit arrives at another root, is not known alike to all ranks."""
     script = """

@@ -35,6 +35,7 @@ class World:
     run_id: str | None = None
     store: Any = None  # torch's; None where the user has said which rank this is
     has_group: bool = False  # even one process may have tensors that are spread over a group
+    is_given: bool = False  # the user has said which rank this is
 
     @property
     def is_one(self) -> bool:
@@ -63,7 +64,7 @@ def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
             raise ValueError(
                 f"ranks=({rank}, {size}) needs run_id=: a text that is the same on all ranks, and new at every start of them"
             )
-        return World(rank, size, run_id)
+        return World(rank, size, run_id, is_given=True)
     if run_id is not None:
         raise ValueError("run_id= belongs to ranks=(rank, world_size); a process group needs none")
     group = _group()
@@ -75,6 +76,18 @@ def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
     rank, size = group
     return World(
         rank, size, store=distributed_c10d._get_default_store() if size > 1 else None, has_group=True
+    )
+
+
+def refuse_if_changed(world: World) -> None:
+    """Raises ValueError where the process group that is initialised now has not the ranks that the world has."""
+    group = None if world.is_given else _group()
+    if group is None or group == (world.rank, world.size):
+        return
+    rank, size = group
+    raise ValueError(
+        f"there were {world.size} ranks, of which this was {world.rank}, and the process group now has {size}, of which this "
+        f"is {rank}; make a new AsyncCheckpointer for each process group"
     )
 
 
@@ -208,6 +221,5 @@ def ranks() -> tuple[int, int]:
 def _group() -> tuple[int, int] | None:
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return None
+    group = dist.GroupMember.WORLD if dist.is_available() else None
+    return None if group is None else (group.rank(), group.size())

@@ -150,8 +150,25 @@ def step_at(storage: Storage, path: Anywhere) -> Committed | None:
     return Committed.at(storage, "", root)
 
 
-def committed_step(storage: Storage, step: int | None) -> Committed:
-    """A committed step of the run whose root this storage is; with None, the newest. Raises NotCommittedError."""
+def committed_step(run: Anywhere, step: int | None) -> Committed:
+    """A committed step of a run; with None, the newest. The folder of the step itself may be given instead.
+
+    Raises NotCommittedError, and TypeError for a step that is no number.
+    """
+    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+        raise TypeError(f"step must be the number of a step, got {step!r:.100}")
+    storage = storage_at(run)
+    alone = step_at(storage, run)
+    if alone is not None:
+        own = alone.read().step
+        if step is not None and step != own:
+            where = storage.locate("")
+            raise NotCommittedError(
+                f"{where} is the folder of step {own}, not of {step}; give the root of the run",
+                path=where,
+                step=step,
+            )
+        return alone
     folders = dict(committed_folders(storage))
     if not folders:
         raise nothing_committed(storage)
@@ -212,6 +229,7 @@ class Committed(NamedTuple):
                 own,
                 made.attempt,
                 made.step,
+                made.step,
                 per_rank,
                 near=self.near,
                 is_shared_out=made.ranks is None and len(own) > 1,
@@ -225,12 +243,23 @@ class Committed(NamedTuple):
             lots.setdefault((folder, step, tuple(archives)), set()).add(group)
         for (folder, step, lenders), groups in lots.items():
             root = self.root()
-            paths = [(f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders)]
+            paths = [
+                (f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders, made.step)
+            ]
             attempt = attempt_of_all(lenders[0].name) or ""
             is_shared_out = len(lenders) > 1
             found.append(
                 Named(
-                    root, folder, paths, attempt, step, per_rank, frozenset(groups), self.near, is_shared_out
+                    root,
+                    folder,
+                    paths,
+                    attempt,
+                    step,
+                    made.step,
+                    per_rank,
+                    frozenset(groups),
+                    self.near,
+                    is_shared_out,
                 )
             )
         return found

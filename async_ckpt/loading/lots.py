@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..host.threads import run_together
 from ..runs import layouts
-from ..runs.manifest import Archive
+from ..runs.manifest import Archive, missing
 from ..state.merge import UnknownChoiceError
 from ..state.names import shown
 from ..state.writers import Layout, Writers, name_of
@@ -52,6 +52,8 @@ class Named(NamedTuple):
     archives: Sequence[tuple[str, Archive]]
     attempt: str
     step: int
+    named_by: int
+    """The step whose manifest it is: a later one than `step` where groups are borrowed."""
     per_rank: Collection[str] = ()
     groups: Groups = None
     near: Sequence[Storage] = ()
@@ -191,7 +193,7 @@ class Lot:
         def open_one(rank: int) -> None:
             path, told = self.named.archives[rank]
             storage = next((one for one in self.named.near if _has(one, path, told)), self.named.storage)
-            opened[rank] = open_archive(storage, path, told, self._verify, self._stack)
+            opened[rank] = open_archive(storage, path, told, self._verify, self._stack, self.named.named_by)
             if len(self._opened) + len(fresh) > _MAX_OPENERS:
                 opened[rank].keep_little()
 
@@ -233,16 +235,14 @@ def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
 
 
 def open_archive(
-    storage: Storage, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack
+    storage: Storage, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack, named_by: int
 ) -> OpenArchive:
-    """The archive that a manifest names. Raises CorruptCheckpointError for any other."""
+    """The archive that the manifest of a step names. Raises CorruptCheckpointError for any other."""
     where = storage.locate(path)
     try:
         reader = stack.enter_context(storage.open(path))
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{where} is missing, though its manifest is there", path=where
-        ) from error
+        raise missing(where, named_by) from error
     except (IsADirectoryError, ValueError) as error:  # a folder, or what is no name of a file
         raise CorruptCheckpointError(
             f"{where!a} is not a file, though its manifest names it", path=where

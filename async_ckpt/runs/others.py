@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from ..errors import CorruptCheckpointError, FormatVersionError
-from ..format import digests, index
+from ..format import digests, index, safetensors
 from ..storage.base import Storage
 from . import manifest
 from .manifest import Manifest, parse_intent
 from .naming import how_to_open, numbered, words_for
+from .receipts import attempt_of_all
 
 # Folders that are looked into, of each naming: those of the newest steps.
 _LOOKED_INTO: Final = 10
@@ -61,6 +62,8 @@ def foreign_kind(names: Collection[str]) -> str | None:
             "verified"
         )
     files = [name for name in names if name.endswith(".safetensors")]
+    if files and all(map(safetensors.is_of_rank, files)):
+        return safetensors.PIECES
     if files:
         return f"safetensors files, which async_ckpt.load reads; load one of them: {', '.join(files[:5])}"
     of_torch = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
@@ -83,6 +86,17 @@ def foreign_steps(
             known = is_own(folder) or words_for(folder)
             if OF_DCP in inside or (known and not all(map(is_ours, inside))):
                 found.append(folder)
+    return found
+
+
+def not_whole(storage: Storage, is_own: Callable[[str], bool]) -> list[str]:
+    """The newest folders of the run's own steps that have all of a commit of several ranks but its manifest."""
+    found = []
+    for folder in (one for folders in _by_naming(filter(is_own, storage.names(""))) for one in folders):
+        inside = storage.names(folder)
+        is_committed = any(name == manifest.NAME or manifest.is_retired_name(name) for name in inside)
+        if not is_committed and any(map(attempt_of_all, inside)):
+            found.append(folder)
     return found
 
 

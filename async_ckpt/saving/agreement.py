@@ -26,15 +26,16 @@ from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, 
 from ..runs.run import Run
 from ..spans import monotonic
 from ..state.ranked import Structure
+from .answers import in_words
 from .comparison import Comparison
 from .delivery import OffLoop
-from .ranks import NOT_ALONE, Joint, Ranks, in_words
+from .ranks import NOT_ALONE, Joint, Ranks
 from .worker import get_worker
 
 # How long rank 0, whose own archive is durable, waits for the receipts of others; they wait longer for its decision.
 PEER_SECONDS: Final = 1800.0
 _MORE_SECONDS: Final = 600.0
-# How long a root that all ranks share may hide what another has written: NFS does so for a minute.
+# How long a root that all ranks share may hide what rank 0 has said that it has written: NFS does so for a minute.
 SHARED_SECONDS: Final = 120.0
 # Between looks at a root: it grows from the one to the other, and no two ranks look at the same time.
 _FIRST_LOOK_SECONDS: Final = 0.02
@@ -129,6 +130,7 @@ class Agreement:
             NO_TABLE if joint.copies is None else _digest(joint.copies),
             archive.digest,
             archive.num_bytes,
+            balance=joint.balance,
         )
         await off_loop(partial(self._exchange.put_receipt, receipt, self._more(joint.structure)))
         self._has_said_yes = True
@@ -147,17 +149,34 @@ class Agreement:
             )
 
     async def _see_that_it_is_shared(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        deadline = monotonic() + SHARED_SECONDS
+        begun = monotonic()
+        told_at: float | None = None
         for seconds in _looks(self._run.storage.remote, self.world_size):
             sees = await off_loop(self._root.sees)
             if sees:
                 return
             if sees is None and await off_loop(self._exchange.verdict) is not None:
                 return  # it is shared, and rank 0 has failed before it could say so
-            if sees is False or monotonic() > deadline:
+            if self._root.is_told and told_at is None:
+                told_at = monotonic()
+            if sees is False or (told_at is not None and monotonic() > told_at + SHARED_SECONDS):
                 self._root.apart_rank = self.rank
                 self._raise_apart()
+            if told_at is None and monotonic() > begun + PEER_SECONDS:
+                self._raise_not_begun()
             await _pause(seconds, check)
+
+    def _raise_not_begun(self) -> NoReturn:
+        where = self._run.storage.locate("")
+        told = f"after {PEER_SECONDS:.0f} s rank 0 has not begun to write to {where}"
+        if self._joint.is_any:
+            raise StorageUnavailableError(told, path=where)
+        raise PeerFailedError(
+            f"step {self._joint.step} is not committed: {told}, as far as this rank sees. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}; and "
+            "give a root that all ranks share",
+            rank=0,
+            undecided=False,
+        )
 
     def _more(self, structure: Structure) -> dict[str, Any]:
         """What rank 0 reads where a structure is new to it: of the first rank that has it; and digests of copies of all."""
@@ -173,6 +192,8 @@ class Agreement:
             refused = [receipt for receipt in receipts.values() if not receipt.is_ok]
             if refused:
                 await off_loop(partial(self._raise_refusals, refused))
+            if any(rank >= size for rank in receipts):
+                self._raise_too_many(max(receipts))
             if len(receipts) == size:
                 break
             if not self._root.is_shared and await off_loop(self._root.found_apart):
@@ -204,6 +225,16 @@ class Agreement:
             f"step {self._joint.step} is not committed: {where} must be shared by all ranks, but {told}. Give a root that all "
             "ranks share: a folder on a shared file system, or an object store",
             rank=who if self.decides else 0,
+            undecided=False,
+        )
+
+    def _raise_too_many(self, rank: int) -> NoReturn:
+        size = self._ranks.world.size
+        told = f"rank {rank} has saved it, but rank 0 counts {size} ranks, 0 to {size - 1}"
+        self._joint.causes.append(Cause(0, told))
+        raise PeerFailedError(
+            f"step {self._joint.step} is not committed: {told}; give ranks= the same number on every rank",
+            rank=rank,
             undecided=False,
         )
 
@@ -319,14 +350,14 @@ class Agreement:
         with suppress(CheckpointError, OSError):  # they go with the step
             self._exchange.forget(self._refused)
 
-    def refuse(self, error: BaseException) -> bool:
+    def refuse(self, error: BaseException, *, is_followed: bool = False) -> bool:
         """It fails on this rank, everywhere; or only at this root, if it is committed at another one.
 
         Whether the archive here may be deleted: nobody can commit it any more. What is committed elsewhere is copied here
         under the same names, at any time, so then it may not.
         """
         joint = self._joint
-        joint.is_followed = joint.is_committed  # else until `follow`
+        joint.is_followed = is_followed or joint.is_committed  # else until `follow`
         if self.decides:
             if self._run in joint.maybe_at or (joint.maybe_at and not joint.is_committed):
                 return False  # nobody knows whether it is committed
@@ -378,17 +409,39 @@ def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:
 def tell_of_failure(ranks: Ranks, joint: Joint, runs: Sequence[Run], error: BaseException) -> None:
     """The call of `save` has raised on this rank: tell the others, and learn what they decide. Does not wait for that."""
     ranks.failed(joint, error)
-    if not joint.attempt:
-        return  # nobody was told of an attempt
+    if joint.is_decided:
+        return  # it is none on the other ranks
     worker = get_worker()
+    for run in runs:
+        ranks.root(run)  # in this order, as on all ranks
 
-    async def tell(agreement: Agreement) -> None:
+    async def tell_at(run: Run) -> None:
+        agreement = Agreement(ranks, joint, run)
         with suppress(CheckpointError, OSError):
-            await worker.off_loop(partial(agreement.refuse, error))
+            await worker.off_loop(lambda: agreement.refuse(error, is_followed=True))
             await agreement.follow(worker.off_loop)
 
-    for run in runs:
-        worker.begin(tell(Agreement(ranks, joint, run)))
+    async def tell() -> None:
+        if await _is_named(ranks, joint, worker.off_loop):
+            await asyncio.gather(*map(tell_at, runs))
+
+    worker.begin(tell())
+
+
+async def _is_named(ranks: Ranks, joint: Joint, off_loop: OffLoop) -> bool:
+    """Whether what has failed here has a name, under which the others can be told."""
+    deadline = monotonic() + PEER_SECONDS
+    with suppress(RuntimeError):  # the store is gone, and the others with it
+        for seconds in _looks(is_remote=False):
+            if joint.attempt != "" or await off_loop(partial(ranks.is_named, joint)):
+                return True
+            before = joint.before
+            is_in_vain = before is not None and not (before.is_decided or before.is_followed)
+            if is_in_vain or monotonic() > deadline:
+                break
+            await _pause(seconds, lambda: None)
+    ranks.is_unheard_of(joint)
+    return False
 
 
 def listen_again(ranks: Ranks, runs: Sequence[Run], joint: Joint) -> None:

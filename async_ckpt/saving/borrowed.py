@@ -7,6 +7,7 @@ Knows nothing of: files.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from ..errors import NotUnchangedError
-from ..runs.manifest import Archive, Elsewhere
+from ..runs.manifest import Archive, Elsewhere, Manifest
 from ..runs.run import Run
 from ..spec import MIB, Json, TensorSpec
 from ..state.capture import Capture, Mark, capture
@@ -24,6 +25,8 @@ from .planner import small_archive
 from .ranks import Joint
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
+
+_log = logging.getLogger("async_ckpt")
 
 
 class Look:
@@ -69,7 +72,7 @@ class _GroupLook:
         names = [
             spec.dotted
             for spec, before, now in zip(self.specs, self.marks, other.marks, strict=True)
-            if before is None or before != now
+            if 0 not in spec.shape and (before is None or before != now)
         ]
         return names or ([] if self.node == other.node else ["plain values"])
 
@@ -100,9 +103,9 @@ class Driver(NamedTuple):
     groups: tuple[str, ...]
 
 
-def driver_of(driver: Mapping[str, Any], state: Any, *, step: int) -> Driver:
+def check_driver(driver: Mapping[str, Any], state: Any) -> None:
     """Raises TypeError for what is not a mapping, and ValueError for entries without a name, or with one that the state
-    has too, and for too many bytes.
+    has too.
     """
     if not isinstance(driver, Mapping):
         raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
@@ -113,8 +116,6 @@ def driver_of(driver: Mapping[str, Any], state: Any, *, step: int) -> Driver:
             )
     if not isinstance(state, Mapping | Held):
         raise ValueError("driver= adds entries to the state, so the state must be a dict")
-    image, digest = small_archive(driver, step=step, max_bytes=_MAX_DRIVER_BYTES)
-    return Driver(image, digest, tuple(driver))
 
 
 def check_entries(state: Any, names: Collection[str], option: str) -> None:
@@ -132,6 +133,27 @@ class Contents:
         self.look: Look | None = None
         self.driver: Driver | None = None
         self.joint: Joint | None = None
+        self._given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
+
+    def take_driver(self, driver: Mapping[str, Any], *, step: int, rank: int) -> None:
+        """What rank 0 is given is that of all ranks. Raises ValueError for too many bytes."""
+        if rank:
+            self._given_here = frozenset(driver)
+        else:
+            image, digest = small_archive(driver, step=step, max_bytes=_MAX_DRIVER_BYTES)
+            self.driver = Driver(image, digest, tuple(driver))
+
+    def warn_of_lost_driver(self, made: Manifest, rank: int) -> None:
+        """On another rank than 0: its driver= is nowhere, if that of rank 0 has not the same entries."""
+        lost = sorted(self._given_here.difference(lent.group for lent in made.elsewhere))
+        self._given_here = frozenset()
+        if lost:
+            _log.warning(
+                "step %s: driver= of rank %s is not saved: %s. Only that of rank 0 is, which lacks them; give driver= there",
+                made.step,
+                rank,
+                ", ".join(lost),
+            )
 
     def own_of(
         self,

@@ -14,11 +14,12 @@ from typing import Any, Final
 
 from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from ..runs import layouts
-from ..runs.coverage import check_coverage
+from ..runs.coverage import check_coverage, own_names
 from ..runs.manifest import OfRanks, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..runs.run import Run
-from ..state.shares import EVERYBODY_BYTES
+from ..spec import DTYPES
+from ..state.shares import EVERYBODY_BYTES, MODULUS
 from ..state.writers import Layout
 from .ranks import Joint, Ranks
 from .values import differing
@@ -34,6 +35,7 @@ class Comparison:
 
     def __init__(self, ranks: Ranks, joint: Joint, run: Run, exchange: Exchange) -> None:
         self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
+        self._per_rank: tuple[str, ...] = ()  # as any of them say
 
     def compare(self, receipts: Sequence[Receipt]) -> tuple[Table, OfRanks]:
         """Check that the archives are of one state, and have all of it; then write what the manifest is to name.
@@ -60,8 +62,10 @@ class Comparison:
         covered = Table(classes).digest
         if covered not in ranks.covered:
             check_coverage(classes, texts)
-            ranks.covered = {covered}
+            ranks.covered = {covered: own_names(texts)}
+        self._per_rank = tuple(sorted({*self._joint.per_rank, *ranks.covered[covered]}))
         self._check_shares(receipts, texts)
+        self._check_balances(receipts)
         is_each = self._joint.copies is not None
         self._compare_copies([one for one in receipts if is_each or one.structure not in ranks.compared])
         ranks.known = texts
@@ -71,7 +75,7 @@ class Comparison:
         told = Layout(table.classes, texts, shared, ranks.root_mesh)
         layout = self._exchange.put_layout(layouts.dump(told, table))
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
-        per_rank = tuple(sorted({*self._joint.per_rank, *table.differing}))
+        per_rank = tuple(sorted({*self._per_rank, *table.differing}))
         return table, OfRanks(archives, layout, table.digest, num_bytes, per_rank)
 
     def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
@@ -89,7 +93,7 @@ class Comparison:
                 others.setdefault(receipts[rank].structure, rank)
             others.pop(structure, None)
             for other, rank in others.items():
-                gone = {*texts[structure].splitlines()} - {*texts[other].splitlines()}
+                gone = _tensors(texts[structure]) - _tensors(texts[other])
                 if gone:
                     name = json.loads(min(gone))[0].replace("\x1f", ".")
                     raise UnsupportedStateError(
@@ -97,6 +101,19 @@ class Comparison:
                         "it saves at the same step, and save again",
                         path=name,
                     )
+
+    def _check_balances(self, receipts: Sequence[Receipt]) -> None:
+        """Ranks that share must have written all of it between them. By the way in which they do, this is always so: whatever
+        has gone wrong there, a step with holes is not committed. Raises CheckpointError.
+        """
+        for structure, mates in self._joint.table.classes.items():
+            theirs = [receipts[rank] for rank in mates]
+            are_all = all(one.structure == structure and one.table != NO_TABLE for one in theirs)
+            if are_all and sum(one.balance for one in theirs) % MODULUS:
+                raise CheckpointError(
+                    f"step {self._joint.step}: {len(mates)} ranks, the first of them {mates[0]}, have not divided alike what they hold "
+                    "alike, and some of it would be missing; please report this, with what is different in their calls and states"
+                )
 
     def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
         """What several ranks hold of a tensor must be the same. Raises UnsupportedStateError, naming one that is not."""
@@ -135,10 +152,10 @@ class Comparison:
             return known
         chosen = list(ours.values())[:_MAX_COMPARED]
         paths = {one.rank: f"{exchange.folder}/{archive_name(one.rank, joint.attempt)}" for one in chosen}
-        names, _ = differing(exchange.storage, list(paths.values()), EVERYBODY_BYTES, joint.per_rank)
+        names, _ = differing(exchange.storage, list(paths.values()), EVERYBODY_BYTES, self._per_rank)
         for structure in {one.structure for one in chosen}:
             alike = [paths[one.rank] for one in chosen if one.structure == structure]
-            _, alone = differing(exchange.storage, alike, EVERYBODY_BYTES, joint.per_rank)
+            _, alone = differing(exchange.storage, alike, EVERYBODY_BYTES, self._per_rank)
             if alone:
                 raise UnsupportedStateError(
                     f"only some ranks have {', '.join(alone[:5])}; have all of them save the same entries, or name what each has for "
@@ -167,3 +184,8 @@ class Comparison:
             if isinstance(text, str):
                 return text
         raise CheckpointError(f"ranks {mates} do not say how their states look")
+
+
+def _tensors(text: str) -> set[str]:
+    """The lines of a structure that tell of tensors."""
+    return {line for line in text.splitlines() if json.loads(line)[1] in DTYPES}

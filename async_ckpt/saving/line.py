@@ -59,14 +59,6 @@ class Line:
     def has_one_root(self) -> bool:
         return len(self.roots.runs) == 1
 
-    def check_roots(self, *, several_ranks: bool) -> None:
-        """Raises ValueError for a rule that several ranks cannot follow."""
-        if several_ranks and self.rule == "any" and not self.has_one_root and not self._ranks.have_store:
-            raise ValueError(
-                'commit="any" with several roots needs a process group on several ranks, by which they find out which roots they '
-                'share; use commit="all", or one root'
-            )
-
     def restored(self, *, behind: bool) -> None:
         """Training goes on from a step; `behind` the newest commit."""
         with self._lock:

@@ -18,13 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
 from ..errors import PeerFailedError
 from ..format.digests import block_digest
-from ..host.ranks import Words, World, world_of
+from ..host.ranks import Words, World, refuse_if_changed, world_of
 from ..host.waiting import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..runs.run import Run
@@ -35,6 +36,7 @@ from ..state.capture import Capture
 from ..state.ranked import RankedStates, Structure
 from ..state.sharded import Slicer, mesh_of
 from ..state.writers import Classes
+from .answers import Answers, in_words
 from .shared import SharedRoot
 from .values import SharedValues
 
@@ -43,8 +45,6 @@ Differing: TypeAlias = Literal["keep", "fail"]
 # How long the first save waits for the other ranks' first save.
 MEETING_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.02
-# Words of rank 0 that stay in the store: no rank is so many steps behind another.
-_ANSWERS_KEPT: Final = 1000
 NOT_ALONE: Final = (
     "call save on every rank, or, if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 )
@@ -56,14 +56,17 @@ class Joint:
 
     step: int
     attempt: str = ""  # once it has begun
-    number: int = 0  # among those that have begun, as on all ranks
+    number: int = -1  # among those that have begun, as on all ranks; -1 before that
     decided: int = -1  # the last of these that all ranks knew the decision of when this one began
     table: Table = EMPTY  # by which this rank shares
+    question: str = ""  # whether it is skipped, where that is still to be asked
+    before: Joint | None = None  # of one that has no name yet: what was begun at its step before
     structure: Structure | None = None  # of its state, once it is known
     per_rank: tuple[str, ...] = ()  # the names of what each rank has for itself
     # Groups that are not saved again, and the steps that have them.
     borrowed: Mapping[str, int] = field(default_factory=dict)
     shared: SharedValues | None = None  # what all should have alike
+    balance: int = 0  # of what this rank writes, see `state.shares`
     # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
     copies: dict[str, dict[str, str]] | None = None
     causes: list[Cause] = field(default_factory=list)
@@ -92,7 +95,12 @@ class Ranks:
         differing: Differing = "keep",
         check_replicas: bool = False,
         mesh: Any = None,
+        skips: bool = False,
+        needs_group: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
+        """`skips`: whether overlapping saves are skipped. `needs_group` says of arguments that can do nothing where ranks
+        have no store whether they were given.
+        """
         if differing not in ("keep", "fail"):
             raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
         self.may_differ, self._check_replicas = differing == "keep", flag("check_replicas", check_replicas)
@@ -101,9 +109,16 @@ class Ranks:
         self._world: World | None = None
         if given is not None or run_id is not None:
             self._world = world_of(given, run_id)
+            given_all_the_same = [argument for argument, is_given in needs_group.items() if is_given]
+            if given_all_the_same and not self._world.is_one:
+                raise ValueError(
+                    f"{given_all_the_same[0]} needs a process group, by which ranks agree on what they do; with ranks= there is none, so "
+                    "leave it out"
+                )
         self._words: Words | None = None
         self._token: str | None = None
-        self._numbers, self._restores, self._answers = itertools.count(), itertools.count(), itertools.count()
+        self._numbers, self._restores = itertools.count(), itertools.count()
+        self._skips, self._answers = skips, Answers(self._said, self._hear)
         self._has_met = False
         self._met = EMPTY  # what was known of the ranks before the first decision
         self._per_rank: tuple[str, ...] = ()  # of the state by which they met ahead of it
@@ -113,7 +128,8 @@ class Ranks:
         self._num_decided: Counter[int] = Counter()  # attempts, by step
         self._begun: dict[int, Joint] = {}  # the last one that this rank has begun at a step
         self.known: dict[str, str] = {}  # structures that rank 0 has read, by their digest
-        self.covered: set[str] = set()  # tables whose ranks hold everything
+        # Tables whose ranks hold everything, and the names of what each rank has for itself there.
+        self.covered: dict[str, tuple[str, ...]] = {}
         self._roots: dict[Run, SharedRoot] = {}
         self.compared: set[str] = set()  # structures of commits, in which what ranks hold alike was compared
 
@@ -133,12 +149,18 @@ class Ranks:
         """Whether there is a process group, by whose store they can tell each other things."""
         return self.world.store is not None
 
-    def called(self, step: int, per_rank: Collection[str] = ()) -> Joint | None:
-        """`save` was called; None where there is one rank."""
+    def called(self, step: int) -> Joint | None:
+        """`save` was called; None where there is one rank. Raises ValueError where the process group is another one by now."""
+        refuse_if_changed(self.world)
         if self.world.is_one:
             return None
-        names = [per_rank] if isinstance(per_rank, str) else per_rank
-        return Joint(step, per_rank=tuple(names))
+        return Joint(step, question=self._answers.question("save()", step) if self._skips else "")
+
+    def enters(self, joint: Joint, ask: Callable[[], bool]) -> bool:
+        """Whether a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises what it does, PeerFailedError."""
+        question, joint.question = joint.question, ""
+        (enters,) = self._answers.of_rank_0(question, (lambda: (ask(),)) if self.world.rank == 0 else None)
+        return enters
 
     def begin(self, joint: Joint, listen_again: Callable[[Joint], None]) -> None:
         """It is this save's turn. Waits, at the first one, for what rank 0 says.
@@ -148,7 +170,11 @@ class Ranks:
         Raises PeerFailedError where rank 0 does not say anything, or has not decided about this step's last attempt.
         """
         self._wait_for_decision(joint.step, listen_again)
+        self.token()
+        self._count(joint)
         self._name(joint)
+
+    def _count(self, joint: Joint) -> None:
         joint.number = next(self._numbers)
         joint.decided = joint.number - self._max_in_flight
         joint.table = self._met if joint.decided < 0 else self._tables.get(joint.decided, EMPTY)
@@ -205,6 +231,7 @@ class Ranks:
         if not self._has_met:
             joint.table = self._met = Table(self._meet(joint.structure.digest, "save()"))
         made = states.divided(captured, joint.table.classes.get(joint.structure.digest, ()), per_rank)
+        joint.balance = made.balance
         joint.per_rank = tuple(sorted({*per_rank, *joint.table.differing}))
         joint.shared = SharedValues(
             captured.skeleton, captured.objects, made.small, made.captured.specs, joint.per_rank
@@ -281,33 +308,18 @@ class Ranks:
             self._states = RankedStates(world.rank, world.size, self.root_mesh)
         return self._states
 
-    def answers_of_rank_0(self, what: str, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:
-        """What rank 0 finds by asking, on all ranks. Each of them calls this at the same places of its program.
+    def answers_of_rank_0(
+        self, what: str, step: int, ask: Callable[[], tuple[bool, ...]]
+    ) -> tuple[bool, ...]:
+        """What rank 0 finds by asking, on all ranks. Each of them asks about the same steps.
 
         Raises PeerFailedError on the others where it raises on rank 0.
         """
         if self.world.is_one:
             return ask()
-        if self.world.store is None:
-            raise ValueError(
-                f"{what} is decided by rank 0 for all ranks, which needs a process group; leave it out with ranks="
-            )
-        number = next(self._answers)
-        key = f"answer/{number}"
-        if self.world.rank == 0:
-            try:
-                answers = ask()
-            except BaseException as error:
-                self._said().say(key, json.dumps(in_words(error)))
-                raise
-            self._said().say(key, json.dumps(answers))
-            self._said().forget(f"answer/{number - _ANSWERS_KEPT}")
-            return answers
-        (text,) = self._hear([key], f"rank 0's word on {what}", what)
-        told = json.loads(text)
-        if isinstance(told, str):
-            raise PeerFailedError(f"{what} has failed on rank 0: {told}", rank=0, undecided=False)
-        return tuple(told)
+        return self._answers.of_rank_0(
+            self._answers.question(what, step), ask if self.world.rank == 0 else None
+        )
 
     # --- a restore ----------------------------------------------------------------------------------------
 
@@ -375,13 +387,54 @@ class Ranks:
         return self._said().hear(keys, go_on)
 
     def failed(self, joint: Joint, error: BaseException) -> None:
-        """The call has raised on this rank: tell the others, as far as they listen. Does not wait."""
-        before = self._begun.get(joint.step)
-        is_known = self._token is not None or self.world.rank == 0 or self.world.run_id is not None
-        if not joint.attempt and is_known and (before is None or before.is_decided):
-            self._name(joint)  # the others have begun it, or are about to
+        """The call has raised on this rank: the others have begun it, or are about to. It gets the name that it has there at
+        once, or by `is_named`. Waits at most for rank 0's word on whether it is skipped.
+        """
+        if joint.question and not self._is_begun(joint, error):
+            joint.is_decided = True
+            return
+        if joint.number < 0:
+            self._count(joint)
+        if not joint.attempt:
+            joint.before, self._begun[joint.step] = self._begun.get(joint.step), joint
+            self._name_if_known(joint)
         self.does_not_meet()
         joint.causes.append(Cause(self.world.rank, in_words(error)))
+
+    def _is_begun(self, joint: Joint, error: BaseException) -> bool:
+        """Whether a save that has failed before that was known is one on the other ranks."""
+        if self.world.rank == 0:
+            self._answers.fail(joint.question, error)
+        elif isinstance(error, Exception):  # whoever interrupts does not want to wait
+            try:
+                return self.enters(joint, lambda: True)
+            except PeerFailedError:
+                pass  # all have failed
+        return True
+
+    def _name_if_known(self, joint: Joint) -> None:
+        is_known = self._token is not None or self.world.rank == 0 or self.world.run_id is not None
+        if is_known and (joint.before is None or joint.before.is_decided):
+            self._name(joint)
+            joint.before = None
+
+    def is_named(self, joint: Joint) -> bool:
+        """Whether a save that has failed has its name by now: this rank knows the token, and what was begun at its step before
+        is decided. Asks the store, and does not wait.
+        """
+        if self._token is None and self.have_store:
+            self._token = self._said().said("token")
+        if not joint.attempt:
+            self._name_if_known(joint)
+        return bool(joint.attempt)
+
+    def is_unheard_of(self, joint: Joint) -> None:
+        """It will never have a name: rank 0 has not come, or has not decided about what was begun before."""
+        joint.is_followed = False
+        if self._begun.get(joint.step) is joint:
+            del self._begun[joint.step]
+            if joint.before is not None:
+                self._begun[joint.step] = joint.before
 
     # --- what is decided ----------------------------------------------------------------------------------
 
@@ -420,8 +473,3 @@ class Talk:
 
     def hear(self, keys: Sequence[str], what: str) -> list[str]:
         return self._ranks._hear([f"{self._prefix}/{key}" for key in keys], what, "restore()")
-
-
-def in_words(error: BaseException) -> str:
-    """What the other ranks are told of it."""
-    return f"{type(error).__name__}: {error}"[:2000]

@@ -299,16 +299,16 @@ class Saver:
             warm_up(captured.tensors)
 
     def warm(self, state: Any) -> Capture | None:
-        """The same in the background, at the lowest priority. What cannot be had now, the first save takes.
-
-        Returns how the state looks; None where no save of it can follow.
+        """The same in the background, at the lowest priority; what cannot be had now, the first save takes. Returns all that is
+        here of the state; None where no save of it can follow.
         """
         if not self._keep_warm or self.is_closed or not self.belongs_here:
             return None
         with suppress(UnsupportedStateError, ClosedError):
-            captured, _ = self._take(state)
+            looks: list[Capture] = []
+            captured, _ = self._take(state, captured_as=looks.append)
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
-            return captured
+            return looks[0]
         return None
 
     def warm_for(self, num_segments: int, device: torch.device | None) -> None:
@@ -402,7 +402,7 @@ class Saver:
         admission = self._admission
         if self._ranks is None or joint is None or not admission.may_skip:
             return admission.enter(place, goes_on)
-        (enters,) = self._ranks.answers_of_rank_0("save()", lambda: (admission.enter(place, goes_on),))
+        enters = self._ranks.enters(joint, lambda: admission.enter(place, goes_on))
         return enters and (place.is_admitted or admission.enter(place, goes_on, must=True))
 
     def _refuse_if_closed(self) -> None:

@@ -32,6 +32,9 @@ class SharedRoot:
         self._run, self._number, self._world = run, number, world
         self._token, self._words = token, words
         self._is_claimed = self._is_seen = False
+        self.is_told = (
+            False  # on another rank: rank 0 has said that it has put there what proves the root the same
+        )
         self._nonce = secrets.token_hex(8)
         self.is_shared = False  # by all ranks: each has had a part in a commit there
         self.apart_rank: int | None = None  # one that does not see here what rank 0 has written
@@ -73,26 +76,39 @@ class SharedRoot:
             self._say("claimed")
 
     def sees(self) -> bool | None:
-        """On another rank: whether this is the root that rank 0 writes to; None as long as that is not known."""
+        """On another rank: whether this is the root that rank 0 writes to; None as long as that is not known.
+
+        Raises CheckpointError where rank 0 counts another number of ranks.
+        """
         if self._is_seen or self.is_apart:
             return self._is_seen
         try:
             told = json.loads(self._run.storage.read(self._claim)[0])
         except FileNotFoundError:
-            if self._heard("claimed") is None:
+            self.is_told = self.is_told or self._heard("claimed") is not None
+            if not self.is_told:
                 return None
             try:
                 self._put_claim(self._claim)
             except FileExistsError:
                 return None  # it is shown soon
         else:
-            self._is_seen = told["rank"] == 0
-            if self._is_seen:
+            if told["rank"] == 0:
+                self._compare_sizes(told["world_size"])
+                self._is_seen = True
                 return True
         # It is this rank's own, or that of another one on this node.
         self.apart_rank = self._world.rank
         self._say("apart")
         return False
+
+    def _compare_sizes(self, of_rank_0: int) -> None:
+        world = self._world
+        if of_rank_0 != world.size:
+            raise CheckpointError(
+                f"{self._run.storage.locate('')}: rank 0 counts {of_rank_0} ranks and rank {world.rank} {world.size}; give ranks= the "
+                "same number on every rank, and a new run_id"
+            )
 
     def found_apart(self) -> bool:
         """Whether some rank has said that it sees another root than rank 0. Nothing is asked once that is known."""

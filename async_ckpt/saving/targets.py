@@ -251,6 +251,7 @@ class StepTarget:
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         if self._made is not None:  # rank 0 has
+            self._contents.warn_of_lost_driver(self._made, self._agreement.rank)
             self._is_committed_as(self._made, archives, late=late)
             self._reached = Reached.ANNOUNCED
             return

@@ -10,13 +10,14 @@ each of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from ..errors import CheckpointError
 from ..format import digests, index, tar
 from ..format.layout import Layout
 from ..spec import BLOCK_BYTES, MIB, Extent, TensorSpec
+from ..state.canonical import object_digests
 from ..state.names import dotted
 from ..state.values import is_within, leaves
 from ..storage.base import Reader, Storage
@@ -71,16 +72,17 @@ class SharedValues:
         """Of all of it, when every block was noted. Takes time for each value; not on the caller's thread."""
         told = {
             name: text
-            for name, text in leaves(json.loads(self._skeleton)).items()
+            for name, text in leaves(json.loads(self._skeleton), _digests(self._objects)).items()
             if not is_within(name, self._excluded)
         }
-        parts: list[bytes | bytearray] = [
-            json.dumps([self._per_rank, sorted(told.items())]).encode(),
-            self._objects or b"",
-        ]
+        parts: list[bytes | bytearray] = [json.dumps([self._per_rank, sorted(told.items())]).encode()]
         for name, data in zip(self._small, self._data, strict=True):
             parts += [name.encode(), data]
         return digests.block_digest(b"\0".join(parts)).hex()[:16]
+
+
+def _digests(objects: bytes | None) -> Callable[[int], str]:
+    return str if objects is None else object_digests(objects)
 
 
 class _Archived:
@@ -93,15 +95,16 @@ class _Archived:
         if end > len(head):
             head += self._read(Extent(len(head), end - len(head)))
         self.index = index.parse(head[tar.BLOCK : end], path=path)
-        self.leaves = leaves(self.index.skeleton)
         self.small = {
             dotted(told.path): (told.dtype, told.shape, told.slices[0].extent)
             for told in self.index.tensors
-            if told.spread is None and told.alias_of is None
+            if told.spread is None
             if len(told.slices) == 1 and told.slices[0].sizes == told.shape
         }
         objects = self.index.member(index.OBJECTS)
-        self.objects = b"" if objects is None else self._read(objects.data)
+        self.leaves = leaves(
+            self.index.skeleton, _digests(None if objects is None else self._read(objects.data))
+        )
 
     def bytes_of(self, extents: Collection[Extent]) -> dict[Extent, bytes]:
         """Small extents, neighbours read at once."""
@@ -136,13 +139,11 @@ def differing(
     first: dict[str, str] = {}
     tensors: dict[str, bytes] = {}
     counts: dict[str, int] = {}
-    objects: set[bytes] = set()
     different: set[str] = set()
     for path in paths:
         with storage.open(path) as reader:
             try:
                 archive = _Archived(reader, storage.locate(path))
-                objects.add(archive.objects)
                 chosen = {
                     name: extent
                     for name, (_, _, extent) in archive.small.items()
@@ -158,8 +159,6 @@ def differing(
         for name, extent in chosen.items():
             if tensors.setdefault(name, data[extent]) != data[extent]:
                 different.add(name)
-    if len(objects) > 1:
-        different |= {name for name, text in first.items() if text == '["object"]'}
     alone = sorted(
         name for name, count in counts.items() if count < len(paths) and not is_within(name, excluded)
     )

@@ -53,12 +53,12 @@ def load(data: bytes) -> Any:
 
     Raises pickle.UnpicklingError for what takes trust, naming it, and other errors for what `torch.save` never writes.
     """
-    records = _records(data)
-    _Survey(records).run()
-    return torch.load(io.BytesIO(_zipped(records)), map_location="cpu", weights_only=True)
+    found = records(data)
+    _Survey(found).run()
+    return torch.load(io.BytesIO(_zipped(found)), map_location="cpu", weights_only=True)
 
 
-def _records(data: bytes) -> dict[str, bytes]:
+def records(data: bytes) -> dict[str, bytes]:
     """The records that loading takes, by their names within their folder."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         infos = archive.infolist()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -15,10 +16,22 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..spec import BORROWED, DTYPES, MeshFacts, RankFacts, SliceOf, Spread, TensorSpec, by_tensor
+from ..errors import UnsupportedStateError
+from ..spec import (
+    BORROWED,
+    DTYPES,
+    PER_RANK,
+    ROOT_MESH,
+    MeshFacts,
+    RankFacts,
+    SliceOf,
+    Spread,
+    TensorSpec,
+    by_tensor,
+)
 from .capture import Capture
 from .sharded import Slicer
-from .shares import Holding, by_everybody, sharers, written
+from .shares import Holding, balance, by_everybody, sharers, written
 from .slices import Mesh, Rectangle, Replicas, Slices
 from .values import is_within
 
@@ -29,10 +42,12 @@ _in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Structure(NamedTuple):
-    """How a rank's state looks, without its values: alike on all ranks whose states differ in nothing but these.
+    """How a rank's state looks, without its values: alike on all ranks whose states differ in nothing but these. All that who
+    writes what follows from is in it.
 
-    `text` has a line for each tensor: its path, dtype and global shape, how it is cut, and the shape of the mesh. No rank
-    is named in it, but for those of a mesh that is no regular grid.
+    `text` has a line for each tensor: its path, dtype and global shape, how it is cut, and the shape of the mesh; and to which
+    other one it is tied, where something of it is here. No rank is named in it, but for those of a mesh that is no regular
+    grid, and of the root mesh.
     """
 
     text: str
@@ -55,6 +70,8 @@ class Divided(NamedTuple):
     """What its index says of it; None where it has all of the state."""
     small: Mapping[str, int] = MappingProxyType({})
     """The numbers of the specs of small tensors that every rank writes for itself, by their dotted names."""
+    balance: int = 0
+    """See `shares.balance`: by it rank 0 sees that the ranks have left nothing out."""
 
 
 @dataclass(slots=True)
@@ -78,6 +95,7 @@ class _Plan:
     ranks: RankFacts
     small: Mapping[str, int]
     copies: Sequence[tuple[str, str, list[int]]]  # what of it, name, captured specs
+    balance: int
 
 
 class RankedStates:
@@ -89,7 +107,7 @@ class RankedStates:
     def __init__(self, rank: int, world_size: int, root: Mesh | None = None) -> None:
         """`root` is a mesh of which those of all tensors are parts: it tells which of these have copies of each other."""
         self.rank, self.world_size, self._root = rank, world_size, root
-        self.slicer = Slicer()
+        self.slicer = Slicer(rank)
         self._look: _Look | None = None
         self._plan: _Plan | None = None
 
@@ -99,8 +117,8 @@ class RankedStates:
         per_rank: tuple[str, ...] = (),
         borrowed: Mapping[str, int] = MappingProxyType({}),
     ) -> Structure:
-        """`per_rank` are the names of what each rank has for itself: it is no part of this. `borrowed` groups are not saved
-        again: they are those of the steps that are given with them.
+        """`per_rank` are the names of what each rank has for itself: of that, nothing else is part of this. `borrowed` groups are
+        not saved again: they are those of the steps that are given with them.
         """
         made = self._looked_at(captured, per_rank).structure
         if not borrowed:
@@ -125,7 +143,7 @@ class RankedStates:
         marks = [captured.marks[source.spec] for source in plan.sources]
         held = frozenset(n for n, one in enumerate(plan.sources) if one.spec in captured.held_tensors)
         made = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, held_tensors=held)
-        return Divided(made, plan.ranks, plan.small)
+        return Divided(made, plan.ranks, plan.small, plan.balance)
 
     def copies(self, captured: Capture) -> list[tuple[str, str, list[torch.Tensor]]]:
         """The tensors of the state that was divided last of which other ranks may have the same: what of it, its name, and
@@ -148,7 +166,7 @@ class RankedStates:
             or look.specs != captured.specs
             or look.slices != captured.slices
         ):
-            look = self._look = _look_at(captured, per_rank)
+            look = self._look = _look_at(captured, per_rank, self._root)
         look.specs, look.slices = captured.specs, captured.slices  # to be compared again, these cost nothing
         return look
 
@@ -158,24 +176,24 @@ class RankedStates:
         sharing = _Remembered(lambda slices: sharers(slices, self.rank, mates, self._root))
         has_others = _Remembered(self._has_others)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
-        holdings = {
-            names[number]: Holding(
-                slices,
-                DTYPES[captured.specs[tensors[number][0]].dtype][0],
-                Replicas() if number in own else sharing(slices),
-            )
-            for number, slices in enumerate(captured.slices)
-            if captured.specs[tensors[number][0]].alias_of is None
-        }
-        taken = written(holdings)
-        everybody = by_everybody(holdings)
+        holdings: dict[bool, dict[str, Holding]] = {False: {}, True: {}}  # what is shared, and what is not
+        for number, slices in enumerate(captured.slices):
+            if captured.specs[tensors[number][0]].alias_of is None:
+                holdings[number in own][names[number]] = Holding(
+                    slices,
+                    DTYPES[captured.specs[tensors[number][0]].dtype][0],
+                    Replicas() if number in own else sharing(slices),
+                )
+        # What a rank has for itself must not change what it takes of the rest: others have more of their own, or less.
+        taken = written(holdings[False]) | written(holdings[True])
+        everybody = by_everybody(holdings[False])
         small: dict[str, int] = {}
-        copies = [
-            (_boxes(slices), names[number], tensors[number])
-            for number, slices in enumerate(captured.slices)
-            if names[number] in holdings and number not in own and names[number] not in everybody
-            if slices.rectangles and has_others(slices)
-        ]
+        copies = []
+        for number, slices in enumerate(captured.slices):
+            primary = _primary(number, captured, tensors)  # others may not have tied it
+            is_compared = not own.intersection((number, primary)) and names[primary] not in everybody
+            if is_compared and slices.rectangles and has_others(slices):
+                copies.append((_boxes(slices), names[number], tensors[primary]))
         meshes: dict[Mesh, int] = {}
         specs: list[TensorSpec] = []
         sources: list[_Source] = []
@@ -201,7 +219,7 @@ class RankedStates:
                 sources.append(_Source(here[0], None, is_nothing=True))
         facts = tuple(MeshFacts(mesh.start, mesh.shape, mesh.stride, mesh.ranks) for mesh in meshes)
         ranks = RankFacts(self.rank, self.world_size, facts)
-        return _Plan(look, given, specs, sources, ranks, small, copies)
+        return _Plan(look, given, specs, sources, ranks, small, copies, balance(holdings[False], taken))
 
 
 class _Remembered(Generic[T]):
@@ -228,11 +246,27 @@ def _boxes(slices: Slices) -> str:
     return _in_short([[one.global_offsets, one.sizes] for one in slices.rectangles])
 
 
-def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
+def _primary(number: int, captured: Capture, tensors: Sequence[list[int]]) -> int:
+    """The number of the tensor that this one is tied to, or else its own."""
+    alias = captured.specs[tensors[number][0]].alias_of
+    of = None if alias is None else captured.specs[alias].of
+    return number if of is None else of.number
+
+
+def _look_at(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -> _Look:
     tensors, own = by_tensor(captured.specs), frozenset(per_rank)
     names = ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in tensors]  # the same on all ranks
-    lines = []
-    for name, here, slices in zip(names, tensors, captured.slices, strict=True):
+    if len(set(names)) < len(names):
+        shown = _shown(next(name for name, count in Counter(names).items() if count > 1))
+        raise UnsupportedStateError(
+            f"{shown}: two tensors have this name, as by the keys 1 and '1' of one dict; ranks tell tensors apart by their names, so "
+            "give them different ones",
+            path=shown,
+        )
+    lines = [_in_short([name, PER_RANK, [], None]) for name in per_rank]
+    if root is not None:
+        lines.append(_in_short(["", ROOT_MESH, root, None]))
+    for number, (name, here, slices) in enumerate(zip(names, tensors, captured.slices, strict=True)):
         if is_within(_shown(name), own):
             continue
         mesh = slices.mesh
@@ -244,7 +278,9 @@ def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
         elif mesh is not None:
             spread = [slices.cuts, mesh.shape, mesh.stride, mesh.ranks, slices.coordinate is not None]
         dtype = captured.specs[here[0]].dtype
-        lines.append(_in_short([name, dtype, slices.global_shape, spread]))
+        primary = _primary(number, captured, tensors)
+        tied = [] if primary == number else [names[primary]]
+        lines.append(_in_short([name, dtype, slices.global_shape, spread, *tied]))
     structure = _digested("\n".join(sorted(lines)))
     return _Look(captured.specs, captured.slices, per_rank, names, tensors, structure)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -109,7 +110,9 @@ class Slicer:
     Keep it from save to save: it remembers how meshes and tensors are cut.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int | None = None) -> None:
+        """`rank` is what this one is called where ranks are told apart; by default, as in the process group."""
+        self._rank = rank
         self._meshes: dict[Any, Mesh] = {}
         self._specs: dict[Any, _Known] = {}
 
@@ -136,7 +139,7 @@ class Slicer:
             if len(self._specs) >= _MANY_SPECS:
                 self._specs.clear()
             slices = self._cut(spec, tensor.shape, name)
-            self._specs[spec] = slices, slices.local_shape
+            self._specs[spec] = self._as_numbered(slices), slices.local_shape
         slices, shape = self._specs[spec]
         if _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
             local = local.wait()
@@ -148,6 +151,13 @@ class Slicer:
                 "or Replicate, or declare its slices as torch's CheckpointableTensor does",
             )
         return Sliced(slices, _parts(local, slices.rectangles))
+
+    def _as_numbered(self, slices: Slices) -> Slices:
+        """The same; where the mesh calls this rank by another number, what the mesh says of others is not to be believed."""
+        mesh, coordinate = slices.mesh, slices.coordinate
+        if mesh is None or coordinate is None or self._rank in (None, mesh.rank_at(coordinate)):
+            return slices
+        return replace(slices, cuts=None, mesh=None, coordinate=None)
 
     def _cut(self, spec: Any, global_shape: Iterable[int], name: str) -> Slices:
         if spec.mesh not in self._meshes:

@@ -6,22 +6,26 @@ In: skeletons. Out: names and values as text, which can be compared. Knows nothi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Final
 
 from ..spec import Json
 from .names import Path, dotted
 from .tree import key_of
 
-_OF_TENSORS: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
+_OF_TENSORS: Final = frozenset({"tensor", "ndarray", "bytes"})
 
 
-def leaves(skeleton: Json) -> dict[str, str]:
+def leaves(skeleton: Json, objects: Callable[[int], str]) -> dict[str, str]:
     """All values by their dotted names, and what is neither a dict nor a value: how long lists are, where tensors hang.
 
-    Two skeletons with the same leaves stand for states that differ in nothing but their tensors and pickled objects.
+    `objects` says what stands for the pickled object of a number. Two skeletons with the same leaves stand for states that differ in nothing
+    but their tensors.
     """
-    return {dotted(path): text for path, text in _leaves(skeleton, ())}
+    return {
+        dotted(path): f"object {objects(found)}" if isinstance(found, int) else found
+        for path, found in _leaves(skeleton, ())
+    }
 
 
 def is_within(name: str, groups: Set[str]) -> bool:
@@ -32,7 +36,8 @@ def is_within(name: str, groups: Set[str]) -> bool:
     return end >= 0
 
 
-def _leaves(node: Json, path: Path) -> Iterator[tuple[Path, str]]:
+def _leaves(node: Json, path: Path) -> Iterator[tuple[Path, str | int]]:
+    """Of an object, its number."""
     kind = next(iter(node), None) if isinstance(node, dict) else None
     if kind is None:
         yield path, json.dumps(node)
@@ -50,20 +55,22 @@ def _leaves(node: Json, path: Path) -> Iterator[tuple[Path, str]]:
         yield from _items(value[2], path, f"namedtuple {value[0]}")
     elif kind == "dataclass":
         yield from _entries(value[1], path, f"dataclass {value[0]}")
+    elif kind == "object":
+        yield path, int(value)
     elif kind in _OF_TENSORS:  # but for their numbers, which depend on what else is in a state
         yield path, json.dumps([kind, *(value[1:] if kind == "ndarray" else ())])
     else:
         yield path, json.dumps(node, sort_keys=True)
 
 
-def _entries(items: Json, path: Path, kind: str) -> Iterator[tuple[Path, str]]:
+def _entries(items: Json, path: Path, kind: str) -> Iterator[tuple[Path, str | int]]:
     if not items:
         yield path, kind
     for key, node in items:
         yield from _leaves(node, (*path, key_of(key)))
 
 
-def _items(nodes: Json, path: Path, kind: str) -> Iterator[tuple[Path, str]]:
+def _items(nodes: Json, path: Path, kind: str) -> Iterator[tuple[Path, str | int]]:
     yield path, f"{kind} of {len(nodes)}"
     for number, node in enumerate(nodes):
         yield from _leaves(node, (*path, number))
