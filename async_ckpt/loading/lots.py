@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..host.threads import run_together
 from ..runs import layouts
-from ..runs.manifest import Archive
+from ..runs.manifest import Archive, missing
 from ..state.merge import UnknownChoiceError
 from ..state.names import shown
 from ..state.writers import Layout, Writers, name_of
@@ -42,6 +42,18 @@ class Readers(NamedTuple):
     reads_all: bool = False
 
 
+def check_from_ranks(from_ranks: Any) -> None:
+    """Raises TypeError for what does not say which rank's value is wanted of which name."""
+    if from_ranks is not None and not (
+        isinstance(from_ranks, Mapping)
+        and all(isinstance(name, str) for name in from_ranks)
+        and all(hasattr(rank, "__index__") and not isinstance(rank, bool) for rank in from_ranks.values())
+    ):
+        raise TypeError(
+            f'from_ranks must be a mapping from names to numbers of ranks, such as {{"rng": 0}}; got {from_ranks!r:.100}'
+        )
+
+
 class Named(NamedTuple):
     """Archives that a manifest names: those of all ranks of one attempt; the groups for which it does, None for all; and what
     each rank has for itself.
@@ -52,6 +64,8 @@ class Named(NamedTuple):
     archives: Sequence[tuple[str, Archive]]
     attempt: str
     step: int
+    named_by: int
+    """The step whose manifest it is: a later one than `step` where groups are borrowed."""
     per_rank: Collection[str] = ()
     groups: Groups = None
     near: Sequence[Storage] = ()
@@ -191,7 +205,7 @@ class Lot:
         def open_one(rank: int) -> None:
             path, told = self.named.archives[rank]
             storage = next((one for one in self.named.near if _has(one, path, told)), self.named.storage)
-            opened[rank] = open_archive(storage, path, told, self._verify, self._stack)
+            opened[rank] = open_archive(storage, path, told, self._verify, self._stack, self.named.named_by)
             if len(self._opened) + len(fresh) > _MAX_OPENERS:
                 opened[rank].keep_little()
 
@@ -233,16 +247,14 @@ def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
 
 
 def open_archive(
-    storage: Storage, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack
+    storage: Storage, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack, named_by: int
 ) -> OpenArchive:
-    """The archive that a manifest names. Raises CorruptCheckpointError for any other."""
+    """The archive that the manifest of a step names. Raises CorruptCheckpointError for any other."""
     where = storage.locate(path)
     try:
         reader = stack.enter_context(storage.open(path))
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{where} is missing, though its manifest is there", path=where
-        ) from error
+        raise missing(where, named_by) from error
     except (IsADirectoryError, ValueError) as error:  # a folder, or what is no name of a file
         raise CorruptCheckpointError(
             f"{where!a} is not a file, though its manifest names it", path=where

@@ -26,7 +26,7 @@ from ..format.digests import block_digest
 from ..state.writers import Classes
 from ..storage.base import Storage
 from .manifest import NAME as MANIFEST
-from .manifest import Archive, Manifest, archive_name, parse, seal, unseal
+from .manifest import Archive, Manifest, archive_name, missing, parse, seal, unseal
 
 
 class Table(NamedTuple):
@@ -231,15 +231,15 @@ class Exchange:
 
 def archives_of(storage: Storage, folder: str, made: Manifest) -> tuple[Archive, ...]:
     """All archives of a commit, in the order of ranks. Raises CorruptCheckpointError."""
-    return archives_in(storage, folder, made.lenders)
+    return archives_in(storage, folder, made.lenders, made.step)
 
 
-def archives_in(storage: Storage, folder: str, told: Sequence[Archive]) -> tuple[Archive, ...]:
-    """These archives; or where they are what tells of those of all ranks, these, in their order."""
+def archives_in(storage: Storage, folder: str, told: Sequence[Archive], named_by: int) -> tuple[Archive, ...]:
+    """These archives, which the manifest of a step names; or where they are what tells of those of all ranks, these, in their order."""
     attempt = _ALL.fullmatch(told[0].name) if len(told) == 1 else None
     if attempt is None:
         return tuple(told)
-    data = _read(storage, folder, told[0])
+    data = _read(storage, folder, told[0], named_by)
     if not data or len(data) % _RECORD.size:
         path = storage.locate(f"{folder}/{told[0].name}")
         raise CorruptCheckpointError(f"{path}: {len(data)} bytes do not tell of whole archives", path=path)
@@ -253,18 +253,15 @@ def table_of(storage: Storage, folder: str, made: Manifest) -> Table:
     """What a commit says of the ranks' states. Raises CorruptCheckpointError."""
     if made.ranks is None:
         return Table()
-    return Table.unpacked(unseal(_read(storage, folder, made.ranks.layout)))
+    return Table.unpacked(unseal(_read(storage, folder, made.ranks.layout, made.step)))
 
 
-def _read(storage: Storage, folder: str, told: Archive) -> bytes:
+def _read(storage: Storage, folder: str, told: Archive, named_by: int) -> bytes:
     path = f"{folder}/{told.name}" if folder else told.name
     try:
         data = storage.read(path)[0]
     except FileNotFoundError as error:
-        shown = storage.locate(path)
-        raise CorruptCheckpointError(
-            f"{shown} is missing, though its manifest is there", path=shown
-        ) from error
+        raise missing(storage.locate(path), named_by) from error
     if block_digest(data).hex() != told.digest:
         shown = storage.locate(path)
         raise CorruptCheckpointError(
