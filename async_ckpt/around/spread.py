@@ -24,7 +24,7 @@ import torch
 from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from ..host.memory import Memory
 from ..host.process import OnceInProcess
-from ..host.ranks import World, world_of
+from ..host.ranks import Words, World, world_of
 from ..host.waiting import ENDS_THE_CALL, Wait
 from ..loading.contents import Part
 from ..loading.load import load_state
@@ -82,7 +82,11 @@ class Others:
         with contextlib.suppress(ValueError):  # whoever has no group has no others
             world = world_of(None, None)
             if world.store is not None:
-                self._words, self._rank = Words(world.store, "async_ckpt/exports"), world.rank
+                # Not by the start of the world, which a rank that exports alone must not count. What an earlier start has said in a store
+                # that outlives it is what the same program says again.
+                restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                self._words = Words(world.store, f"async_ckpt/destinations/{world.size}/{restarts}")
+                self._rank = world.rank
         calls = _tokens("").calls
         name = hashlib.blake2b(place.text.encode(errors="replace"), digest_size=8).hexdigest()
         self._key = f"{name}/{next(calls.setdefault(name, itertools.count()))}"
