@@ -231,7 +231,12 @@ class Ranks:
         made = states.divided(captured, joint.table.classes.get(joint.structure.digest, ()), per_rank)
         joint.per_rank = tuple(sorted({*per_rank, *joint.table.differing}))
         joint.shared = SharedValues(
-            captured.skeleton, captured.objects, made.small, made.captured.specs, joint.per_rank
+            captured.skeleton,
+            captured.objects,
+            made.small,
+            made.captured.specs,
+            joint.per_rank,
+            joint.table.of_some.get(joint.structure.digest, ()),
         )
         if self._check_replicas or joint.structure.digest not in self.compared:
             joint.copies = _digests(states.copies(captured))
