@@ -155,8 +155,11 @@ def by_tensor(specs: Sequence[TensorSpec]) -> list[list[int]]:
     return found
 
 
-# Where structures are told: stands for the dtype of a group that is not saved again, and the step for its shape.
+# Where structures are told, these stand for a dtype: of a group that is not saved again, with the step for its shape; of what
+# each rank has for itself, by its name; and of the mesh of which those of all tensors are parts.
 BORROWED: Final = "borrowed"
+PER_RANK: Final = "per rank"
+ROOT_MESH: Final = "root mesh"
 
 Best: TypeAlias = tuple[str, Literal["min", "max"], int]
 

@@ -262,7 +262,7 @@ def test_without_a_sound_layout_a_few_archives_are_all_opened(tmp_path: Path, nu
     folder = many(tmp_path)
     path = folder / f"layout.{ATTEMPT}.json"
     text = path.read_bytes()
-    for data in (None, b"", text.replace(b'"shares": 1', b'"shares": 2'), text[:-9] + b"}"):
+    for data in (None, b"", text.replace(b'"shares": 2', b'"shares": 3'), text[:-9] + b"}"):
         path.unlink()
         if data is not None:
             path.write_bytes(data)

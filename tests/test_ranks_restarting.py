@@ -112,3 +112,28 @@ def test_what_an_earlier_start_has_committed_is_not_written_again_under_the_same
     assert torch.equal(state["whole"], torch.full((300, 1000), 1.0))
     for rank in (0, 1):
         assert torch.equal(state["own"][rank], torch.full((300, 1000), 1.0 + rank))
+
+
+# One rank counts another number of them. Its error is there before rank 0 looks.
+SIZES = """
+sizes = {sizes}
+with open_run(here.root, ranks=(here.rank, sizes[here.rank]), run_id="a") as ckpt:
+    if here.rank == 0:
+        here.at("receipt", lambda: here.hear("told"))
+    here.at("after receipt", lambda: here.say("told") if here.rank == {odd} else None)
+    here.save(ckpt, {{"whole": numbered(3)}}, 1)
+"""
+
+
+@pytest.mark.parametrize(("sizes", "odd"), [([2, 2, 3], 2), ([3, 2, 3], 1)])
+def test_ranks_that_count_each_other_differently_commit_nothing(worlds: Worlds, sizes: list[int], odd: int):
+    ended = worlds.run(3, SIZES.format(sizes=sizes, odd=odd), has_group=False)
+
+    told = ended[odd].saves[0]
+    assert told["error"] == "CheckpointError"
+    assert f"rank 0 counts {sizes[0]} ranks and rank {odd} {sizes[odd]}; give ranks= the same" in told["text"]
+    for rank, one in enumerate(ended):
+        if rank != odd and rank < sizes[0]:
+            assert (one.saves[0]["error"], one.saves[0]["undecided"]) == ("PeerFailedError", False)
+            assert f"rank {odd}: CheckpointError" in one.saves[0]["text"]
+    assert open_run(worlds.root).steps() == []

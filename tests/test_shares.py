@@ -10,7 +10,14 @@ import torch
 from matrix_slices import block
 
 from async_ckpt.spec import KIB, MIB
-from async_ckpt.state.shares import EVERYBODY_BYTES, EVERYBODY_TOTAL_BYTES, VERSION, Holding, written
+from async_ckpt.state.shares import (
+    EVERYBODY_BYTES,
+    EVERYBODY_TOTAL_BYTES,
+    KNOWN_VERSIONS,
+    VERSION,
+    Holding,
+    written,
+)
 from async_ckpt.state.slices import Cut, Mesh, Rectangle, Replicas, Slices
 
 VOCABULARY, HIDDEN, INNER, KEYS = 128_256, 2_048, 8_192, 512  # of Llama-3.2-1B, which ties its two embeddings
@@ -131,7 +138,7 @@ def test_the_row_in_which_a_share_begins_belongs_to_the_share_before_it():
     taken = [written({"t": cut((1_000, 1_000), mesh, (rank,))})["t"][0] for rank in range(3)]
 
     assert [one.global_offsets[0] for one in taken] == [0, 334, 667]
-    assert VERSION == 1
+    assert (2, {1, 2}) == (VERSION, KNOWN_VERSIONS)
 
 
 def test_rows_are_of_the_first_dimension_that_has_several_and_are_never_cut_themselves():

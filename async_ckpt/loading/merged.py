@@ -161,11 +161,11 @@ class Merged(Contents):
         alias = None
         if any(i is not None for i in ties.values()):
             to = {(rank, i) for rank, i in ties.items() if i is not None}
-            if len(to) < len(ties):
-                raise self.corrupt(f"{shown(first.path)} is tied to another tensor on some ranks alone")
             known = {numbers.get(one) for one in to}
             alias = known.pop()
-            if known or alias is None:  # it is tied to what ranks have for themselves
+            if len(to) < len(ties):
+                alias = None  # of ranks that have tied it, what that has is this, too
+            elif known or alias is None:  # it is tied to what ranks have for themselves
                 alias = apart.setdefault(frozenset(to), len(self._merged.tensors))
                 if alias == len(self._merged.tensors):
                     self._merged.tensors.append(dict(to))

@@ -95,7 +95,8 @@ def look_at(index: Index, per_rank: Sequence[str] | Any = ()) -> Look:
             mesh = Mesh(*index.ranks.meshes[told.spread.mesh])
             is_inside = index.ranks.rank in mesh.all_ranks()
             spread = [told.spread.cuts, mesh.shape, mesh.stride, mesh.ranks, is_inside]
-        lines.append(_in_short([name, told.dtype, told.shape, spread]))
+        tied = [] if told.alias_of is None else [name_of(index.tensors[told.alias_of].path)]
+        lines.append(_in_short([name, told.dtype, told.shape, spread, *tied]))
         if told.alias_of is not None:
             aliases.add(name)
         else:

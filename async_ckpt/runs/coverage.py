@@ -2,8 +2,9 @@
 
 In: structures, and which ranks have each. Out: nothing, or an error that names the gap. Knows nothing of: archives.
 
-A structure has one line for each tensor, as `state.ranked` writes them: its name, dtype, global shape, and how it is
-spread over ranks.
+A structure has one line for each tensor, as `state.ranked` writes them: its name, dtype, global shape, how it is spread over
+ranks, and what it is tied to. What is tied is read from there, so that it is covered as if it were not. Other lines tell what
+else who writes what follows from, where ranks must agree.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from math import prod
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from ..errors import UnsupportedStateError
-from ..spec import BORROWED, Json
+from ..spec import BORROWED, DTYPES, PER_RANK, ROOT_MESH, Json
 from ..state.cover import Box, cover
+from ..state.values import is_within
 
 # How a tensor is cut, and the structures whose ranks have it so.
 _Spread: TypeAlias = tuple[str, tuple[str, ...]]
@@ -35,25 +37,20 @@ class _Held(NamedTuple):
 def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str, str]) -> None:
     """`classes` are the ranks of each structure, which `structures` has the text of.
 
-    Raises UnsupportedStateError for a tensor that ranks have in different shapes or dtypes, and for one of which no rank has
-    some part.
+    Raises UnsupportedStateError for a tensor that ranks have in different shapes or dtypes, for one of which no rank has some
+    part, and for what was not said alike on all ranks.
     """
     tensors: dict[str, list[_Held]] = {}
-    borrowed: dict[str, list[tuple[str, int]]] = {}
+    said: dict[str, dict[str, set[tuple[str, str]]]] = {BORROWED: {}, PER_RANK: {}, ROOT_MESH: {}}
     for digest, ranks in classes.items():
         for line in structures[digest].splitlines():
-            name, dtype, shape, spread = json.loads(line)
-            if dtype == BORROWED:
-                borrowed.setdefault(digest, []).append((name, shape[0]))
-                continue
-            tensors.setdefault(name, []).append(_Held(dtype, tuple(shape), spread, digest, ranks))
-    if len({tuple(borrowed.get(digest, ())) for digest in classes}) > 1:
-        groups = sorted({group for lent in borrowed.values() for group, _ in lent})
-        raise UnsupportedStateError(
-            f"not all ranks borrow {', '.join(groups)} from the same step; give the same unchanged= on every rank, and have all of "
-            "them restore the same step",
-            path=groups[0],
-        )
+            name, dtype, shape, spread, *_ = json.loads(line)
+            if dtype in DTYPES:
+                tensors.setdefault(name, []).append(_Held(dtype, tuple(shape), spread, digest, ranks))
+            else:
+                said[dtype].setdefault(digest, set()).add((name, json.dumps(shape)))
+    _check_said(classes, said)
+    _check_per_rank(classes, said[PER_RANK], tensors)
     known: dict[_Spread, bool] = {}
     for name, held in tensors.items():
         shown = name.replace("\x1f", ".")
@@ -67,6 +64,59 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
                 )
         if not _is_covered(first.shape, held, known):
             _raise_gap(shown, held)
+
+
+def own_names(structures: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of what each rank has for itself, as any of them say."""
+    lines = {line for text in structures.values() for line in text.splitlines() if PER_RANK in line}
+    told = (json.loads(line) for line in lines)
+    return tuple(sorted(name for name, dtype, *_ in told if dtype == PER_RANK))
+
+
+def _check_said(
+    classes: Mapping[str, Sequence[int]], said: Mapping[str, Mapping[str, set[tuple[str, str]]]]
+) -> None:
+    """Borrowed groups and the root mesh: the same on all ranks."""
+    borrowed, roots = said[BORROWED], said[ROOT_MESH]
+    if len({frozenset(borrowed.get(digest, ())) for digest in classes}) > 1:
+        groups = sorted({group for lent in borrowed.values() for group, _ in lent})
+        raise UnsupportedStateError(
+            f"not all ranks borrow {', '.join(groups)} from the same step; give the same unchanged= on every rank, and have all of "
+            "them restore the same step",
+            path=groups[0],
+        )
+    first, *others = classes
+    for other in others:
+        if roots.get(other) != roots.get(first):
+            raise UnsupportedStateError(
+                f"mesh= is not the same on ranks {classes[first][0]} and {classes[other][0]}; give the same DeviceMesh to the "
+                "AsyncCheckpointer of every rank, or to none",
+                path="",
+            )
+
+
+def _check_per_rank(
+    classes: Mapping[str, Sequence[int]],
+    said: Mapping[str, set[tuple[str, str]]],
+    tensors: Mapping[str, Sequence[_Held]],
+) -> None:
+    """No rank has for itself what another one shares. Stages of a pipeline may each have names of their own."""
+    own = {digest: {name for name, _ in said.get(digest, ())} for digest in classes}
+    everything = set().union(*own.values())
+    missing = {digest: frozenset(everything - names) for digest, names in own.items()}
+    if not any(missing.values()):
+        return
+    for name, held in tensors.items():
+        shown = name.replace("\x1f", ".")
+        for one in held:
+            if is_within(shown, missing[one.structure]):
+                group = next(group for group in missing[one.structure] if is_within(shown, {group}))
+                who = next(ranks[0] for digest, ranks in classes.items() if group in own[digest])
+                raise UnsupportedStateError(
+                    f"{group} is each rank's own on rank {who}, and not on rank {one.ranks[0]}, which shares {shown}; give the "
+                    "same per_rank= on every rank",
+                    path=shown,
+                )
 
 
 def _is_covered(shape: tuple[int, ...], held: Sequence[_Held], known: dict[_Spread, bool]) -> bool:

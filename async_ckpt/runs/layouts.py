@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..state.cover import Box
+from ..state.shares import KNOWN_VERSIONS
 from ..state.shares import VERSION as SHARES_VERSION
 from ..state.slices import Mesh
 from ..state.writers import Layout
@@ -38,7 +39,7 @@ def dump(layout: Layout, table: Table) -> bytes:
 def parse(data: bytes) -> Layout:
     """Raises ValueError, KeyError or TypeError for what is none, or is by an arithmetic that is not known here."""
     raw = unseal(data)
-    if raw["shares"] != SHARES_VERSION:
+    if raw["shares"] not in KNOWN_VERSIONS:
         raise ValueError(f"shares by version {raw['shares']}")
     classes = Table.unpacked(raw).classes
     shared = Table.unpacked({"classes": raw["shared"], "differing": ()}).classes

@@ -191,6 +191,8 @@ class Agreement:
             refused = [receipt for receipt in receipts.values() if not receipt.is_ok]
             if refused:
                 await off_loop(partial(self._raise_refusals, refused))
+            if any(rank >= size for rank in receipts):
+                self._raise_too_many(max(receipts))
             if len(receipts) == size:
                 break
             if not self._root.is_shared and await off_loop(self._root.found_apart):
@@ -222,6 +224,16 @@ class Agreement:
             f"step {self._joint.step} is not committed: {where} must be shared by all ranks, but {told}. Give a root that all "
             "ranks share: a folder on a shared file system, or an object store",
             rank=who if self.decides else 0,
+            undecided=False,
+        )
+
+    def _raise_too_many(self, rank: int) -> NoReturn:
+        size = self._ranks.world.size
+        told = f"rank {rank} has saved it, but rank 0 counts {size} ranks, 0 to {size - 1}"
+        self._joint.causes.append(Cause(0, told))
+        raise PeerFailedError(
+            f"step {self._joint.step} is not committed: {told}; give ranks= the same number on every rank",
+            rank=rank,
             undecided=False,
         )
 

@@ -14,10 +14,11 @@ from typing import Any, Final
 
 from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from ..runs import layouts
-from ..runs.coverage import check_coverage
+from ..runs.coverage import check_coverage, own_names
 from ..runs.manifest import OfRanks, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..runs.run import Run
+from ..spec import DTYPES
 from ..state.shares import EVERYBODY_BYTES
 from ..state.writers import Classes, Layout
 from .ranks import Joint, Ranks
@@ -34,6 +35,7 @@ class Comparison:
 
     def __init__(self, ranks: Ranks, joint: Joint, run: Run, exchange: Exchange) -> None:
         self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
+        self._per_rank: tuple[str, ...] = ()  # as any of them say
 
     def compare(self, receipts: Sequence[Receipt]) -> tuple[Table, OfRanks]:
         """Check that the archives are of one state, and have all of it; then write what the manifest is to name.
@@ -60,7 +62,8 @@ class Comparison:
         covered = Table(classes).digest
         if covered not in ranks.covered:
             check_coverage(classes, texts)
-            ranks.covered = {covered}
+            ranks.covered = {covered: own_names(texts)}
+        self._per_rank = tuple(sorted({*self._joint.per_rank, *ranks.covered[covered]}))
         self._check_shares(receipts, texts)
         is_each = self._joint.copies is not None
         self._compare_copies([one for one in receipts if is_each or one.structure not in ranks.compared])
@@ -71,7 +74,7 @@ class Comparison:
         told = Layout(table.classes, texts, shared, ranks.root_mesh)
         layout = self._exchange.put_layout(layouts.dump(told, table))
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
-        per_rank = tuple(sorted({*self._joint.per_rank, *table.differing}))
+        per_rank = tuple(sorted({*self._per_rank, *table.differing}))
         return table, OfRanks(archives, layout, table.digest, num_bytes, per_rank)
 
     def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
@@ -89,7 +92,7 @@ class Comparison:
                 others.setdefault(receipts[rank].structure, rank)
             others.pop(structure, None)
             for other, rank in others.items():
-                gone = {*texts[structure].splitlines()} - {*texts[other].splitlines()}
+                gone = _tensors(texts[structure]) - _tensors(texts[other])
                 if gone:
                     name = json.loads(min(gone))[0].replace("\x1f", ".")
                     raise UnsupportedStateError(
@@ -140,7 +143,7 @@ class Comparison:
 
         def read(rank: int) -> None:
             path = f"{exchange.folder}/{archive_name(rank, joint.attempt)}"
-            found[rank] = values_of(exchange.storage, path, EVERYBODY_BYTES, joint.per_rank)
+            found[rank] = values_of(exchange.storage, path, EVERYBODY_BYTES, self._per_rank)
 
         chosen = list(ours.values())[:_MAX_COMPARED]
         self._run.do_all([partial(read, one.rank) for one in chosen])
@@ -189,3 +192,8 @@ class Comparison:
             if isinstance(text, str):
                 return text
         raise CheckpointError(f"ranks {mates} do not say how their states look")
+
+
+def _tensors(text: str) -> set[str]:
+    """The lines of a structure that tell of tensors."""
+    return {line for line in text.splitlines() if json.loads(line)[1] in DTYPES}

@@ -127,7 +127,8 @@ class Ranks:
         self._num_decided: Counter[int] = Counter()  # attempts, by step
         self._begun: dict[int, Joint] = {}  # the last one that this rank has begun at a step
         self.known: dict[str, str] = {}  # structures that rank 0 has read, by their digest
-        self.covered: set[str] = set()  # tables whose ranks hold everything
+        # Tables whose ranks hold everything, and the names of what each rank has for itself there.
+        self.covered: dict[str, tuple[str, ...]] = {}
         self._roots: dict[Run, SharedRoot] = {}
         self.compared: set[str] = set()  # structures of commits, in which what ranks hold alike was compared
 

@@ -76,7 +76,10 @@ class SharedRoot:
             self._say("claimed")
 
     def sees(self) -> bool | None:
-        """On another rank: whether this is the root that rank 0 writes to; None as long as that is not known."""
+        """On another rank: whether this is the root that rank 0 writes to; None as long as that is not known.
+
+        Raises CheckpointError where rank 0 counts another number of ranks.
+        """
         if self._is_seen or self.is_apart:
             return self._is_seen
         try:
@@ -90,13 +93,22 @@ class SharedRoot:
             except FileExistsError:
                 return None  # it is shown soon
         else:
-            self._is_seen = told["rank"] == 0
-            if self._is_seen:
+            if told["rank"] == 0:
+                self._compare_sizes(told["world_size"])
+                self._is_seen = True
                 return True
         # It is this rank's own, or that of another one on this node.
         self.apart_rank = self._world.rank
         self._say("apart")
         return False
+
+    def _compare_sizes(self, of_rank_0: int) -> None:
+        world = self._world
+        if of_rank_0 != world.size:
+            raise CheckpointError(
+                f"{self._run.storage.locate('')}: rank 0 counts {of_rank_0} ranks and rank {world.rank} {world.size}; give ranks= the "
+                "same number on every rank, and a new run_id"
+            )
 
     def found_apart(self) -> bool:
         """Whether some rank has said that it sees another root than rank 0. Nothing is asked once that is known."""

@@ -104,7 +104,7 @@ class _Archived:
         self.small = {
             dotted(told.path): (told.dtype, told.shape, told.slices[0].extent)
             for told in self.index.tensors
-            if told.spread is None and told.alias_of is None
+            if told.spread is None
             if len(told.slices) == 1 and told.slices[0].sizes == told.shape
         }
         objects = self.index.member(index.OBJECTS)

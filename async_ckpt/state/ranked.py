@@ -17,7 +17,18 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import torch
 
 from ..errors import UnsupportedStateError
-from ..spec import BORROWED, DTYPES, MeshFacts, RankFacts, SliceOf, Spread, TensorSpec, by_tensor
+from ..spec import (
+    BORROWED,
+    DTYPES,
+    PER_RANK,
+    ROOT_MESH,
+    MeshFacts,
+    RankFacts,
+    SliceOf,
+    Spread,
+    TensorSpec,
+    by_tensor,
+)
 from .capture import Capture
 from .sharded import Slicer
 from .shares import Holding, by_everybody, sharers, written
@@ -31,10 +42,12 @@ _in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Structure(NamedTuple):
-    """How a rank's state looks, without its values: alike on all ranks whose states differ in nothing but these.
+    """How a rank's state looks, without its values: alike on all ranks whose states differ in nothing but these. All that who
+    writes what follows from is in it.
 
-    `text` has a line for each tensor: its path, dtype and global shape, how it is cut, and the shape of the mesh. No rank
-    is named in it, but for those of a mesh that is no regular grid.
+    `text` has a line for each tensor: its path, dtype and global shape, how it is cut, and the shape of the mesh; and to which
+    other one it is tied, where something of it is here. No rank is named in it, but for those of a mesh that is no regular
+    grid, and of the root mesh.
     """
 
     text: str
@@ -101,8 +114,8 @@ class RankedStates:
         per_rank: tuple[str, ...] = (),
         borrowed: Mapping[str, int] = MappingProxyType({}),
     ) -> Structure:
-        """`per_rank` are the names of what each rank has for itself: it is no part of this. `borrowed` groups are not saved
-        again: they are those of the steps that are given with them.
+        """`per_rank` are the names of what each rank has for itself: of that, nothing else is part of this. `borrowed` groups are
+        not saved again: they are those of the steps that are given with them.
         """
         made = self._looked_at(captured, per_rank).structure
         if not borrowed:
@@ -150,7 +163,7 @@ class RankedStates:
             or look.specs != captured.specs
             or look.slices != captured.slices
         ):
-            look = self._look = _look_at(captured, per_rank)
+            look = self._look = _look_at(captured, per_rank, self._root)
         look.specs, look.slices = captured.specs, captured.slices  # to be compared again, these cost nothing
         return look
 
@@ -160,24 +173,24 @@ class RankedStates:
         sharing = _Remembered(lambda slices: sharers(slices, self.rank, mates, self._root))
         has_others = _Remembered(self._has_others)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
-        holdings = {
-            names[number]: Holding(
-                slices,
-                DTYPES[captured.specs[tensors[number][0]].dtype][0],
-                Replicas() if number in own else sharing(slices),
-            )
-            for number, slices in enumerate(captured.slices)
-            if captured.specs[tensors[number][0]].alias_of is None
-        }
-        taken = written(holdings)
-        everybody = by_everybody(holdings)
+        holdings: dict[bool, dict[str, Holding]] = {False: {}, True: {}}  # what is shared, and what is not
+        for number, slices in enumerate(captured.slices):
+            if captured.specs[tensors[number][0]].alias_of is None:
+                holdings[number in own][names[number]] = Holding(
+                    slices,
+                    DTYPES[captured.specs[tensors[number][0]].dtype][0],
+                    Replicas() if number in own else sharing(slices),
+                )
+        # What a rank has for itself must not change what it takes of the rest: others have more of their own, or less.
+        taken = written(holdings[False]) | written(holdings[True])
+        everybody = by_everybody(holdings[False])
         small: dict[str, int] = {}
-        copies = [
-            (_boxes(slices), names[number], tensors[number])
-            for number, slices in enumerate(captured.slices)
-            if names[number] in holdings and number not in own and names[number] not in everybody
-            if slices.rectangles and has_others(slices)
-        ]
+        copies = []
+        for number, slices in enumerate(captured.slices):
+            primary = _primary(number, captured, tensors)  # others may not have tied it
+            is_compared = not own.intersection((number, primary)) and names[primary] not in everybody
+            if is_compared and slices.rectangles and has_others(slices):
+                copies.append((_boxes(slices), names[number], tensors[primary]))
         meshes: dict[Mesh, int] = {}
         specs: list[TensorSpec] = []
         sources: list[_Source] = []
@@ -230,10 +243,16 @@ def _boxes(slices: Slices) -> str:
     return _in_short([[one.global_offsets, one.sizes] for one in slices.rectangles])
 
 
-def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
+def _primary(number: int, captured: Capture, tensors: Sequence[list[int]]) -> int:
+    """The number of the tensor that this one is tied to, or else its own."""
+    alias = captured.specs[tensors[number][0]].alias_of
+    of = None if alias is None else captured.specs[alias].of
+    return number if of is None else of.number
+
+
+def _look_at(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -> _Look:
     tensors, own = by_tensor(captured.specs), frozenset(per_rank)
     names = ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in tensors]  # the same on all ranks
-    lines = []
     if len(set(names)) < len(names):
         shown = _shown(next(name for name, count in Counter(names).items() if count > 1))
         raise UnsupportedStateError(
@@ -241,7 +260,10 @@ def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
             "give them different ones",
             path=shown,
         )
-    for name, here, slices in zip(names, tensors, captured.slices, strict=True):
+    lines = [_in_short([name, PER_RANK, [], None]) for name in per_rank]
+    if root is not None:
+        lines.append(_in_short(["", ROOT_MESH, root, None]))
+    for number, (name, here, slices) in enumerate(zip(names, tensors, captured.slices, strict=True)):
         if is_within(_shown(name), own):
             continue
         mesh = slices.mesh
@@ -253,7 +275,9 @@ def _look_at(captured: Capture, per_rank: tuple[str, ...]) -> _Look:
         elif mesh is not None:
             spread = [slices.cuts, mesh.shape, mesh.stride, mesh.ranks, slices.coordinate is not None]
         dtype = captured.specs[here[0]].dtype
-        lines.append(_in_short([name, dtype, slices.global_shape, spread]))
+        primary = _primary(number, captured, tensors)
+        tied = [] if primary == number else [names[primary]]
+        lines.append(_in_short([name, dtype, slices.global_shape, spread, *tied]))
     structure = _digested("\n".join(sorted(lines)))
     return _Look(captured.specs, captured.slices, per_rank, names, tensors, structure)
 

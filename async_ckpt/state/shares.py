@@ -19,7 +19,9 @@ from ..spec import KIB, MIB
 from .slices import Mesh, Rectangle, Replicas, Slices
 
 # Of this arithmetic. It is stored with what was written by it: a reader has to find the owners of old checkpoints too.
-VERSION: Final = 1
+VERSION: Final = 2
+# Whose steps are read as well: structures did not tell of ties then.
+KNOWN_VERSIONS: Final = frozenset({1, VERSION})
 # What is larger is cut at rows; the rest goes whole to one rank, so that a state does not fall into crumbs.
 CUT_BYTES: Final = MIB
 # Small whole tensors are written by every rank that has them, so that its archive has its own values of what may turn out

@@ -15,7 +15,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ..spec import BORROWED, DTYPES
+from ..spec import DTYPES
 from .cover import Box, cover
 from .shares import Holding, Line, by_everybody, lines, sharers
 from .slices import Cut, Ints, Mesh, Replicas, Slices
@@ -62,12 +62,17 @@ def name_of(path: Iterable[Any]) -> str:
 
 
 class Writers:
-    """Says who has written what, for one layout. `aliases` are the names of tensors that are tied to others."""
+    """Says who has written what, for one layout. `aliases` are the names of tensors that are tied to others, for one that does not
+    tell of any itself.
+    """
 
     def __init__(self, layout: Layout, aliases: Collection[str] = ()) -> None:
-        self._layout, self._aliases = layout, frozenset(aliases)
+        self._layout = layout
         self._structure_of = {rank: digest for digest, ranks in layout.classes.items() for rank in ranks}
-        self._tensors = {digest: _parsed(layout.structures[digest]) for digest in layout.classes}
+        self._tensors, self._tied = dict[str, dict[str, _Told]](), dict[str, dict[str, str]]()
+        for digest in layout.classes:
+            self._tensors[digest], self._tied[digest] = _parsed(layout.structures[digest])
+        self._aliases = frozenset() if any(self._tied.values()) else frozenset(aliases)
         # Tensors that are spread alike, and the structures that have them.
         self._alike: dict[str, dict[_Told, tuple[str, ...]]] = {}
         for digest, tensors in self._tensors.items():
@@ -115,7 +120,7 @@ class Writers:
         """What a rank has written of each tensor."""
         found: dict[str, set[Box]] = {}
         for name, told in self._tensors[self._structure_of[rank]].items():
-            if name not in self._aliases:
+            if not self._is_tied(name, rank):
                 candidates = self._candidates(name, [Box.whole(told.shape)], {rank})
                 found[name] = {box for other, box in candidates if other == rank and box.num_elements}
         return found
@@ -169,13 +174,16 @@ class Writers:
         for rank in ranks:
             if rank in self._layout.apart or rank in seen:
                 continue
-            line, replicas = self._line(name, rank)
+            stored = self._tied[self._structure_of[rank]].get(
+                name, name
+            )  # it is read from what it is tied to
+            line, replicas = self._line(stored, rank)
             if line is None or replicas is None:
                 alone.append(rank)
                 continue
             others = replicas.all_ranks()
             seen.update(others)
-            for number, part in line.writers(name, len(others)):
+            for number, part in line.writers(stored, len(others)):
                 yield others[number], Box(part.global_offsets, part.sizes)
         for rank in {*alone[:1], *(rank for rank in alone if rank in preferred)}:
             yield from ((rank, Box(one.global_offsets, one.sizes)) for one in slices.rectangles)
@@ -196,7 +204,7 @@ class Writers:
         holdings: dict[str, Holding] = {}
         for name, told in self._tensors[digest].items():
             slices = self._slices(name, told, rank)
-            if slices is None or name in self._aliases:
+            if slices is None or self._is_tied(name, rank):
                 continue
             key = slices.mesh, slices.cuts, slices.coordinate
             if key not in sharing:
@@ -209,6 +217,10 @@ class Writers:
             if one.replicas.size > 1 and name not in everybody
         }
         return shared, lines(holdings, everybody)
+
+    def _is_tied(self, name: str, rank: int) -> bool:
+        """Whether a rank has written nothing under this name, for it has it under another."""
+        return name in self._aliases or name in self._tied[self._structure_of[rank]]
 
     # --- what is where ----------------------------------------------------------------------------------------
 
@@ -263,13 +275,16 @@ class Writers:
         return found
 
 
-def _parsed(text: str) -> dict[str, _Told]:
-    found = {}
+def _parsed(text: str) -> tuple[dict[str, _Told], dict[str, str]]:
+    """The tensors of a structure, and which of them are tied to which."""
+    found, tied = dict[str, _Told](), dict[str, str]()
     for line in text.splitlines():
-        name, dtype, shape, spread = json.loads(line)
-        if dtype != BORROWED:
+        name, dtype, shape, spread, *to = json.loads(line)
+        if dtype in DTYPES:
             found[name] = _Told(DTYPES[dtype][0], tuple(shape), json.dumps(spread))
-    return found
+            if to:
+                tied[name] = to[0]
+    return found, tied
 
 
 @lru_cache(1 << 12)
