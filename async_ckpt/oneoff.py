@@ -141,7 +141,8 @@ def load(
         state = async_ckpt.load("out/x.tar")
         weights = async_ckpt.load("runs/a", select="model", map_location="cuda")["model"]
 
-    It also reads safetensors files, folders of Hugging Face models, and folders that an archive was extracted to.
+    It also reads safetensors files, folders of Hugging Face models, of torch.distributed.checkpoint, and those that an archive was
+    extracted to.
 
     Args:
         path: a path, a URL or a Place.
@@ -162,7 +163,7 @@ def load(
 
     Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
     and KeyError if `select`, or one of several patterns in it, or a name in `from_ranks`, matches nothing. Raises
-    ValueError for the archive of one rank that has only a part of what is selected.
+    ValueError for the archive of one rank that has only a part of what is selected, and TypeError for arguments that are not valid.
     """
     check_verify(verify)
 

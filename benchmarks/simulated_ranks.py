@@ -39,6 +39,7 @@ from async_ckpt.saving.targets import step_targets
 from async_ckpt.state.capture import Capture, capture
 from async_ckpt.state.ranked import RankedStates
 from async_ckpt.state.sharded import Sliced, Slicer
+from async_ckpt.state.shares import MODULUS
 from async_ckpt.state.slices import Cut, Mesh, Slices
 
 from .far_store import Bucket, FarStorage, Traffic, VirtualLoop
@@ -228,6 +229,8 @@ class SimulatedWorld:
             for one in more
         ]
         told: dict[int, float] = {}
+        # One of them has the balance of all these.
+        balance = -sum(one.joint.balance for one in (self._rank_0, self._follower)) % MODULUS
         for rank in range(self.size):
             archive = attempt.archive(rank)
             self._bucket.put(f"{attempt.folder}/{archive.name}", b"", durable[rank])
@@ -242,7 +245,9 @@ class SimulatedWorld:
                 copies,
                 archive.digest,
                 archive.num_bytes,
+                balance=balance,
             )
+            balance = 0
             # At the first save, each looks first whether it sees what rank 0 has put into the root.
             told[rank] = durable[rank] + LATENCY_SECONDS * (1 + self._is_first)
             path = f"{exchange._receipts}/{receipt.name}"

@@ -13,6 +13,7 @@ import torch
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Due, Naming, Place
+from async_ckpt.integrations.dcp import TarStorageReader
 
 STATE = {"w": torch.ones(2)}
 
@@ -37,6 +38,23 @@ def extracted(**limits: Any) -> Callable[[Path], Any]:
     return call
 
 
+def loaded(load: Callable[..., Any] = async_ckpt.load, **options: Any) -> Callable[[Path], Any]:
+    def call(path: Path) -> None:
+        async_ckpt.save(STATE, path / "x.tar").result()
+        load(path / "x.tar", **options)
+
+    return call
+
+
+def merged(step: Any) -> Callable[[Path], Any]:
+    def call(path: Path) -> None:
+        with AsyncCheckpointer(path / "run") as ckpt:
+            ckpt.save(STATE, 1).result()
+        async_ckpt.merge(path / "run", step, path / "x.tar")
+
+    return call
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "told"),
     [
@@ -57,6 +75,15 @@ def extracted(**limits: Any) -> Callable[[Path], Any]:
         (called(lambda c: c.save(STATE, 1).add_done_callback(3)), TypeError, "takes a function of the handle, got 3"),
         (extracted(max_bytes="1G"), ValueError, "max_bytes must be a number, at least 0, such as 10**9, or None; got '1G'"),
         (extracted(max_file_bytes=-1), ValueError, "max_file_bytes must be a number, at least 0"),
+        (loaded(from_ranks={"w": "0"}), TypeError, "from_ranks must be a mapping from names to numbers of ranks"),
+        (loaded(from_ranks={"w": 1.0}), TypeError, "from_ranks must be a mapping from names to numbers of ranks"),
+        (loaded(from_ranks={"w": True}), TypeError, "from_ranks must be a mapping from names to numbers of ranks"),
+        (loaded(from_ranks="w"), TypeError, 'such as {"rng": 0}; got \'w\''),
+        (loaded(from_ranks={"w": 0, "typo": 0}), KeyError, "'typo' names nothing in"),
+        (loaded(TarStorageReader, from_ranks=["w"]), TypeError, "from_ranks must be a mapping"),
+        (loaded(TarStorageReader, verify="yes"), ValueError, "verify must be True or False, got 'yes'"),
+        (merged("1"), TypeError, "step must be the number of a step, got '1'"),
+        (merged(True), TypeError, "step must be the number of a step, got True"),
         (lambda _: Place("s3:/x"), ValueError, "s3:/x has one slash too few; write s3://x"),
         (lambda _: Place("x", fs=5), TypeError, "fs must be a filesystem of fsspec, such as"),
         (lambda _: Naming(5), TypeError, 'step_format must be text such as "step_{:08d}", got 5'),

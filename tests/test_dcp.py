@@ -364,10 +364,11 @@ def test_torch_loads_what_a_checkpointer_has_saved(tmp_path):
 def test_one_archive_is_read_and_what_is_no_dict_is_named(tmp_path):
     async_ckpt.save({"w": torch.arange(5)}, tmp_path / "x.tar").result()
     assert load({"w": torch.zeros(5, dtype=torch.int64)}, tmp_path / "x.tar")["w"].tolist() == [0, 1, 2, 3, 4]
-    async_ckpt.save([torch.arange(5)], tmp_path / "y.tar").result()
-    with pytest.raises(CheckpointException) as raised:
-        load({"w": torch.zeros(5)}, tmp_path / "y.tar")
-    assert "loads dicts" in str(cause(raised)) + str(raised.value)
+    for state, kind in (([torch.arange(5)], "a list"), (torch.arange(5), "a tensor")):
+        async_ckpt.save(state, tmp_path / "y.tar").result()
+        with pytest.raises(CheckpointException) as raised:
+            load({"w": torch.zeros(5)}, tmp_path / "y.tar")
+        assert f"loads dicts, and this is {kind}" in str(cause(raised)) + str(raised.value)
 
 
 def test_two_entries_that_torch_gives_one_name_are_refused(tmp_path):

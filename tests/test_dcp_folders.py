@@ -239,6 +239,12 @@ def test_a_compressed_record_is_not_opened(tmp_path, name):
         async_ckpt.load(folder)
 
 
+def test_what_each_rank_has_written_alone_is_named(tmp_path):
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "x", use_collectives=False)
+    with pytest.raises(NotCommittedError, match="with use_collectives=False, a checkpoint for each rank"):
+        async_ckpt.load(tmp_path / "x")
+
+
 def test_a_conjugate_is_left_to_torch(tmp_path):
     folder = of_torch({"w": torch.ones(4, dtype=torch.complex64).conj()}, tmp_path / "x")
     with pytest.raises(

@@ -129,6 +129,55 @@ def test_a_rank_that_lacks_some_weights_leaves_a_gap_that_is_told(worlds: Worlds
     assert not worlds.root.exists() or not list(worlds.root.iterdir())
 
 
+WHOLE_ON_ONE = """
+import async_ckpt
+from torch.distributed.device_mesh import DeviceMesh
+meshes = [DeviceMesh("cpu", [rank]) for rank in range(here.size)]
+own = {f"layer{here.rank}": DTensor.from_local(numbered(3, 2), meshes[here.rank], [Shard(0)], run_check=False)}
+
+def export(weights, say=None):
+    try:
+        handle = async_ckpt.export_hf(weights, here.root + "/hf")
+        if say:
+            here.say(say)
+        handle.result()
+        here.tell(["done", ""])
+    except Exception as error:
+        here.tell([type(error).__name__, str(error)])
+
+for culprit in (1, 0):
+    if here.rank == culprit:
+        here.hear("called")
+        export({"embed": torch.ones(4)})
+    else:
+        export(own, "called")
+    here.meet(f"after {culprit}")
+    if here.rank == 0:
+        (here._folder / "called").unlink()
+    here.meet(f"again {culprit}")
+odd = {"odd": torch.ones(2, dtype=torch.complex128)}  # no dtype of safetensors
+export(own | odd if here.rank == 1 else own)
+here.meet("failed")
+export({name: value + 1 for name, value in own.items()})
+"""
+
+
+def test_a_rank_whose_weights_are_whole_replaces_nothing_and_nobody_waits_for_it(worlds: Worlds):
+    rank_0, rank_1 = (one.told for one in worlds.run(2, WHOLE_ON_ONE))
+
+    assert rank_0[0][0] == "PeerFailedError"
+    assert "none of the weights of rank 1 is spread" in rank_0[0][1]
+    assert rank_1[0][0] == rank_0[1][0] == "UnsupportedStateError"
+    assert "other ranks export theirs to the same folder" in rank_1[0][1]
+    # A rank that raises before it has a part tells so, too, and the next export is the next for all.
+    assert rank_0[2][0] == "PeerFailedError"
+    assert "rank 1: UnsupportedStateError: 'odd'" in rank_0[2][1]
+    assert rank_0[3][0] == rank_1[3][0] == "done"
+    found = exported(worlds.root / "hf")
+    assert {name: tensor[0, 0].item() for name, tensor in found.items()} == {"layer0": 1, "layer1": 1}
+    assert [path.name for path in worlds.root.iterdir()] == ["hf"]
+
+
 TRANSFORMERS = """
 import async_ckpt, transformers
 from exported import SMALL

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from slices import examples
 from states import difference, noise
+from torch.distributed import checkpoint as dcp
 
 import async_ckpt
 from async_ckpt import CheckpointError, CorruptCheckpointError, NotCommittedError, UntrustedObjectError
@@ -272,6 +273,32 @@ def test_pieces_of_torch_distributed_checkpoint_are_not_taken_for_a_model(weight
     (weights.parent / ".metadata").write_bytes(b"")
     with pytest.raises(CorruptCheckpointError, match=r"\.metadata cannot be trusted"):
         async_ckpt.load(weights.parent)
+
+
+def of_torchs_writer(folder: Path, *, distributed: bool) -> list[Path]:
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=distributed)
+    dcp.save({"w": torch.ones(4)}, storage_writer=writer)
+    return sorted(folder.glob("*.safetensors"))
+
+
+def test_pieces_of_tensors_in_safetensors_files_are_refused_whatever_they_are_called(tmp_path: Path) -> None:
+    (file,) = of_torchs_writer(tmp_path / "whole", distributed=False)
+    for path in (file, file.parent):
+        assert async_ckpt.load(path)["w"].tolist() == [1, 1, 1, 1]
+
+    (file,) = of_torchs_writer(tmp_path / "pieces", distributed=True)
+    for path in (file, file.parent):
+        with pytest.raises(
+            CorruptCheckpointError, match=r"pieces of tensors, .* with its HuggingFaceStorageReader"
+        ):
+            async_ckpt.load(path)
+    shutil.copy(file, file.with_name(file.name.replace("shard-00001", "shard-00002")))
+    with pytest.raises(NotCommittedError, match="pieces of tensors"):
+        async_ckpt.load(file.parent)
+    second = file.with_name("x.safetensors")
+    second.write_bytes(file.read_bytes().replace(b'"saved_offsets\\": [0]', b'"saved_offsets\\": [4]'))
+    with pytest.raises(CorruptCheckpointError, match="pieces of tensors"):
+        async_ckpt.load(second)
 
 
 def test_files_of_torch_say_what_loads_them(tmp_path: Path) -> None:

@@ -184,6 +184,25 @@ def test_what_cannot_be_merged_is_told_before_anything_is_read(tmp_path: Path):
         async_ckpt.merge(run, 1, tmp_path / "x.tar.zst")
     with pytest.raises(IsADirectoryError):
         async_ckpt.merge(run, 1, tmp_path)
+    with pytest.raises(
+        NotCommittedError, match="is the folder of step 1, not of 7; give the root of the run"
+    ):
+        async_ckpt.merge(run / "step_00000001", 7, tmp_path / "x.tar")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for name in (f"rank_00000.{ATTEMPT}.tar", "x.tar"):
+        with pytest.raises(ValueError, match="the folder of a committed step"):
+            async_ckpt.merge(run, 1, run / "step_00000001" / name)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_the_folder_of_a_step_may_be_named_whatever_it_is_called(tmp_path: Path):
+    state = {"w": numbered((3,))}
+    folder = saved(tmp_path, 2, lambda _: state) / "step_00000001"
+    folder.rename(tmp_path / "best")
+    for step in (None, 1):
+        async_ckpt.merge(tmp_path / "best", step, tmp_path / "x.tar")
+        assert difference(async_ckpt.load(tmp_path / "x.tar"), state) is None
+        assert Path(async_ckpt.files.rebuild_layout(tmp_path / "best", 1)).parent == tmp_path / "best"
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -101,19 +101,41 @@ def test_half_a_step_that_was_copied_by_hand_is_told(tmp_path: Path):
     half = tmp_path / "half" / "step_00000001"
     shutil.copytree(folder, half, ignore=shutil.ignore_patterns("rank_00002*"))
     with pytest.raises(
-        CorruptCheckpointError, match=r"rank_00002\S* is missing, though its manifest is there"
-    ):
+        CorruptCheckpointError,
+        match=r"rank_00002\S* is missing, though the manifest of step 1 names it; .*copy all of it.*rank 2's, and has parts of 0, 1",
+    ) as caught:
         restored_by_two(half)
+    assert caught.value.tensors == ("0", "1")
 
     shutil.rmtree(half)
     shutil.copytree(folder, half, ignore=shutil.ignore_patterns("archives*"))
-    with pytest.raises(CorruptCheckpointError, match=r"archives\S* is missing, though its manifest is there"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"archives\S* is missing, though the manifest of step 1"
+    ):
         restored_by_two(half)
 
     shutil.rmtree(half)
     shutil.copytree(folder, half, ignore=shutil.ignore_patterns("manifest*"))
     with pytest.raises(NotCommittedError, match="no committed checkpoint there"):
         async_ckpt.load(half)
+    with (
+        async_ckpt.AsyncCheckpointer(half.parent, ranks=(0, 1)) as ckpt,
+        pytest.warns(RuntimeWarning, match=r"archives of all ranks without their manifest, in step_00000001"),
+    ):
+        assert ckpt.restore({"0": torch.zeros(21, 2)}) is None
+
+
+def test_a_step_that_was_copied_without_those_that_it_borrows_from_says_so(tmp_path: Path):
+    with async_ckpt.AsyncCheckpointer(tmp_path / "run") as ckpt:
+        state = {"m": {"w": torch.ones(3)}, "n": 1}
+        ckpt.save(state, 1).result()
+        ckpt.save(state, 2, unchanged="m").result()
+    shutil.copytree(tmp_path / "run" / "step_00000002", tmp_path / "half" / "step_00000002")
+    with pytest.raises(
+        CorruptCheckpointError,
+        match=r"step_00000001.* is missing, though the manifest of step 2 names it; .* merge\(\) step 2",
+    ):
+        async_ckpt.load(tmp_path / "half")
 
 
 # --- the state of an optimizer ------------------------------------------------------------------------------------------

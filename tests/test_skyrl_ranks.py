@@ -110,6 +110,68 @@ def test_what_two_ranks_have_saved_four_load_from_a_tar_that_has_the_files_of_sk
         assert [one[2] for one in dispatch.told] == drawn
 
 
+ITS_OWN = """
+from pathlib import Path
+from skyrl_ranks import Strategy, Trainee
+one, strategy = Trainee(), Strategy("both")
+one.train(1)
+state = {{"seen": here.rank, "log": [here.rank, {{"x": (1, here.rank)}}], "epoch": 2}}
+strategy.save_checkpoint(one.model, {folder!r}, 0, *one.parts[1:], client_state=state)
+strategy.finalize_pending_saves()
+strategy = Strategy("async_ckpt")
+_, told = strategy.load_checkpoint(one.model, {folder!r}, *one.parts[1:])
+here.tell(told["client_state"] == state)
+here.tell("fsdp_strategy" in told)  # ours says it
+here.meet("loaded")
+if here.rank == 0:
+    for path in Path({folder!r}).glob("async_ckpt/step_*/manifest.json"):
+        path.rename({folder!r} + "/aside")
+here.meet("not committed")
+_, told = strategy.load_checkpoint(one.model, {folder!r}, *one.parts[1:])
+here.tell(told["client_state"] == state)
+here.tell("fsdp_strategy" in told)
+for nothing in ("/nothing", ""):
+    if nothing == "" and here.rank == 0:
+        for path in Path({folder!r}).glob("*.pt"):
+            path.unlink()
+    here.meet("gone" + nothing[1:])
+    try:
+        strategy.load_checkpoint(one.model, {folder!r} + nothing, *one.parts[1:])
+    except Exception as error:
+        here.tell([type(error).__name__, "files of SkyRL" in str(error)])
+here.meet("done")
+if here.rank == 0:
+    (step,) = Path({folder!r}).glob("async_ckpt/step_*")
+    Path({folder!r} + "/aside").rename(step / "manifest.json")
+"""
+ON_OTHERS = """
+from skyrl_ranks import Strategy, Trainee
+one = Trainee()
+before = [parameter.to_local().clone() for parameter in one.model.parameters()]
+try:
+    Strategy("async_ckpt").load_checkpoint(one.model, {folder!r}, *one.parts[1:])
+except Exception as error:
+    here.tell([type(error).__name__, str(error).partition(";")[0]])
+here.tell(all(torch.equal(a.to_local(), b) for a, b in zip(one.model.parameters(), before, strict=True)))
+"""
+
+
+def test_what_differs_by_rank_is_each_ranks_own_and_whatever_is_complete_is_loaded(
+    worlds: Worlds, tmp_path: Path
+):
+    folder = str(tmp_path / "global_step_7" / "policy")
+
+    ended = worlds.run(2, ITS_OWN.format(folder=folder))
+
+    lacking = [["NotCommittedError", True]] * 2
+    assert [one.told for one in ended] == [[True, True, True, False, *lacking]] * 2
+    (told, is_as_before), *_ = (one.told for one in worlds.run(1, ON_OTHERS.format(folder=folder)))
+    assert told[0] == "StateMismatchError"
+    assert told[1].startswith("client_state.")
+    assert "was saved by each rank for itself" in told[1]
+    assert is_as_before
+
+
 def test_files_of_skyrl_alone_are_read_as_it_reads_them(
     worlds: Worlds, tmp_path: Path, assert_trained: Callable[[], None]
 ):

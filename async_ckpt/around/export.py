@@ -23,7 +23,7 @@ from ..storage.place import Anywhere, local_place, written_at
 from .folder import Asked, Export
 from .hub import weights_of
 from .shards import MAX_SHARD_BYTES
-from .spread import Parts, begin_spread, is_spread
+from .spread import Others, Parts, begin_spread, is_spread, looks_spread
 
 # Of what lies beside a config: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
@@ -58,7 +58,8 @@ def export_hf(
 
     If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination that all of
     them see. None waits for another: each writes what it holds, and rank 0 makes the folder of that, through less than 256 MiB of
-    memory. Its handle is done when the folder is there; that of another rank, when its own part is.
+    memory. Its handle is done when the folder is there; that of another rank, when its own part is. All ranks must have a part in
+    it: one whose weights are whole makes DTensors of them, on a mesh of its own, or the export fails.
 
     Together with a checkpoint of the same instant, the weights are copied from the device once:
 
@@ -90,10 +91,20 @@ def export_hf(
         beside = {} if config_folder is None else files_of(local_place(config_folder))
         held = state_or_model if isinstance(state_or_model, Held) else None
         refuse_guard([held] if held is not None else [], guard)
-        weights = weights_of(state_or_model, beside)
+        place = written_at(destination)
+        others = Others(place)
+        try:
+            weights = weights_of(state_or_model, beside)
+        except BaseException as error:
+            if looks_spread(state_or_model):
+                Parts(place, storage).tell_of_failure(error)
+            raise
+        others.tell(is_spread=is_spread(weights))
         asked = Asked(storage, beside, max_shard_bytes, spans, called)
         if is_spread(weights):
-            return begin_spread(asked, weights, Parts(written_at(destination), storage), guard)
+            return begin_spread(asked, weights, Parts(place, storage), others, guard)
+        others.check_whole()
+        asked = asked._replace(check=others.check_whole)
         return Export(asked, weights, held=held, optimizers=unwrapped(guard)).begin()
     finally:
         called.set_result(spans.total())

@@ -6,7 +6,7 @@ Knows nothing of: models, how weights are called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +35,9 @@ class Asked(NamedTuple):
     max_shard_bytes: int
     spans: Spans
     called: Future[float]
+    check: Callable[[], None] = lambda: (
+        None
+    )  # before anything is replaced; raises where it must not be after all
 
 
 class Export(CopyErrand):
@@ -62,6 +65,7 @@ class Export(CopyErrand):
             called=asked.called,
         )
         self._storage, self._max_shard_bytes = asked.storage, asked.max_shard_bytes
+        self._check_others = asked.check
         self._small = {**weights.files, **asked.beside}
         self._total_bytes = sum(map(len, self._small.values())) + sum(tensor.nbytes for tensor in tensors)
         self._shard_names: set[str] = set()  # written
@@ -88,6 +92,7 @@ class Export(CopyErrand):
     # --- blocking, on helper threads --------------------------------------------------------------------------
 
     def _write_folder(self) -> None:
+        self._check_others()
         if self._weights.stem == "model" and self._storage.exists(ADAPTER_CONFIG):
             raise FileExistsError(
                 f"{self.path} holds an adapter ({ADAPTER_CONFIG}), which would be loaded in place of the model; "
@@ -146,6 +151,7 @@ class Export(CopyErrand):
         self.copy.release()
 
     def _commit(self) -> None:
+        self._check_others()
         weights, storage = self._weights, self._storage
         if self._scratch is not None:
             with translated(Path(self.path)):

@@ -25,6 +25,7 @@ from ..loading.load import check_lent
 from ..loading.lots import Readers
 from ..loading.ranges import Range, read_ranges
 from ..report import Destination, SaveReport
+from ..runs.manifest import NAME as MANIFEST
 from ..saving.targets import FileTarget
 from ..spans import monotonic, wall_time
 from ..spec import BLOCK_BYTES, SEGMENT_BYTES, Json, TensorSpec
@@ -34,7 +35,7 @@ from ..state.names import shown
 from ..state.tree import SavedApart, leaves, top_keys
 from ..storage.append import Appender
 from ..storage.base import Storage
-from ..storage.place import Anywhere, storage_at, written_at
+from ..storage.place import Anywhere, written_at
 
 _COMPRESSED: Final = (".zst", ".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 
@@ -58,7 +59,7 @@ def merge(
     destination until all of it is durable.
 
     Args:
-        run: the root of the run; a path, a URL or a Place.
+        run: the root of the run, or the folder of the step; a path, a URL or a Place.
         step: a committed step; None for the newest.
         destination: the path or URL of the archive, or a Place. It is not compressed.
         from_ranks: whose value to take where each rank has its own, by name, such as {"rng": 0}. Every such name needs one.
@@ -67,15 +68,19 @@ def merge(
 
     Raises NotCommittedError if there is no such step, StateMismatchError if ranks have values of their own that `from_ranks`
     does not choose among, KeyError if it names nothing, UntrustedObjectError, CorruptCheckpointError, ValueError or
-    IsADirectoryError for a destination that cannot be written to, StorageFullError and StorageUnavailableError.
+    IsADirectoryError for a destination that cannot be written to or is in the folder of a step, StorageFullError and StorageUnavailableError.
     """
     begin = monotonic()
     place = written_at(destination)
     target = FileTarget.at(place)
     if target.path.lower().endswith(_COMPRESSED):
         raise ValueError(f"{target.path}: a merged archive is a plain tar; give it a name such as merged.tar")
-    there = committed_step(storage_at(run), step)
+    there = committed_step(run, step)
     storage, name = place.object()
+    if storage.exists(MANIFEST):
+        raise ValueError(
+            f"{target.path}: that is the folder of a committed step, whose archives stay as they are; give another destination"
+        )
 
     def write(parts: Sequence[Part]) -> SaveReport:
         check_lent(parts, None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -20,10 +21,10 @@ from typing import Any, Final
 
 import torch
 
-from ..errors import CheckpointError, PeerFailedError
+from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from ..host.memory import Memory
 from ..host.process import OnceInProcess
-from ..host.ranks import World, world_of
+from ..host.ranks import Words, World, world_of
 from ..host.waiting import ENDS_THE_CALL, Wait
 from ..loading.contents import Part
 from ..loading.load import load_state
@@ -38,6 +39,7 @@ from ..saving.targets import FileTarget
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import SEGMENT_BYTES
 from ..state.dtypes import dtype_named
+from ..state.held import Held, tree_of
 from ..state.sharded import Slicer, is_sharded
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
@@ -57,6 +59,67 @@ _counter: Final = itertools.count()
 
 def is_spread(weights: Weights) -> bool:
     return any(map(is_sharded, weights.tensors.values()))
+
+
+def looks_spread(given: Any) -> bool:
+    """Whether something that may be no model at all has parts of what is spread over ranks."""
+    with contextlib.suppress(Exception):
+        named = tree_of(given) if isinstance(given, Held) else given
+        tensors = named.parameters() if isinstance(named, torch.nn.Module) else named.values()
+        return any(map(is_sharded, tensors))
+    return False
+
+
+class Others:
+    """What ranks tell each other of their calls for one destination, the first of each, the second, and so on. None waits.
+
+    A rank whose own weights are whole cannot know that the others export with it: where it sees so in time, it does not replace
+    what they write; and they need not wait for it.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._words: Words | None = None
+        with contextlib.suppress(ValueError):  # whoever has no group has no others
+            world = world_of(None, None)
+            if world.store is not None:
+                # Not by the start of the world, which a rank that exports alone must not count. What an earlier start has said in a store
+                # that outlives it is what the same program says again.
+                restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                self._words = Words(world.store, f"async_ckpt/destinations/{world.size}/{restarts}")
+                self._rank = world.rank
+        calls = _tokens("").calls
+        name = hashlib.blake2b(place.text.encode(errors="replace"), digest_size=8).hexdigest()
+        self._key = f"{name}/{next(calls.setdefault(name, itertools.count()))}"
+
+    def tell(self, *, is_spread: bool) -> None:
+        if self._words is not None:
+            with contextlib.suppress(RuntimeError):  # the store is away: nobody is told, and no export fails
+                self._words.say(f"{self._key}/{'spread' if is_spread else 'whole'}", str(self._rank))
+
+    def check_whole(self) -> None:
+        """On a rank whose weights are whole. Raises UnsupportedStateError where another rank's are not."""
+        if self._said("spread") is not None:
+            raise UnsupportedStateError(
+                "none of this rank's weights is spread over ranks, but other ranks export theirs to the same folder, and are; nothing was "
+                "written: make DTensors of them, on a mesh of this rank alone if need be, or give another folder",
+                path="",
+            )
+
+    def check_spread(self, path: str) -> None:
+        """On a rank whose weights are spread. Raises PeerFailedError where another rank takes no part."""
+        if (rank := self._said("whole")) is not None:
+            raise PeerFailedError(
+                f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make DTensors of them, on a "
+                "mesh of that rank alone if need be",
+                rank=int(rank),
+                undecided=False,
+            )
+
+    def _said(self, word: str) -> str | None:
+        if self._words is not None:
+            with contextlib.suppress(RuntimeError):
+                return self._words.said(f"{self._key}/{word}")
+        return None
 
 
 class Parts:
@@ -102,7 +165,7 @@ class Parts:
         return f"rank_{rank:05d}.tar"
 
 
-def begin_spread(asked: Asked, weights: Weights, parts: Parts, guard: Any) -> SaveHandle:
+def begin_spread(asked: Asked, weights: Weights, parts: Parts, others: Others, guard: Any) -> SaveHandle:
     """Copy what this rank holds, and have it written; on rank 0, the folder after it."""
     saver = slices_saver(parts.world)
     try:
@@ -115,7 +178,7 @@ def begin_spread(asked: Asked, weights: Weights, parts: Parts, guard: Any) -> Sa
     except BaseException as error:
         parts.tell_of_failure(error)
         raise
-    return SpreadExport(asked, weights._replace(tensors={}), part, parts).begin()
+    return SpreadExport(asked, weights._replace(tensors={}), part, parts, others).begin()
 
 
 def _own(tensors: Tensors) -> Tensors:
@@ -131,8 +194,10 @@ def _own(tensors: Tensors) -> Tensors:
 class SpreadExport(Export):
     """One export, on one of the ranks."""
 
-    def __init__(self, asked: Asked, weights: Weights, part: SaveHandle, parts: Parts) -> None:
-        self._part, self._parts = part, parts
+    def __init__(
+        self, asked: Asked, weights: Weights, part: SaveHandle, parts: Parts, others: Others
+    ) -> None:
+        self._part, self._parts, self._others = part, parts, others
         self._tied = frozenset(weights.tied)
         super().__init__(asked, weights, after=[part.staging_completion])
         self._numbers: dict[str, int] = {}  # of the tensors to be written, in the file of parts
@@ -142,18 +207,28 @@ class SpreadExport(Export):
     async def _write(self, off_loop: OffLoop) -> None:
         try:
             await asyncio.wrap_future(self._part)
+            await off_loop(self._check_others_export)
             if self._parts.world.rank == 0:
                 await self._wait_for_others(off_loop)
                 await off_loop(self._write_folder)
         except BaseException as error:
-            if self._parts.world.rank:
+            if self._parts.world.rank and not isinstance(error, PeerFailedError):
                 await off_loop(partial(self._parts.tell_of_failure, error))
+            raise
+
+    def _check_others_export(self) -> None:
+        """Raises PeerFailedError where another rank takes no part: rank 0 may be that, and nobody else delete the parts."""
+        try:
+            self._others.check_spread(self.path)
+        except PeerFailedError:
+            self._parts.delete()
             raise
 
     async def _wait_for_others(self, off_loop: OffLoop) -> None:
         deadline = monotonic() + PEER_SECONDS
         while lacking := await off_loop(self._parts.lacking):
             self._check()
+            await off_loop(self._check_others_export)
             if monotonic() > deadline:
                 raise PeerFailedError(
                     f"{self.path}: after {PEER_SECONDS:.0f} s rank {lacking[0]} has not left its slices of the model there; call "
@@ -236,10 +311,11 @@ class SpreadExport(Export):
 
 
 class _Token:
-    """What the folders of parts of this start of the ranks are called."""
+    """What the folders of parts of this start of the ranks are called, and how often it has exported to which destination."""
 
     def __init__(self) -> None:
         self.known: tuple[Any, str] | None = None  # of which store
+        self.calls: dict[str, Iterator[int]] = {}  # by destination
 
 
 def _new_token(_: str) -> _Token:

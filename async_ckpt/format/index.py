@@ -182,6 +182,8 @@ def of_safetensors(
     base = 8 + int.from_bytes(head[:8], "little")
     try:
         table, metadata = safetensors.parse_foreign_header(head)
+        if safetensors.has_pieces(path, metadata):
+            raise CorruptCheckpointError(f"{path}: {safetensors.PIECES}", path=path)
         end = base + max((told.end for told in table.values()), default=0)
         if end > file_bytes:
             raise _Lie(f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated")

@@ -6,6 +6,7 @@ In: names, dtypes, shapes, extents. Out: header bytes, and back. Knows nothing o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +24,15 @@ _NEW_CODES: Final = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 _DTYPE_OF: Final = {code: name for name, (_, code) in DTYPES.items() if code} | _NEW_CODES
+
+
+# What DCP's writer calls the files of its ranks, and where it says in them which pieces of tensors they hold.
+_OF_RANK: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_SHARDING: Final = "DCP_SHARDING_INFO"
+PIECES: Final = (
+    "pieces of tensors, as HuggingFaceStorageWriter(save_distributed=True) of torch.distributed.checkpoint writes them; load their folder "
+    "with its HuggingFaceStorageReader, or save with enable_consolidation=True"
+)
 
 
 class Entry(NamedTuple):
@@ -73,6 +83,19 @@ def loaded_as(code: str, shape: list[int]) -> tuple[str, list[int]]:
     if code not in _DTYPE_OF:
         raise ValueError(f"the dtype {code!r:.50} is not known")
     return _DTYPE_OF[code], shape
+
+
+def is_of_rank(path: str) -> bool:
+    """Whether a file of this name has what one rank of several holds."""
+    return _OF_RANK.fullmatch(path.replace("\\", "/").rpartition("/")[2]) is not None
+
+
+def has_pieces(path: str, metadata: Mapping[str, str]) -> bool:
+    """Whether tensors of a file are pieces of others. Raises ValueError or TypeError for metadata that is malformed."""
+    if _SHARDING not in metadata:
+        return False
+    told = json.loads(metadata[_SHARDING])
+    return is_of_rank(path) or any(any(dict(one).get("saved_offsets", ())) for one in dict(told).values())
 
 
 def begins(data: bytes | memoryview) -> bool:

@@ -13,6 +13,7 @@ is done, not when the call returns: an engine marks it as completed in `handle.a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import io
 import os
@@ -28,7 +29,7 @@ from ..around.pack import pack
 from ..around.unpack import unpack
 from ..around.wrap import wrap
 from ..checkpointer import AsyncCheckpointer
-from ..errors import CheckpointError, ClosedError
+from ..errors import CheckpointError, ClosedError, NotCommittedError, StateMismatchError
 from ..files import exists
 from ..host.ranks import ranks
 from ..host.waiting import ENDS_THE_WAIT, Wait
@@ -36,6 +37,8 @@ from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
 from ..saving.waiting import wait_for_saves
 from ..saving.worker import Pending
+from ..state.names import shown
+from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..storage.place import Place
 from ..storage.url import Where, text_of
@@ -349,26 +352,28 @@ class FSDPCheckpoints:
     ) -> tuple[Where, dict[str, Any]]:
         """Fill model, optimizer and scheduler in place, on all ranks. Returns the folder and what else was saved.
 
-        The generators of each rank are restored only on as many ranks as have saved them; on others they go on as they are.
+        The generators of each rank are restored only on as many ranks as have saved them; on others they go on as they are. Of a
+        `client_state` that differs, each rank gets its own; on another number of ranks that raises StateMismatchError.
         Raises NotCommittedError for a folder with neither our archives nor, where the next base has this method, SkyRL's files.
         """
         self.finalize_pending_saves()
         there = _archives_in(ckpt_dir)
-        if not exists(there) and hasattr(super(), "load_checkpoint"):
-            loaded: tuple[Where, dict[str, Any]] = super().load_checkpoint(  # type: ignore[misc]
-                model,
-                ckpt_dir,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                load_module_strict=load_module_strict,
-                load_optimizer_states=load_optimizer_states,
-                load_lr_scheduler_states=load_lr_scheduler_states,
-            )
-            return loaded
-        with AsyncCheckpointer(there) as ckpt:
-            step = ckpt.latest()
-            told = ckpt.load(step, select=["client_state", "tag", "world_size"])
+        with contextlib.ExitStack() as stack:
+            ckpt = stack.enter_context(AsyncCheckpointer(there)) if exists(there) else None
+            step = None if ckpt is None else ckpt.latest()
+            if ckpt is None or step is None:
+                return self._load_of_skyrl(
+                    model,
+                    ckpt_dir,
+                    optimizer=optimizer,
+                    scheduler=scheduler,
+                    load_module_strict=load_module_strict,
+                    load_optimizer_states=load_optimizer_states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                )
             rank, world_size = ranks()
+            told = ckpt.load(step, select=["client_state", "tag", "world_size"])
+            told = _of_rank(told, rank if told["world_size"] == world_size else None, ())
             parts = self._parts(
                 model,
                 optimizer if load_optimizer_states else None,
@@ -376,9 +381,21 @@ class FSDPCheckpoints:
             )
             if told["world_size"] != world_size:
                 del parts["rng"]
-            assert step is not None
             ckpt.restore(parts, step, strict=load_module_strict)
         return ckpt_dir, {**told, "rank": rank, "fsdp_strategy": getattr(self, "fsdp_strategy", None)}
+
+    def _load_of_skyrl(self, model: Any, ckpt_dir: Where, **how: Any) -> tuple[Where, dict[str, Any]]:
+        missing: FileNotFoundError | None = None
+        if hasattr(super(), "load_checkpoint"):
+            try:
+                loaded: tuple[Where, dict[str, Any]] = super().load_checkpoint(model, ckpt_dir, **how)  # type: ignore[misc]
+                return loaded
+            except FileNotFoundError as error:
+                missing = error
+        why = f", and of the files of SkyRL: {missing}" if missing else ""
+        raise NotCommittedError(
+            f"{_archives_in(ckpt_dir)}: no committed checkpoint there{why}", path=text_of(ckpt_dir), step=None
+        ) from missing
 
     def finalize_pending_saves(self, *_: Any, **__: Any) -> None:
         """Wait until the save that is under way is committed, and raise its error; whatever SkyRL gives it is left unread."""
@@ -392,6 +409,25 @@ class FSDPCheckpoints:
         inner = getattr(model, "model", None) if type(model).__name__ == "HFModelWrapper" else None
         parts = {"model": model if inner is None else inner, "optimizer": optimizer, "scheduler": scheduler}
         return {name: part for name, part in parts.items() if part is not None} | {"rng": RngState("skyrl")}
+
+
+def _of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
+    """Without `PerRank`: this rank's value of each; None for a rank of another number of ranks than have saved."""
+    if isinstance(value, PerRank):
+        if rank is None:
+            raise StateMismatchError(
+                f"{shown(path)} was saved by each rank for itself, and these are not as many ranks; load it by async_ckpt.load, "
+                "or save what is the same on all ranks",
+                missing=(),
+                unexpected=(),
+                mismatched=(shown(path),),
+            )
+        return value[rank]
+    if isinstance(value, dict):
+        return {key: _of_rank(one, rank, (*path, key)) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_of_rank(one, rank, (*path, i)) for i, one in enumerate(value))
+    return value
 
 
 def _archives_in(ckpt_dir: Where) -> str:

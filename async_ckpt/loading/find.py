@@ -27,13 +27,13 @@ from ..runs.receipts import archives_in, archives_of, attempt_of_all
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
-from ..state.names import shown
+from ..state.names import Selector, shown
 from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
 from ..storage.place import Anywhere, place_of, storage_at
 from .contents import Part
 from .foreign import opened, parts_of_folder
-from .lots import Lot, Named, Readers
+from .lots import Lot, Named, Readers, check_from_ranks
 from .merged import Merged, OthersNeededError
 
 T = TypeVar("T")
@@ -114,13 +114,16 @@ def from_path(
 ) -> T:
     """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run.
 
-    Or a safetensors file, and a folder that `parts_of_folder` knows.
+    Or a safetensors file, and a folder that `parts_of_folder` knows. Raises TypeError for `readers` that are not valid.
     """
+    check_from_ranks(readers.from_ranks)
     file = opened_as_file(path)
     if file is not None:
         reader, shown = file
         with reader:
-            return use([Part(opened(decompressing(reader, shown), path=shown, verify=verify))])
+            parts: Sequence[Part] = [Part(opened(decompressing(reader, shown), path=shown, verify=verify))]
+            _check_names(parts, readers)
+            return use(parts)
     storage = storage_at(path)
     step = step_at(storage, path)
     if step is not None:
@@ -135,9 +138,10 @@ def from_path(
             if num_gone == TRIES:
                 raise overtaken(storage.locate("")) from error
     with contextlib.ExitStack() as stack:
-        parts = parts_of_folder(storage, verify=verify, stack=stack)
-        if parts is not None:
-            return use(parts)
+        found_there = parts_of_folder(storage, verify=verify, stack=stack)
+        if found_there is not None:
+            _check_names(found_there, readers)
+            return use(found_there)
     raise nothing_committed(storage)
 
 
@@ -150,8 +154,25 @@ def step_at(storage: Storage, path: Anywhere) -> Committed | None:
     return Committed.at(storage, "", root)
 
 
-def committed_step(storage: Storage, step: int | None) -> Committed:
-    """A committed step of the run whose root this storage is; with None, the newest. Raises NotCommittedError."""
+def committed_step(run: Anywhere, step: int | None) -> Committed:
+    """A committed step of a run; with None, the newest. The folder of the step itself may be given instead.
+
+    Raises NotCommittedError, and TypeError for a step that is no number.
+    """
+    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+        raise TypeError(f"step must be the number of a step, got {step!r:.100}")
+    storage = storage_at(run)
+    alone = step_at(storage, run)
+    if alone is not None:
+        own = alone.read().step
+        if step is not None and step != own:
+            where = storage.locate("")
+            raise NotCommittedError(
+                f"{where} is the folder of step {own}, not of {step}; give the root of the run",
+                path=where,
+                step=step,
+            )
+        return alone
     folders = dict(committed_folders(storage))
     if not folders:
         raise nothing_committed(storage)
@@ -212,6 +233,7 @@ class Committed(NamedTuple):
                 own,
                 made.attempt,
                 made.step,
+                made.step,
                 per_rank,
                 near=self.near,
                 is_shared_out=made.ranks is None and len(own) > 1,
@@ -225,12 +247,23 @@ class Committed(NamedTuple):
             lots.setdefault((folder, step, tuple(archives)), set()).add(group)
         for (folder, step, lenders), groups in lots.items():
             root = self.root()
-            paths = [(f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders)]
+            paths = [
+                (f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders, made.step)
+            ]
             attempt = attempt_of_all(lenders[0].name) or ""
             is_shared_out = len(lenders) > 1
             found.append(
                 Named(
-                    root, folder, paths, attempt, step, per_rank, frozenset(groups), self.near, is_shared_out
+                    root,
+                    folder,
+                    paths,
+                    attempt,
+                    step,
+                    made.step,
+                    per_rank,
+                    frozenset(groups),
+                    self.near,
+                    is_shared_out,
                 )
             )
         return found
@@ -243,6 +276,7 @@ def from_committed(
 
     A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
     """
+    check_from_ranks(readers.from_ranks)
     made = step.read()
     for _ in range(TRIES):
         try:
@@ -279,6 +313,15 @@ def _check_names(parts: Sequence[Part], readers: Readers) -> None:
             f"of from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; ranks have their own "
             f"values of: {', '.join(apart) or 'nothing'}"
         )
+    for name in unknown:  # one rank has saved all of it
+        selected = Selector([name])
+        for part in parts:
+            part.archive.match(selected, part.groups)
+        if selected.unused:
+            raise KeyError(
+                f"of from_ranks={readers.from_ranks!r}, {name!r} names nothing in {parts[0].archive.path}; it holds "
+                f"{parts[0].archive.names()}"
+            )
 
 
 def _read_again(step: Committed, made: Manifest, error: CheckpointError) -> Manifest:

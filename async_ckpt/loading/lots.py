@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..host.threads import run_together
 from ..runs import layouts
-from ..runs.manifest import Archive
+from ..runs.manifest import Archive, missing
 from ..state.merge import UnknownChoiceError
 from ..state.names import shown
 from ..state.writers import Layout, Writers, name_of
@@ -32,6 +32,8 @@ from .open import OpenArchive
 _MAX_OPENERS: Final = 16
 # Indices that are read without anything that says they are needed.
 MAX_UNEXPLAINED: Final = 256
+# Names in a message.
+_MANY: Final = 8
 
 
 class Readers(NamedTuple):
@@ -40,6 +42,18 @@ class Readers(NamedTuple):
     ranks: tuple[int, int] | None = None
     from_ranks: Mapping[str, int] | None = None
     reads_all: bool = False
+
+
+def check_from_ranks(from_ranks: Any) -> None:
+    """Raises TypeError for what does not say which rank's value is wanted of which name."""
+    if from_ranks is not None and not (
+        isinstance(from_ranks, Mapping)
+        and all(isinstance(name, str) for name in from_ranks)
+        and all(hasattr(rank, "__index__") and not isinstance(rank, bool) for rank in from_ranks.values())
+    ):
+        raise TypeError(
+            f'from_ranks must be a mapping from names to numbers of ranks, such as {{"rng": 0}}; got {from_ranks!r:.100}'
+        )
 
 
 class Named(NamedTuple):
@@ -52,6 +66,8 @@ class Named(NamedTuple):
     archives: Sequence[tuple[str, Archive]]
     attempt: str
     step: int
+    named_by: int
+    """The step whose manifest it is: a later one than `step` where groups are borrowed."""
     per_rank: Collection[str] = ()
     groups: Groups = None
     near: Sequence[Storage] = ()
@@ -191,7 +207,19 @@ class Lot:
         def open_one(rank: int) -> None:
             path, told = self.named.archives[rank]
             storage = next((one for one in self.named.near if _has(one, path, told)), self.named.storage)
-            opened[rank] = open_archive(storage, path, told, self._verify, self._stack)
+            try:
+                opened[rank] = open_archive(
+                    storage, path, told, self._verify, self._stack, self.named.named_by
+                )
+            except CorruptCheckpointError as error:
+                if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
+                    first, more = ", ".join(names[:_MANY]), len(names) - _MANY
+                    raise CorruptCheckpointError(
+                        f"{error}. It is rank {rank}'s, and has parts of {first}{f' and {more} more' if more > 0 else ''}",
+                        path=error.path,
+                        tensors=names,
+                    ) from error.__cause__
+                raise
             if len(self._opened) + len(fresh) > _MAX_OPENERS:
                 opened[rank].keep_little()
 
@@ -201,6 +229,14 @@ class Lot:
         if num_readers > 1 and len(self._opened) > 1:
             for archive in self._opened.values():  # who needs others' archives reads what others read, too
                 archive.share()
+
+    def _written_by(self, rank: int) -> tuple[str, ...]:
+        """The tensors of which a rank's archive has something, as the layout says; none where there is no layout."""
+        layout = self._ask_layout()
+        if layout is None or len(self.named.archives) == 1:
+            return ()
+        written = Writers(layout, self._aliases()).boxes_of(rank)
+        return tuple(sorted(shown(tuple(name.split("\x1f"))) for name, boxes in written.items() if boxes))
 
     def _as_one(self) -> Merged:
         named, readers = self.named, self._readers
@@ -233,16 +269,14 @@ def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
 
 
 def open_archive(
-    storage: Storage, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack
+    storage: Storage, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack, named_by: int
 ) -> OpenArchive:
-    """The archive that a manifest names. Raises CorruptCheckpointError for any other."""
+    """The archive that the manifest of a step names. Raises CorruptCheckpointError for any other."""
     where = storage.locate(path)
     try:
         reader = stack.enter_context(storage.open(path))
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{where} is missing, though its manifest is there", path=where
-        ) from error
+        raise missing(where, named_by) from error
     except (IsADirectoryError, ValueError) as error:  # a folder, or what is no name of a file
         raise CorruptCheckpointError(
             f"{where!a} is not a file, though its manifest names it", path=where

@@ -21,7 +21,7 @@ from ..state.names import dotted
 from ..state.slices import Mesh
 from ..state.values import is_within
 from ..state.writers import Layout, Writers, name_of
-from ..storage.place import Anywhere, storage_at
+from ..storage.place import Anywhere
 from .find import committed_step
 from .lots import Named, open_archive
 
@@ -47,14 +47,14 @@ def rebuild_layout(run: Anywhere, step: int) -> str:
     is changed.
 
     Args:
-        run: the root of the run; a path, a URL or a Place.
+        run: the root of the run, or the folder of the step; a path, a URL or a Place.
         step: a committed step.
 
     Raises NotCommittedError if the step is not committed there, ValueError for a step of one rank or of TarStorageWriter, which
     need no layout, CorruptCheckpointError if an archive is missing or damaged, and StorageUnavailableError.
     """
-    storage = storage_at(run)
-    there = committed_step(storage, step)
+    there = committed_step(run, step)
+    storage = there.storage
     made = there.read()
     if made.ranks is None:
         who = "one rank" if len(made.archives) == 1 else "torch.distributed.checkpoint"
@@ -63,7 +63,8 @@ def rebuild_layout(run: Anywhere, step: int) -> str:
     looks = _looks(named)
     known = layouts.read(storage, named.folder, named.attempt)
     layout = layout_of(looks, known and known.root)
-    path = f"{named.folder}/{layouts.rebuilt_name(named.attempt)}"
+    name = layouts.rebuilt_name(named.attempt)
+    path = f"{named.folder}/{name}" if named.folder else name
     storage.replace(path, layouts.dump(layout, Table(layout.classes, tuple(named.per_rank))))
     return storage.locate(path)
 
@@ -73,7 +74,7 @@ def _looks(named: Named) -> list[Look]:
 
     def look(rank: int) -> None:
         with contextlib.ExitStack() as stack:
-            archive = open_archive(named.storage, *named.archives[rank], True, stack)
+            archive = open_archive(named.storage, *named.archives[rank], True, stack, named.named_by)
             looks[rank] = look_at(archive.index, named.per_rank)
 
     everybody = range(len(named.archives))

@@ -225,6 +225,15 @@ def archive_name(rank: int, attempt: str) -> str:
     return f"rank_{rank:05d}.{attempt}.tar"
 
 
+def missing(shown: str, named_by: int) -> CorruptCheckpointError:
+    """What to raise where something is not there that the manifest of a step names, its own or an earlier one's."""
+    return CorruptCheckpointError(
+        f"{shown} is missing, though the manifest of step {named_by} names it; if the run was copied, copy all of it, or merge() step "
+        f"{named_by} where the run is whole; else load an earlier checkpoint",
+        path=shown,
+    )
+
+
 def _of_ranks(raw: Mapping[str, Any]) -> OfRanks:
     return OfRanks(
         _archive(raw["archives"]),

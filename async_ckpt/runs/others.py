@@ -6,20 +6,24 @@ Knows nothing of: what is restored from it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from ..errors import CorruptCheckpointError, FormatVersionError
-from ..format import digests, index
+from ..format import digests, index, safetensors
 from ..storage.base import Storage
 from . import manifest
 from .manifest import Manifest, parse_intent
 from .naming import how_to_open, numbered, words_for
+from .receipts import attempt_of_all
 
 # Folders that are looked into, of each naming: those of the newest steps.
 _LOOKED_INTO: Final = 10
 # What torch.distributed.checkpoint writes last.
 OF_DCP: Final = ".metadata"
+# And what each rank does, where ranks do not speak to each other.
+_OF_ONE_RANK: Final = re.compile(r"__\d+\.metadata")
 
 
 class NamedOtherwise(NamedTuple):
@@ -55,12 +59,19 @@ def foreign_kind(names: Collection[str]) -> str | None:
             "a checkpoint of torch.distributed.checkpoint, which has no digests: async_ckpt.load reads it, and "
             "async_ckpt.integrations.dcp.restore fills live objects from it"
         )
+    if any(map(_OF_ONE_RANK.fullmatch, names)):
+        return (
+            "what torch.distributed.checkpoint has written with use_collectives=False, a checkpoint for each rank: torch.distributed.checkpoint "
+            "loads it, on as many ranks"
+        )
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return (
             "the members of an archive that was extracted: async_ckpt.load reads them, and only the archive itself can be "
             "verified"
         )
     files = [name for name in names if name.endswith(".safetensors")]
+    if files and all(map(safetensors.is_of_rank, files)):
+        return safetensors.PIECES
     if files:
         return f"safetensors files, which async_ckpt.load reads; load one of them: {', '.join(files[:5])}"
     of_torch = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
@@ -83,6 +94,17 @@ def foreign_steps(
             known = is_own(folder) or words_for(folder)
             if OF_DCP in inside or (known and not all(map(is_ours, inside))):
                 found.append(folder)
+    return found
+
+
+def not_whole(storage: Storage, is_own: Callable[[str], bool]) -> list[str]:
+    """The newest folders of the run's own steps that have all of a commit of several ranks but its manifest."""
+    found = []
+    for folder in (one for folders in _by_naming(filter(is_own, storage.names(""))) for one in folders):
+        inside = storage.names(folder)
+        is_committed = any(name == manifest.NAME or manifest.is_retired_name(name) for name in inside)
+        if not is_committed and any(map(attempt_of_all, inside)):
+            found.append(folder)
     return found
 
 

@@ -2,7 +2,7 @@
 
 In: a storage and an attempt. Out: who has done what, and what was decided. Knows nothing of: who waits for whom.
 
-    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<ok|err>    one small object per rank
+    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<balance>.<ok|err>    one small object per rank
     <step>/verdict.<attempt>.json      rank 0's no: the manifest of this attempt will never be put
     <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
     <step>/layout.<attempt>.json       which ranks have states of which structure, and the tensors of each structure
@@ -26,7 +26,7 @@ from ..format.digests import block_digest
 from ..state.writers import Classes
 from ..storage.base import Storage
 from .manifest import NAME as MANIFEST
-from .manifest import Archive, Manifest, archive_name, parse, seal, unseal
+from .manifest import Archive, Manifest, archive_name, missing, parse, seal, unseal
 
 
 class Table(NamedTuple):
@@ -64,7 +64,7 @@ EMPTY: Final = Table()  # nothing is known
 NO_TABLE: Final = "0" * 16
 _RECORD: Final = struct.Struct("<Q16s")
 _NAME: Final = re.compile(
-    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.(ok|err)"
+    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.([0-9a-f]{16})\.(ok|err)"
 )
 _ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
 _FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
@@ -93,7 +93,8 @@ class Receipt(NamedTuple):
 
     `table` is the digest of the classes by which it has taken its share, `NO_TABLE` if it wrote all that it holds;
     `structure`, `values` and `copies` are digests of how its state looks, of what all ranks should have alike (and, in the other
-    half, of what those of its structure should, which others do not have), and of what it has compared with other ranks this time (`NO_TABLE` for nothing).
+    half, of what those of its structure should, which others do not have), and of what it has compared with other ranks this
+    time (`NO_TABLE` for nothing). Of those who share, the balances add up (`state.shares`).
     """
 
     rank: int
@@ -104,11 +105,12 @@ class Receipt(NamedTuple):
     digest: str = "0" * 32
     num_bytes: int = 0
     is_ok: bool = True
+    balance: int = 0
 
     @property
     def name(self) -> str:
         end = "ok" if self.is_ok else "err"
-        return f"{self.rank:05d}.{self.table}.{self.structure}.{self.values}.{self.copies}.{self.digest}.{self.num_bytes}.{end}"
+        return f"{self.rank:05d}.{self.table}.{self.structure}.{self.values}.{self.copies}.{self.digest}.{self.num_bytes}.{self.balance:016x}.{end}"
 
     @classmethod
     def named(cls, name: str) -> Receipt | None:
@@ -116,8 +118,9 @@ class Receipt(NamedTuple):
         found = _NAME.fullmatch(name)
         if found is None:
             return None
-        rank, table, structure, values, copies, digest, num_bytes, end = found.groups()
-        return cls(int(rank), table, structure, values, copies, digest, int(num_bytes), end == "ok")
+        rank, table, structure, values, copies, digest, num_bytes, balance, end = found.groups()
+        size, is_ok = int(num_bytes), end == "ok"
+        return cls(int(rank), table, structure, values, copies, digest, size, is_ok, int(balance, 16))
 
 
 class Cause(NamedTuple):
@@ -235,15 +238,15 @@ class Exchange:
 
 def archives_of(storage: Storage, folder: str, made: Manifest) -> tuple[Archive, ...]:
     """All archives of a commit, in the order of ranks. Raises CorruptCheckpointError."""
-    return archives_in(storage, folder, made.lenders)
+    return archives_in(storage, folder, made.lenders, made.step)
 
 
-def archives_in(storage: Storage, folder: str, told: Sequence[Archive]) -> tuple[Archive, ...]:
-    """These archives; or where they are what tells of those of all ranks, these, in their order."""
+def archives_in(storage: Storage, folder: str, told: Sequence[Archive], named_by: int) -> tuple[Archive, ...]:
+    """These archives, which the manifest of a step names; or where they are what tells of those of all ranks, these, in their order."""
     attempt = _ALL.fullmatch(told[0].name) if len(told) == 1 else None
     if attempt is None:
         return tuple(told)
-    data = _read(storage, folder, told[0])
+    data = _read(storage, folder, told[0], named_by)
     if not data or len(data) % _RECORD.size:
         path = storage.locate(f"{folder}/{told[0].name}")
         raise CorruptCheckpointError(f"{path}: {len(data)} bytes do not tell of whole archives", path=path)
@@ -257,18 +260,15 @@ def table_of(storage: Storage, folder: str, made: Manifest) -> Table:
     """What a commit says of the ranks' states. Raises CorruptCheckpointError."""
     if made.ranks is None:
         return Table()
-    return Table.unpacked(unseal(_read(storage, folder, made.ranks.layout)))
+    return Table.unpacked(unseal(_read(storage, folder, made.ranks.layout, made.step)))
 
 
-def _read(storage: Storage, folder: str, told: Archive) -> bytes:
+def _read(storage: Storage, folder: str, told: Archive, named_by: int) -> bytes:
     path = f"{folder}/{told.name}" if folder else told.name
     try:
         data = storage.read(path)[0]
     except FileNotFoundError as error:
-        shown = storage.locate(path)
-        raise CorruptCheckpointError(
-            f"{shown} is missing, though its manifest is there", path=shown
-        ) from error
+        raise missing(storage.locate(path), named_by) from error
     if block_digest(data).hex() != told.digest:
         shown = storage.locate(path)
         raise CorruptCheckpointError(

@@ -35,7 +35,7 @@ from ..storage.base import Storage
 from .announce import Announcer
 from .manifest import Archive, Elsewhere, Manifest, OfRanks, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of
-from .others import foreign_kind, foreign_steps, newest_named_otherwise
+from .others import foreign_kind, foreign_steps, newest_named_otherwise, not_whole
 from .retention import Commits, doomed_by, lacking, unheard_metric
 from .root import Listing, Root
 from .sweep import Sweeper, is_ours
@@ -136,6 +136,11 @@ class Run:
         shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
         tracker = self._announcer.tracker_text()
         tracked = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
+        if halves := not_whole(self.storage, self._root.is_step):
+            return (
+                f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or its save ended just before it "
+                "was committed; copy it again where it is whole"
+            )
         if kind is not None or not (shown or tracked):
             return kind
         return (

@@ -130,6 +130,7 @@ class Agreement:
             NO_TABLE if joint.copies is None else _digest(joint.copies),
             archive.digest,
             archive.num_bytes,
+            balance=joint.balance,
         )
         await off_loop(partial(self._exchange.put_receipt, receipt, self._more(joint.structure)))
         self._has_said_yes = True

@@ -19,7 +19,7 @@ from ..runs.manifest import OfRanks, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..runs.run import Run
 from ..spec import DTYPES
-from ..state.shares import EVERYBODY_BYTES
+from ..state.shares import EVERYBODY_BYTES, MODULUS
 from ..state.writers import Classes, Layout
 from .ranks import Joint, Ranks
 from .values import Values, apart, differing, lacking, values_of
@@ -65,6 +65,7 @@ class Comparison:
             ranks.covered = {covered: own_names(texts)}
         self._per_rank = tuple(sorted({*self._joint.per_rank, *ranks.covered[covered]}))
         self._check_shares(receipts, texts)
+        self._check_balances(receipts)
         is_each = self._joint.copies is not None
         self._compare_copies([one for one in receipts if is_each or one.structure not in ranks.compared])
         ranks.known = texts
@@ -100,6 +101,19 @@ class Comparison:
                         "it saves at the same step, and save again",
                         path=name,
                     )
+
+    def _check_balances(self, receipts: Sequence[Receipt]) -> None:
+        """Ranks that share must have written all of it between them. By the way in which they do, this is always so: whatever
+        has gone wrong there, a step with holes is not committed. Raises CheckpointError.
+        """
+        for structure, mates in self._joint.table.classes.items():
+            theirs = [receipts[rank] for rank in mates]
+            are_all = all(one.structure == structure and one.table != NO_TABLE for one in theirs)
+            if are_all and sum(one.balance for one in theirs) % MODULUS:
+                raise CheckpointError(
+                    f"step {self._joint.step}: {len(mates)} ranks, the first of them {mates[0]}, have not divided alike what they hold "
+                    "alike, and some of it would be missing; please report this, with what is different in their calls and states"
+                )
 
     def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
         """What several ranks hold of a tensor must be the same. Raises UnsupportedStateError, naming one that is not."""

@@ -66,6 +66,7 @@ class Joint:
     # Groups that are not saved again, and the steps that have them.
     borrowed: Mapping[str, int] = field(default_factory=dict)
     shared: SharedValues | None = None  # what all should have alike
+    balance: int = 0  # of what this rank writes, see `state.shares`
     # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
     copies: dict[str, dict[str, str]] | None = None
     causes: list[Cause] = field(default_factory=list)
@@ -230,6 +231,7 @@ class Ranks:
         if not self._has_met:
             joint.table = self._met = Table(self._meet(joint.structure.digest, "save()"))
         made = states.divided(captured, joint.table.classes.get(joint.structure.digest, ()), per_rank)
+        joint.balance = made.balance
         joint.per_rank = tuple(sorted({*per_rank, *joint.table.differing}))
         joint.shared = SharedValues(
             captured.skeleton,

@@ -31,7 +31,7 @@ from ..spec import (
 )
 from .capture import Capture
 from .sharded import Slicer
-from .shares import Holding, by_everybody, sharers, written
+from .shares import Holding, balance, by_everybody, sharers, written
 from .slices import Mesh, Rectangle, Replicas, Slices
 from .values import is_within
 
@@ -70,6 +70,8 @@ class Divided(NamedTuple):
     """What its index says of it; None where it has all of the state."""
     small: Mapping[str, int] = MappingProxyType({})
     """The numbers of the specs of small tensors that every rank writes for itself, by their dotted names."""
+    balance: int = 0
+    """See `shares.balance`: by it rank 0 sees that the ranks have left nothing out."""
 
 
 @dataclass(slots=True)
@@ -93,6 +95,7 @@ class _Plan:
     ranks: RankFacts
     small: Mapping[str, int]
     copies: Sequence[tuple[str, str, list[int]]]  # what of it, name, captured specs
+    balance: int
 
 
 class RankedStates:
@@ -140,7 +143,7 @@ class RankedStates:
         marks = [captured.marks[source.spec] for source in plan.sources]
         held = frozenset(n for n, one in enumerate(plan.sources) if one.spec in captured.held_tensors)
         made = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, held_tensors=held)
-        return Divided(made, plan.ranks, plan.small)
+        return Divided(made, plan.ranks, plan.small, plan.balance)
 
     def copies(self, captured: Capture) -> list[tuple[str, str, list[torch.Tensor]]]:
         """The tensors of the state that was divided last of which other ranks may have the same: what of it, its name, and
@@ -216,7 +219,7 @@ class RankedStates:
                 sources.append(_Source(here[0], None, is_nothing=True))
         facts = tuple(MeshFacts(mesh.start, mesh.shape, mesh.stride, mesh.ranks) for mesh in meshes)
         ranks = RankFacts(self.rank, self.world_size, facts)
-        return _Plan(look, given, specs, sources, ranks, small, copies)
+        return _Plan(look, given, specs, sources, ranks, small, copies, balance(holdings[False], taken))
 
 
 class _Remembered(Generic[T]):

@@ -10,6 +10,7 @@ the other.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 from math import prod
@@ -28,6 +29,8 @@ CUT_BYTES: Final = MIB
 # to differ (running statistics, step counters), at a price that nobody notices.
 EVERYBODY_BYTES: Final = 64 * KIB
 EVERYBODY_TOTAL_BYTES: Final = 16 * MIB
+# Balances are counted by it: a prime, so that sizes which are powers of two take nothing away.
+MODULUS: Final = 2**61 - 1
 
 
 class Holding(NamedTuple):
@@ -98,6 +101,28 @@ def written(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rectangle, ...]]
         for name, rectangle in line.share(replicas.number, replicas.size):
             taken[name].append(rectangle)
     return {name: tuple(rectangles) for name, rectangles in taken.items()}
+
+
+def balance(holdings: Mapping[str, Holding], taken: Mapping[str, Sequence[Rectangle]]) -> int:
+    """What this rank writes of all that it shares, as a number; if it is the first of those that share it, less all of that.
+
+    Over the ranks of a set the sum is a multiple of `MODULUS` where they write each element once; hardly ever else.
+    """
+    everybody, total = by_everybody(holdings), 0
+    for name, (slices, _, replicas) in holdings.items():
+        if not (slices.is_copy or name in everybody or replicas.size == 1):
+            total += sum(_weight(name, one) for one in taken[name])
+            total -= sum(_weight(name, one) for one in slices.rectangles if replicas.number == 0)
+    return total % MODULUS
+
+
+def _weight(name: str, rectangle: Rectangle) -> int:
+    """A sum over the elements of a rectangle, so that of two side by side it is that of both."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+    weight = seed
+    for dim, (first, size) in enumerate(zip(rectangle.global_offsets, rectangle.sizes, strict=True)):
+        weight = weight * (size * (seed >> dim) + size * (2 * first + size - 1) // 2) % MODULUS
+    return weight
 
 
 def lines(holdings: Mapping[str, Holding], everybody: set[str]) -> dict[Replicas, Line]:

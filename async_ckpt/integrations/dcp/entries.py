@@ -76,8 +76,9 @@ def entries_of(parts: Sequence[Part]) -> dict[str, Entry]:
         part.archive.need_names()
         tree, _ = part.archive.tree(groups=part.groups)
         if not isinstance(tree, dict):
+            kind = tree.kind if isinstance(tree, Stored) else type(tree).__name__
             raise TypeError(
-                f"{part.archive.path}: torch.distributed.checkpoint loads dicts, and this is {with_article(type(tree).__name__)}; "
+                f"{part.archive.path}: torch.distributed.checkpoint loads dicts, and this is {with_article(kind)}; "
                 "load it by async_ckpt.load"
             )
         for name, (path, value) in flattened(tree).items():

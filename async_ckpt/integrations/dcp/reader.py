@@ -28,6 +28,8 @@ from ...errors import StorageUnavailableError
 from ...loading.contents import CPU, Contents, Part
 from ...loading.fill import Wanted, fill, planned
 from ...loading.find import from_path
+from ...loading.lots import check_from_ranks
+from ...spec import flag
 from ...state.capture import why_not
 from ...state.cover import Box
 from ...state.names import shown
@@ -66,7 +68,7 @@ class TarStorageReader(StorageReader):
         from_ranks: whose value to take where each rank has its own, by name, such as {"rng": 0}. A rank of as many as have
             saved gets its own.
 
-    A load raises what `async_ckpt.load` raises; torch wraps the errors of all ranks in a CheckpointException.
+    Raises TypeError and ValueError for arguments that are not valid. A load raises what `async_ckpt.load` raises; torch wraps the errors of all ranks in a CheckpointException.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class TarStorageReader(StorageReader):
         from_ranks: Mapping[str, int] | None = None,
     ) -> None:
         self._place = place_of(path)
-        self._verify, self._trust = verify, trust
+        check_from_ranks(from_ranks)
+        self._verify, self._trust = flag("verify", verify), flag("trust", trust)
         self._from_ranks = from_ranks
         self._load_id = os.urandom(8).hex()
         self._seen = ""  # what the metadata was read from
