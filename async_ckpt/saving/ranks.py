@@ -236,7 +236,12 @@ class Ranks:
         joint.balance = made.balance
         joint.per_rank = tuple(sorted({*per_rank, *joint.table.differing}))
         joint.shared = SharedValues(
-            captured.skeleton, captured.objects, made.small, made.captured.specs, joint.per_rank
+            captured.skeleton,
+            captured.objects,
+            made.small,
+            made.captured.specs,
+            joint.per_rank,
+            joint.table.of_some.get(joint.structure.digest, ()),
         )
         if self._check_replicas or joint.structure.digest not in self.compared:
             joint.copies = _digests(states.copies(captured))
