@@ -2,11 +2,14 @@
 
 In: how many ranks there are. Out: what one of them asks of the store. Knows nothing of: figures.
 
-The archives are as they would be written, of a state that is all zeros: their bytes are made up as they are read.
+A few ranks are real, and so are their archives, as they would be written, of a state that is all zeros: their bytes are made up
+as they are read. Of the other archives only size and digest are told: a rank that asked for one would fail. So no rank's
+requests depend on those of others, and all ranks together ask what the few do, times as many as there are.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import mean
 from typing import Any, Final, NamedTuple, Self
 
@@ -47,22 +50,27 @@ class Restart(NamedTuple):
     own_bytes: int
     """Of the tensors that it holds."""
     reads: float
-    """Its requests for archives, its own and others; of all ranks together, as many as are made for each archive."""
+    """Its requests for its archive, which no other rank asks for."""
+    shared: float
+    """Its requests for the object of which it asks most among those that all ranks read."""
 
 
 def of_one_reader(size: int, num_tensors: int, sample: int) -> Restart:
-    """The mean of a few ranks."""
+    """The mean of a few ranks, the first and the last among them."""
     bucket, folder = Bucket(), ""
-    for rank in range(size):
+    ranks = sorted({(size - 1) * n // max(1, sample - 1) for n in range(min(sample, size))})
+    for rank in ranks:
         folder = _put(bucket, rank, size, num_tensors)
     _commit(bucket, folder, size, num_tensors)
-    counted = [_restored(bucket, rank, size, num_tensors) for rank in range(0, size, max(1, size // sample))][
-        :sample
-    ]
+    counted = [_restored(bucket, rank, size, num_tensors) for rank in ranks]
     held = num_tensors * _ROWS * _COLUMNS * 4
-    requests = mean(count for count, _, _ in counted)
     return Restart(
-        size, requests, mean(n for _, n, _ in counted), held, mean(reads for _, _, reads in counted)
+        size,
+        mean(one.traffic.requests for one in counted),
+        mean(one.traffic.received for one in counted),
+        held,
+        mean(one.of_archives for one in counted),
+        mean(one.of_shared for one in counted),
     )
 
 
@@ -92,9 +100,12 @@ def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
 
 def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
     exchange = Exchange(FarStorage(bucket, LATENCY_SECONDS), folder, _ATTEMPT)
-    archives = [bucket.folders[folder][archive_name(rank, _ATTEMPT)].data for rank in range(size)]
-    told = [(zeros.digest, zeros.num_bytes) for zeros in archives if isinstance(zeros, _Zeros)]
-    receipts = [Receipt(rank, digest=digest, num_bytes=n) for rank, (digest, n) in enumerate(told)]
+    archives = {
+        name: made.data for name, made in bucket.folders[folder].items() if isinstance(made.data, _Zeros)
+    }
+    some = next(iter(archives.values()))
+    told = [archives.get(archive_name(rank, _ATTEMPT), some) for rank in range(size)]
+    receipts = [Receipt(rank, digest=one.digest, num_bytes=one.num_bytes) for rank, one in enumerate(told)]
     structure = RankedStates(0, size).structure(_captured(0, size, num_tensors))
     layout = StateLayout({structure.digest: range(size)}, {structure.digest: structure.text})
     table = Table(layout.classes)
@@ -102,14 +113,14 @@ def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
         exchange.put_archives(receipts),
         exchange.put_layout(layouts.dump(layout, table)),
         table.digest,
-        sum(n for _, n in told),
+        sum(one.num_bytes for one in told),
     )
     made = Manifest(_STEP, _ATTEMPT, size, 0.0, (), ranks=of_ranks)
     bucket.put(f"{folder}/{MANIFEST}", made.dump())
 
 
-def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> tuple[int, int, int]:
-    """Requests, bytes, and requests for archives."""
+def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> _Counted:
+    """What a rank has asked for, until it has all that it had."""
     storage = _Counted(bucket, LATENCY_SECONDS)
     run = Run(storage, clock=lambda: 0.0)
     local = {f"layer.{n}": torch.ones(_ROWS, _COLUMNS) for n in range(num_tensors)}
@@ -123,15 +134,27 @@ def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> tuple[i
         )
     if any(value.any() for value in local.values()):
         raise AssertionError("what was restored is not what was saved")
-    return storage.traffic.requests, storage.traffic.received, sum(storage.reads.values())
+    return storage
 
 
 class _Counted(FarStorage):
-    """It knows which archives were read how often."""
+    """It knows how often each object was read."""
 
     def __init__(self, bucket: Bucket, latency_seconds: float) -> None:
         super().__init__(bucket, latency_seconds)
-        self.reads: dict[str, int] = {}
+        self._reads: Counter[str] = Counter()
+
+    @property
+    def of_archives(self) -> int:
+        return sum(count for path, count in self._reads.items() if path.endswith(".tar"))
+
+    @property
+    def of_shared(self) -> int:
+        return max(count for path, count in self._reads.items() if not path.endswith(".tar"))
+
+    def read(self, path: str) -> tuple[bytes, str]:
+        self._reads[path] += 1
+        return super().read(path)
 
     def open(self, path: str) -> Any:
         reader = super().open(path)
@@ -139,7 +162,7 @@ class _Counted(FarStorage):
 
         def counted(offset: int, target: memoryview) -> None:
             with self._lock:
-                self.reads[path] = self.reads.get(path, 0) + 1
+                self._reads[path] += 1
             read_into(offset, target)
 
         reader.read_into = counted  # type: ignore[method-assign]

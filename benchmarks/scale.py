@@ -320,6 +320,9 @@ def storm(setting: Setting) -> dict[str, Row]:
         "growth_restart_object": growth(
             "restart: requests of all ranks for one archive", "", lambda one: one.reads
         ),
+        "growth_restart_shared": growth(
+            "restart: requests of all ranks for the object that all read", "", lambda one: one.shared * one.num_ranks
+        ),
     }  # fmt: skip
 
 

@@ -69,7 +69,7 @@ class Setting:
     """Ranks, most of which are simulated."""
     central_sizes: tuple[int, ...] = (8, 64, 256)
     """Of a plan that one rank makes for all, which takes long."""
-    reader_sizes: tuple[int, ...] = (8, 32, 128)
+    reader_sizes: tuple[int, ...] = (8, 128, 2048, 16384)
 
     def shape_bytes_here(self) -> int:
         return min(self.shape_bytes, free_memory_bytes() // 8)

@@ -59,6 +59,7 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
             "growth_known",
             "growth_layout",
             "growth_restart_all",
+            "growth_restart_shared",
         },
     },
     "publish": {

@@ -53,7 +53,7 @@ def test_receipts_are_deleted_when_the_step_is_committed_by_a_few_requests():
 
 
 def test_a_receipt_says_by_its_name_which_copies_its_rank_has():
-    receipt = Receipt(7, "1" * 16, "2" * 16, "3" * 16, "4" * 16, "5" * 32, 6, balance=2**60)
+    receipt = Receipt(7, "1" * 16, "2" * 16, "3" * 32, "4" * 16, "5" * 32, 6, balance=2**60)
 
     assert Receipt.named(receipt.name) == receipt
     assert len(receipt.name) < 200

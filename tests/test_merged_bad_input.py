@@ -102,9 +102,10 @@ def test_half_a_step_that_was_copied_by_hand_is_told(tmp_path: Path):
     shutil.copytree(folder, half, ignore=shutil.ignore_patterns("rank_00002*"))
     with pytest.raises(
         CorruptCheckpointError,
-        match=r"rank_00002\S* is missing, though the manifest of step 1 names it; .*copy all of it",
-    ):
+        match=r"rank_00002\S* is missing, though the manifest of step 1 names it; .*copy all of it.*rank 2's, and has parts of 0, 1",
+    ) as caught:
         restored_by_two(half)
+    assert caught.value.tensors == ("0", "1")
 
     shutil.rmtree(half)
     shutil.copytree(folder, half, ignore=shutil.ignore_patterns("archives*"))

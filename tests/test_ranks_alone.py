@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from async_ckpt import Due, load
 from async_ckpt.errors import UnsupportedStateError
 from async_ckpt.runs.coverage import check_coverage
+from async_ckpt.saving.values import SharedValues, apart
 from async_ckpt.state.capture import capture
 from async_ckpt.state.ranked import RankedStates
 
@@ -230,3 +231,43 @@ def test_a_driver_that_only_another_rank_than_0_has_is_told_of(worlds: Worlds) -
     (told,) = second.told[-1]
     assert "step 1: driver= of rank 1 is not saved: other." in told
     assert load(worlds.root)["loader"] == 0
+
+
+def test_stages_of_a_pipeline_are_compared_once_and_then_only_what_has_changed(worlds: Worlds) -> None:
+    script = """
+    from async_ckpt.saving import comparison
+    real, looked = comparison.values_of, []
+
+    def values_of(storage, path, *arguments):
+        looked.append(path[:13])
+        return real(storage, path, *arguments)
+
+    comparison.values_of = values_of
+    with open_run(here.root) as ckpt:
+        for step in range(1, 7):
+            stage = {"w": torch.full((4,), step), "none": [], "n": step}
+            lr = 0.1 * step + (here.rank if step == 4 else 0)
+            here.save(ckpt, {f"stage{here.rank}": stage, "all": {f"of{here.rank}": step, "lr": lr}}, step)
+    here.tell(looked)
+    """
+    first, second = worlds.run(2, script)
+
+    assert texts(first.saves) == texts(second.saves) == ["committed"] * 6
+    assert (first.told[-1], second.told[-1]) == (["step_00000001"] * 2 + ["step_00000004"] * 2, [])
+    assert [run_of(worlds.root).manifest(step).ranks.per_rank for step in (3, 4)] == [(), ("all.lr",)]
+    assert load(worlds.root)["stage1"]["n"] == 6
+
+
+def test_what_only_some_ranks_have_is_compared_among_these() -> None:
+    def halves(state: dict[str, object], of_some: list[str]) -> tuple[str, str]:
+        told = SharedValues(capture(state).skeleton, None, {}, [], (), of_some).digest()
+        return told[:16], told[16:]
+
+    one, other = (
+        halves({"lr": 1, "stage0": {"n": 1}}, ["stage0"]),
+        halves({"lr": 1, "stage1": {"n": 2}}, ["stage1"]),
+    )
+    assert one[0] == other[0]
+    assert one[1] != halves({"lr": 1, "stage0": {"n": 2}}, ["stage0"])[1]
+    assert one[0] != halves({"lr": 2, "stage0": {"n": 1}}, ["stage0"])[0]
+    assert apart(["a.b.c", "a.b.d", "a.e", "x", "lr.now"], ["a.e", "lr.then"]) == ("a.b", "lr.now", "x")

@@ -32,6 +32,8 @@ from .open import OpenArchive
 _MAX_OPENERS: Final = 16
 # Indices that are read without anything that says they are needed.
 MAX_UNEXPLAINED: Final = 256
+# Names in a message.
+_MANY: Final = 8
 
 
 class Readers(NamedTuple):
@@ -205,7 +207,19 @@ class Lot:
         def open_one(rank: int) -> None:
             path, told = self.named.archives[rank]
             storage = next((one for one in self.named.near if _has(one, path, told)), self.named.storage)
-            opened[rank] = open_archive(storage, path, told, self._verify, self._stack, self.named.named_by)
+            try:
+                opened[rank] = open_archive(
+                    storage, path, told, self._verify, self._stack, self.named.named_by
+                )
+            except CorruptCheckpointError as error:
+                if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
+                    first, more = ", ".join(names[:_MANY]), len(names) - _MANY
+                    raise CorruptCheckpointError(
+                        f"{error}. It is rank {rank}'s, and has parts of {first}{f' and {more} more' if more > 0 else ''}",
+                        path=error.path,
+                        tensors=names,
+                    ) from error.__cause__
+                raise
             if len(self._opened) + len(fresh) > _MAX_OPENERS:
                 opened[rank].keep_little()
 
@@ -215,6 +229,14 @@ class Lot:
         if num_readers > 1 and len(self._opened) > 1:
             for archive in self._opened.values():  # who needs others' archives reads what others read, too
                 archive.share()
+
+    def _written_by(self, rank: int) -> tuple[str, ...]:
+        """The tensors of which a rank's archive has something, as the layout says; none where there is no layout."""
+        layout = self._ask_layout()
+        if layout is None or len(self.named.archives) == 1:
+            return ()
+        written = Writers(layout, self._aliases()).boxes_of(rank)
+        return tuple(sorted(shown(tuple(name.split("\x1f"))) for name, boxes in written.items() if boxes))
 
     def _as_one(self) -> Merged:
         named, readers = self.named, self._readers

@@ -30,10 +30,14 @@ from .manifest import Archive, Manifest, archive_name, missing, parse, seal, uns
 
 
 class Table(NamedTuple):
-    """What is known of the ranks' states: which ranks have states alike, and the names of what differs all the same."""
+    """What is known of the ranks' states: which ranks have states alike, and the names of what differs all the same.
+
+    `of_some` are names of what ranks of a structure have and not all ranks, as of a stage of a pipeline.
+    """
 
     classes: Classes = MappingProxyType({})
     differing: tuple[str, ...] = ()
+    of_some: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     @property
     def digest(self) -> str:
@@ -43,7 +47,8 @@ class Table(NamedTuple):
     def packed(self) -> dict[str, Any]:
         """As JSON: ranks as runs (first, how many, step), of which there are few however many ranks there are."""
         runs = {structure: list(_runs(ranks)) for structure, ranks in self.classes.items()}
-        return {"classes": runs, "differing": self.differing}
+        told: dict[str, Any] = {"classes": runs, "differing": self.differing}
+        return {**told, "of_some": dict(self.of_some)} if self.of_some else told
 
     @classmethod
     def unpacked(cls, raw: Mapping[str, Any]) -> Self:
@@ -51,14 +56,15 @@ class Table(NamedTuple):
             structure: [first + step * n for first, count, step in runs for n in range(count)]
             for structure, runs in raw["classes"].items()
         }
-        return cls(classes, tuple(map(str, raw["differing"])))
+        of_some = {str(one): tuple(map(str, names)) for one, names in raw.get("of_some", {}).items()}
+        return cls(classes, tuple(map(str, raw["differing"])), of_some)
 
 
 EMPTY: Final = Table()  # nothing is known
 NO_TABLE: Final = "0" * 16
 _RECORD: Final = struct.Struct("<Q16s")
 _NAME: Final = re.compile(
-    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.([0-9a-f]{16})\.(ok|err)"
+    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.([0-9a-f]{16})\.(ok|err)"
 )
 _ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
 _FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
@@ -86,14 +92,15 @@ class Receipt(NamedTuple):
     """What one rank has done for an attempt. Its archive is durable, if it is `ok`; else it has none.
 
     `table` is the digest of the classes by which it has taken its share, `NO_TABLE` if it wrote all that it holds;
-    `structure`, `values` and `copies` are digests of how its state looks, of what all ranks should have alike, and of what
-    it has compared with other ranks this time (`NO_TABLE` for nothing). Of those who share, the balances add up (`state.shares`).
+    `structure`, `values` and `copies` are digests of how its state looks, of what all ranks should have alike (and, in the other
+    half, of what those of its structure should, which others do not have), and of what it has compared with other ranks this
+    time (`NO_TABLE` for nothing). Of those who share, the balances add up (`state.shares`).
     """
 
     rank: int
     table: str = NO_TABLE
     structure: str = NO_TABLE
-    values: str = NO_TABLE
+    values: str = "0" * 32
     copies: str = NO_TABLE
     digest: str = "0" * 32
     num_bytes: int = 0

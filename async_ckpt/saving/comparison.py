@@ -20,9 +20,9 @@ from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..runs.run import Run
 from ..spec import DTYPES
 from ..state.shares import EVERYBODY_BYTES, MODULUS
-from ..state.writers import Layout
+from ..state.writers import Classes, Layout
 from .ranks import Joint, Ranks
-from .values import differing
+from .values import Values, apart, differing, lacking, values_of
 
 # Archives that rank 0 looks into where their ranks' values are not the same.
 _MAX_COMPARED: Final = 64
@@ -60,16 +60,18 @@ class Comparison:
                 undecided=False,
             )
         covered = Table(classes).digest
-        if covered not in ranks.covered:
+        own = ranks.covered.get(covered)
+        if own is None:
             check_coverage(classes, texts)
-            ranks.covered = {covered: own_names(texts)}
-        self._per_rank = tuple(sorted({*self._joint.per_rank, *ranks.covered[covered]}))
+            own = own_names(texts)
+            ranks.covered = {covered: own}
+        self._per_rank = tuple(sorted({*self._joint.per_rank, *own}))
         self._check_shares(receipts, texts)
         self._check_balances(receipts)
         is_each = self._joint.copies is not None
         self._compare_copies([one for one in receipts if is_each or one.structure not in ranks.compared])
         ranks.known = texts
-        table = Table(classes, self._differing(receipts))
+        table = self._compare_values(receipts, classes)
         archives = self._exchange.put_archives(receipts)
         shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
         told = Layout(table.classes, texts, shared, ranks.root_mesh)
@@ -138,30 +140,53 @@ class Comparison:
                             path=name,
                         )
 
-    def _differing(self, receipts: Sequence[Receipt]) -> tuple[str, ...]:
-        """The names of values and small tensors that are not the same on all ranks; each is told once.
+    def _compare_values(self, receipts: Sequence[Receipt], classes: Classes) -> Table:
+        """What follows from the values and small tensors of the ranks: which are not the same on all, each told once, and which
+        only ranks of some structures have. Archives are looked into only where something has changed in that.
 
         Raises UnsupportedStateError where that is not allowed, and where ranks with the same tensors have other values.
         """
         joint, exchange = self._joint, self._exchange
         known = joint.table.differing
-        ours: dict[str, Receipt] = {}
+        ours: dict[tuple[str, str], Receipt] = {}
         for receipt in receipts:
-            ours.setdefault(receipt.values, receipt)
-        if len(ours) == 1:
-            return known
+            ours.setdefault((receipt.structure, receipt.values), receipt)
+        if len(ours) == len(classes) and len({values[:16] for _, values in ours}) == 1:
+            return Table(
+                classes, known, {one: names for one, names in joint.table.of_some.items() if one in classes}
+            )
+        found: dict[int, Values] = {}
+
+        def read(rank: int) -> None:
+            path = f"{exchange.folder}/{archive_name(rank, joint.attempt)}"
+            found[rank] = values_of(exchange.storage, path, EVERYBODY_BYTES, self._per_rank)
+
         chosen = list(ours.values())[:_MAX_COMPARED]
-        paths = {one.rank: f"{exchange.folder}/{archive_name(one.rank, joint.attempt)}" for one in chosen}
-        names, _ = differing(exchange.storage, list(paths.values()), EVERYBODY_BYTES, self._per_rank)
-        for structure in {one.structure for one in chosen}:
-            alike = [paths[one.rank] for one in chosen if one.structure == structure]
-            _, alone = differing(exchange.storage, alike, EVERYBODY_BYTES, self._per_rank)
+        self._run.do_all([partial(read, one.rank) for one in chosen])
+        by_structure: dict[str, list[Values]] = {}
+        for one in chosen:
+            by_structure.setdefault(one.structure, []).append(found[one.rank])
+        for alike in by_structure.values():
+            alone = lacking(alike, alike[0].plain) or lacking(
+                alike[:1], {name for one in alike for name in one.plain}
+            )
             if alone:
                 raise UnsupportedStateError(
                     f"only some ranks have {', '.join(alone[:5])}; have all of them save the same entries, or name what each has for "
                     "itself in per_rank=",
                     path=alone[0],
                 )
+        common = set[str].intersection(*(set(alike[0].plain) for alike in by_structure.values()))
+        of_some = {one: apart(alike[0].plain, common) for one, alike in by_structure.items()}
+        names = differing(list(found.values()))
+        self._tell_of(names)
+        return Table(
+            classes, tuple(sorted({*known, *names})), {one: there for one, there in of_some.items() if there}
+        )
+
+    def _tell_of(self, names: Sequence[str]) -> None:
+        """Of what is not the same on all ranks. Raises UnsupportedStateError where that is not allowed."""
+        exchange = self._exchange
         if names and not self._ranks.may_differ:
             raise UnsupportedStateError(
                 f"not the same on all ranks: {', '.join(names[:5])}; name what each rank has for itself in per_rank=, or allow "
@@ -176,7 +201,6 @@ class Comparison:
                 ", ".join(names[:5]),
                 more,
             )
-        return tuple(sorted({*known, *names}))
 
     def _structure_text(self, receipts: Sequence[Receipt], mates: Sequence[int]) -> str:
         for rank in mates:

@@ -9,9 +9,10 @@ each of them.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..errors import CheckpointError
 from ..format import digests, index, tar
@@ -35,10 +36,13 @@ class SharedValues:
         small: Mapping[str, int],
         specs: Sequence[TensorSpec],
         per_rank: Collection[str],
+        of_some: Collection[str] = (),
     ) -> None:
-        """`small` are the numbers of the specs of small tensors, by their names; what is `per_rank` does not count."""
+        """`small` are the numbers of the specs of small tensors, by their names; what is `per_rank` does not count. It is known
+        that not all ranks have what is `of_some`.
+        """
         self._skeleton, self._objects, self._per_rank = skeleton, objects, tuple(sorted(per_rank))
-        self._excluded = frozenset(per_rank)
+        self._excluded, self._of_some = frozenset(per_rank), frozenset(of_some)
         self._small = {
             name: number for name, number in sorted(small.items()) if not is_within(name, self._excluded)
         }
@@ -69,16 +73,18 @@ class SharedValues:
             self._data[at][begin - extent.offset : end - extent.offset] = block[begin - offset : end - offset]
 
     def digest(self) -> str:
-        """Of all of it, when every block was noted. Takes time for each value; not on the caller's thread."""
-        told = {
-            name: text
-            for name, text in leaves(json.loads(self._skeleton), _digests(self._objects)).items()
-            if not is_within(name, self._excluded)
-        }
-        parts: list[bytes | bytearray] = [json.dumps([self._per_rank, sorted(told.items())]).encode()]
-        for name, data in zip(self._small, self._data, strict=True):
-            parts += [name.encode(), data]
-        return digests.block_digest(b"\0".join(parts)).hex()[:16]
+        """Of all of it, when every block was noted: of what all ranks have, and then of what is `of_some`, 16 characters each.
+        Takes time for each value; not on the caller's thread.
+        """
+        told: list[tuple[str, str | bytearray]] = sorted(
+            leaves(json.loads(self._skeleton), _digests(self._objects)).items()
+        )
+        halves: tuple[list[bytes | bytearray], ...] = [json.dumps(self._per_rank).encode()], []
+        for name, value in itertools.chain(told, zip(self._small, self._data, strict=True)):
+            if not is_within(name, self._excluded):
+                half = halves[is_within(name, self._of_some)]
+                half += [name.encode(), value.encode() if isinstance(value, str) else value]
+        return "".join(digests.block_digest(b"\0".join(half)).hex()[:16] for half in halves)
 
 
 def _digests(objects: bytes | None) -> Callable[[int], str]:
@@ -127,39 +133,58 @@ class _Archived:
         return bytes(data)
 
 
-def differing(
-    storage: Storage, paths: Sequence[str], small_bytes: int, per_rank: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """The names of values and small tensors that are not the same in all of these archives that have them; and those that
-    only some of them have.
+class Values(NamedTuple):
+    """Those of one rank, by their names."""
 
-    Tensors of up to `small_bytes` are compared; what is known to be `per_rank` is not.
-    """
+    plain: Mapping[str, str]
+    tensors: Mapping[str, bytes]
+    """The bytes of small ones; what they are is among the plain ones."""
+
+
+def values_of(storage: Storage, path: str, small_bytes: int, per_rank: Collection[str]) -> Values:
+    """Those in one rank's archive; tensors of up to `small_bytes`, and nothing of what is known to be `per_rank`."""
     excluded = frozenset(per_rank)
-    first: dict[str, str] = {}
+    with storage.open(path) as reader:
+        try:
+            archive = _Archived(reader, storage.locate(path))
+            chosen = {
+                name: extent
+                for name, (_, _, extent) in archive.small.items()
+                if extent.length <= small_bytes and not is_within(name, excluded)
+            }
+            data = archive.bytes_of(set(chosen.values()))
+        except (ValueError, EOFError) as error:
+            raise CheckpointError(f"{storage.locate(path)} cannot be compared: {error}") from error
+    plain = {name: text for name, text in archive.leaves.items() if not is_within(name, excluded)}
+    return Values(plain, {name: data[extent] for name, extent in chosen.items()})
+
+
+def differing(found: Sequence[Values]) -> list[str]:
+    """The names of what is not the same wherever it is."""
+    plain: dict[str, str] = {}
     tensors: dict[str, bytes] = {}
-    counts: dict[str, int] = {}
     different: set[str] = set()
-    for path in paths:
-        with storage.open(path) as reader:
-            try:
-                archive = _Archived(reader, storage.locate(path))
-                chosen = {
-                    name: extent
-                    for name, (_, _, extent) in archive.small.items()
-                    if extent.length <= small_bytes and not is_within(name, excluded)
-                }
-                data = archive.bytes_of(set(chosen.values()))
-            except (ValueError, EOFError) as error:
-                raise CheckpointError(f"{storage.locate(path)} cannot be compared: {error}") from error
-        for name, text in archive.leaves.items():
-            counts[name] = counts.get(name, 0) + 1
-            if first.setdefault(name, text) != text:
-                different.add(name)
-        for name, extent in chosen.items():
-            if tensors.setdefault(name, data[extent]) != data[extent]:
-                different.add(name)
-    alone = sorted(
-        name for name, count in counts.items() if count < len(paths) and not is_within(name, excluded)
+    for values in found:
+        different |= {name for name, text in values.plain.items() if plain.setdefault(name, text) != text}
+        different |= {name for name, data in values.tensors.items() if tensors.setdefault(name, data) != data}
+    return sorted(different)
+
+
+def lacking(found: Sequence[Values], all_names: Collection[str]) -> list[str]:
+    """The names that some of these lack."""
+    return sorted({name for values in found for name in set(all_names).difference(values.plain)})
+
+
+def apart(names: Collection[str], common: Collection[str]) -> tuple[str, ...]:
+    """What names are within that are not `common`: as few as there can be, with nothing common within."""
+    around = {name[:end] for name in common for end in (*_ends(name), len(name))}
+    left = set(names).difference(common)
+    shortest = (
+        next((name[:end] for end in (*_ends(name), len(name)) if name[:end] not in around), None)
+        for name in left
     )
-    return sorted(name for name in different if not is_within(name, excluded)), alone
+    return tuple(sorted({name for name in shortest if name is not None}))
+
+
+def _ends(name: str) -> list[int]:
+    return [at for at, one in enumerate(name) if one == "."]
