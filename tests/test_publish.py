@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from exported import (
     weights_in,
 )
 from published import Line, changed, files_below, weights_below
+from racing import Call
 from safetensors.torch import save_file
 from slices import one_in
 from states import open_run
@@ -38,6 +40,7 @@ import transformers
 import async_ckpt
 from async_ckpt import (
     ClosedError,
+    NotCommittedError,
     Place,
     Publisher,
     StateMismatchError,
@@ -48,7 +51,7 @@ from async_ckpt import (
     TornSnapshotError,
     UnsupportedStateError,
 )
-from async_ckpt.format.delta import INDEX, parse
+from async_ckpt.format.delta import INDEX, folder_of, parse
 from async_ckpt.integrations.skyrl import CheckpointBackend
 from async_ckpt.publishing.versions import Ownership
 from async_ckpt.saving.default import held_memory
@@ -131,10 +134,22 @@ def test_experts_that_are_one_tensor_in_memory_are_followed_by_their_names_in_ch
             subscriber.pull(mixtral())
 
 
+ODD_NAMES = [
+    "model card (draft).md",
+    "tokenizer+x.json",
+    "vocab\u00e9.txt",
+    "a,b.txt",
+    "-dash.txt",
+    "a..b.txt",
+]
+
+
 def test_config_and_tokenizer_come_with_an_anchor(root, tmp_path):
     config = tmp_path / "config"
     (config / "additional_chat_templates").mkdir(parents=True)
     (config / "tokenizer.json").write_text("{}")
+    for name in ODD_NAMES:
+        (config / name).write_text(name)
     (config / "additional_chat_templates" / "tool.jinja").write_text("x")
     transformers.LlamaConfig(**SMALL).save_pretrained(config)
     state = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).state_dict()
@@ -144,6 +159,10 @@ def test_config_and_tokenizer_come_with_an_anchor(root, tmp_path):
 
     assert_loads(tmp_path / "local", state, transformers.LlamaForCausalLM)
     assert (tmp_path / "local" / "additional_chat_templates" / "tool.jinja").read_text() == "x"
+    assert [(tmp_path / "local" / name).read_text() for name in ODD_NAMES] == ODD_NAMES
+    (config / "a\\b.txt").write_text("x")
+    with Publisher(root) as publisher, pytest.raises(ValueError, match="rename it"):
+        publisher.publish(state, 2, config_folder=config)
 
 
 def test_weights_of_several_files_are_followed(root, tmp_path, monkeypatch):
@@ -211,6 +230,76 @@ def test_bits_are_what_counts_and_not_values(encoding, root, tmp_path):
     assert_same(weights_in(tmp_path / "local"), {name: t.contiguous() for name, t in state.items()})
     assert_same(weights_in(tmp_path / "other"), {name: t.contiguous() for name, t in state.items()})
     assert sorted(set(state) - set(index_at(root / "weight_v000002").files)) == ["empty", "fp8", "view"]
+
+
+def test_where_positions_and_values_would_be_more_than_the_weights_there_is_an_anchor(root, tmp_path):
+    state = {
+        "weight": torch.zeros(400_000, dtype=torch.int32)
+    }  # of which more is changed than is applied at once
+    with Publisher(root, encoding="overwrite") as publisher, Subscriber(root) as subscriber:
+        for share in (0.0, 0.7, 0.9):  # the lowest of four bytes
+            state["weight"] ^= (torch.rand(400_000) < share).int()
+            publisher.publish(state, int(share * 10)).result()
+            subscriber.pull(tmp_path / "local")
+            assert_same(weights_in(tmp_path / "local"), state)
+    assert [index_at(root / folder_of(version)).is_anchor for version in (0, 7, 9)] == [True, False, True]
+
+
+PEAK = """
+import torch
+from async_ckpt.publishing.difference import apply, encode
+def peak():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+open("/proc/self/clear_refs", "w").write("5")
+old = torch.zeros(2**23, dtype=torch.uint8)
+new = torch.randint(1, 256, (2**23,), dtype=torch.uint8)
+encode(new[:9], old[:9], "overwrite")
+before = peak()
+frame, wanted = encode(new, old, "overwrite")
+undo = apply(memoryview(frame), old, "overwrite", wanted)
+undo()
+print((peak() - before) / 2**23)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at its memory as Linux tells of it")
+def test_positions_take_no_more_memory_than_a_frame_has(nursery):
+    ended = nursery.run(PEAK)
+
+    assert ended.err == ""
+    # Of a tensor of which every byte is changed: the frame, what is in it, and what the allocator has not given back.
+    assert float(ended.out) < 22
+
+
+def test_a_delta_is_not_loaded_for_weights(root):
+    state = {"weight": torch.zeros(30)}
+    with Publisher(root) as publisher:
+        for version in (1, 2, 3):
+            publisher.publish(state, version).result()
+            state["weight"][3] = 7  # version 3 is an empty delta
+    assert_same(async_ckpt.load(root / folder_of(1)), {"weight": torch.zeros(30)})
+    for version in (2, 3):
+        with pytest.raises(NotCommittedError, match=r"this is a delta.*Subscriber"):
+            async_ckpt.load(root / folder_of(version))
+
+
+def test_two_threads_that_publish_at_first_have_one_line(root, monkeypatch, gate):
+    state, begun = {"weight": torch.zeros(30)}, []
+    with Publisher(root, on_rollback="retire") as publisher:
+        real = publisher._new_line
+
+        def new_line(*arguments: Any, **options: Any) -> Any:
+            begun.append(arguments)
+            gate.passed()
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(publisher, "_new_line", new_line)
+        calls = [Call(lambda version=version: publisher.publish(state, version)) for version in (1, 2)]
+        gate.wait_reached()
+        gate.open()
+        for call in calls:
+            call.outcome().result()
+    assert len(begun) == 1
 
 
 # --- one snapshot -------------------------------------------------------------------------------------------------
@@ -408,6 +497,10 @@ def test_an_index_that_is_damaged_does_not_keep_others_from_publishing(root, tmp
         line.publisher._wait()
         Subscriber(root).pull(tmp_path / "local")
         line.assert_is(4, tmp_path / "local")
+        (line.folder(4) / INDEX).write_text("{")  # before it was read
+        line.publish(5)
+        Subscriber(root).pull(tmp_path / "local")
+        line.assert_is(5, tmp_path / "local")
 
 
 def test_a_delta_is_never_against_a_chain_whose_anchor_is_gone(root, tmp_path):
@@ -587,6 +680,7 @@ def test_models_whose_names_are_not_those_of_their_checkpoints_are_refused_befor
         for model, why in [
             (PeftModel("default"), "it is an adapter"),
             (quantised, "it is quantised"),
+            (torch.nn.ModuleDict({"policy": quantised}), "it is quantised"),
             (
                 {"a": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)},
                 "quantised|quint8|qint8|stored",

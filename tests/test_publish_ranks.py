@@ -99,7 +99,8 @@ def test_a_subscriber_makes_whole_weights_of_what_each_rank_has_published(
     with Subscriber(tmp_path / "out") as subscriber:
         model = network(width)
         for version, base in ((2, None), (3, 2), (5, None)):
-            reports = [subscriber.pull(tmp_path / "local", version), subscriber.pull(model, version)]
+            with torch.device("meta"):  # which some have set while they make models
+                reports = [subscriber.pull(tmp_path / "local", version), subscriber.pull(model, version)]
             assert_same(weights_in(tmp_path / "local"), full_at(worlds, version))
             assert_same(dict(model.state_dict()), full_at(worlds, version))
             assert reports[0].base == base
@@ -237,8 +238,10 @@ import async_ckpt
 from torch.distributed.fsdp import fully_shard
 def layers():
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-with async_ckpt.Publisher(here.root) as publisher:
-    publisher.publish(layers(), 1).result()
+if here.rank == 0:
+    with async_ckpt.Publisher(here.root) as publisher:
+        publisher.publish(layers(), 1).result()
+here.meet("published")
 model = layers()
 first = model[0].weight.detach().clone()
 fully_shard(model[1])
@@ -246,12 +249,27 @@ try:
     async_ckpt.Subscriber(here.root).pull(model)
 except async_ckpt.UnsupportedStateError as error:
     here.tell([str(error), torch.equal(first, model[0].weight)])
+import warnings
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType
+warnings.simplefilter("ignore")  # of FSDP1, that it is old
+old = FSDP(layers(), device_id=torch.device("cpu"))
+FSDP.set_state_dict_type(old, StateDictType.SHARDED_STATE_DICT)
+for call in (lambda: async_ckpt.Publisher(here.root + "/old").publish(old, 1), lambda: async_ckpt.Subscriber(here.root).pull(old)):
+    try:
+        call()
+    except async_ckpt.UnsupportedStateError as error:
+        here.tell(str(error))
+here.meet("told")
 """
 
 
-def test_a_module_that_is_spread_in_part_is_refused_before_the_rest_is_filled(worlds: Worlds):
+def test_a_module_that_is_spread_in_part_is_refused_before_the_rest_is_filled_and_one_of_fsdp1(
+    worlds: Worlds,
+):
     worlds.root.parent.mkdir(exist_ok=True, parents=True)
-    told, is_same = worlds.run(1, SPREAD_IN_PART)[0].told[-1]
+    (told, is_same), published, pulled = worlds.run(2, SPREAD_IN_PART)[0].told
 
     assert told.startswith("'1.weight': it is spread over ranks")
     assert is_same
+    assert published.startswith("'0.weight' is a shard of FSDP1")
+    assert "is spread over ranks" in pulled

@@ -31,10 +31,12 @@ from async_ckpt import (
     PullReport,
     StateMismatchError,
     StorageFullError,
+    StorageUnavailableError,
     Subscriber,
 )
 from async_ckpt.format.delta import INDEX, checksum
-from async_ckpt.publishing import replica, versions
+from async_ckpt.publishing import folder as folders
+from async_ckpt.publishing import versions
 from async_ckpt.storage.place import storage_at
 
 LAST = 4
@@ -518,6 +520,8 @@ def test_a_folder_with_other_files_is_refused_and_one_elsewhere(line, tmp_path):
         line.subscriber().pull(tmp_path / "mine")
     with pytest.raises(NotADirectoryError, match="is a file"):
         line.subscriber().pull(tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match="is a file; give the folder with the versions"):
+        Subscriber(tmp_path / "file").versions()
     with pytest.raises(ValueError, match="not a local path"):
         line.subscriber().pull("s3://bucket/x")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "x"
@@ -539,17 +543,17 @@ def test_a_disk_that_fills_takes_nothing_away(tmp_path):
 
 
 def test_pulls_into_one_folder_come_one_after_the_other(line, local, monkeypatch, gate):
-    real = replica.FolderReplica.seed
+    real = folders.FolderReplica.seed
 
     def seed(self: Any, anchor: Any) -> int:
         gate.passed()
         return real(self, anchor)
 
-    monkeypatch.setattr(replica.FolderReplica, "seed", seed)
+    monkeypatch.setattr(folders.FolderReplica, "seed", seed)
     first = Call(lambda: line.subscriber().pull(local, 1))
     gate.wait_reached()
     begun = threading.Event()
-    monkeypatch.setattr(replica, "_try_lock", lambda fd, _real=replica._try_lock: (begun.set(), _real(fd))[1])
+    monkeypatch.setattr(folders, "_try_lock", lambda fd, _real=folders._try_lock: (begun.set(), _real(fd))[1])
     second = Call(lambda: line.subscriber().pull(local, 2))
     assert begun.wait(60)
     gate.open()
@@ -560,9 +564,9 @@ def test_pulls_into_one_folder_come_one_after_the_other(line, local, monkeypatch
 
 def test_two_pulls_of_one_subscriber_at_once_are_refused_and_a_closed_one(line, local, monkeypatch, gate):
     subscriber = line.subscriber()
-    real = replica.FolderReplica.seed
+    real = folders.FolderReplica.seed
     monkeypatch.setattr(
-        replica.FolderReplica, "seed", lambda self, anchor: (gate.passed(), real(self, anchor))[1]
+        folders.FolderReplica, "seed", lambda self, anchor: (gate.passed(), real(self, anchor))[1]
     )
     first = Call(lambda: subscriber.pull(local))
     gate.wait_reached()
@@ -637,31 +641,117 @@ def test_a_pull_that_is_killed_with_half_of_a_delta_applied_is_taken_up(change, 
 def test_after_a_restart_of_the_machine_every_byte_is_compared(line, local, monkeypatch):
     subscriber = line.subscriber()
     subscriber.pull(local, 2)
-    monkeypatch.setattr(replica, "_boot", lambda: "another")
+    monkeypatch.setattr(folders, "_boot", lambda: "another")
     assert subscriber.pull(local, 2).num_versions == 0
     assert subscriber.pull(local, 3).base == 2
     line.assert_is(3, local)
-    monkeypatch.setattr(replica, "_boot", lambda: "yet another")
+    monkeypatch.setattr(folders, "_boot", lambda: "yet another")
     flip(local / "model.safetensors", -1)  # which was not synced
     assert subscriber.pull(local, 3).base is None
     line.assert_is(3, local)
-    monkeypatch.setattr(replica, "_boot", lambda: "and another")
+    monkeypatch.setattr(folders, "_boot", lambda: "and another")
     os.truncate(local / "model.safetensors", 5)
     assert subscriber.pull(local).base is None
     line.assert_is(4, local)
-    monkeypatch.setattr(replica, "_boot", lambda: "")  # nobody can tell
+    monkeypatch.setattr(folders, "_boot", lambda: "")  # nobody can tell
     assert subscriber.pull(local).num_versions == 0
 
 
-def test_a_folder_that_was_harmed_meanwhile_is_told_of(line, local):
+def lose_weights(local: Path) -> None:
+    (local / "model.safetensors").unlink()
+
+
+def lose_config(local: Path) -> None:
+    (local / "config.json").unlink()
+
+
+def cut_local(local: Path) -> None:
+    os.truncate(local / "model.safetensors", 5)
+
+
+def flip_local(local: Path) -> None:
+    for at in range(2000, 60_000, 50):  # wherever the next delta changes something
+        flip(local / "model.safetensors", at)
+
+
+def flip_header(local: Path) -> None:
+    flip(local / "model.safetensors", 10)
+
+
+@pytest.mark.parametrize(
+    "harm", [lose_weights, lose_config, cut_local, flip_local, flip_header], ids=lambda f: f.__name__
+)
+def test_a_folder_that_was_harmed_meanwhile_begins_with_an_anchor_again(harm, line, local):
     subscriber = line.subscriber()
     subscriber.pull(local, 2)
-    (local / "model.safetensors").unlink()
-    with pytest.raises(CorruptCheckpointError, match="has lost some of its tensors; delete it"):
-        subscriber.pull(local, 3)
-    shutil.rmtree(local)
+    harm(local)
     subscriber.pull(local, 3)
     line.assert_is(3, local)
+    assert_loads(local, line.were[3], transformers.GPT2LMHeadModel)
+    assert subscriber.pull(local, 3).num_versions == 0
+
+
+def test_files_of_the_user_stay_in_the_folder_and_those_of_versions_go(tmp_path, local):
+    config = tmp_path / "config"
+    (config / "additional_chat_templates").mkdir(parents=True)
+    for name in ("additional_chat_templates/tool.jinja", "config.json", "old.json"):
+        (config / name).write_text("{}")
+    state = {"weight": torch.randn(1000)}
+    with Publisher(tmp_path / "weights", encoding=None) as publisher:
+        publisher.publish(state, 1, config).result()
+        Subscriber(tmp_path / "weights").pull(local)
+        (local / "notes.txt").write_text("mine")
+        (local / "sub").mkdir()
+        (local / "sub" / "more.txt").write_text("mine")
+        shutil.rmtree(config / "additional_chat_templates")
+        (config / "old.json").unlink()
+        publisher.publish(state, 2, config).result()
+        Subscriber(tmp_path / "weights").pull(local)
+    assert sorted(weights_below(local)) == ["config.json", "model.safetensors", "notes.txt", "sub/more.txt"]
+    assert sorted(os.listdir(local)) == [
+        ".weight_sync", "config.json", "model.safetensors", "notes.txt", "sub"
+    ]  # fmt: skip
+    assert sorted(os.listdir(local / ".weight_sync")) == ["files.json", "lock", "state.json"]
+
+
+def test_an_anchor_whose_files_cannot_take_their_places_leaves_those_that_were_there(
+    line, local, monkeypatch
+):
+    line.subscriber().pull(local, 2)
+    before = weights_below(local)
+    real = os.replace
+
+    def replace(a: Any, b: Any) -> None:
+        if Path(b) == local.resolve() / "model.safetensors" and "new" in Path(a).parts:
+            monkeypatch.undo()
+            raise OSError(5, "no luck")
+        real(a, b)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(StorageUnavailableError, match="no luck"):
+        line.subscriber().pull(local, 1)
+    assert weights_below(local) == before
+    assert line.subscriber().pull(local, 3).base == 2
+    line.assert_is(3, local)
+
+
+def test_a_folder_may_be_a_link(line, tmp_path):
+    (tmp_path / "real").mkdir()
+    for name, target in (("link", "real"), ("dangling", "nowhere")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        for version in (1, 3, 2):
+            line.subscriber().pull(tmp_path / name, version)
+            line.assert_is(version, tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+
+
+@needs_mount
+def test_a_folder_may_be_where_a_disk_is_mounted(line, tmp_path):
+    with mounted(tmp_path / "mounted", "size=9m") as folder:
+        (folder / "lost+found").mkdir()
+        for version in (1, 3, 2):
+            line.subscriber().pull(folder, version)
+            line.assert_is(version, folder)
 
 
 def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(line, local, monkeypatch):

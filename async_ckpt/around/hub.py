@@ -23,7 +23,7 @@ from ..spec import DTYPES, with_article
 from ..state.capture import why_not
 from ..state.dtypes import dtype_name
 from ..state.held import Held, module_of, tree_of
-from ..state.sharded import local_part
+from ..state.sharded import is_of_fsdp1, local_part
 from ..state.wrappers import look_wrapped, plain_model, plain_state_dict
 
 CONFIG: Final = "config.json"
@@ -129,6 +129,12 @@ def _tensors_of(given: Any) -> Tensors:
                 f"{name!r:.200} is {with_article(type(value).__qualname__)}; give a model, or a flat mapping of names to tensors "
                 'such as state["model"]',
                 path=str(name),
+            )
+        if is_of_fsdp1(value):
+            raise UnsupportedStateError(
+                f"{name!a} is a shard of FSDP1, and only whole tensors and DTensors have the names of a published model; use "
+                "fully_shard (FSDP2), or give what FSDP1 gathers on rank 0: StateDictType.FULL_STATE_DICT with rank0_only",
+                path=name,
             )
     return dict(named)
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, ClassVar, Final
 
-from ..errors import CorruptCheckpointError
+from ..errors import CorruptCheckpointError, NotCommittedError
 from ..format import digests, index, safetensors, tar
 from ..runs.others import OF_DCP
 from ..spec import BLOCK_BYTES, Json
@@ -159,10 +159,20 @@ def _member_file(
 def _shards(storage: Storage, name: str, stack: contextlib.ExitStack) -> Iterator[Part]:
     """The files that an index of Hugging Face names, each with those tensors that it is named for."""
     try:
-        files: dict[str, Json] = dict(json.loads(storage.read(name)[0])["weight_map"])
+        told = json.loads(storage.read(name)[0])
+        files: dict[str, Json] = dict(told["weight_map"])
         shards = sorted(set(files.values()))
+        is_delta = "delta_encoding" in dict(told.get("metadata") or {})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _corrupt(storage, name, f"it is not an index of safetensors files ({error!r:.200})") from error
+    if is_delta:
+        where = storage.locate(name)
+        raise NotCommittedError(
+            f"{where}: this is a delta, which has what is different from another version and no weights; pull that by a "
+            "Subscriber at the folder above, and load what it has pulled",
+            path=where,
+            step=None,
+        )
     if not shards:
         raise _corrupt(storage, name, "it names no file")
     there = storage.names("")

@@ -22,6 +22,8 @@ from ..staging.device import dense_blocks
 from ..storage.compressed import zstandard_package
 
 _PIECE_BYTES: Final = MIB
+# Positions, whose indices are eight times as large as what is there.
+_NUM_AT_ONCE: Final = 2**18
 # As the protocol's other writers have it.
 _LEVEL: Final = 1
 # An xor is mostly zeros, between single items that are like no other: a table that stays in the first cache finds as much
@@ -139,27 +141,47 @@ def _unpacked(data: memoryview) -> Iterator[torch.Tensor]:
 # --- overwrite ----------------------------------------------------------------------------------------------------
 
 
+def overwritten_bytes(new: torch.Tensor, base: torch.Tensor) -> int:
+    """How long such a frame is before it is compressed; 0 if nothing has changed."""
+    count = sum(_num_changed(piece, base, at) for at, piece in _pieces(new))
+    return COUNT_BYTES + (POSITION_BYTES + 1) * count if count else 0
+
+
+def _num_changed(piece: torch.Tensor, base: torch.Tensor, at: int) -> int:
+    return int(torch.count_nonzero(piece != base[at : at + len(piece)]))
+
+
 def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
-    digest, positions, values = xxhash.xxh3_128(), [], []
+    """Positions are packed as they are found, for there may be eight times as many bytes of them as changed; values wait."""
+    num_bytes = overwritten_bytes(new, base)
+    count = (num_bytes - COUNT_BYTES) // (POSITION_BYTES + 1)
+    compressor = zstandard_package().ZstdCompressor(level=_LEVEL).compressobj(size=num_bytes)
+    digest, values = xxhash.xxh3_128(), []
+    out = [compressor.compress(count.to_bytes(COUNT_BYTES, "little"))]
     for at, piece in _pieces(new):
         inner = torch.nonzero(piece != base[at : at + len(piece)]).flatten()
-        positions.append(inner + at)
+        low = (inner + at).view(torch.uint8).view(-1, 8)[:, :POSITION_BYTES].reshape(-1)
+        out.append(compressor.compress(view_of(low)) if len(low) else b"")
         values.append(piece[inner])
         digest.update(view_of(piece))
-    where, what = torch.cat(positions), torch.cat(values)
-    low = where.view(torch.uint8).view(-1, 8)[:, :POSITION_BYTES].reshape(-1)
-    count = torch.tensor([len(what)]).view(torch.uint8)[:COUNT_BYTES]
-    plain = torch.cat([count, low, what])
-    return zstandard_package().ZstdCompressor(level=_LEVEL).compress(view_of(plain)), digest.hexdigest()
+    out += [compressor.compress(view_of(what)) for what in values if len(what)]
+    out.append(compressor.flush())
+    return b"".join(out), digest.hexdigest()
 
 
 def _apply_overwrite(data: memoryview, region: torch.Tensor, wanted: str) -> Callable[[], None]:
-    where, values = _overwritten(data, len(region))
-    old = region[where]
-    region[where] = values
+    positions, values = _overwritten(data, len(region))
+    old = [
+        region[where] for where, _ in _changes(positions, values)
+    ]  # all of them before the first one changes
+    for where, what in _changes(positions, values):
+        region[where] = what
+    del positions, values
 
     def undo() -> None:
-        region[where] = old
+        again = _changes(*_overwritten(data, len(region)))
+        for (where, _), what in zip(again, old, strict=True):
+            region[where] = what
 
     if checksum(view_of(region)) != wanted:
         undo()
@@ -167,22 +189,37 @@ def _apply_overwrite(data: memoryview, region: torch.Tensor, wanted: str) -> Cal
     return undo
 
 
+def _changes(positions: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Where, as indices, and what: so many at a time that the indices are small."""
+    for at in range(0, len(positions), _NUM_AT_ONCE):
+        where = positions[at : at + _NUM_AT_ONCE].to(torch.int64) & (MAX_OVERWRITTEN_BYTES - 1)
+        yield where, values[at : at + _NUM_AT_ONCE]
+
+
 def _overwritten(data: memoryview, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The positions in a frame, and the values there. Raises NotTheBase for what does not fit a tensor of this size."""
-    limit = COUNT_BYTES + (POSITION_BYTES + 1) * num_bytes
-    parts, size = [], 0
+    plain, size = torch.empty(COUNT_BYTES, dtype=torch.uint8), 0
+    count: int | None = None
     for piece in _unpacked(data):
-        size += len(piece)
-        if size > limit:
-            raise NotTheBase("the frame is longer than the tensor")
-        parts.append(piece.clone())
-    plain = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-    count = int.from_bytes(bytes(plain[:COUNT_BYTES].tolist()), "little")
-    begin = COUNT_BYTES + POSITION_BYTES * count
-    if size != begin + count:
+        while len(piece):
+            if size == len(plain):
+                raise NotTheBase("the frame is longer than the tensor, or than it says")
+            part = piece[: len(plain) - size]
+            plain[size : size + len(part)] = part
+            size, piece = size + len(part), piece[len(part) :]
+            if count is None and size == COUNT_BYTES:
+                count = int.from_bytes(bytes(plain.tolist()), "little")
+                if count > num_bytes:
+                    raise NotTheBase("the frame does not hold as many positions and values as it says")
+                head, plain = (
+                    plain,
+                    torch.empty(COUNT_BYTES + (POSITION_BYTES + 1) * count, dtype=torch.uint8),
+                )
+                plain[:COUNT_BYTES] = head
+    if count is None or size != len(plain):
         raise NotTheBase("the frame does not hold as many positions and values as it says")
-    low = plain[COUNT_BYTES:begin].clone().view(torch.int32).to(torch.int64)
-    where = low & (MAX_OVERWRITTEN_BYTES - 1)
-    if count and int(where.max()) >= num_bytes:
+    begin = COUNT_BYTES + POSITION_BYTES * count
+    positions, values = plain[COUNT_BYTES:begin].view(torch.int32), plain[begin:]
+    if any(int(where.max()) >= num_bytes for where, _ in _changes(positions, values)):
         raise NotTheBase("the frame has positions outside of the tensor")
-    return where, plain[begin:]
+    return positions, values

@@ -46,7 +46,7 @@ from ..storage.bulk import Parcel, copy
 from ..storage.disk import free_bytes_at, full, sync_folder, translated
 from ..storage.local import LocalStorage
 from ..storage.scratch import Scratch
-from .difference import checksum_of, encode
+from .difference import checksum_of, encode, overwritten_bytes
 from .line import Line
 from .replica import MemoryReplica
 from .versions import State
@@ -130,7 +130,7 @@ class Publication(CopyErrand):
         self._line.make_room(weights.tensors)
         place, prefix = self._place()
         base = self._line.base_for(self._acknowledged)
-        if base is None:
+        if base is None or self._is_too_much(base):
             self._made = self._write_anchor(place, prefix, structure)
         else:
             self._made = self._write_delta(place, prefix, structure, base)
@@ -235,6 +235,19 @@ class Publication(CopyErrand):
 
     def _start(self) -> str:
         return "" if self._line.start is None else self._line.start.word(self._check)
+
+    def _is_too_much(self, base: MemoryReplica) -> bool:
+        """Whether positions and values may be more than the weights themselves."""
+        if self._line.encoding != "overwrite":
+            return False
+        sizes: list[int] = []  # each added at once
+
+        def one(name: str) -> None:
+            self._check()
+            sizes.append(overwritten_bytes(self._weights.tensors[name], base.region(name)))
+
+        self._line.crew.run_all(partial(one, name) for name in self._weights.tensors)
+        return sum(sizes) > self._total_bytes
 
     def _files_of_frames(self, base: MemoryReplica) -> Iterator[dict[str, tuple[bytes, str]]]:
         """The frames of each file, by name."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -19,7 +21,7 @@ import torch
 from ..around.export import files_of
 from ..around.hub import Weights, weights_of
 from ..errors import ClosedError, UnsupportedStateError
-from ..format.delta import ENCODINGS, MAX_VERSION, Encoding
+from ..format.delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from ..host.process import OnceInProcess
 from ..host.ranks import world_of
 from ..host.threads import running_future
@@ -31,7 +33,6 @@ from ..spec import whole_bytes, whole_count
 from ..staging.guard import unwrapped
 from ..staging.held import refuse_guard
 from ..state.held import Held, module_of
-from ..state.wrappers import plain_model
 from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
 from .line import Line
@@ -114,6 +115,7 @@ class Publisher:
         )
         self._root = self._place.storage()
         self._line: Line | None = None  # from the first publication on
+        self._beginning = threading.Lock()
         self._acknowledged = acknowledged
         self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole
         self._is_closed = False
@@ -154,7 +156,7 @@ class Publisher:
             raise ValueError(f"version must be below 10**18, got {number}; give the training step")
         spans, called = Spans(), running_future()
         try:
-            beside = {} if config_folder is None else files_of(local_place(config_folder))
+            beside = {} if config_folder is None else _files_beside(local_place(config_folder))
             held = state_or_snapshot if isinstance(state_or_snapshot, Held) else None
             refuse_guard([held] if held is not None else [], guard)
             weights = weights_of(state_or_snapshot, beside)
@@ -163,7 +165,7 @@ class Publisher:
             weights, slices = own_slices(weights) if spread else (weights, {})
             if spread and world_of(None, None).rank:
                 weights, beside = weights._replace(files={}), {}  # which rank 0 has, too
-            line = self._line = self._line or self._begun(spread=spread)
+            line = self._begun(spread=spread)
             if spread is not (line.start is not None):
                 raise UnsupportedStateError(
                     f"{self!r} has published {'a whole model' if spread else 'one that is spread over ranks'} before; make "
@@ -178,18 +180,23 @@ class Publisher:
             handle = publication.begin()
         finally:
             called.set_result(spans.total())
-        going_on = [(other, ended) for other, ended in self._pending if not ended.done()]
-        self._pending = [*going_on, (handle, publication.ended)]
+        with self._beginning:
+            going_on = [(other, ended) for other, ended in self._pending if not ended.done()]
+            self._pending = [*going_on, (handle, publication.ended)]
         return handle
 
     def _begun(self, *, spread: bool) -> Line:
-        if not spread:
-            return self._new_line(self._root)
-        world = world_of(None, None)
-        root = self._root.locate("")
-        start = Start(world, root, next(_openings(root)))
-        place = place_of_rank(self._place, world.rank, world.size)
-        return self._new_line(place.storage(), start=start, size=world.size)
+        """The line, which the first publication begins, whichever thread it comes from."""
+        with self._beginning:
+            if self._line is None and not spread:
+                self._line = self._new_line(self._root)
+            elif self._line is None:
+                world = world_of(None, None)
+                root = self._root.locate("")
+                start = Start(world, root, next(_openings(root)))
+                place = place_of_rank(self._place, world.rank, world.size)
+                self._line = self._new_line(place.storage(), start=start, size=world.size)
+            return self._line
 
     def versions(self) -> list[int]:
         """The versions at the root, ascending.
@@ -238,15 +245,24 @@ class Publisher:
         return f"<Publisher {self._root.locate('')}{' (closed)' if self._is_closed else ''}>"
 
 
+def _files_beside(folder: Path) -> dict[str, bytes]:
+    """What is published with the weights. Raises ValueError for a name that not every place can have."""
+    files = files_of(folder)
+    for name in files:
+        if not stays_inside(name) or not name.isprintable():
+            raise ValueError(f"config_folder {folder} has a file that is called {name!a}; rename it")
+    return files
+
+
 def _refuse_unmapped(given: Any, weights: Weights) -> None:
     """Raises UnsupportedStateError for weights that no receiver would find under their names."""
     live = module_of(given) if isinstance(given, Held) else given
-    model: Any = plain_model(live) if isinstance(live, torch.nn.Module) else None
+    parts = live.modules() if isinstance(live, torch.nn.Module) else ()
     if weights.stem != "model":
         why = (
             "it is an adapter, and versions are whole models; merge it first, or use export_hf for each step"
         )
-    elif getattr(model, "hf_quantizer", None) is not None:
+    elif any(getattr(part, "hf_quantizer", None) is not None for part in parts):
         why = (
             "it is quantised, so its names in memory are not those of its checkpoints; publish a mapping of the names and "
             "tensors that the engine loads"

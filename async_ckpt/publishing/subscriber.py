@@ -24,9 +24,10 @@ from ..saving.policy import whole_step
 from ..saving.worker import get_worker
 from ..spans import Spans
 from ..storage.place import Anywhere, local_place, written_at
+from .folder import FolderReplica
 from .module import fill, refuse_misfit
 from .ranks import RankLines, assembled
-from .replica import FolderReplica, MemoryReplica, Replica, bring, new_crew
+from .replica import MemoryReplica, Replica, bring, new_crew
 from .versions import Anchor, Source, State, Versions
 
 
@@ -65,8 +66,10 @@ class Subscriber:
         return self._numbers()
 
     def _numbers(self) -> list[int]:
-        """One listing, and what has to be asked of versions that were not seen before."""
+        """One listing, one of each world of ranks, and what has to be asked of versions that were not seen before."""
         names = self._versions.storage.names("")
+        if not names and not self._versions.storage.remote and Path(self._versions.root).is_file():
+            raise NotADirectoryError(f"{self._versions.root} is a file; give the folder with the versions")
         self._sizes = self._lines.sizes(names)
         return sorted({*self._versions.numbers(names), *self._sizes})
 
@@ -86,11 +89,11 @@ class Subscriber:
         What it has already is the beginning: only the deltas after that are read, and applied in place, in their order.
         Otherwise it begins with the newest anchor that is not above the version. Every tensor is compared with its
         checksum. After an error, also at the last tensor, it has the weights that it had before, or those of a version
-        on the way. If a pull into a folder was killed, the next one begins with an anchor.
+        on the way. If a pull into a folder was killed, or its weights were harmed, the next one begins with an anchor.
 
         Args:
             into: a folder on this machine: one that is new or empty, or that a pull has filled before. Pulls of several
-                processes into it come one after the other. Or a module: its parameters and buffers get the new bytes in one
+                processes into it come one after the other. Files of yours that are put there later stay. Or a module: its parameters and buffers get the new bytes in one
                 go, when all of them are there and compared. That takes the size of the weights in host memory.
             version: by default the newest.
 
@@ -181,7 +184,8 @@ class Subscriber:
             for version in subscriber.watch():
                 subscriber.pull(model, version)
 
-        Versions that came and were overtaken while nobody asked are left out. One poll is one listing of the root.
+        Versions that came and were overtaken while nobody asked are left out. After a rollback it yields a lower one. One poll is one
+        listing of the root, and of versions that ranks have published, one more for each number of ranks.
 
         Args:
             poll_seconds: how long to wait between two looks.

@@ -30,6 +30,7 @@ from ..format.delta import (
     folder_of,
     identity_of,
     parse,
+    stays_inside,
     structure_of,
     version_of,
 )
@@ -158,11 +159,12 @@ class Versions:
     def is_complete(self, number: int) -> bool:
         """Whether a version is there, and all that it is built on."""
         there, at = self.numbers(), number
-        while at in there:
-            base = self.read(at).base
-            if base is None:
-                return True
-            at = base
+        with suppress(CheckpointError):  # of an index that is damaged
+            while at in there:
+                base = self.read(at).base
+                if base is None:
+                    return True
+                at = base
         return False
 
     def is_ours(self, number: int) -> bool:
@@ -309,7 +311,7 @@ class Source:
         """Config, tokenizer and the like."""
         known = {*self.index.tensor_files, INDEX}
         names = self.index.digests or self.storage.sizes(self.folder)  # which other writers do not list
-        return [name for name in names if name not in known]
+        return [name for name in names if name not in known and stays_inside(name)]
 
     def read(self, file: str) -> memoryview:
         """A small file, compared with its digest."""

@@ -377,6 +377,11 @@ def _is_a(value: Any, module: str, name: str) -> bool:
     return cls is not None and isinstance(value, cls)
 
 
+def is_of_fsdp1(value: Any) -> bool:
+    """Whether it is what FSDP1's sharded state dicts have for a parameter."""
+    return _is_sharded_tensor(value)
+
+
 def _is_sharded_tensor(value: Any) -> bool:
     return _is_a(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
 
