@@ -60,6 +60,15 @@ def test_each_start_of_a_world_has_words_of_its_own(monkeypatch):
     # The others were started, and rank 1 has failed before it could say anything.
     seen |= {_prefix(store, 0, 2), _prefix(store, 0, 2)}
     assert _prefix(store, 0, 2) == _prefix(store, 1, 2)
+    # Again, and rank 1 comes first: it cannot know that, but learns it when rank 0 is there.
+    _prefix(store, 0, 2)
+    early = World(1, 2, store=dist.PrefixStore("", store))
+    assert not early.is_over()
+    now = _prefix(store, 0, 2)
+    assert early.words("it")._prefix != now
+    assert early.is_over()
+    assert early.is_over()
+    assert _prefix(store, 1, 2) == _prefix(store, 0, 2) != now
     # A rank that starts again alone does not take words of the others for its own.
     assert _prefix(store, 1, 2) not in {*seen, _prefix(store, 0, 3)}
 

@@ -50,6 +50,12 @@ class World:
         start = _start_of(self)
         return Words(self.store, f"{start.prefix}/{next(start.openings)}")
 
+    def is_over(self) -> bool:
+        """Whether rank 0 is at a later start than this rank, of which it knows nothing. The next one is the same for both."""
+        start = _start_of(self)
+        start.is_over = start.is_over or start.missed(self.store)
+        return start.is_over
+
 
 def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
     """What the user says; else what the initialised process group says; else there is this process alone.
@@ -118,10 +124,31 @@ def _check_environment() -> None:
 
 
 class _Start:
-    """One start of a world, as this rank counts them by its store."""
+    """One start of a world, as this rank counts them by its store.
 
-    def __init__(self, prefix: str) -> None:
-        self.prefix, self.openings = prefix, itertools.count(1)
+    A store may outlive the ranks: torchrun keeps its own, and starts all of them again. So each rank counts its starts in
+    worlds of this size, which may grow and shrink. One that ended before this rank could count it is known by rank 0's count,
+    which is ahead then; and where one agent has started all ranks, by the number of restarts, which agents of several nodes
+    count each for itself. A rank that starts again alone is ahead of rank 0, and hears nothing.
+    """
+
+    def __init__(self, world: World) -> None:
+        is_of_one_agent = os.environ.get("GROUP_WORLD_SIZE") == "1"
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_of_one_agent else "0"
+        counter = f"async_ckpt/starts/{world.size}/{restarts}"
+        self._own, self._of_rank_0 = f"{counter}/{world.rank}", f"{counter}/0"
+        self._number = int(world.store.add(self._own, 1))
+        self.missed(world.store)
+        self.prefix = f"async_ckpt/{world.size}/{restarts}.{self._number}"
+        self.openings = itertools.count(1)
+        self.is_over = False  # rank 0 is at a later one
+
+    def missed(self, store: Any) -> bool:
+        """Whether rank 0 has counted more of them; then this rank counts these, too."""
+        missed = int(store.add(self._of_rank_0, 0)) - self._number
+        if missed > 0:
+            self._number = int(store.add(self._own, missed))
+        return missed > 0
 
 
 _starts: WeakKeyDictionary[Any, _Start] = (
@@ -139,27 +166,8 @@ def _forget_starts() -> None:
 def _start_of(world: World) -> _Start:
     with _counting:  # one short question to the store: of two threads that asked it, each would count a start
         if world.store not in _starts:
-            _starts[world.store] = _Start(_counted(world))
+            _starts[world.store] = _Start(world)
         return _starts[world.store]
-
-
-def _counted(world: World) -> str:
-    """What keys begin with at this start, on all of its ranks.
-
-    A store may outlive the ranks: torchrun keeps its own, and starts all of them again. So each rank counts its starts in
-    worlds of this size, which may grow and shrink. One that another rank failed before it could count is known by rank 0's
-    count, which is ahead then; and where one agent has started all ranks, by the number of restarts, which agents of
-    several nodes count each for itself. A rank that starts again alone is ahead of rank 0, and hears nothing.
-    """
-    restarts = (
-        os.environ.get("TORCHELASTIC_RESTART_COUNT") if os.environ.get("GROUP_WORLD_SIZE") == "1" else None
-    )
-    counter = f"async_ckpt/starts/{world.size}/{restarts or 0}"
-    number = int(world.store.add(f"{counter}/{world.rank}", 1))
-    missed = int(world.store.add(f"{counter}/0", 0)) - number
-    if missed > 0:
-        number = int(world.store.add(f"{counter}/{world.rank}", missed))
-    return f"async_ckpt/{world.size}/{restarts or 0}.{number}"
 
 
 class Words:

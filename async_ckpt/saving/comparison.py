@@ -60,10 +60,12 @@ class Comparison:
                 undecided=False,
             )
         covered = Table(classes).digest
-        if covered not in ranks.covered:
+        own = ranks.covered.get(covered)
+        if own is None:
             check_coverage(classes, texts)
-            ranks.covered = {covered: own_names(texts)}
-        self._per_rank = tuple(sorted({*self._joint.per_rank, *ranks.covered[covered]}))
+            own = own_names(texts)
+            ranks.covered = {covered: own}
+        self._per_rank = tuple(sorted({*self._joint.per_rank, *own}))
         self._check_shares(receipts, texts)
         self._check_balances(receipts)
         is_each = self._joint.copies is not None

@@ -44,6 +44,8 @@ Differing: TypeAlias = Literal["keep", "fail"]
 
 # How long the first save waits for the other ranks' first save.
 MEETING_SECONDS: Final = 600.0
+# From look to look whether rank 0 was started since without this rank.
+_START_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.02
 NOT_ALONE: Final = (
     "call save on every rank, or, if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
@@ -379,8 +381,10 @@ class Ranks:
 
     def _hear(self, keys: Sequence[str], what: str, where: str = "save()") -> list[str]:
         wait, begin = Wait(f"in {where}", ENDS_THE_CALL), monotonic()
+        looked = begin
 
         def go_on(seconds: float) -> None:
+            nonlocal looked
             wait.goes_on(lambda: f"{what}; {NOT_ALONE}")
             if monotonic() - begin > MEETING_SECONDS:
                 late = [key.rpartition("/")[2] for key in keys if not self._said().is_said(key)]
@@ -390,6 +394,14 @@ class Ranks:
                     rank=int(late[0]) if late and len(keys) > 1 else 0,
                     undecided=False,
                 )
+            if monotonic() - looked > _START_SECONDS:
+                looked = monotonic()
+                if self.world.is_over():
+                    raise PeerFailedError(
+                        f"waited for {what}, but rank 0 is at a later start of the ranks than this one; start all of them again",
+                        rank=0,
+                        undecided=False,
+                    )
             TIMEKEEPER.sleep(seconds)
 
         return self._said().hear(keys, go_on)
