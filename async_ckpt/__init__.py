@@ -1,4 +1,4 @@
-"""Checkpoints for PyTorch training that never block.
+"""Asynchronous checkpoints for PyTorch training.
 
 handle = async_ckpt.save(state, "out/x.tar")      # returns at once; handle.result() when it is durable
 state = async_ckpt.load("out/x.tar")
@@ -122,4 +122,4 @@ else:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", *(name for name in vars(errors) if name.endswith("Error"))]
+    return sorted({*__all__, "__version__", *(name for name in vars(errors) if name.endswith("Error"))})

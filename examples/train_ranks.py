@@ -59,7 +59,7 @@ def train(training: Training, root: str, *, steps: int, die_in: int, is_of_other
     """The example: all that `async_ckpt` adds to a loop, on every rank."""
     slowly = 2e6 if die_in >= 0 else None  # so that the kill comes in the middle of writing
     with async_ckpt.AsyncCheckpointer(root, keep=2, guard=training.optimizer, max_bandwidth=slowly) as ckpt:
-        # Generators are of each rank: there are not as many of them as ranks, so that each goes on with its own.
+        # Each rank saves random generators of its own. Another number of ranks keeps those that it has.
         before = {
             name: value for name, value in training.state.items() if not (is_of_others and name == "rng")
         }

@@ -801,6 +801,38 @@ def test_a_training_that_is_killed_at_any_call_has_published_all_of_a_version_or
         assert_only(root, "publisher.json", *(f"weight_v{v:06d}" for v in publisher.versions()))
 
 
+SET_BACK = """
+import sys, torch, async_ckpt, children
+state = {"weight": torch.arange(3000.0)}
+with async_ckpt.Publisher(sys.argv[1]) as publisher:
+    for version in (1, 2, 3):
+        state["weight"][0] = version
+        publisher.publish(state, version).result()
+count = children.die_at(int(sys.argv[2]))
+with async_ckpt.Publisher(sys.argv[1], on_rollback="retire", keep=2) as publisher:
+    state["weight"][0] = 20
+    publisher.publish(state, 2).result()
+print("calls", count())
+"""
+
+
+def test_a_training_that_is_killed_while_it_retires_versions_leaves_whole_ones(tmp_path, nursery):
+    """Killed at each call that changes the disk; the next one, set back as far, goes on."""
+    num_calls = int(nursery.run(SET_BACK, tmp_path / "whole", 0).out.split()[-1])
+    for number in range(1, num_calls + 1, one_in(15)):
+        root, local = tmp_path / f"{number}", tmp_path / f"{number}-local"
+        nursery.run(SET_BACK, root, number)
+        found = Subscriber(root).pull(local).version
+        assert float(weights_in(local)["weight"][0]) in {1: (1,), 2: (2, 20), 3: (3,)}[found]
+        for version in Subscriber(root).versions():
+            Subscriber(root).pull(local, version)
+        with Publisher(root, on_rollback="retire") as publisher:
+            publisher.publish({"weight": torch.full((3000,), 20.0)}, 2).result()
+        Subscriber(root).pull(local)
+        assert bool((weights_in(local)["weight"] == 20).all())
+        assert_only(root, "publisher.json", "weight_v000001", "weight_v000002")
+
+
 def test_a_process_that_exits_at_once_publishes_what_it_was_told_to(tmp_path, nursery):
     script = """
     import sys, torch, async_ckpt

@@ -129,7 +129,10 @@ class Line:
             return
         root = self.versions.root
         if newest == version:
-            raise StepExistsError(f"{root}: version {version} is published already; {advice}", step=version)
+            alone = "" if self.start else ". If all ranks publish the same model, let rank 0 do it alone"
+            raise StepExistsError(
+                f"{root}: version {version} is published already; {advice}{alone}", step=version
+            )
         raise StepBehindError(
             f"{root}: version {version} is not newer than {newest}, which is published; {advice}",
             step=version,

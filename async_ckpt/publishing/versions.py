@@ -38,6 +38,7 @@ from ..host.threads import Crew
 from ..spec import DTYPES, MIB
 from ..storage.base import Reader, Storage
 from ..storage.disk import sync_folder, translated
+from ..storage.locks import temps_of
 from ..storage.scratch import Scratch
 
 _CHUNK_BYTES: Final = 4 * MIB
@@ -251,6 +252,8 @@ class Ownership:
 
     def take(self) -> None:
         """Whoever has it has lost it."""
+        left = [] if self._storage.remote else temps_of(_OWNER, self._storage.names(""))
+        self._storage.sweep("", left, delete=True)  # of those that were killed in the next line
         self._storage.replace(_OWNER, self._told)
         self.is_taken = True
 
