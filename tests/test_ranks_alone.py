@@ -91,9 +91,15 @@ def test_a_process_group_of_other_ranks_is_refused_by_a_checkpointer_that_knows_
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         here.save(ckpt, {}, 2)
+        for call in (ckpt.prewarm, ckpt.restore):
+            try:
+                call({})
+            except ValueError as error:
+                here.tell(str(error))
     """
     for rank, one in enumerate(worlds.run(2, script)):
         assert one.saves[1]["raised_by"] == "save"
+        assert one.told[2:] == [one.saves[1]["text"]] * 2
         assert (
             f"there were 2 ranks, of which this was {rank}, and the process group now has 1"
             in one.saves[1]["text"]

@@ -123,11 +123,12 @@ class Lot:
         if layout is not None:
             writers = Writers(layout, self._aliases())
             more = writers.having(error.boxes, self._opened)[0]
+            is_of_names = not error.boxes and not self._has_all_names
             if not error.boxes or not self._has_all_names:
                 more |= writers.representatives(self._preferred)
                 self._has_all_names = True
-            if more - self._opened.keys():
-                self._open(more)
+            if is_of_names or more - self._opened.keys():
+                self._open(more)  # these may be open already: then they have all names
                 return
         if len(everybody - self._opened.keys()) <= MAX_UNEXPLAINED:
             self._open(everybody)

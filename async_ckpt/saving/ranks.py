@@ -252,6 +252,7 @@ class Ranks:
         """Ahead of the first save; to be called with the captured state: waits until rank 0 knows how the states of all ranks
         look, so that no save has to.
         """
+        refuse_if_changed(self.world)
 
         def meet(captured: Capture) -> None:
             states = self._ranked()
@@ -322,6 +323,7 @@ class Ranks:
 
         Raises PeerFailedError on the others where it raises on rank 0.
         """
+        refuse_if_changed(self.world)
         if self.world.is_one:
             return ask()
         return self._answers.of_rank_0(
@@ -333,8 +335,9 @@ class Ranks:
     def readers(
         self, from_ranks: Mapping[str, int] | None
     ) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:
-        """Who reads: this rank of so many, where there are several; and whose values it wants."""
+        """Who reads: this rank of so many, where there are several; and whose values it wants. Raises ValueError as `called`."""
         world = self.world
+        refuse_if_changed(world)
         return None if world.is_one else (world.rank, world.size), from_ranks
 
     def talk(self) -> Talk | None:
