@@ -54,8 +54,10 @@ from .versions import State
 # Of frames: so many are in memory until a file of them is written, beside those of the tensors being encoded.
 _FILE_BYTES: Final = 256 * MIB
 _ENCODED_AT_ONCE_BYTES: Final = 512 * MIB
-# Most of which wait for the disk.
-_NUM_WRITERS: Final = 4
+# Most of which wait for the disk, which many small writes keep busier than a few large ones.
+_NUM_WRITERS: Final = 8
+_WRITE_BYTES: Final = 4 * MIB
+_PART_BYTES: Final = 8 * MIB
 
 
 class Publication(CopyErrand):
@@ -187,6 +189,7 @@ class Publication(CopyErrand):
                 place,
                 background=True,
                 num_threads=_NUM_WRITERS,
+                segment_bytes=_PART_BYTES if place.remote else _WRITE_BYTES,
                 check=self._check,
                 finished=finished,
             )

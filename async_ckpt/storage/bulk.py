@@ -49,6 +49,7 @@ def copy(
     *,
     background: bool = False,
     num_threads: int | None = None,
+    segment_bytes: int = _SEGMENT_BYTES,
     check: Callable[[], None] = lambda: None,
     finished: Callable[[Sink], object] = lambda sink: sink.close(),
 ) -> None:
@@ -59,8 +60,8 @@ def copy(
     Raises FileNotFoundError, StorageUnavailableError, StorageFullError, and what `verify` raises.
     """
     # Larger only for what would have too many parts (of S3, above 78 GiB): so that each segment can go by itself.
-    segment_bytes = _SEGMENT_BYTES * max(
-        (to.part_segments(parcel.num_bytes, _SEGMENT_BYTES) for parcel in parcels if parcel.num_bytes),
+    segment_bytes *= max(
+        (to.part_segments(parcel.num_bytes, segment_bytes) for parcel in parcels if parcel.num_bytes),
         default=1,
     )
     copying = _Copying(to, segment_bytes, check, finished)
