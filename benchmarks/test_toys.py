@@ -44,7 +44,7 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
     },
     "ranks": {"figures": {"two_ranks", "ranks_stall", "ranks_durable"}},
-    "dcp": {"figures": {"plugged_stall", "plugged_durable", "across_restore", "across_read"}},
+    "dcp": {"figures": {"plugged_stall", "plugged_durable", "restore_columns", "read_columns"}},
     "scale": {
         "figures": {
             "plan_first_ddp",

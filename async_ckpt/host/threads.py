@@ -77,6 +77,7 @@ class Crew:
         self._lock = threading.Lock()
         self._num_threads = 0  # under _lock
         self._num_waiting = 0  # tasks queued or running; under _lock
+        self._is_over = False  # the interpreter is exiting; under _lock
         # Threads in the disk's idle class, as the kernel numbers them; under _lock.
         self._yielding: list[int] = []
         self._pid = os.getpid()
@@ -85,16 +86,20 @@ class Crew:
     def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
         """Run `task` on a thread of the crew, after the tasks submitted before it were begun.
 
-        When the system has no thread left for it the task is forgotten, and `refused` told; without it, raises RuntimeError.
+        When there is no thread to be had for it, because the system has none left or the interpreter is exiting, the task is
+        forgotten, and `refused` told; without it, raises RuntimeError.
         """
         with self._lock:
             self._num_waiting += 1
             start = self._num_waiting > self._num_threads and self._num_threads < self.max_threads
+            is_over = self._is_over
             if start:
                 self._num_threads += 1
                 number = self._num_threads
         if start:
             try:
+                if is_over:  # nobody would tell the thread to end, and the interpreter would wait for that
+                    raise RuntimeError("the interpreter is exiting")
                 start_thread(f"{self.name}-{number}", self._run)
             except RuntimeError as error:
                 with self._lock:
@@ -170,12 +175,13 @@ class Crew:
         for thread in yielding:
             _set_io_class(thread, _IOPRIO_USUAL)
 
-    def stop(self) -> None:
-        """Let the threads end once the tasks already submitted are done. Idempotent; tasks may follow again."""
+    def stop(self, *, for_good: bool = False) -> None:
+        """Let the threads end once the tasks already submitted are done. Idempotent; tasks may follow again, unless `for_good`."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             num_threads, self._num_threads = self._num_threads, 0
+            self._is_over = self._is_over or for_good
         for _ in range(num_threads):
             self._tasks.put(None)
 
@@ -223,7 +229,7 @@ def running_future() -> Future[Any]:
 
 def _stop_all() -> None:
     for crew in list(_crews):
-        crew.stop()
+        crew.stop(for_good=True)
 
 
 # Runs before the interpreter joins its non-daemon threads; atexit would be too late.
