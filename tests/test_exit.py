@@ -639,7 +639,9 @@ def test_a_forked_child_cannot_wait_for_the_parents_save_nor_harm_it(tmp_path, n
     assert committed(tmp_path) == [1]
 
 
-def test_what_comes_when_the_threads_have_been_told_to_end_starts_none_that_would_never_end(nursery, tmp_path):
+def test_what_comes_when_the_threads_have_been_told_to_end_starts_none_that_would_never_end(
+    nursery, tmp_path
+):
     """What nobody waits for may go on until the loop ends, which is behind that."""
     body = """
     from async_ckpt.host import threads
