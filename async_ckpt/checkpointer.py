@@ -223,7 +223,8 @@ class AsyncCheckpointer(RunReader):
             per_rank: names of entries at the top level that each rank has separately, such as the position of its data
                 loader. `RngState` always is. Each rank gets its own back.
             driver: more entries of the state, which one process holds for all ranks (data loader, actors), at most
-                64 MiB. With several ranks, those that rank 0 is given are saved. They are written to a separate archive and are part of every load.
+                64 MiB. With several ranks, those that rank 0 is given are saved. They are written to a separate archive
+                and are part of every load.
 
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError, NotUnchangedError (a group in
         `unchanged` has other memory now, or its version counter says that it was written to; writes through `.data` or

@@ -35,9 +35,8 @@ class Asked(NamedTuple):
     max_shard_bytes: int
     spans: Spans
     called: Future[float]
-    check: Callable[[], None] = lambda: (
-        None
-    )  # before anything is replaced; raises where it must not be after all
+    check: Callable[[], None] = lambda: None
+    """Called before anything is replaced; raises where it must not be after all."""
 
 
 class Export(CopyErrand):

@@ -68,7 +68,8 @@ def merge(
 
     Raises NotCommittedError if there is no such step, StateMismatchError if ranks have values of their own that `from_ranks`
     does not choose among, KeyError if it names nothing, UntrustedObjectError, CorruptCheckpointError, ValueError or
-    IsADirectoryError for a destination that cannot be written to or is in the folder of a step, StorageFullError and StorageUnavailableError.
+    IsADirectoryError for a destination that cannot be written to or is in the folder of a step, StorageFullError and
+    StorageUnavailableError.
     """
     begin = monotonic()
     place = written_at(destination)

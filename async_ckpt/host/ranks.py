@@ -151,9 +151,8 @@ class _Start:
         return missed > 0
 
 
-_starts: WeakKeyDictionary[Any, _Start] = (
-    WeakKeyDictionary()
-)  # by store; a new group in the same process has another
+# By store: a new group in the same process has another.
+_starts: WeakKeyDictionary[Any, _Start] = WeakKeyDictionary()
 _counting = threading.Lock()
 
 

@@ -226,19 +226,18 @@ class Committed(NamedTuple):
         below = f"{self.folder}/" if self.folder else ""
         own = [(f"{below}{told.name}", told) for told in archives_of(self.storage, self.folder, made)]
         per_rank = made.ranks.per_rank if made.ranks else ()
-        found = [
-            Named(
-                self.storage,
-                self.folder,
-                own,
-                made.attempt,
-                made.step,
-                made.step,
-                per_rank,
-                near=self.near,
-                is_shared_out=made.ranks is None and len(own) > 1,
-            )
-        ]
+        first = Named(
+            self.storage,
+            self.folder,
+            own,
+            made.attempt,
+            made.step,
+            named_by=made.step,
+            per_rank=per_rank,
+            near=self.near,
+            is_shared_out=made.ranks is None and len(own) > 1,
+        )
+        found = [first]
         lent: dict[tuple[str, str, int], list[Archive]] = {}
         for one in made.elsewhere:
             lent.setdefault((one.group, one.folder, one.step), []).append(one.archive)
@@ -250,22 +249,16 @@ class Committed(NamedTuple):
             paths = [
                 (f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders, made.step)
             ]
-            attempt = attempt_of_all(lenders[0].name) or ""
-            is_shared_out = len(lenders) > 1
-            found.append(
-                Named(
-                    root,
-                    folder,
-                    paths,
-                    attempt,
-                    step,
-                    made.step,
-                    per_rank,
-                    frozenset(groups),
-                    self.near,
-                    is_shared_out,
-                )
+            lot = first._replace(
+                storage=root,
+                folder=folder,
+                archives=paths,
+                attempt=attempt_of_all(lenders[0].name) or "",
+                step=step,
+                groups=frozenset(groups),
+                is_shared_out=len(lenders) > 1,
             )
+            found.append(lot)
         return found
 
 

@@ -59,10 +59,8 @@ class Line:
         self.versions, self.ownership = Versions(storage), Ownership(storage)
         self._retires = retires  # versions that are not below a new one
         self._newest_elsewhere: int | None = None  # in other lines at the root, once it was looked for
-        self._retired: list[
-            Versions
-        ] = []  # the lines in which the version that was prepared takes the place of others
-        self._version = 0  # that one
+        self._version = 0  # the one that was prepared last
+        self._retired: list[Versions] = []  # the lines in which it takes the place of others
         # Not all of them: the training has the better claim, and is slowed by whoever reads memory beside it.
         self.crew = Crew("encode", max(1, num_cpus() // 2), background=True)
         self._anchor_every, self._max_bytes = anchor_every, max_bytes

@@ -2,7 +2,8 @@
 
 In: a storage and an attempt. Out: who has done what, and what was decided. Knows nothing of: who waits for whom.
 
-    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<balance>.<ok|err>    one small object per rank
+    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<balance>.<ok|err>
+                                       one small object per rank
     <step>/verdict.<attempt>.json      rank 0's no: the manifest of this attempt will never be put
     <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
     <step>/layout.<attempt>.json       which ranks have states of which structure, and the tensors of each structure

@@ -32,9 +32,8 @@ class SharedRoot:
         self._run, self._number, self._world = run, number, world
         self._token, self._words = token, words
         self._is_claimed = self._is_seen = False
-        self.is_told = (
-            False  # on another rank: rank 0 has said that it has put there what proves the root the same
-        )
+        # On another rank: rank 0 has said that it has put there what proves the root the same.
+        self.is_told = False
         self._nonce = secrets.token_hex(8)
         self.is_shared = False  # by all ranks: each has had a part in a commit there
         self.apart_rank: int | None = None  # one that does not see here what rank 0 has written

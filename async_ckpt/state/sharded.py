@@ -65,7 +65,7 @@ def is_sharded(value: Any) -> bool:
     """Whether a leaf of a state is a tensor of which other ranks may hold more, or the same."""
     return (
         _is_a(value, "torch.distributed.tensor", "DTensor")
-        or _is_sharded_tensor(value)
+        or is_of_fsdp1(value)
         or _declares_slices(value)
         or is_of_megatron(value)
     )
@@ -124,7 +124,7 @@ class Slicer:
         """
         if _is_a(value, "torch.distributed.tensor", "DTensor"):
             return self._of_dtensor(value, name)
-        if _is_sharded_tensor(value):
+        if is_of_fsdp1(value):
             return self._of_sharded_tensor(value, name)
         if _declares_slices(value):
             return _of_declared(value, name)
@@ -378,11 +378,7 @@ def _is_a(value: Any, module: str, name: str) -> bool:
 
 
 def is_of_fsdp1(value: Any) -> bool:
-    """Whether it is what FSDP1's sharded state dicts have for a parameter."""
-    return _is_sharded_tensor(value)
-
-
-def _is_sharded_tensor(value: Any) -> bool:
+    """Whether it is torch's ShardedTensor, which FSDP1's sharded state dicts have for a parameter."""
     return _is_a(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
 
 

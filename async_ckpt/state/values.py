@@ -19,8 +19,8 @@ _OF_TENSORS: Final = frozenset({"tensor", "ndarray", "bytes"})
 def leaves(skeleton: Json, objects: Callable[[int], str]) -> dict[str, str]:
     """All values by their dotted names, and what is neither a dict nor a value: how long lists are, where tensors hang.
 
-    `objects` says what stands for the pickled object of a number. Two skeletons with the same leaves stand for states that differ in nothing
-    but their tensors.
+    `objects` says what stands for the pickled object of a number. Two skeletons with the same leaves stand for states that
+    differ in nothing but their tensors.
     """
     return {
         dotted(path): f"object {objects(found)}" if isinstance(found, int) else found

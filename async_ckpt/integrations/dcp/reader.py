@@ -68,7 +68,8 @@ class TarStorageReader(StorageReader):
         from_ranks: whose value to take where each rank has its own, by name, such as {"rng": 0}. A rank of as many as have
             saved gets its own.
 
-    Raises TypeError and ValueError for arguments that are not valid. A load raises what `async_ckpt.load` raises; torch wraps the errors of all ranks in a CheckpointException.
+    Raises TypeError and ValueError for arguments that are not valid. A load raises what `async_ckpt.load` raises; torch wraps
+    the errors of all ranks in a CheckpointException.
     """
 
     def __init__(
