@@ -65,6 +65,11 @@ def restored(ckpt: AsyncCheckpointer, saved: Any, live: Any, **how: Any) -> Any:
     return live
 
 
+def is_start(name: str) -> bool:
+    """Whether a file in a run's root tells which process has the run; it stays there."""
+    return name.startswith("start-") and name.endswith(".json")
+
+
 def names_below(root: str | os.PathLike[str]) -> list[str]:
     """Every file below a folder."""
     top = Path(root)
@@ -84,7 +89,8 @@ def leftovers(root: str | os.PathLike[str]) -> list[str]:
         alive = named.exists() and any(
             archive["name"] == path.name for archive in json.loads(named.read_text())["archives"]
         )
-        if not alive and path.name not in ("manifest.json", "latest", "checkpoints.jsonl"):
+        accounted = path.name in ("manifest.json", "latest", "checkpoints.jsonl") or is_start(path.name)
+        if not alive and not accounted:
             rows.append(name)
     return rows
 

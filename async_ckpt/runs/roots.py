@@ -22,6 +22,7 @@ from .manifest import Manifest
 from .naming import Naming
 from .retention import Commits
 from .run import Run
+from .starts import Commit, out_of_line
 
 T = TypeVar("T")
 
@@ -64,6 +65,11 @@ class Roots:
                         f"{there}"
                     )
         return told
+
+    def close(self) -> None:
+        """This process saves nothing more there."""
+        for run in self.runs:
+            run.close()
 
     def steps(self) -> list[int]:
         """The steps committed at any root that answers, ascending."""
@@ -136,6 +142,23 @@ class Roots:
             others = [run for run in found if run not in those]
             # A root that was away while a rollback took the step out of the run at another.
             if others and self._is_retired(step, those[0], others):
+                del holders[step]
+        return self._in_line(holders, found)
+
+    def _in_line(self, holders: dict[int, list[Run]], runs: Iterable[Run]) -> dict[int, list[Run]]:
+        """Without commits of processes that had lost the run, as the starts that any root knows and the steps of all show."""
+
+        def committed(step: int) -> Commit | None:
+            return next(filter(None, (run.commit_of(step) for run in holders[step])), None)
+
+        out: dict[int, str] = {}
+        for run in runs:  # the order of two starts is known where both are listed
+            out |= out_of_line(sorted(holders), run.starts, committed)
+        for step, attempt in out.items():
+            sound = [run for run in holders[step] if (one := run.commit_of(step)) and one.attempt != attempt]
+            if sound:
+                holders[step] = sound
+            else:
                 del holders[step]
         return holders
 

@@ -162,6 +162,7 @@ class StepTarget:
 
     def _check_at_once(self) -> None:
         line, run = self._line, self._run
+        run.check_start()
         run.check_known(self._step, overwrite=self._overwrite)
         if not run.storage.remote:
             try:
@@ -176,6 +177,10 @@ class StepTarget:
                 f"{self.path}: earlier writes there have not returned yet", path=self.path
             )
         self._agreement.claim()
+        if self._agreement.decides:
+            others = [run for run in self._line.roots.runs if run is not self._run]
+            if self._run.take(self._step, others) and self._reached is Reached.CHECKED:
+                self._check()
         if self._agreement.decides and not self.storage.remote:
             self._run.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
         return self.storage.create(
@@ -255,6 +260,10 @@ class StepTarget:
             self._is_committed_as(self._made, archives, late=late)
             self._reached = Reached.ANNOUNCED
             return
+        if (
+            self._agreement.has_others
+        ):  # the other ranks learn of a commit by its manifest, so it must not be in vain
+            self._run.check_taken()
         # Newer steps may have followed since: a late commit takes none of them out of the run.
         retire = self._line.retire and not late
         elsewhere = (*self._contents.borrowed, *self._write_driver())
