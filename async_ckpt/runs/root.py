@@ -71,6 +71,9 @@ class Root:
         self._said: set[str] = set()  # warnings that are given once
         # Replaced as a whole, by any thread:
         self.starts: list[Start] = []  # of the last listing
+        self.outside: dict[
+            int, str
+        ] = {}  # attempts, by step, that do not count as what lies at other roots shows
         self.listing: Listing | None = None  # the last one, and what was committed or deleted here since
 
     def folder(self, step: int) -> str:
@@ -150,6 +153,11 @@ class Root:
             self.forget(self.known.keys() - {*listing.steps})
         known = self.known
         stale = out_of_line(list(known), listing.starts, lambda step: commit_of(known.get(step)))
+        stale |= {
+            step: attempt
+            for step, attempt in self.outside.items()
+            if is_out(step, known.get(step), self.outside)
+        }
         if stale:
             self.forget(stale)
             known = self.known
@@ -277,14 +285,17 @@ class Root:
             made = self.known.get(step) or self.find(step)
             return None if is_out(step, made, gone) else commit_of(made)
 
-        return out_of_line(steps, listing.starts, committed) if listing.starts else {}
+        found = out_of_line(steps, listing.starts, committed) if listing.starts else {}
+        return {**self.outside, **found}
 
     def retire(self, stale: Mapping[int, str]) -> None:
         """Rename the manifests of commits that do not count, so that their steps are free again."""
         for step in sorted(stale, reverse=True):
-            folder = self.folder(step)
-            with suppress(FileNotFoundError):
-                self.storage.move(f"{folder}/{manifest.NAME}", f"{folder}/{retired_name()}")
+            made, folder = self.find(step), self.folder(step)
+            if made is not None and made.attempt == stale[step]:
+                with suppress(FileNotFoundError):
+                    self.storage.move(f"{folder}/{manifest.NAME}", f"{folder}/{retired_name()}")
+        self.outside = {step: attempt for step, attempt in self.outside.items() if step not in stale}
         self.forget(stale)
 
     def is_retired(self, step: int, gone: Mapping[int, str]) -> bool:

@@ -155,7 +155,13 @@ class Roots:
         for run in runs:  # the order of two starts is known where both are listed
             out |= out_of_line(sorted(holders), run.starts, committed)
         for step, attempt in out.items():
-            sound = [run for run in holders[step] if (one := run.commit_of(step)) and one.attempt != attempt]
+            sound = []
+            for run in holders[step]:
+                one = run.commit_of(step)
+                if one is not None and one.attempt == attempt:
+                    run.note_outside(step, attempt)
+                else:
+                    sound.append(run)
             if sound:
                 holders[step] = sound
             else:
@@ -217,6 +223,7 @@ def opened(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, c
         inner = next((name for name in folders if name != outer and name.startswith(outer)), None)
         if inner is not None:
             raise ValueError(f"the root {inner} lies inside the root {outer}; put them side by side")
+    opening = os.urandom(4).hex()
     return Roots(
         [
             Run(
@@ -225,6 +232,7 @@ def opened(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, c
                 step_format=naming.step_format,
                 tracker=naming.tracker,
                 keep=keep if place.keep is None else keep_of(place.keep),
+                opening=opening,
             )
             for storage, place in zip(storages, places, strict=True)
         ]

@@ -17,6 +17,7 @@ save. That no other process has committed since is told by the version of the jo
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -54,7 +55,10 @@ class Run:
         step_format: str = STEP_FORMAT,
         tracker: tuple[str, str] | str | None = TRACKER,
         keep: Keep | None = None,
+        opening: str = "",
     ) -> None:
+        """`opening` is a random text that stands for the checkpointer, the same at all of its roots."""
+        self._opening = opening or os.urandom(4).hex()
         self._root = Root(storage, step_format)
         named = tracker_of(tracker, step_format)
         self.keep = keep or Keep()
@@ -90,6 +94,15 @@ class Run:
     def starts(self) -> Sequence[Start]:
         """The starts of the run that the last listing of the root had."""
         return self._root.starts
+
+    def note_outside(self, step: int, attempt: str) -> None:
+        """What lies at other roots shows that this commit does not count."""
+        self._root.outside = {**self._root.outside, step: attempt}
+
+    @property
+    def has_start(self) -> bool:
+        """Whether this process has taken the root."""
+        return self._start is not None
 
     def commit_of(self, step: int) -> Commit | None:
         """The step's commit as the rule of starts wants it; None where there is none that can be read."""
@@ -296,6 +309,7 @@ class Run:
             self,
             self.storage,
             step,
+            next((other._start.token for other in others if other._start is not None), self._opening),
             lambda: self._root.relist().starts,
             lambda: [start for other in others for start in other._starts_if_there()],
         )

@@ -141,13 +141,15 @@ class Tenure:
         user: object,
         storage: Storage,
         step: int,
+        token: str,
         listed: Callable[[], Sequence[Start]],
         elsewhere: Callable[[], Iterable[Start]],
     ) -> tuple[Start, bool]:
         """Take a root for a user that is about to save, if that has not been done. The start, and whether it is new: then the
         commits there are to be looked at again.
 
-        `listed` lists the starts at the root, and `elsewhere` those at the other roots of the run.
+        `token` is that of the start at all roots of the run; `listed` lists the starts at this root, and `elsewhere` those at the
+        others.
         Raises RunTakenError for a root that another living process has, and StorageUnavailableError.
         """
         with self._taking:
@@ -156,12 +158,9 @@ class Tenure:
                 return self.start, False
             there = listed()
             refuse_if_alive(storage, there)
-            others = [*elsewhere()]
-            # The other roots of the same run may have been taken a moment ago.
-            own = max((s for s in others if s.token in _tokens and s.first == step), default=None)
-            number = 1 + max((s.number for s in there), default=0)
-            number = max(number, own.number if own else 1 + max((s.number for s in others), default=0))
-            token = own.token if own else os.urandom(4).hex()
+            # Another root may have been taken a moment ago.
+            least = max((s.number + (s.token != token) for s in elsewhere()), default=1)
+            number = max(least, 1 + max((s.number for s in there), default=0))
             _tokens.add(token)
             start = Start(number, token, step)
             self._put(storage, start)

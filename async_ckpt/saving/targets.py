@@ -202,6 +202,9 @@ class StepTarget:
             self._replaces = self._run.found(self._step)
 
     def _check(self) -> None:
+        if not (self._line.has_one_root or self._run.has_start):
+            with suppress(StorageUnavailableError):
+                self._line.roots.steps()  # which tells the run of commits that do not count as other roots show
         with self._telling_ranks():
             self._run.check(
                 self._step,
