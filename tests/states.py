@@ -71,9 +71,10 @@ def is_start(name: str) -> bool:
 
 
 def names_below(root: str | os.PathLike[str]) -> list[str]:
-    """Every file below a folder."""
+    """Every file below a folder, but for those that tell which processes have had the run."""
     top = Path(root)
-    return sorted(str(path.relative_to(top)) for path in top.rglob("*") if not path.is_dir())
+    files = (path for path in top.rglob("*") if not (path.is_dir() or is_start(path.name)))
+    return sorted(str(path.relative_to(top)) for path in files)
 
 
 def records(root: Path) -> list[dict]:
@@ -89,8 +90,7 @@ def leftovers(root: str | os.PathLike[str]) -> list[str]:
         alive = named.exists() and any(
             archive["name"] == path.name for archive in json.loads(named.read_text())["archives"]
         )
-        accounted = path.name in ("manifest.json", "latest", "checkpoints.jsonl") or is_start(path.name)
-        if not alive and not accounted:
+        if not alive and path.name not in ("manifest.json", "latest", "checkpoints.jsonl"):
             rows.append(name)
     return rows
 

@@ -35,7 +35,6 @@ def test_a_run_looks_as_the_manual_says(tmp_path):
     assert names_below(tmp_path) == [
         "checkpoints.jsonl",
         "latest",
-        start,
         "step_00000500/manifest.json",
         f"step_00000500/{archive}",
     ]

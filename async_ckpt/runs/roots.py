@@ -71,6 +71,15 @@ class Roots:
         for run in self.runs:
             run.close()
 
+    def settle(self) -> None:
+        """Tell each run which of its commits do not count, as far as the other roots that answer show."""
+        answers: dict[Run, list[int]] = {}
+        for run in self.runs:
+            with suppress(CheckpointError):
+                answers[run] = run.steps()
+        with suppress(CheckpointError):
+            self._without_retired(answers)
+
     def steps(self) -> list[int]:
         """The steps committed at any root that answers, ascending."""
         return sorted(self._holders())

@@ -283,7 +283,10 @@ class Run:
         start = self._start
         if start is None:
             return
-        listing = self._root.relist()
+        try:
+            listing = self._root.relist()
+        except StorageUnavailableError:
+            return  # the manifest is there, and no later start is known
         self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
         if start not in listing.starts:
             self._tenure.put_back(self.storage, start)
