@@ -29,7 +29,7 @@ from ..format.delta import (
 )
 from ..storage.base import Storage
 from ..storage.disk import sync_folder, translated
-from ..storage.locks import temps_of
+from ..storage.locks import TEMP_SUFFIX, temps_of
 from ..storage.scratch import Scratch
 from .source import Source, State
 
@@ -298,7 +298,11 @@ class Ownership:
 
     def take(self) -> None:
         """Whoever has it has lost it."""
-        left = [] if self._storage.remote else temps_of(_OWNER, self._storage.names(""))
+        names = [] if self._storage.remote else self._storage.names("")
+        left = [
+            *temps_of(_OWNER, names),
+            *(n for n in names if n.startswith(".replaced.") and n.endswith(TEMP_SUFFIX)),
+        ]
         self._storage.sweep("", left, delete=True)  # of those that were killed in the next line
         self._storage.replace(_OWNER, self._told)
         self.is_taken = True
