@@ -36,7 +36,7 @@ from async_ckpt import (
 )
 from async_ckpt.format.delta import INDEX, checksum
 from async_ckpt.publishing import folder as folders
-from async_ckpt.publishing import versions
+from async_ckpt.publishing import source
 from async_ckpt.storage.place import storage_at
 
 LAST = 4
@@ -755,7 +755,7 @@ def test_a_folder_may_be_where_a_disk_is_mounted(line, tmp_path):
 
 
 def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(line, local, monkeypatch):
-    real = versions.Source.open
+    real = source.Source.open
 
     def open_(self: Any, file: str) -> Any:
         monkeypatch.undo()
@@ -763,8 +763,10 @@ def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(
         return real(self, file)
 
     subscriber = line.subscriber()
-    monkeypatch.setattr(versions.Source, "open", open_)
-    with pytest.raises(CorruptCheckpointError, match="missing, or was deleted meanwhile"):
+    monkeypatch.setattr(source.Source, "open", open_)
+    with pytest.raises(
+        NotCommittedError, match="version 1 is not there, and version 2 is a delta against it"
+    ):
         subscriber.pull(local)
     with Line(line.root, line.model) as again:
         again.publish(5)
@@ -777,12 +779,14 @@ def test_a_bucket_that_loses_an_object_says_which(bucket, s3, local):
     with Line(place) as line:
         line.publish(1, 2)
     storage = storage_at(place)
-    data = storage.read("weight_v000002/model-00001.safetensors")[0]
+    (file,) = (name for name in storage.sizes("weight_v000002") if name.endswith("/model-00001.safetensors"))
+    file = f"weight_v000002/{file}"
+    data = storage.read(file)[0]
     line.subscriber().pull(local, 1)
     for harm, told in [
-        (lambda: storage.delete("weight_v000002/model-00001.safetensors"), "missing, or was deleted"),
+        (lambda: storage.delete(file), "missing, or was deleted"),
         (
-            lambda: storage.replace("weight_v000002/model-00001.safetensors", data[:-9]),
+            lambda: storage.replace(file, data[:-9]),
             "not those that were published",
         ),
     ]:
@@ -790,7 +794,7 @@ def test_a_bucket_that_loses_an_object_says_which(bucket, s3, local):
         with pytest.raises(CorruptCheckpointError, match=told):
             line.subscriber().pull(local)
         line.assert_is(1, local)
-    storage.replace("weight_v000002/model-00001.safetensors", data)
+    storage.replace(file, data)
     line.subscriber().pull(local)
     line.assert_is(2, local)
     assert checksum(data)

@@ -32,6 +32,7 @@ MAX_VERSION: Final = 10**18 - 1
 _CHECKSUMS: Final = "xxh3-128"
 _COMPRESSION: Final = "zstd"
 _OURS: Final = "async_ckpt"
+_ATTEMPT: Final = re.compile(r"files\.[0-9a-f]{8}")
 _FOLDER: Final = re.compile(r"weight_v(\d{6,18})")
 
 
@@ -112,6 +113,17 @@ class VersionIndex:
     # Where each rank publishes what it holds: by which start of them all, and what part of a tensor each tensor is.
     start: str = ""
     slices: Mapping[str, SliceOf] = field(default_factory=dict)
+    attempt: str = ""  # the folder within, in which all other files are; empty on a disk
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its files begin with in the folder of the version."""
+        return f"{self.attempt}/" if self.attempt else ""
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """The file of each tensor, by its name, as other programs read it."""
+        return {name: self.prefix + file for name, file in self.files.items()}
 
     @property
     def is_anchor(self) -> bool:
@@ -125,6 +137,8 @@ class VersionIndex:
         """What goes under "metadata"."""
         ours: dict[str, Any] = {"identity": self.identity, "structure": self.structure}
         ours["digests"] = dict(self.digests)
+        if self.attempt:
+            ours["attempt"] = self.attempt
         if self.start:
             ours |= {"start": self.start, "slices": dict(self.slices)}
         told: dict[str, Any] = {"version": f"{self.version:06d}", "checksum_format": _CHECKSUMS}
@@ -140,7 +154,7 @@ class VersionIndex:
 
 def dump_delta(index: VersionIndex) -> bytes:
     """The index of a delta. That of an anchor is one of Hugging Face, with more in its metadata."""
-    told = {"metadata": index.metadata(), "weight_map": dict(index.files)}
+    told = {"metadata": index.metadata(), "weight_map": index.weight_map}
     return (json.dumps(told, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -154,6 +168,11 @@ def parse(data: bytes, version: int) -> VersionIndex:
         checksums = {str(name): str(digest) for name, digest in dict(ours.get("checksums") or {}).items()}
         texts = {key: str(ours.get(key, "")) for key in ("identity", "structure", "base_identity", "start")}
         slices = {str(key): SliceOf.parsed(one) for key, one in dict(ours.get("slices") or {}).items()}
+        attempt = str(ours.get("attempt") or "")
+        if attempt and not is_attempt(attempt):
+            raise ValueError(f"{attempt!r:.100} is no attempt")
+        if attempt:
+            files = {str(name): _without(file, f"{attempt}/") for name, file in files.items()}
         number = int(metadata.get("version", version))
         is_delta = "delta_encoding" in metadata
         base = int(metadata["base_version"]) if is_delta else None
@@ -174,8 +193,20 @@ def parse(data: bytes, version: int) -> VersionIndex:
         checksums=checksums,
         digests=digests,
         slices=slices,
+        attempt=attempt,
         **texts,
     )
+
+
+def _without(file: object, prefix: str) -> str:
+    if not isinstance(file, str) or not file.startswith(prefix):
+        raise ValueError(f"{file!r:.300} is not a file of its attempt")
+    return file.removeprefix(prefix)
+
+
+def is_attempt(name: str) -> bool:
+    """Whether the files of one attempt at a version lie in a folder of this name."""
+    return _ATTEMPT.fullmatch(name) is not None
 
 
 def _refuse_foreign(metadata: Mapping[str, Any], base: int, version: int) -> None:

@@ -31,7 +31,7 @@ from ..storage.disk import free_bytes_at, full, preallocate, pwrite, remove_if_e
 from ..storage.scratch import files_in
 from .difference import checksum_of
 from .replica import Damaged, other_model
-from .versions import Anchor, Source, State
+from .source import Anchor, Source, State
 
 try:
     import fcntl
