@@ -154,14 +154,37 @@ class VersionIndex:
 
 def dump_delta(index: VersionIndex) -> bytes:
     """The index of a delta. That of an anchor is one of Hugging Face, with more in its metadata."""
-    told = {"metadata": index.metadata(), "weight_map": index.weight_map}
-    return (json.dumps(told, indent=2, sort_keys=True) + "\n").encode()
+    return sealed({"metadata": index.metadata(), "weight_map": index.weight_map})
+
+
+def sealed(told: Mapping[str, Any]) -> bytes:
+    """An index of ours as text, with a digest of all else in it."""
+    plain = json.loads(json.dumps(told))
+    plain["metadata"][_OURS]["digest"] = _digest_of(plain)
+    return (json.dumps(plain, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _digest_of(told: Mapping[str, Any]) -> str:
+    """Of all that an index says, however it is spaced."""
+    return checksum(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _unseal(told: Any) -> None:
+    """Take the digest out of an index of ours. Raises ValueError unless it is that of all else."""
+    ours = told["metadata"][_OURS]
+    digest = ours.pop("digest", "")
+    if digest != _digest_of(told):
+        raise ValueError(
+            "it does not match its own digest, or an earlier version of async_ckpt has written it"
+        )
 
 
 def parse(data: bytes, version: int) -> VersionIndex:
     """The index of what the folder of this version holds. Raises ValueError when it does not hold together."""
     try:
         told = json.loads(data)
+        if _OURS in (told.get("metadata") or {}):
+            _unseal(told)
         files, metadata = dict(told["weight_map"]), dict(told.get("metadata") or {})
         ours = dict(metadata.get(_OURS) or {})
         digests = {str(name): str(digest) for name, digest in dict(ours.get("digests") or {}).items()}
@@ -178,6 +201,8 @@ def parse(data: bytes, version: int) -> VersionIndex:
         base = int(metadata["base_version"]) if is_delta else None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not the index of a version ({error!r:.200})") from error
+    if not (files or identity_is_of_nothing(texts["identity"], base)):
+        raise ValueError("it names no tensors")
     for file in (*files.values(), *digests):
         if not stays_inside(file):
             raise ValueError(f"{file!r:.300} is not the name of a file of its folder")
@@ -196,6 +221,11 @@ def parse(data: bytes, version: int) -> VersionIndex:
         attempt=attempt,
         **texts,
     )
+
+
+def identity_is_of_nothing(identity: str, base: int | None) -> bool:
+    """Whether an index of ours may name no tensors: that of a delta without a change, or of a rank that has none."""
+    return bool(identity) or base is not None
 
 
 def _without(file: object, prefix: str) -> str:

@@ -7,6 +7,7 @@ One publication at a time has the `Line`, which says what a version may be again
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from ..format.delta import (
     dump_delta,
     folder_of,
     identity_of,
+    sealed,
     structure_of,
 )
 from ..host.threads import Crew, running_future
@@ -179,7 +181,7 @@ class Publication(CopyErrand):
             attempt=self._attempt,
         )
         state = State(self._version, identity, structure, checksums)
-        return index, state, index_of(shards, index.weight_map, **index.metadata())
+        return index, state, sealed(json.loads(index_of(shards, index.weight_map, **index.metadata())))
 
     def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
         """Write the files, several parts at once, and take the checksums of the tensors meanwhile."""

@@ -148,7 +148,14 @@ class Source:
         if len(head) == 8 and int.from_bytes(head, "little") <= safetensors.MAX_HEADER_BYTES:
             head = memoryview(bytearray(min(_header_bytes(head), reader.num_bytes)))
             reader.read_into(0, head)
-        rows, _, begin = self._header(file, head)
+        rows, metadata, begin = self._header(file, head)
+        if rows and all(row.code == "U8" and name in metadata for name, row in rows.items()):
+            raise self.corrupt(
+                file, "it holds the frames of a delta, and its index says that they are weights"
+            )
+        end = begin + max((row.end for row in rows.values()), default=0)
+        if end < reader.num_bytes:
+            raise self.corrupt(file, f"it has {reader.num_bytes - end:,} bytes behind its tensors")
         for name, row in rows.items():
             try:
                 dtype, shape = safetensors.loaded_as(row.code, row.shape)
