@@ -14,7 +14,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -42,14 +42,59 @@ _SHARE_OF_FREE: Final = 0.5
 Reliever = Callable[[bool], bool]
 
 
+class SegmentLender(Protocol):
+    """Whatever lends segments: a pool, or one buffer of exact size."""
+
+    @property
+    def max_segments(self) -> int: ...
+
+    @property
+    def max_run(self) -> int:
+        """The largest number of segments that lie one behind the other."""
+
+    def lease_run(
+        self,
+        order: tuple[int, int],
+        num_segments: int,
+        *,
+        pin: torch.device | None,
+        check: Callable[[], None],
+    ) -> list[Lease]:
+        """Wait for up to `num_segments` segments, at least one, that lie one behind the other in the same memory.
+
+        The lowest `order` (save, segment) is served first. With `pin` they are page-locked, by a thread that works for
+        this device. `check` is called again and again while waiting, and raises when waiting has become pointless.
+        """
+
+    def take_back(self, segments: Sequence[Segment]) -> None:
+        """The leases of these segments have ended."""
+
+    def write_off(self, segment: Segment) -> None:
+        """A device may still write to this segment, so it must never be lent again."""
+
+
+class SegmentReceiver(Protocol):
+    """Takes the segments of one save as they are filled, from several threads."""
+
+    @property
+    def num_tail(self) -> int:
+        """How many segments it keeps until it has all others."""
+
+    def put(self, number: int, lease: Lease) -> None:
+        """Segment `number` is filled; the receiver releases the lease."""
+
+    def check(self) -> None:
+        """Raises if the save has failed elsewhere."""
+
+
 class Lease:
-    """A segment on loan. It goes back to the pool when everyone who retained it has released it."""
+    """A segment on loan. It goes back to its lender when everyone who retained it has released it."""
 
-    __slots__ = ("_count", "_lock", "_pool", "segment")
+    __slots__ = ("_count", "_lender", "_lock", "segment")
 
-    def __init__(self, pool: SegmentPool, segment: Segment) -> None:
+    def __init__(self, lender: SegmentLender, segment: Segment) -> None:
         self.segment = segment
-        self._pool = pool
+        self._lender = lender
         self._count = 1
         self._lock = threading.Lock()
 
@@ -63,11 +108,11 @@ class Lease:
             self._count -= 1
             last = self._count == 0
         if last:
-            self._pool._take_back([self.segment])
+            self._lender.take_back([self.segment])
 
     def leak(self) -> None:
         """Instead of `release`, where a device may still write to the memory: nobody ever gets it again."""
-        self._pool._write_off(self.segment)
+        self._lender.write_off(self.segment)
 
 
 class _Free:
@@ -248,7 +293,7 @@ class SegmentPool:
             if pin:
                 self._pin(segments[0].memory, pin)  # which all of them are in
         except BaseException:
-            self._take_back(segments)
+            self.take_back(segments)
             raise
         return [Lease(self, segment) for segment in segments]
 
@@ -338,9 +383,9 @@ class SegmentPool:
                     try:
                         made = self._new(claimed, pin, touched=True)
                     except BaseException:
-                        self._take_back([], num_made=claimed)
+                        self.take_back([], num_made=claimed)
                         raise
-                    self._take_back(made, num_made=claimed)
+                    self.take_back(made, num_made=claimed)
             except BaseException as failure:
                 error = failure
             done.put(error)
@@ -381,7 +426,8 @@ class SegmentPool:
                 stacklevel=2,
             )
 
-    def _take_back(self, segments: Sequence[Segment], *, num_made: int = 0) -> None:
+    def take_back(self, segments: Sequence[Segment], *, num_made: int = 0) -> None:
+        """Serve others with these segments; `num_made` of those that were being made are no longer."""
         with self._changed:
             self._num_making -= num_made
             for segment in segments:
@@ -390,7 +436,8 @@ class SegmentPool:
         if self._closed:
             self.release()
 
-    def _write_off(self, segment: Segment) -> None:
+    def write_off(self, segment: Segment) -> None:
+        """Never lend this segment again: a device may still write to it."""
         segment.memory.leak()
         with self._changed:
             self._num_segments -= 1

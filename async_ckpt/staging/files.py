@@ -12,7 +12,7 @@ import stat
 import tarfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -21,7 +21,7 @@ from ..errors import StorageUnavailableError, TornSnapshotError, UnsupportedStat
 from ..format.layout import Image, SegmentPlan
 from ..format.tarball import Entry, stays_inside
 from ..host.limits import num_cpus
-from ..host.pool import Lease, SegmentPool
+from ..host.pool import Lease, SegmentPool, SegmentReceiver
 from ..host.threads import Crew, running_future
 from ..spans import Clock
 from ..spec import BLOCK_BYTES, GIB
@@ -126,37 +126,49 @@ def _runs(path: str, found: os.stat_result) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-class FileFill:
-    """Reads segments from files, by several threads, in file order. All in the background: nobody is held.
+class FileImage(Image, Protocol):
+    """An image whose pieces are of runs of files."""
 
-    `put` gets (segment number, lease) as each segment is filled. `check` raises when the save has failed elsewhere.
+    @property
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """(file, offset in it) of each run."""
+
+
+class FilesImage(NamedTuple):
+    """Files, and the image of the archive that is made of them."""
+
+    image: FileImage
+    sources: Sequence[Source]
+
+
+class FileFill:
+    """Fills segments from files, by several threads, in file order. All in the background: no thread of the user waits.
+
+    An errand creates it, begins it and waits for its `completion`.
     """
 
     stall_seconds = 0.0
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        runs: Sequence[tuple[int, int]],
-        segments: Sequence[SegmentPlan],
+        files: FilesImage,
+        receiver: SegmentReceiver,
         *,
         order: int,
         pool: SegmentPool,
         crew: Crew,
         clock: Clock,
-        put: Callable[[int, Lease], None],
-        check: Callable[[], None],
     ) -> None:
-        self._sources, self._runs, self._order = sources, runs, order
+        self._files, self._receiver, self._order = files, receiver, order
         self._pool, self._crew, self._clock = pool, crew, clock
-        self._put, self._check = put, check
         self.completion: Future[None] = running_future()
         self.stage_seconds = 0.0
         self._begun = clock()
-        self._todo = deque(segments)
-        self._taking = threading.Lock()  # a segment and its lease are taken in one step, in file order
-        self._lock = threading.Lock()
-        self._num_unfilled = len(self._todo)  # under _lock, like all below
+        self._todo = deque(files.image.segments(pool.segment_bytes))
+        # A segment and its lease are taken in one step, in file order, so the lock is held while the pool is waited for.
+        self._taking = threading.Lock()
+        self._lock = threading.Lock()  # guards all below; nothing is called out under it
+        self._num_unfilled = len(self._todo)
         self._num_readers = 0
         self._error: BaseException | None = None
 
@@ -190,10 +202,10 @@ class FileFill:
             self._error = self._error or error
 
     def _check_alive(self) -> None:
-        """Raise what ended it: here, so that no reader waits for memory that another's segment would free; or elsewhere."""
+        """Raises if this fill or its save has failed: a reader must not wait for memory that only a failed one would free."""
         if self._error is not None:
             raise self._error
-        self._check()
+        self._receiver.check()
 
     def _take(self) -> tuple[SegmentPlan, Lease] | None:
         with self._taking:
@@ -205,18 +217,18 @@ class FileFill:
 
     def _fill(self, plan: SegmentPlan, lease: Lease) -> None:
         try:
-            view = lease.segment.view
+            view, runs, sources = lease.segment.view, self._files.image.runs, self._files.sources
             for at, data in plan.literals:
                 view[at : at + len(data)] = data
             for target, run, begin, length in plan.pieces:
-                number, offset = self._runs[run]
-                _read_into(view[target : target + length], self._sources[number], offset + begin)
+                number, offset = runs[run]
+                _read_into(view[target : target + length], sources[number], offset + begin)
             if self._is_last():  # before it is handed on: nothing incomplete has become visible
                 self._compare_all()
         except BaseException:
             lease.release()
             raise
-        self._put(plan.number, lease)
+        self._receiver.put(plan.number, lease)
 
     def _is_last(self) -> bool:
         with self._lock:
@@ -225,7 +237,7 @@ class FileFill:
 
     def _compare_all(self) -> None:
         """Folders too, which may hold new files by now; and files that were read before, or that were empty."""
-        for source in self._sources:
+        for source in self._files.sources:
             try:
                 found = os.lstat(source.path)
             except OSError:
@@ -233,7 +245,7 @@ class FileFill:
             _expect_same(source, found)
 
     def __repr__(self) -> str:
-        return f"<FileFill {len(self._sources)} files, {len(self._todo)} segments left>"
+        return f"<FileFill {len(self._files.sources)} files, {len(self._todo)} segments left>"
 
 
 def _read_into(target: memoryview, source: Source, offset: int) -> None:
@@ -264,18 +276,3 @@ def _changed(source: Source) -> TornSnapshotError:
     return TornSnapshotError(
         f"{source.path} changed while it was being packed; write it first, then pack", names=(source.path,)
     )
-
-
-class FileImage(Image, Protocol):
-    """An image whose pieces are of runs of files."""
-
-    @property
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """(file, offset in it) of each run."""
-
-
-class FilesImage(NamedTuple):
-    """Files, and the image of what is made of them."""
-
-    image: FileImage
-    sources: Sequence[Source]

@@ -9,13 +9,18 @@ tripwires of the stager check it.
 
 from __future__ import annotations
 
+import queue
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 
 from ..backends import device_of, has_plain_bytes, is_capturing, is_dense, is_on_host
+from ..host.pool import LIVENESS_SECONDS
+from ..host.waiting import ENDS_THE_WAIT, Wait
+from ..spans import Clock, Trace
 from ..spec import MIB
 from ..state.sharded import local_part
 
@@ -64,6 +69,59 @@ def gate_of(optimizer: torch.optim.Optimizer) -> Gate:
         optimizer.register_step_pre_hook(gate._before_step)
         _gates[optimizer] = gate  # last: a gate that is known is hung
     return gate
+
+
+class StepBarrier:
+    """Keeps the guarded optimizers from stepping until every copy of one snapshot is enqueued, and counts for how long.
+
+    The snapshot owns it: the caller's thread closes it, the thread that copies lifts it, and steps wait on any thread.
+    """
+
+    def __init__(self, optimizers: Optimizers, clock: Clock, trace: Trace) -> None:
+        self._gates = [gate_of(optimizer) for optimizer in optimizers]
+        self._clock, self._trace = clock, trace
+        self.seconds = 0.0  # for which steps have waited; known once the barrier is lifted
+        self._waiting_since: list[float] = []
+        # Only `lift` takes the lock. A step waits without one: Ctrl-C may end the wait at any line, and a lock that is
+        # held then would stay so. Each waiter is one append, and puts back the token that it takes from the bell.
+        self._lifting = threading.Lock()
+        self._is_lifted = False
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def close(self, snapshot: Holds) -> None:
+        """Have every step ask `snapshot.hold` from now on."""
+        for gate in self._gates:
+            gate.close(snapshot)
+
+    def open(self, snapshot: Holds) -> None:
+        for gate in self._gates:
+            gate.open(snapshot)
+
+    def wait(self, progress: Callable[[], str]) -> None:
+        """Return when the barrier is lifted."""
+        with self._trace.span("guard"):
+            if not self._is_lifted:
+                self._waiting_since.append(self._clock())
+                wait = Wait("in optimizer.step()", ENDS_THE_WAIT)
+                while not self._is_lifted:
+                    try:
+                        self._bell.put(self._bell.get(timeout=LIVENESS_SECONDS))
+                    except queue.Empty:
+                        wait.goes_on(progress)
+
+    def lift(self) -> None:
+        """Let all steps go on. Idempotent."""
+        with self._lifting:
+            if self._is_lifted:
+                return
+            self._is_lifted = True
+            now = self._clock()
+            self.seconds = sum(now - since for since in self._waiting_since)
+        self._bell.put(None)
+
+    @property
+    def holds_steps(self) -> bool:
+        return bool(self._waiting_since) and not self._is_lifted
 
 
 def unwrapped(guard: Any) -> Optimizers:

@@ -15,6 +15,7 @@ from ..spans import Clock
 from ..state.capture import capture
 from ..state.held import Held, Source, structure_of
 from .guard import Optimizers
+from .tensors import Wording
 from .whole import HostCopy, HostMemory
 
 
@@ -52,7 +53,7 @@ class HeldSnapshot(Held):
             crew=crew,
             clock=clock,
             max_bytes=max_bytes,
-            waited_for_by="snap.completion.result()",
+            wording=Wording("the copy of a snapshot", "snap.completion.result()"),
         )
         self.num_bytes = copy.num_bytes
         # Of what it shares with its parts, so that none of them is left without its memory.

@@ -6,12 +6,13 @@ In: deferred tensors, at `save` and later. Out: the numbers of those that are to
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
 
-from .device import Alias, Device, sample_by_kernel, sample_now
+from .device import Alias, sample_by_kernel, sample_now
+from .tensors import SourceTensors
 
 # Bytes looked at in each deferred tensor by its tripwire.
 _SAMPLE_BYTES: Final = 64
@@ -72,15 +73,11 @@ class Tripwires:
     it), hence the bytes.
     """
 
-    def __init__(
-        self,
-        aliases: Mapping[int, Alias],
-        tensors: Sequence[torch.Tensor],
-        owners: Mapping[int, torch.Tensor],
-        devices: dict[torch.device, Device],
-    ) -> None:
-        self._devices = devices
-        self._watched = [_Watched(i, alias, tensors[i], owners[i]) for i, alias in aliases.items()]
+    def __init__(self, source: SourceTensors) -> None:
+        self._devices = source.devices
+        self._watched = [
+            _Watched(i, alias, source.tensors[i], source.deferred[i]) for i, alias in source.aliases.items()
+        ]
         self._on: dict[torch.device, list[_Watched]] = {}
         for watched in self._watched:
             self._on.setdefault(watched.alias.device, []).append(watched)

@@ -33,13 +33,17 @@ from ..report import sized
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
 from .device import first_device
-from .guard import Optimizers, deferrable, gate_of
+from .filler import StagingHost
+from .guard import Optimizers, deferrable
 from .stager import Snapshot
+from .tensors import SourceTensors, Wording
 
 # Vector loads, and what CUDA aligns its own allocations to.
 _ALIGNMENT: Final = 512
 _SHARE_OF_FREE: Final = 0.5
 _MAX_IDLE: Final = 8
+
+_ANY_COPY: Final = Wording("the copy of a snapshot")
 
 _Key = tuple[torch.device, int, int]  # of a storage
 
@@ -208,27 +212,34 @@ class HostMemory:
         return f"<HostMemory {self.lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
 
 
-class _Slices:
-    """What the stager leases from: each slice once, and all of them at once."""
+class _BufferSegments:
+    """The segments of one buffer. They are lent to the snapshot that fills the buffer, each once, and received from it."""
 
-    def __init__(self, whole: Memory, num_bytes: int) -> None:
-        self._whole = whole
-        self._slices = [
-            Segment(whole, begin, min(begin + SEGMENT_BYTES, num_bytes))
+    num_tail = 0
+
+    def __init__(self, buffer: Memory, num_bytes: int) -> None:
+        self._buffer = buffer
+        self._segments = [
+            Segment(buffer, begin, min(begin + SEGMENT_BYTES, num_bytes))
             for begin in range(0, num_bytes, SEGMENT_BYTES)
         ]
-        self.max_segments = 2 * len(self._slices) + 2
-        self.max_run = len(self._slices)
+        self.max_segments = 2 * len(self._segments) + 2
+        self.max_run = len(self._segments)
 
     def lease_run(self, order: tuple[int, int], num_segments: int, **_: Any) -> list[Lease]:
-        owner: Any = self
-        return [Lease(owner, taken) for taken in self._slices[order[1] :][:num_segments]]
+        return [Lease(self, segment) for segment in self._segments[order[1] :][:num_segments]]
 
-    def _take_back(self, _: Any) -> None:
-        """It belongs to the tensors."""
+    def take_back(self, segments: Sequence[Segment]) -> None:
+        """Nothing follows: the memory belongs to the tensors."""
 
-    def _write_off(self, _: Any) -> None:
-        self._whole.leak()
+    def write_off(self, _: Segment) -> None:
+        self._buffer.leak()
+
+    def put(self, _: int, lease: Lease) -> None:
+        lease.release()
+
+    def check(self) -> None:
+        """A copy in memory has no other part that could fail."""
 
 
 class _Source:
@@ -265,10 +276,8 @@ class HostCopy:
         crew: Crew,
         clock: Clock,
         max_bytes: int | None = None,
-        what: str = "a snapshot",
-        waited_for_by: str = "handle.wait_staged()",
+        wording: Wording = _ANY_COPY,
     ) -> None:
-        self._what = what
         sources: dict[_Key, _Source] = {}
         of_each: list[_Source] = []
         for tensor, name in zip(tensors, names, strict=True):
@@ -287,7 +296,7 @@ class HostCopy:
         self._buffer: Memory | None = buffer
         owner = memory._owner_of(buffer, taken_bytes)
         try:
-            self.snapshot = self._stage(parts, optimizers, crew, clock, waited_for_by)
+            self.snapshot = self._stage(parts, optimizers, crew, clock, wording)
             self.tensors = _rebuilt(tensors, of_each, owner)
             # Whoever asked for them may lose interest while they are being filled.
             self.snapshot.keeps = self.tensors
@@ -296,30 +305,24 @@ class HostCopy:
             raise
 
     def _stage(
-        self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock, waited_for_by: str
+        self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock, wording: Wording
     ) -> Snapshot:
         assert self._buffer is not None
-        specs = [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts]
         sources = [part.tensor for part in parts]
         known = deferrable(optimizers, sources)
-        deferred = {i: owner for i, owner in known.items() if parts[i].whole}
         pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
-        pool: Any = _Slices(self._buffer, self.num_bytes)
+        segments = _BufferSegments(self._buffer, self.num_bytes)
         return Snapshot(
-            specs,
-            sources,
+            SourceTensors(
+                [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts],
+                sources,
+                deferred={i: owner for i, owner in known.items() if parts[i].whole},
+                wording=wording,
+            ),
             slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
-            order=0,
-            deferred=deferred,
-            gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
-            num_tail=0,
-            pool=pool,
-            crew=crew,
-            clock=clock,
-            put=lambda _, lease: lease.release(),
-            check=lambda: None,
-            what=f"the copy of {self._what}",
-            waited_for_by=waited_for_by,
+            segments,
+            StagingHost(segments, crew, clock),
+            optimizers=optimizers,
         )
 
     @property

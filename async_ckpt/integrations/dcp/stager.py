@@ -26,6 +26,7 @@ from ...saving.worker import get_worker
 from ...spans import monotonic
 from ...spec import whole_bytes
 from ...staging.guard import unwrapped
+from ...staging.tensors import Wording
 from ...staging.whole import HostCopy, HostMemory
 from ...state.capture import why_not
 from ...state.names import Path, shown
@@ -84,8 +85,7 @@ class PinnedStager(AsyncStager):
             crew=get_worker().copiers,
             clock=monotonic,
             max_bytes=self._max_bytes,
-            what="a state dict that is staged",
-            waited_for_by="response.staging_completion",
+            wording=Wording("the copy of a state dict that is staged", "response.staging_completion"),
         )
         copies = iter(made.tensors)
         memo: dict[int, Any] = {key: _rebuilt(tensor, copies) for key, (_, tensor) in found.items()}
