@@ -17,7 +17,7 @@ from scripted_disk import scripted
 from states import MIB, open_run
 
 from async_ckpt.staging.device import Alias, Device
-from async_ckpt.staging.stager import Snapshot
+from async_ckpt.staging.snapshot import Snapshot
 from async_ckpt.staging.tensors import SourceTensors
 
 ITEMS = MIB // 4

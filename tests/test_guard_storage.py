@@ -29,9 +29,9 @@ from async_ckpt.spec import TensorSpec
 from async_ckpt.staging import device as device_module
 from async_ckpt.staging.filler import StagingHost
 from async_ckpt.staging.guard import deferrable
-from async_ckpt.staging.stager import Snapshot
+from async_ckpt.staging.host_copy import HostCopy, HostMemory
+from async_ckpt.staging.snapshot import Snapshot
 from async_ckpt.staging.tensors import SourceTensors
-from async_ckpt.staging.whole import HostCopy, HostMemory
 
 # The allocator gives memory back to the system when a tensor of more than 32 MiB is freed, and may keep that of others.
 LARGE_MIB = 36

@@ -18,7 +18,7 @@ from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
 from async_ckpt.spec import DTYPES
 from async_ckpt.staging.guard import deferrable
-from async_ckpt.staging.whole import HostCopy, HostMemory
+from async_ckpt.staging.host_copy import HostCopy, HostMemory
 
 
 @pytest.fixture

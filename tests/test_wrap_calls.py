@@ -604,7 +604,7 @@ def test_waiting_for_a_handle_in_a_wrapped_function_raises_at_once(tmp_path):
 
 
 def test_a_wrapped_function_may_begin_another_save_elsewhere_whatever_memory_is_free(tmp_path, monkeypatch):
-    small = async_ckpt.staging.whole.HostMemory(1000)
+    small = async_ckpt.staging.host_copy.HostMemory(1000)
     monkeypatch.setattr(default, "_host_memory", small)
     inner = wrap(torch.save)
     handles = []

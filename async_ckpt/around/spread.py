@@ -25,7 +25,7 @@ from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from ..host.memory import Memory
 from ..host.process import OnceInProcess
 from ..host.ranks import Words, World, world_of
-from ..host.waiting import ENDS_THE_CALL, Wait
+from ..host.waits import ENDS_THE_CALL, Wait
 from ..loading.contents import Part
 from ..loading.load import load_state
 from ..loading.lots import opened_parts

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import torch
 
-from .base import UNSUPPORTED, Backend, thread
+from .backend import UNSUPPORTED, Backend, thread
 from .cuda import Cuda
-from .others import Npu, Xpu
+from .npu_xpu import Npu, Xpu
 
 __all__ = [
     "UNSUPPORTED", "Backend", "accelerator", "backend_of", "claim_thread", "current_device", "device_of", "has_plain_bytes", "is_at",

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from .base import Backend, thread
+from .backend import Backend, thread
 
 _HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: for all contexts
 # Of the CUDA driver API: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_STREAM_NON_BLOCKING.

@@ -23,6 +23,7 @@ from ..spec import GIB, MIB, SEGMENT_BYTES, align_up
 from .limits import free_memory_bytes, local_world_size
 from .memory import Memory, Segment
 from .threads import Crew
+from .waits import LIVENESS_SECONDS
 
 # Without at least this many a save cannot overlap copying with writing: one being filled, one being written,
 # and up to two that wait for the end of the file.
@@ -31,8 +32,6 @@ MIN_SEGMENTS: Final = 4
 MAX_RUN_BYTES: Final = GIB
 # Where several threads make memory, none makes less than this at once.
 _MIN_RUN_BYTES: Final = 256 * MIB
-# How long a waiting thread sleeps before it looks whether what it waits for can still come.
-LIVENESS_SECONDS: Final = 0.2
 # Threads that make new memory: more wait for the kernel's lock on the process's memory.
 _MAX_MAKERS: Final = 8
 # Of the memory that is free, the share that the pool may take when the user sets no budget.

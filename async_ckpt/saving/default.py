@@ -11,7 +11,7 @@ from typing import Final
 from ..host.process import in_forked_child
 from ..host.ranks import World
 from ..spec import MIB
-from ..staging.whole import HostMemory
+from ..staging.host_copy import HostMemory
 from .ranks import Ranks
 from .saver import Saver
 

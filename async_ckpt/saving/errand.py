@@ -14,12 +14,12 @@ from typing import Final
 
 import torch
 
-from ..host.waiting import all_of
+from ..host.waits import all_of
 from ..report import Destination, Progress, SaveReport
 from ..spans import Spans, monotonic
 from ..staging.guard import Optimizers
+from ..staging.host_copy import HostCopy
 from ..staging.tensors import Wording
-from ..staging.whole import HostCopy
 from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.scratch import Scratch

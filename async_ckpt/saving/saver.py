@@ -20,14 +20,14 @@ import torch
 from ..errors import ClosedError, UnsupportedStateError
 from ..format.layout import Layout
 from ..host.threads import running_future
-from ..host.waiting import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
+from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..spans import NO_TRACE, Clock, Spans, monotonic
 from ..spec import RankFacts, flag, seconds_or_none, whole_count
 from ..staging.device import first_device, warm_up
 from ..staging.files import FileFill, FilesImage
 from ..staging.filler import StagingHost
 from ..staging.guard import Optimizers, deferrable, unwrapped
-from ..staging.stager import Snapshot, interrupted
+from ..staging.snapshot import Snapshot, interrupted
 from ..staging.tensors import SourceTensors, Wording
 from ..state.capture import Capture, capture
 from ..state.names import Select

@@ -19,8 +19,9 @@ from typing import Any, Final, NamedTuple
 from ..format.layout import Piece, SegmentPlan
 from ..host.limits import num_cpus
 from ..host.memory import Segment
-from ..host.pool import LIVENESS_SECONDS, Lease, SegmentLender, SegmentReceiver
+from ..host.pool import Lease, SegmentLender, SegmentReceiver
 from ..host.threads import Submits
+from ..host.waits import LIVENESS_SECONDS
 from ..report import sized
 from ..spans import NO_TRACE, Clock, Trace
 from ..spec import MIB

@@ -18,8 +18,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from ..backends import device_of, has_plain_bytes, is_capturing, is_dense, is_on_host
-from ..host.pool import LIVENESS_SECONDS
-from ..host.waiting import ENDS_THE_WAIT, Wait
+from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait
 from ..spans import Clock, Trace
 from ..spec import MIB
 from ..state.sharded import local_part

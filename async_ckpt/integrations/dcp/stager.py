@@ -26,8 +26,8 @@ from ...saving.worker import get_worker
 from ...spans import monotonic
 from ...spec import whole_bytes
 from ...staging.guard import unwrapped
+from ...staging.host_copy import HostCopy, HostMemory
 from ...staging.tensors import Wording
-from ...staging.whole import HostCopy, HostMemory
 from ...state.capture import why_not
 from ...state.names import Path, shown
 

@@ -15,8 +15,8 @@ from ..spans import Clock
 from ..state.capture import capture
 from ..state.held import Held, Source, structure_of
 from .guard import Optimizers
+from .host_copy import HostCopy, HostMemory
 from .tensors import Wording
-from .whole import HostCopy, HostMemory
 
 
 class HeldSnapshot(Held):

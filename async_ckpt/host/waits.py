@@ -18,9 +18,10 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from ..spans import TIMEKEEPER
-from .pool import LIVENESS_SECONDS
 from .threads import is_library_thread
 
+# How long a waiting thread sleeps before it looks whether what it waits for can still come.
+LIVENESS_SECONDS: Final = 0.2
 _FIRST_SECONDS: Final = 2.0
 _AGAIN_SECONDS: Final = 30.0
 

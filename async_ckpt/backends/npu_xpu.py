@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from .base import Backend
+from .backend import Backend
 
 # ACL_HOST_REG_MAPPED of aclrtHostRegisterV2, which torch.npu.npurt().npuHostRegister passes on.
 _MAPPED: Final = 2

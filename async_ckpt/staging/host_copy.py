@@ -26,16 +26,16 @@ from ..backends import is_dense
 from ..format.layout import cut, slices
 from ..host.limits import free_memory_bytes, local_world_size
 from ..host.memory import Memory, Segment
-from ..host.pool import LIVENESS_SECONDS, Lease
+from ..host.pool import Lease
 from ..host.threads import Crew, is_library_thread
-from ..host.waiting import ENDS_THE_CALL, Wait
+from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait
 from ..report import sized
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
 from .device import first_device
 from .filler import StagingHost
 from .guard import Optimizers, deferrable
-from .stager import Snapshot
+from .snapshot import Snapshot
 from .tensors import SourceTensors, Wording
 
 # Vector loads, and what CUDA aligns its own allocations to.

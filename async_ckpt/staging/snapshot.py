@@ -22,8 +22,8 @@ from ..backends import is_capturing
 from ..errors import SaveAbandonedError
 from ..format.layout import SegmentPlan
 from ..host.life import Life
-from ..host.pool import LIVENESS_SECONDS, SegmentReceiver
-from ..host.waiting import ENDS_THE_CALL, Completion, Wait
+from ..host.pool import SegmentReceiver
+from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Completion, Wait
 from .filler import SegmentFiller, StagingHost
 from .guard import Holds, Optimizers, StepBarrier
 from .tensors import SourceTensors
