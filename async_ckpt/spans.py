@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 Clock = Callable[[], float]
-When = datetime | float
+Moment = datetime | float
 
 monotonic: Clock = time.perf_counter
 wall_time: Clock = time.time
@@ -27,7 +27,7 @@ wall_time: Clock = time.time
 _EARLIEST = 1e9
 
 
-def epoch_seconds(when: When) -> float:
+def epoch_seconds(when: Moment) -> float:
     """A time as seconds since the epoch. Raises TypeError, or ValueError for one that could mean another time."""
     if isinstance(when, datetime):
         if when.tzinfo is None:

@@ -105,7 +105,7 @@ class Spread(NamedTuple):
     held: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
 
-class SliceOf(NamedTuple):
+class SliceFacts(NamedTuple):
     """Which slice of a tensor something is, where several ranks hold the tensor together."""
 
     number: int
@@ -130,7 +130,7 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     alias_of: int | None = None
     """Index of the earlier tensor with the very same memory (tied weights), whose bytes are stored once."""
-    of: SliceOf | None = None
+    of: SliceFacts | None = None
     """Which slice it is of what several ranks hold together; None for a tensor that this archive has alone."""
 
     @property
@@ -145,7 +145,7 @@ class TensorSpec(NamedTuple):
 def by_tensor(specs: Sequence[TensorSpec]) -> list[list[int]]:
     """The numbers of the specs that each tensor has: one, but for a tensor that is in several slices."""
     found: list[list[int]] = []
-    before: SliceOf | None = None
+    before: SliceFacts | None = None
     for i, spec in enumerate(specs):
         if before is not None and spec.of is not None and before.number == spec.of.number:
             found[-1].append(i)

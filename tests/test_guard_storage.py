@@ -29,7 +29,7 @@ from async_ckpt.spec import TensorSpec
 from async_ckpt.staging import device as device_module
 from async_ckpt.staging.filler import StagingHost
 from async_ckpt.staging.guard import deferrable
-from async_ckpt.staging.host_copy import HostCopy, HostMemory
+from async_ckpt.staging.host_copy import BufferPool, HostCopy
 from async_ckpt.staging.snapshot import Snapshot
 from async_ckpt.staging.tensors import SourceTensors
 
@@ -392,7 +392,7 @@ def test_a_save_of_which_a_storage_is_freed_fails_and_the_next_one_commits(tmp_p
 
 @pytest.fixture
 def host_copy() -> Iterator[Callable[..., tuple[HostCopy, HeldCrew]]]:
-    memory = HostMemory()
+    memory = BufferPool()
 
     def begin(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> tuple[HostCopy, HeldCrew]:
         crew = HeldCrew()

@@ -38,7 +38,7 @@ from async_ckpt.format.tarball import Entry, Tarball, WholeFile, stays_inside
 from async_ckpt.host.pool import Lease, SegmentPool
 from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
-from async_ckpt.staging.files import FileFill, FilesImage, Source, scan
+from async_ckpt.staging.files import FileFill, FilesImage, FileSource, scan
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")
 GIB = 1 << 30
@@ -671,6 +671,6 @@ def test_a_file_system_that_does_not_know_its_holes_is_read_whole(tmp_path, monk
         patch.setattr(os, "lseek", refuse)
         entries, sources = scan(tmp_path / "tree")
     assert entries[1].runs == ((0, 20 * MIB + 123),)
-    assert sources[1] == Source(
+    assert sources[1] == FileSource(
         str(tmp_path / "tree/holes"), 20 * MIB + 123, (tmp_path / "tree/holes").stat().st_mtime_ns
     )

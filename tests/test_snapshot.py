@@ -588,7 +588,7 @@ def test_many_snapshots_in_a_loop_leak_nothing(tmp_path):
     gc.collect()
     assert [ref() for ref in alive] == [None] * 30
     async_ckpt.snapshot({"w": weights}).close()
-    assert lent_bytes().startswith("<HostMemory 0 bytes lent")
+    assert lent_bytes().startswith("<BufferPool 0 bytes lent")
     assert len(default.held_memory()._idle) <= 2
 
 

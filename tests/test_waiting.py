@@ -24,7 +24,7 @@ from async_ckpt.report import Progress
 from async_ckpt.saving import default
 from async_ckpt.spec import MIB
 from async_ckpt.staging import snapshot
-from async_ckpt.staging.host_copy import HostMemory
+from async_ckpt.staging.host_copy import BufferPool
 
 
 class Watched(Skipping):
@@ -262,7 +262,7 @@ def test_who_reads_a_snapshot_that_is_not_complete_is_told_how_far_it_is(timer, 
 def test_a_wrapped_call_that_waits_for_the_memory_of_earlier_ones_is_told_of_it(
     tmp_path, timer, lines, gate, monkeypatch
 ):
-    monkeypatch.setattr(default, "_host_memory", HostMemory(MIB))
+    monkeypatch.setattr(default, "_host_memory", BufferPool(MIB))
     save = async_ckpt.wrap(lambda path, value: (gate.passed(), torch.save(value, path)))
     first = save(tmp_path / "1.pt", weight(1))
     waiter = call_that_waits(timer, lambda: save(tmp_path / "2.pt", weight(2)), "take")

@@ -21,12 +21,12 @@ _NEEDED: Final = ("Stream", "Event", "current_stream", "device")
 UNSUPPORTED: Final = -1
 
 
-class _Thread(threading.local):
+class _ThreadRole(threading.local):
     is_ours = False  # of the library
     minds_captures = False
 
 
-thread: Final = _Thread()
+thread: Final = _ThreadRole()
 
 
 class Backend:

@@ -51,7 +51,7 @@ def _seen(given: torch.Tensor) -> Any:
     return seen
 
 
-class Memory:
+class HostBuffer:
     """One piece of host memory, page-locked as a whole: a copy that crosses two registrations is an error to CUDA."""
 
     def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
@@ -72,7 +72,7 @@ class Memory:
             self.pinned_for = device
 
     @classmethod
-    def near(cls, device: torch.device | None, num_bytes: int) -> Memory:
+    def near(cls, device: torch.device | None, num_bytes: int) -> HostBuffer:
         """A new one, whose pages lie near the device that it is to be pinned for."""
         made = cls(num_bytes, device)
         node = node_of(device) if device and not made.pinned else None
@@ -164,7 +164,7 @@ class Segment:
 
     __slots__ = ("_tensor", "begin", "end", "memory", "view")
 
-    def __init__(self, memory: Memory, begin: int, end: int) -> None:
+    def __init__(self, memory: HostBuffer, begin: int, end: int) -> None:
         self.memory, self.begin, self.end = memory, begin, end
         self.view = memory.view[begin:end]
         self._tensor: torch.Tensor | None = None
@@ -202,7 +202,7 @@ class Segment:
             self.view.release()
 
 
-_leaked: list[Memory] = []
+_leaked: list[HostBuffer] = []
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> None:

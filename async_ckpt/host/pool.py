@@ -21,7 +21,7 @@ import torch
 from ..backends import UNSUPPORTED
 from ..spec import GIB, MIB, SEGMENT_BYTES, align_up
 from .limits import free_memory_bytes, local_world_size
-from .memory import Memory, Segment
+from .memory import HostBuffer, Segment
 from .threads import Crew
 from .waits import LIVENESS_SECONDS
 
@@ -114,14 +114,14 @@ class Lease:
         self._lender.write_off(self.segment)
 
 
-class _Free:
+class _FreeSegments:
     """The segments that nobody has, by the memory that they are parts of. Whoever takes from it holds the pool's lock."""
 
     def __init__(self) -> None:
-        self._parts: dict[Memory, dict[int, Segment]] = {}  # by where each begins
+        self._parts: dict[HostBuffer, dict[int, Segment]] = {}  # by where each begins
         # Memory by its longest run of free segments; the latest that came back is the first to go, and still warm.
-        self._by_run: dict[int, dict[Memory, None]] = {}
-        self._run_of: dict[Memory, int] = {}
+        self._by_run: dict[int, dict[HostBuffer, None]] = {}
+        self._run_of: dict[HostBuffer, int] = {}
         self._num = 0
 
     def __len__(self) -> int:
@@ -159,7 +159,7 @@ class _Free:
             self._remove(memory, segments)
         return [segment for _, segments in whole for segment in segments]
 
-    def _remove(self, memory: Memory, taken: Sequence[Segment]) -> None:
+    def _remove(self, memory: HostBuffer, taken: Sequence[Segment]) -> None:
         self._forget(memory)
         parts = self._parts[memory]
         for segment in taken:
@@ -170,11 +170,11 @@ class _Free:
         else:
             del self._parts[memory]
 
-    def _note(self, memory: Memory) -> None:
+    def _note(self, memory: HostBuffer) -> None:
         length = self._run_of[memory] = len(_longest_run(self._parts[memory]))
         self._by_run.setdefault(length, {})[memory] = None
 
-    def _forget(self, memory: Memory) -> None:
+    def _forget(self, memory: HostBuffer) -> None:
         length = self._run_of.pop(memory, None)
         if length is not None:
             others = self._by_run[length]
@@ -206,7 +206,7 @@ class SegmentPool:
         self._hard = max_bytes is not None
         self._max_segments = MIN_SEGMENTS if max_bytes is None else max_bytes // segment_bytes
         self._changed = threading.Condition()
-        self._free = _Free()  # under _changed, like all below
+        self._free = _FreeSegments()  # under _changed, like all below
         self._num_segments = 0
         self._num_making = 0  # of these: not there yet, and soon free
         self._num_leaked = 0
@@ -306,7 +306,7 @@ class SegmentPool:
     def _new(self, num_segments: int, pin: torch.device | None, *, touched: bool = False) -> list[Segment]:
         """So many new ones, which have been claimed, in memory of their own; page-locked if they are wanted so."""
         try:
-            memory = Memory.near(pin, num_segments * self.segment_bytes)
+            memory = HostBuffer.near(pin, num_segments * self.segment_bytes)
             # What is page-locked is touched before, and not under the driver's lock.
             if touched or (pin and not memory.pinned):
                 memory.touch()
@@ -411,7 +411,7 @@ class SegmentPool:
             self._num_making += claimed
             return claimed
 
-    def _pin(self, memory: Memory, device: torch.device) -> None:
+    def _pin(self, memory: HostBuffer, device: torch.device) -> None:
         if self._pin_refused or memory.pinned:
             return
         code = memory.pin(device)

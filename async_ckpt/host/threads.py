@@ -35,7 +35,7 @@ _IOPRIO_USUAL: Final = 0  # what the nice value says
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
-class Submits(Protocol):
+class TaskQueue(Protocol):
     """What takes tasks for threads of this library."""
 
     def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from ..backends import Backend, backend_of, device_of, is_capturing, is_dense, is_on_host
 from ..format.layout import Piece
-from ..host.memory import Memory
+from ..host.memory import HostBuffer
 from ..host.process import OnceInProcess
 from ..host.threads import Crew
 from ..spec import KIB, MIB, PAGE_BYTES, align_up
@@ -36,7 +36,7 @@ _BLOCK_BYTES: Final = 4 * MIB
 _UNCHECKED_BYTES: Final = 4 * MIB
 
 
-class _Side:
+class _SideStream:
     """What one device keeps between saves: its side stream, and the buffer that small tensors are packed into.
 
     The buffer is used by copies of one stream only, which run one after the other, so it needs no fence; `lock`
@@ -50,7 +50,7 @@ class _Side:
         self.stream = self.backend.new_stream(device)
         self.waiter = Crew(f"wait-{device.index}", 1)
         self._scratch: torch.Tensor | None = None  # under `lock`, like all below
-        self._boxes: list[Memory] = []
+        self._boxes: list[HostBuffer] = []
 
     def scratch(self, num_bytes: int) -> torch.Tensor | None:
         """A buffer on the device; None where there is no memory left for it. On the side stream, under `lock`."""
@@ -63,22 +63,22 @@ class _Side:
                 return None
         return self._scratch[:num_bytes]
 
-    def box(self, num_bytes: int) -> Memory:
+    def box(self, num_bytes: int) -> HostBuffer:
         """Page-locked memory for a few bytes from the device. Under `lock`."""
         for box in self._boxes:
             if box.num_bytes >= num_bytes:
                 self._boxes.remove(box)
                 return box
-        box = Memory(align_up(num_bytes, PAGE_BYTES))
+        box = HostBuffer(align_up(num_bytes, PAGE_BYTES))
         box.pin(self.device)  # refused: the copy waits, and is right
         return box
 
-    def give_back(self, box: Memory) -> None:
+    def give_back(self, box: HostBuffer) -> None:
         with self.lock:
             self._boxes.append(box)
 
 
-_side_of: Final = OnceInProcess(_Side)
+_side_of: Final = OnceInProcess(_SideStream)
 
 
 class Device:
@@ -191,12 +191,12 @@ class Device:
         event.record(self.side)
         return event
 
-    def fetch(self, few: torch.Tensor) -> Fetched:
+    def fetch(self, few: torch.Tensor) -> HostFetch:
         """Enqueue the copy of a few bytes to the host. A tensor of the side stream, or one that it has waited for."""
         with self._kept.lock, self.on_side():
             box = self._kept.box(few.numel())
             box.tensor[: few.numel()].copy_(few, non_blocking=True)
-            return Fetched(self, box, few.numel(), self._mark())
+            return HostFetch(self, box, few.numel(), self._mark())
 
     def in_turn(self, task: Callable[[], None], refused: Callable[[RuntimeError], None]) -> None:
         """Run what waits for a copy, and what follows it, on the one thread that waits for this device's copies.
@@ -233,12 +233,12 @@ class Device:
             begin += part.numel()
 
 
-class Fetched:
+class HostFetch:
     """A few bytes on their way to the host."""
 
-    def __init__(self, device: Device, box: Memory, num_bytes: int, event: Any) -> None:
+    def __init__(self, device: Device, box: HostBuffer, num_bytes: int, event: Any) -> None:
         self._device, self._num_bytes, self._event = device, num_bytes, event
-        self._box: Memory | None = box
+        self._box: HostBuffer | None = box
 
     def bytes(self) -> bytes:
         """Wait for them. Once."""

@@ -34,7 +34,7 @@ _MAX_SPARSE_BYTES: Final = 8 * GIB - BLOCK_BYTES
 _O_BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
-class Source(NamedTuple):
+class FileSource(NamedTuple):
     """A file, folder or link as it was when the plan was made."""
 
     path: str
@@ -42,24 +42,24 @@ class Source(NamedTuple):
     mtime_ns: int
 
 
-def scan(folder: Path) -> tuple[list[Entry], list[Source]]:
+def scan(folder: Path) -> tuple[list[Entry], list[FileSource]]:
     """Every member of a folder, itself first, in the order of names; and the file behind each.
 
     Raises UnsupportedStateError for what no archive can give back: devices, pipes, links that lead out of the folder.
     """
     entries: list[Entry] = []
-    sources: list[Source] = []
+    sources: list[FileSource] = []
     first_names: dict[tuple[int, int], str] = {}
     for path, name, found in _walk(str(folder), ".", os.lstat(folder)):
         entry = _entry(path, name, found, first_names)
         entries.append(entry)
-        sources.append(Source(path, found.st_size, found.st_mtime_ns))
+        sources.append(FileSource(path, found.st_size, found.st_mtime_ns))
     return entries, sources
 
 
-def source_of(file: Path) -> Source:
+def source_of(file: Path) -> FileSource:
     found = os.stat(file)
-    return Source(os.path.realpath(file), found.st_size, found.st_mtime_ns)
+    return FileSource(os.path.realpath(file), found.st_size, found.st_mtime_ns)
 
 
 def _walk(path: str, name: str, found: os.stat_result) -> Iterator[tuple[str, str, os.stat_result]]:
@@ -138,7 +138,7 @@ class FilesImage(NamedTuple):
     """Files, and the image of the archive that is made of them."""
 
     image: FileImage
-    sources: Sequence[Source]
+    sources: Sequence[FileSource]
 
 
 class FileFill:
@@ -248,7 +248,7 @@ class FileFill:
         return f"<FileFill {len(self._files.sources)} files, {len(self._todo)} segments left>"
 
 
-def _read_into(target: memoryview, source: Source, offset: int) -> None:
+def _read_into(target: memoryview, source: FileSource, offset: int) -> None:
     """Raises TornSnapshotError when the file is not what it was, and StorageUnavailableError."""
     try:
         with open(source.path, "rb", buffering=0) as file:
@@ -267,12 +267,12 @@ def _read_into(target: memoryview, source: Source, offset: int) -> None:
         ) from error
 
 
-def _expect_same(source: Source, found: os.stat_result) -> None:
+def _expect_same(source: FileSource, found: os.stat_result) -> None:
     if (found.st_size, found.st_mtime_ns) != (source.num_bytes, source.mtime_ns):
         raise _changed(source)
 
 
-def _changed(source: Source) -> TornSnapshotError:
+def _changed(source: FileSource) -> TornSnapshotError:
     return TornSnapshotError(
         f"{source.path} changed while it was being packed; write it first, then pack", names=(source.path,)
     )

@@ -20,7 +20,7 @@ from ..format.layout import Piece, SegmentPlan
 from ..host.limits import num_cpus
 from ..host.memory import Segment
 from ..host.pool import Lease, SegmentLender, SegmentReceiver
-from ..host.threads import Submits
+from ..host.threads import TaskQueue
 from ..host.waits import LIVENESS_SECONDS
 from ..report import sized
 from ..spans import NO_TRACE, Clock, Trace
@@ -37,7 +37,7 @@ class StagingHost(NamedTuple):
     """The memory and the threads of the host that snapshots use, and their clock."""
 
     lender: SegmentLender
-    crew: Submits
+    crew: TaskQueue
     clock: Clock
     trace: Trace = NO_TRACE
 

@@ -29,7 +29,7 @@ DEFERRED_BYTES: Final = MIB
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-class Holds(Protocol):
+class StepHolder(Protocol):
     """What a gate waits for: a snapshot whose copies are under way."""
 
     def hold(self) -> None:
@@ -41,16 +41,16 @@ class Gate:
 
     def __init__(self) -> None:
         # Changed and copied in one step each, without a lock: a step that is interrupted must not be while it holds one.
-        self._pending: set[Holds] = set()
+        self._pending: set[StepHolder] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         """Of a copied optimizer: the copy is for saving, and never steps."""
         return Gate()
 
-    def close(self, snapshot: Holds) -> None:
+    def close(self, snapshot: StepHolder) -> None:
         self._pending.add(snapshot)
 
-    def open(self, snapshot: Holds) -> None:
+    def open(self, snapshot: StepHolder) -> None:
         self._pending.discard(snapshot)
 
     def _before_step(self, *_: Any) -> None:
@@ -87,12 +87,12 @@ class StepBarrier:
         self._is_lifted = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def close(self, snapshot: Holds) -> None:
+    def close(self, snapshot: StepHolder) -> None:
         """Have every step ask `snapshot.hold` from now on."""
         for gate in self._gates:
             gate.close(snapshot)
 
-    def open(self, snapshot: Holds) -> None:
+    def open(self, snapshot: StepHolder) -> None:
         for gate in self._gates:
             gate.open(snapshot)
 
@@ -198,11 +198,11 @@ def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes >= DEFERRED_BYTES
 
 
-class _Inherited:
+class _InheritedGuard:
     """Stands for what the checkpointer was given."""
 
     def __repr__(self) -> str:
         return "that of the checkpointer"
 
 
-INHERITED: Any = _Inherited()
+INHERITED: Any = _InheritedGuard()

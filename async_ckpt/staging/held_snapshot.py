@@ -15,7 +15,7 @@ from ..spans import Clock
 from ..state.capture import capture
 from ..state.held import Held, Source, structure_of
 from .guard import Optimizers
-from .host_copy import HostCopy, HostMemory
+from .host_copy import BufferPool, HostCopy
 from .tensors import Wording
 
 
@@ -35,7 +35,7 @@ class HeldSnapshot(Held):
         *,
         optimizers: Optimizers,
         max_bytes: int | None,
-        memory: HostMemory,
+        memory: BufferPool,
         crew: Crew,
         clock: Clock,
     ) -> None:

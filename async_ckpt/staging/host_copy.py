@@ -25,7 +25,7 @@ import torch
 from ..backends import is_dense
 from ..format.layout import cut, slices
 from ..host.limits import free_memory_bytes, local_world_size
-from ..host.memory import Memory, Segment
+from ..host.memory import HostBuffer, Segment
 from ..host.pool import Lease
 from ..host.threads import Crew, is_library_thread
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait
@@ -48,7 +48,7 @@ _ANY_COPY: Final = Wording("the copy of a snapshot")
 _Key = tuple[torch.device, int, int]  # of a storage
 
 
-class HostMemory:
+class BufferPool:
     """Buffers for host copies, used again and again. From any thread.
 
     Copies that are under way hold no more than `max_bytes` together, by default half of the free memory: the next one
@@ -61,7 +61,7 @@ class HostMemory:
         self._max_bytes, self._held = max_bytes, held
         self._pid = os.getpid()
         # Finalizers add to it, and they may run in the middle of anything, so it is used without the lock.
-        self._idle: deque[Memory] = deque()
+        self._idle: deque[HostBuffer] = deque()
         self._unsettled: deque[int] = deque()  # bytes of copies whose end a finalizer has told of
         self._changed = threading.Condition()
         self._num_lent = 0  # under _changed, like all below
@@ -70,7 +70,7 @@ class HostMemory:
 
     def take(
         self, num_bytes: int, *, device: torch.device | None, crew: Crew, max_bytes: int | None = None
-    ) -> Memory:
+    ) -> HostBuffer:
         """Wait for a buffer of at least this size, page-locked for `device` by the crew. One copy alone is never refused.
 
         With `max_bytes` for all that is lent, or where copies are `held`, nothing is waited for: MemoryError.
@@ -101,7 +101,7 @@ class HostMemory:
         buffer = self.take(taken_bytes, device=None, crew=crew, max_bytes=max_bytes)
         return torch.frombuffer(self._owner_of(buffer, taken_bytes), dtype=torch.uint8)[:num_bytes]
 
-    def _owner_of(self, buffer: Memory, num_bytes: int) -> Any:
+    def _owner_of(self, buffer: HostBuffer, num_bytes: int) -> Any:
         """Whoever looks at the buffer holds this; when nobody does, it serves the next one."""
         owner = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer._map, buffer._begin)
         weakref.finalize(owner, self.give_back, buffer, num_bytes).atexit = False
@@ -161,7 +161,7 @@ class HostMemory:
             "their readers, leave out what you do not need, or raise host_bytes"
         )
 
-    def give_back(self, buffer: Memory, num_bytes: int) -> None:
+    def give_back(self, buffer: HostBuffer, num_bytes: int) -> None:
         """Nobody looks at it any more, nor at the copy of this size that was in it. In the middle of anything."""
         if os.getpid() != self._pid or buffer.is_leaked:  # forked since: the memory was left behind
             return
@@ -178,7 +178,7 @@ class HostMemory:
             while True:
                 self._idle.popleft().free()
 
-    def _fitting(self, num_bytes: int) -> Memory | None:
+    def _fitting(self, num_bytes: int) -> HostBuffer | None:
         """The smallest idle buffer that is large enough, and not far too large."""
         fitting = [s for s in self._idle.copy() if num_bytes <= s.num_bytes <= 2 * num_bytes]
         for buffer in sorted(fitting, key=lambda s: s.num_bytes):
@@ -187,14 +187,14 @@ class HostMemory:
                 return buffer
         return None
 
-    def _new(self, num_bytes: int, device: torch.device | None) -> Memory:
+    def _new(self, num_bytes: int, device: torch.device | None) -> HostBuffer:
         if self._max_bytes is None:
             scarce = num_bytes > self._spare_bytes()
         else:
             scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
         if scarce:
             self.release()
-        return Memory.near(device, num_bytes)
+        return HostBuffer.near(device, num_bytes)
 
     def _limit(self) -> int:
         if self._max_bytes is not None:
@@ -209,7 +209,7 @@ class HostMemory:
         return int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size())
 
     def __repr__(self) -> str:
-        return f"<HostMemory {self.lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
+        return f"<BufferPool {self.lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
 
 
 class _BufferSegments:
@@ -217,7 +217,7 @@ class _BufferSegments:
 
     num_tail = 0
 
-    def __init__(self, buffer: Memory, num_bytes: int) -> None:
+    def __init__(self, buffer: HostBuffer, num_bytes: int) -> None:
         self._buffer = buffer
         self._segments = [
             Segment(buffer, begin, min(begin + SEGMENT_BYTES, num_bytes))
@@ -242,7 +242,7 @@ class _BufferSegments:
         """A copy in memory has no other part that could fail."""
 
 
-class _Source:
+class _SourceStorage:
     """One storage to copy: through the tensor that is all of it, or as bytes."""
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
@@ -272,19 +272,19 @@ class HostCopy:
         names: Sequence[str],
         *,
         optimizers: Optimizers,
-        memory: HostMemory,
+        memory: BufferPool,
         crew: Crew,
         clock: Clock,
         max_bytes: int | None = None,
         wording: Wording = _ANY_COPY,
     ) -> None:
-        sources: dict[_Key, _Source] = {}
-        of_each: list[_Source] = []
+        sources: dict[_Key, _SourceStorage] = {}
+        of_each: list[_SourceStorage] = []
         for tensor, name in zip(tensors, names, strict=True):
             key = _key(tensor)
             source = sources.get(key)
             if source is None:
-                source = sources[key] = _Source(tensor, name)
+                source = sources[key] = _SourceStorage(tensor, name)
             source.replace_by(tensor, name)
             of_each.append(source)
         self._memory = memory
@@ -293,7 +293,7 @@ class HostCopy:
         device = first_device(source.tensor for source in parts)
         taken_bytes = max(1, self.num_bytes)
         buffer = memory.take(taken_bytes, device=device, crew=crew, max_bytes=max_bytes)
-        self._buffer: Memory | None = buffer
+        self._buffer: HostBuffer | None = buffer
         owner = memory._owner_of(buffer, taken_bytes)
         try:
             self.snapshot = self._stage(parts, optimizers, crew, clock, wording)
@@ -305,7 +305,12 @@ class HostCopy:
             raise
 
     def _stage(
-        self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock, wording: Wording
+        self,
+        parts: Sequence[_SourceStorage],
+        optimizers: Optimizers,
+        crew: Crew,
+        clock: Clock,
+        wording: Wording,
     ) -> Snapshot:
         assert self._buffer is not None
         sources = [part.tensor for part in parts]
@@ -356,7 +361,7 @@ def _key(tensor: torch.Tensor) -> _Key:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
-def _place(parts: Sequence[_Source]) -> int:
+def _place(parts: Sequence[_SourceStorage]) -> int:
     """Give each its place in the buffer; the bytes of all."""
     at = 0
     for part in parts:
@@ -379,7 +384,9 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tens
     return alias.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner: Any) -> list[torch.Tensor]:
+def _rebuilt(
+    tensors: Sequence[torch.Tensor], of_each: Sequence[_SourceStorage], owner: Any
+) -> list[torch.Tensor]:
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []
     with torch.inference_mode(False), torch.no_grad():
@@ -393,7 +400,7 @@ def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner:
     return copies
 
 
-def _storage(owner: Any, source: _Source) -> torch.UntypedStorage:
+def _storage(owner: Any, source: _SourceStorage) -> torch.UntypedStorage:
     if not source.num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     data = torch.frombuffer(owner, dtype=torch.uint8, count=source.num_bytes, offset=source.at)

@@ -25,7 +25,7 @@ from ..host.life import Life
 from ..host.pool import SegmentReceiver
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Completion, Wait
 from .filler import SegmentFiller, StagingHost
-from .guard import Holds, Optimizers, StepBarrier
+from .guard import Optimizers, StepBarrier, StepHolder
 from .tensors import SourceTensors
 from .tripwires import Tripwires
 
@@ -47,7 +47,7 @@ _NEXT_PHASES: Final = {
 }
 
 
-class Snapshot(Holds):
+class Snapshot(StepHolder):
     """The staging of one save. The saver creates it and begins it on the caller's thread; it ends on a background one.
 
     `completion` resolves when the copy is complete and nothing was torn.

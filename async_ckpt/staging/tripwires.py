@@ -18,7 +18,7 @@ from .tensors import SourceTensors
 _SAMPLE_BYTES: Final = 64
 
 
-class _Watched:
+class _WatchedTensor:
     """One deferred tensor: where it is sampled, and who counts the writes to it."""
 
     def __init__(self, number: int, alias: Alias, tensor: torch.Tensor, owner: torch.Tensor) -> None:
@@ -42,10 +42,10 @@ class _Sample(Protocol):
         """Wait for them. Once."""
 
 
-class _OnHost:
+class _HostSample:
     """Those that are there already; of what is gone, zeros."""
 
-    def __init__(self, there: Sequence[_Watched], gone: set[int] | None) -> None:
+    def __init__(self, there: Sequence[_WatchedTensor], gone: set[int] | None) -> None:
         """`gone` takes the numbers of those that are; None in `save`, where the caller's thread is, and none goes."""
         samples = bytearray(len(there) * _SAMPLE_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(samples))
@@ -76,9 +76,10 @@ class Tripwires:
     def __init__(self, source: SourceTensors) -> None:
         self._devices = source.devices
         self._watched = [
-            _Watched(i, alias, source.tensors[i], source.deferred[i]) for i, alias in source.aliases.items()
+            _WatchedTensor(i, alias, source.tensors[i], source.deferred[i])
+            for i, alias in source.aliases.items()
         ]
-        self._on: dict[torch.device, list[_Watched]] = {}
+        self._on: dict[torch.device, list[_WatchedTensor]] = {}
         for watched in self._watched:
             self._on.setdefault(watched.alias.device, []).append(watched)
         self._gone: set[int] = set()
@@ -115,10 +116,12 @@ class Tripwires:
                     torn.add(watched.number)
         return sorted(torn)
 
-    def _sample(self, device: torch.device, there: Sequence[_Watched], gone: set[int] | None) -> _Sample:
+    def _sample(
+        self, device: torch.device, there: Sequence[_WatchedTensor], gone: set[int] | None
+    ) -> _Sample:
         """In the order of the copies: program order on the host, the side stream of a device."""
         if device not in self._devices:
-            return _OnHost(there, gone)
+            return _HostSample(there, gone)
         on = self._devices[device]
         with on.on_side():
             return on.fetch(torch.cat([w.alias.part(0, _SAMPLE_BYTES, w.stride) for w in there]))

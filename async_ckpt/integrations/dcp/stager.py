@@ -26,7 +26,7 @@ from ...saving.worker import get_worker
 from ...spans import monotonic
 from ...spec import whole_bytes
 from ...staging.guard import unwrapped
-from ...staging.host_copy import HostCopy, HostMemory
+from ...staging.host_copy import BufferPool, HostCopy
 from ...staging.tensors import Wording
 from ...state.capture import why_not
 from ...state.names import Path, shown
@@ -62,7 +62,7 @@ class PinnedStager(AsyncStager):
     def __init__(self, *, guard: Any = None, host_bytes: int | None = None) -> None:
         self._optimizers = unwrapped(guard)
         self._max_bytes = None if host_bytes is None else whole_bytes("host_bytes", host_bytes)
-        self._memory = HostMemory(held=True)
+        self._memory = BufferPool(held=True)
         self._last: Future[None] | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
@@ -117,7 +117,7 @@ class PinnedStager(AsyncStager):
         return {**vars(self), "_optimizers": (), "_memory": None, "_last": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state, _memory=HostMemory(held=True))
+        vars(self).update(state, _memory=BufferPool(held=True))
 
 
 def _once(completion: Future[None], staged: Any) -> Future[Any]:
