@@ -555,7 +555,7 @@ def test_its_stall_is_the_call_and_the_guard(no_copying, monkeypatch):
 
 
 def test_without_a_budget_it_is_what_is_free_of_the_memory(monkeypatch):
-    monkeypatch.setattr(async_ckpt.staging.host_copy, "free_memory_bytes", lambda: 2 * MIB)
+    monkeypatch.setattr(async_ckpt.host.limits, "free_memory_bytes", lambda: 2 * MIB)
     default.release()
     with pytest.raises(MemoryError, match="half of the free host memory is"):
         async_ckpt.snapshot({"a": torch.ones(3 * MIB // 4)})

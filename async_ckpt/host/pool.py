@@ -1,9 +1,14 @@
-"""The segment pool: the host memory that a snapshot is copied into, and that is written from without another copy.
+"""The segment pool: the host memory that snapshots are copied into, and that files are written from.
 
-In: a budget. Out: leases of page-aligned memory. Knows nothing of: tensors' values, files.
+In: a budget. Out: leases of page-aligned memory. Knows nothing of: the values of tensors, files.
 
-Segments that are page-locked are made as runs, one behind the other in the same memory, and lent so where the file has them
-one behind the other: then a tensor is one copy from its device, however many segments it is in.
+A thread that wants a segment queues its order, (save, segment). The lowest order is served first: a free segment, else new
+memory as far as the budget goes, else it waits for a lease to end. The oldest save therefore always gets on, and ends, and
+frees its memory for the next. While the first in line waits, it asks the relievers, which are drains that keep segments only
+as a convenience, to let go of some. New memory is made, touched and page-locked on the thread that wants it.
+
+Page-locked segments are made as runs, one behind the other in one buffer, and lent as runs where the file has them one behind
+the other. A tensor is then one copy from its device, however many segments it is in.
 """
 
 from __future__ import annotations
@@ -20,29 +25,26 @@ import torch
 
 from ..backends import UNSUPPORTED
 from ..spec import GIB, MIB, SEGMENT_BYTES, align_up
-from .limits import free_memory_bytes, local_world_size
+from .limits import spare_memory_bytes
 from .memory import HostBuffer, Segment
 from .threads import Crew
 from .waits import LIVENESS_SECONDS
 
-# Without at least this many a save cannot overlap copying with writing: one being filled, one being written,
-# and up to two that wait for the end of the file.
+# With fewer segments a save could not copy and write at one time: one is being filled, one is being written, and up to two
+# wait for the end of the file.
 MIN_SEGMENTS: Final = 4
-# What is page-locked at once: as long as this takes, other calls of the driver may wait.
+# The largest buffer: while one is being page-locked, other calls of the driver may wait.
 MAX_RUN_BYTES: Final = GIB
-# Where several threads make memory, none makes less than this at once.
+# If several threads make memory, each makes at least this much at once.
 _MIN_RUN_BYTES: Final = 256 * MIB
-# Threads that make new memory: more wait for the kernel's lock on the process's memory.
+# Threads that make new memory. More would wait for the kernel's lock on the memory of the process.
 _MAX_MAKERS: Final = 8
-# Of the memory that is free, the share that the pool may take when the user sets no budget.
-_SHARE_OF_FREE: Final = 0.5
-
 
 Reliever = Callable[[bool], bool]
 
 
 class SegmentLender(Protocol):
-    """Whatever lends segments: a pool, or one buffer of exact size."""
+    """A lender of segments: a pool, or one buffer of exact size."""
 
     @property
     def max_segments(self) -> int: ...
@@ -77,7 +79,7 @@ class SegmentReceiver(Protocol):
 
     @property
     def num_tail(self) -> int:
-        """How many segments it keeps until it has all others."""
+        """The number of segments that it keeps until it has all others."""
 
     def put(self, number: int, lease: Lease) -> None:
         """Segment `number` is filled; the receiver releases the lease."""
@@ -98,7 +100,7 @@ class Lease:
         self._lock = threading.Lock()
 
     def retain(self) -> None:
-        """One more release is needed: for a sink that reads the memory after its `write` has returned."""
+        """Ask for one more release. A sink does so if it reads the memory after its `write` has returned."""
         with self._lock:
             self._count += 1
 
@@ -110,16 +112,16 @@ class Lease:
             self._lender.take_back([self.segment])
 
     def leak(self) -> None:
-        """Instead of `release`, where a device may still write to the memory: nobody ever gets it again."""
+        """Never lend the memory again, because a device may still write to it. Replaces `release`."""
         self._lender.write_off(self.segment)
 
 
 class _FreeSegments:
-    """The segments that nobody has, by the memory that they are parts of. Whoever takes from it holds the pool's lock."""
+    """The free segments of a pool, by the buffers that they are parts of. The pool's lock guards all of it."""
 
     def __init__(self) -> None:
-        self._parts: dict[HostBuffer, dict[int, Segment]] = {}  # by where each begins
-        # Memory by its longest run of free segments; the latest that came back is the first to go, and still warm.
+        self._parts: dict[HostBuffer, dict[int, Segment]] = {}  # by the offset of each
+        # Buffers by the length of their longest run of free segments. The one that came back last is lent first, still warm.
         self._by_run: dict[int, dict[HostBuffer, None]] = {}
         self._run_of: dict[HostBuffer, int] = {}
         self._num = 0
@@ -138,7 +140,7 @@ class _FreeSegments:
         self._note(segment.memory)
 
     def take(self, num_segments: int) -> list[Segment]:
-        """Up to so many, one behind the other: of the shortest run that is long enough, else of the longest one."""
+        """Up to `num_segments` segments in a row, from the shortest run that is long enough, else from the longest one."""
         if not self._num:
             return []
         enough = [length for length in self._by_run if length >= num_segments]
@@ -149,7 +151,7 @@ class _FreeSegments:
         return taken
 
     def take_whole(self) -> list[Segment]:
-        """All segments of all memory that is free as a whole."""
+        """All segments of the buffers that are free as a whole."""
         whole = [
             (memory, list(parts.values()))
             for memory, parts in self._parts.items()
@@ -196,19 +198,22 @@ def _longest_run(parts: Mapping[int, Segment]) -> list[Segment]:
 
 
 class SegmentPool:
-    """Grants leases, never more than the budget holds: the oldest save first, in file order within a save.
+    """Lends segments, never more than the budget holds: to the oldest save first, in file order within a save.
 
-    A drained segment is lent again before new memory is touched. The budget is hard: `lease` waits.
+    A saver owns one, and any thread may use it. A segment that came back is lent again before new memory is touched.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES, *, max_bytes: int | None = None) -> None:
         self.segment_bytes = segment_bytes
         self._hard = max_bytes is not None
         self._max_segments = MIN_SEGMENTS if max_bytes is None else max_bytes // segment_bytes
+        # Guards all below. Memory is counted under it before it is made, so that the budget holds, but it is made, touched
+        # and page-locked without it, since that takes up to seconds. Relievers and `check` are called without it, too: they
+        # take the locks of drains, whose threads give segments back.
         self._changed = threading.Condition()
-        self._free = _FreeSegments()  # under _changed, like all below
+        self._free = _FreeSegments()
         self._num_segments = 0
-        self._num_making = 0  # of these: not there yet, and soon free
+        self._num_making = 0  # segments that are counted, but not there yet, and free soon
         self._num_leaked = 0
         self._waiting: list[tuple[int, int]] = []
         self._relievers: list[Reliever] = []
@@ -218,7 +223,7 @@ class SegmentPool:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory held: lent, free, or lost to copies that no device has told the end of."""
+        """The host memory in use: lent, free, or lost to copies whose end no device has reported."""
         return (self._num_segments + self._num_leaked) * self.segment_bytes
 
     @property
@@ -227,11 +232,11 @@ class SegmentPool:
 
     @property
     def max_run(self) -> int:
-        """How many segments lie one behind the other at most."""
+        """The largest number of segments that lie one behind the other."""
         return max(1, MAX_RUN_BYTES // self.segment_bytes)
 
     def admit(self, file_bytes: int, num_saves: int = 1, *, least: int = MIN_SEGMENTS) -> None:
-        """Without a budget from the user, let the pool grow to what `num_saves` such archives need, memory permitting.
+        """Without a budget from the user, let the pool grow to the size of `num_saves` such archives, memory permitting.
 
         It may have `least` segments in any case.
         """
@@ -240,15 +245,11 @@ class SegmentPool:
         self._max_segments = max(self._max_segments, least)
         needed = align_up(file_bytes, self.segment_bytes) // self.segment_bytes * num_saves
         if needed > self._max_segments:
-            spare = int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size()) + self.num_bytes
+            spare = spare_memory_bytes() + self.num_bytes
             self._max_segments = max(self._max_segments, min(needed, spare // self.segment_bytes))
 
     def lease(self, order: tuple[int, int], *, pin: torch.device | None, check: Callable[[], None]) -> Lease:
-        """Wait for a segment. The lowest `order` (save, segment) is served first.
-
-        With `pin` the segment is page-locked, by a thread that works for this device.
-        `check` raises when waiting has become pointless; it is called again and again while waiting.
-        """
+        """Wait for one segment; see `SegmentLender.lease_run`."""
         return self.lease_run(order, 1, pin=pin, check=check)[0]
 
     def lease_run(
@@ -259,7 +260,7 @@ class SegmentPool:
         pin: torch.device | None,
         check: Callable[[], None],
     ) -> list[Lease]:
-        """Like `lease`: up to so many segments, at least one, that lie one behind the other in the same memory."""
+        """Wait for up to `num_segments` segments in a row; see `SegmentLender`."""
         with self._changed:
             heapq.heappush(self._waiting, order)
             starving = False
@@ -267,7 +268,7 @@ class SegmentPool:
                 while self._waiting[0] != order or not (
                     self._free or self._num_segments < self._max_segments
                 ):
-                    # What is being made comes sooner than what somebody would have to let go of.
+                    # Segments that are being made come sooner than those that a reliever lets go of.
                     needs_relief = self._waiting[0] == order and not self._num_making
                     relievers = self._relievers if needs_relief else []
                     self._changed.release()
@@ -287,27 +288,27 @@ class SegmentPool:
         return self._lent(segments or self._new(num_new, pin), pin)
 
     def _lent(self, segments: list[Segment], pin: torch.device | None) -> list[Lease]:
-        """Leases of a run, page-locked if it is wanted so."""
+        """The leases of a run, page-locked for the device `pin`."""
         try:
             if pin:
-                self._pin(segments[0].memory, pin)  # which all of them are in
+                self._pin(segments[0].memory, pin)  # the buffer of all of them
         except BaseException:
             self.take_back(segments)
             raise
         return [Lease(self, segment) for segment in segments]
 
     def _claim_now(self, num_segments: int, pin: torch.device | None) -> int:
-        """How many segments to make at once, of so many that are wanted; counted as made. Under the lock."""
+        """Count up to `num_segments` new segments as there, as far as the budget goes. Under the lock."""
         at_once = self.max_run if pin else 1
         num_new = max(0, min(num_segments, at_once, self._max_segments - self._num_segments))
         self._num_segments += num_new
         return num_new
 
     def _new(self, num_segments: int, pin: torch.device | None, *, touched: bool = False) -> list[Segment]:
-        """So many new ones, which have been claimed, in memory of their own; page-locked if they are wanted so."""
+        """Make the claimed segments in a buffer of their own, page-locked for the device `pin`."""
         try:
             memory = HostBuffer.near(pin, num_segments * self.segment_bytes)
-            # What is page-locked is touched before, and not under the driver's lock.
+            # The pages are touched before they are locked, and not under the driver's lock.
             if touched or (pin and not memory.pinned):
                 memory.touch()
             if pin:
@@ -321,9 +322,9 @@ class SegmentPool:
         return [Segment(memory, begin, begin + size) for begin in range(0, memory.num_bytes, size)]
 
     def add_reliever(self, relieve: Reliever) -> None:
-        """Ask `relieve` for memory, the oldest first, when a lease has to wait: it says whether it has let go of some.
+        """Call `relieve` when a lease has to wait, the oldest reliever first. It returns True if it has let go of memory.
 
-        Its argument says whether the wait has already been in vain for a while.
+        Its argument is True if the wait has been in vain for a while.
         """
         with self._changed:
             self._relievers = [*self._relievers, relieve]
@@ -333,9 +334,9 @@ class SegmentPool:
             self._relievers = [other for other in self._relievers if other != relieve]
 
     def borrow(self, num_segments: int, *, pin: torch.device | None) -> list[Lease]:
-        """Up to so many segments: free ones, then new ones as far as the budget goes. None while others wait for some.
+        """Up to `num_segments` segments without a wait: free ones, then new ones as far as the budget goes.
 
-        It waits for nothing; in a forked child there are none.
+        There are none while others wait for segments, and none in a forked child.
         """
         if os.getpid() != self._pid:
             return []
@@ -364,14 +365,15 @@ class SegmentPool:
         pin: torch.device | None,
         goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Hold this many segments, touched (and page-locked) by several threads at once, or by this one. Returns when done.
+        """Make the pool hold this many segments, touched (and page-locked) by the threads of `crew`, or by this one.
 
-        A run is made when it is its turn, so whoever wants a segment meanwhile makes its own. `goes_on` is asked before each.
+        Returns when that is done. A run is claimed just before it is made, so a lease that is wanted meanwhile does not wait
+        for all of them. `goes_on` is called before each.
         """
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         num_new = min(num_segments, self._max_segments) - self._num_segments
         num_threads = 1 if crew is None else max(0, min(num_new, crew.max_threads, _MAX_MAKERS))
-        # In the background little at once: whoever needs memory at once waits for what is being made.
+        # This thread makes little at once: a lease that needs memory at once waits for the run that is being made.
         share = 0 if crew is None else num_new // max(1, num_threads)
         at_once = max(1, _MIN_RUN_BYTES // self.segment_bytes, share)
 
@@ -380,11 +382,11 @@ class SegmentPool:
             try:
                 while goes_on() and (claimed := self._claim(num_segments, at_once, pin)):
                     try:
-                        made = self._new(claimed, pin, touched=True)
+                        segments = self._new(claimed, pin, touched=True)
                     except BaseException:
                         self.take_back([], num_made=claimed)
                         raise
-                    self.take_back(made, num_made=claimed)
+                    self.take_back(segments, num_made=claimed)
             except BaseException as failure:
                 error = failure
             done.put(error)
@@ -404,7 +406,7 @@ class SegmentPool:
             raise errors[0]
 
     def _claim(self, num_segments: int, at_once: int, pin: torch.device | None) -> int:
-        """How many more are to be made now, of so many in all."""
+        """Claim the next run of at most `at_once` segments, while the pool holds fewer than `num_segments`."""
         with self._changed:
             wanted = 0 if self._closed else num_segments - self._num_segments
             claimed = self._claim_now(min(wanted, at_once), pin)
@@ -426,7 +428,7 @@ class SegmentPool:
             )
 
     def take_back(self, segments: Sequence[Segment], *, num_made: int = 0) -> None:
-        """Serve others with these segments; `num_made` of those that were being made are no longer."""
+        """Let others have these segments. `num_made` fewer are being made."""
         with self._changed:
             self._num_making -= num_made
             for segment in segments:
@@ -444,7 +446,7 @@ class SegmentPool:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Give the memory that is not on loan, nor a part of what is page-locked as one with some that is, to the system."""
+        """Give the buffers of which no segment is lent back to the system."""
         if os.getpid() != self._pid:
             return
         with self._changed:

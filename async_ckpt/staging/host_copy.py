@@ -24,7 +24,7 @@ import torch
 
 from ..backends import is_dense
 from ..format.layout import cut, slices
-from ..host.limits import free_memory_bytes, local_world_size
+from ..host.limits import spare_memory_bytes
 from ..host.memory import HostBuffer, Segment
 from ..host.pool import Lease
 from ..host.threads import Crew, is_library_thread
@@ -40,7 +40,6 @@ from .tensors import SourceTensors, Wording
 
 # Vector loads, and what CUDA aligns its own allocations to.
 _ALIGNMENT: Final = 512
-_SHARE_OF_FREE: Final = 0.5
 _MAX_IDLE: Final = 8
 
 _ANY_COPY: Final = Wording("the copy of a snapshot")
@@ -189,7 +188,7 @@ class BufferPool:
 
     def _new(self, num_bytes: int, device: torch.device | None) -> HostBuffer:
         if self._max_bytes is None:
-            scarce = num_bytes > self._spare_bytes()
+            scarce = num_bytes > spare_memory_bytes()
         else:
             scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
         if scarce:
@@ -199,14 +198,10 @@ class BufferPool:
     def _limit(self) -> int:
         if self._max_bytes is not None:
             return self._max_bytes
-        return self._lent_bytes + self._idle_bytes() + self._spare_bytes()
+        return self._lent_bytes + self._idle_bytes() + spare_memory_bytes()
 
     def _idle_bytes(self) -> int:
         return sum(buffer.num_bytes for buffer in self._idle.copy())
-
-    @staticmethod
-    def _spare_bytes() -> int:
-        return int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size())
 
     def __repr__(self) -> str:
         return f"<BufferPool {self.lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
