@@ -1,6 +1,6 @@
-"""Accelerators of other makers, after what they publish: none of this has run on their hardware.
+"""Accelerators of Huawei and Intel, written from their documentation: this code has not run on their hardware.
 
-In: devices, addresses. Out: what they do otherwise than backends in general. Knows nothing of: saves, loads.
+In: devices, addresses. Out: their differences from backends in general. Knows nothing of: saves, loads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _MAPPED: Final = 2
 
 
 class Npu(Backend):
-    """Ascend. It refuses memory that does not begin and end on a page (error 507899); ours always does."""
+    """Ascend. It refuses memory that does not begin and end on a page (error 507899). Our buffers always do."""
 
     register_flags = _MAPPED
 
 
 class Xpu(Backend):
-    """Intel. Its runtime locks no memory that is there already, but torch's allocator gives out such as is locked."""
+    """Intel. Its runtime cannot lock existing memory, but torch's allocator provides locked memory."""
 
     def host_memory(self, num_bytes: int) -> torch.Tensor | None:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)

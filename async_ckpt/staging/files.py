@@ -1,7 +1,7 @@
-"""Files on their way into segments: the other fill, which reads where staging copies.
+"""Segments from files: what `filler` does by copies of tensors, this module does by reading.
 
 In: a folder or a file, and the plan of its image. Out: segments, handed on one by one as they are filled.
-Knows nothing of: where they go.
+Knows nothing of: the archive's destination.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class FileSource(NamedTuple):
 
 
 def scan(folder: Path) -> tuple[list[Entry], list[FileSource]]:
-    """Every member of a folder, itself first, in the order of names; and the file behind each.
+    """All members of a folder, itself first, in the order of names; and the file behind each.
 
-    Raises UnsupportedStateError for what no archive can give back: devices, pipes, links that lead out of the folder.
+    Raises UnsupportedStateError for devices, pipes and links that lead out of the folder: no archive can give them back.
     """
     entries: list[Entry] = []
     sources: list[FileSource] = []
@@ -97,9 +97,9 @@ def _entry(path: str, name: str, found: os.stat_result, first_names: dict[tuple[
 
 
 def _runs(path: str, found: os.stat_result) -> tuple[tuple[int, int], ...]:
-    """Where a file has data: all of it, or what is between holes if these save at least a block.
+    """The parts of a file that have data: all of it, or the parts between holes if these save at least a block.
 
-    A file with very many holes, or with more data than readers agree about, is taken as one without.
+    Holes are ignored if there are very many, or if the file has more data than readers of tar agree on.
     """
     size = found.st_size
     whole = ((0, size),) if size else ()
@@ -114,7 +114,7 @@ def _runs(path: str, found: os.stat_result) -> tuple[tuple[int, int], ...]:
             try:
                 begin = os.lseek(fd, end, os.SEEK_DATA)
             except OSError as error:
-                if error.errno == errno.ENXIO:  # nothing but a hole follows
+                if error.errno == errno.ENXIO:  # only a hole follows
                     break
                 return whole
             end = os.lseek(fd, begin, os.SEEK_HOLE)
@@ -127,7 +127,7 @@ def _runs(path: str, found: os.stat_result) -> tuple[tuple[int, int], ...]:
 
 
 class FileImage(Image, Protocol):
-    """An image whose pieces are of runs of files."""
+    """An image whose pieces are parts of runs, and whose runs are parts of files."""
 
     @property
     def runs(self) -> Sequence[tuple[int, int]]:
@@ -223,7 +223,7 @@ class FileFill:
             for target, run, begin, length in plan.pieces:
                 number, offset = runs[run]
                 _read_into(view[target : target + length], sources[number], offset + begin)
-            if self._is_last():  # before it is handed on: nothing incomplete has become visible
+            if self._is_last():  # before the segment is handed on: the archive is not visible without it
                 self._compare_all()
         except BaseException:
             lease.release()
@@ -236,7 +236,7 @@ class FileFill:
             return self._num_unfilled == 0
 
     def _compare_all(self) -> None:
-        """Folders too, which may hold new files by now; and files that were read before, or that were empty."""
+        """Raises TornSnapshotError if a file or folder changed. A folder may have new files, and empty files are not read."""
         for source in self._files.sources:
             try:
                 found = os.lstat(source.path)
@@ -249,7 +249,7 @@ class FileFill:
 
 
 def _read_into(target: memoryview, source: FileSource, offset: int) -> None:
-    """Raises TornSnapshotError when the file is not what it was, and StorageUnavailableError."""
+    """Raises TornSnapshotError if the file has changed, and StorageUnavailableError if it cannot be read."""
     try:
         with open(source.path, "rb", buffering=0) as file:
             file.seek(offset)
@@ -258,7 +258,7 @@ def _read_into(target: memoryview, source: FileSource, offset: int) -> None:
                 if not num_read:
                     raise _changed(source)
                 target = target[num_read:]
-            _expect_same(source, os.fstat(file.fileno()))  # afterwards, so that no change goes unseen
+            _expect_same(source, os.fstat(file.fileno()))  # last, so that no change before it is missed
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise _changed(source) from None
     except OSError as error:

@@ -61,7 +61,7 @@ class SegmentJob:
 def _split(
     segments: Sequence[SegmentPlan], may_be_late: frozenset[int], may_hold: int
 ) -> tuple[list[SegmentJob], list[SegmentJob]]:
-    """Jobs for now and for later; at most `may_hold` segments that are filled in two goes are in both."""
+    """The jobs for now and for later. At most `may_hold` segments are filled in two goes, and are in both."""
     now: list[SegmentJob] = []
     later: list[SegmentJob] = []
     num_held = 0
@@ -131,7 +131,7 @@ class SegmentFiller:
         return (piece.tensor for job in self._now for piece in job.pieces)
 
     def fill_now(self) -> None:
-        """Fill what must not wait, on several threads. Returns when the last segment is filled."""
+        """Fill everything that must not wait, on several threads. Returns when the last segment is filled."""
         self._fill(self._now, self._num_helpers(), late=False)
 
     def fill_later(self) -> None:

@@ -1,6 +1,6 @@
-"""A snapshot that is held: the host copy of one instant, for as many readers as like.
+"""A snapshot that is held: the host copy of one instant, for any number of readers.
 
-In: a state. Out: its parts by name, until it is closed. Knows nothing of: what they are read for.
+In: a state. Out: its parts by name, until it is closed. Knows nothing of: its readers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HeldSnapshot(Held):
         captured = capture(state)
         if captured.held:
             raise TypeError("the state is, or contains, a snapshot already; use it directly")
-        structure = structure_of(captured)  # refused before anything is copied
+        structure = structure_of(captured)  # it may refuse the state, so it comes before the copy
         names = [spec.dotted for spec in captured.specs]
         copy = HostCopy(
             captured.tensors,
@@ -56,7 +56,7 @@ class HeldSnapshot(Held):
             wording=Wording("the copy of a snapshot", "snap.completion.result()"),
         )
         self.num_bytes = copy.num_bytes
-        # Of what it shares with its parts, so that none of them is left without its memory.
+        # Bound to the source, which the parts share: while there is a part, the memory stays.
         source = Source(captured, copy.tensors, copy.completion)
         self._release = weakref.finalize(source, copy.release_by_finalizer)
         self._release.atexit = False
@@ -92,13 +92,13 @@ class HeldSnapshot(Held):
 
 
 def begin(held: HeldSnapshot) -> None:
-    """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
+    """On the caller's thread: copy, or enqueue the copy of, everything that must not wait."""
     held._copy.begin()
     held._call_seconds = held._clock() - held._began
 
 
 def refuse_guard(held: Collection[Held], guard: Any) -> None:
-    """Raises ValueError for a guard beside snapshots, whose copies were guarded, or were not."""
+    """Raises ValueError for a guard beside held snapshots, which are copied already."""
     if held and guard:
         raise ValueError(
             "guard= was for the snapshot, which is taken already; leave it out here, also where the snapshot is a part "

@@ -30,7 +30,7 @@ from .tensors import SourceTensors
 from .tripwires import Tripwires
 
 
-class _Phase(enum.Enum):
+class _CopyPhase(enum.Enum):
     """The phases of a snapshot."""
 
     FILLING = "staging"
@@ -40,10 +40,10 @@ class _Phase(enum.Enum):
 
 
 _NEXT_PHASES: Final = {
-    _Phase.FILLING: {_Phase.ENQUEUED, _Phase.FAILED},
-    _Phase.ENQUEUED: {_Phase.STAGED, _Phase.FAILED},
-    _Phase.STAGED: (),
-    _Phase.FAILED: (),
+    _CopyPhase.FILLING: {_CopyPhase.ENQUEUED, _CopyPhase.FAILED},
+    _CopyPhase.ENQUEUED: {_CopyPhase.STAGED, _CopyPhase.FAILED},
+    _CopyPhase.STAGED: (),
+    _CopyPhase.FAILED: (),
 }
 
 
@@ -67,7 +67,7 @@ class Snapshot(StepHolder):
         self.completion: Future[None] = Completion(self._progress)
         self.stage_seconds = 0.0
         self._begun = host.clock()
-        self.keeps: object = None  # what must not go before the last copy has ended
+        self.keeps: object = None  # kept alive until the last copy has ended
         self._filler = SegmentFiller(source, segments, receiver, host, order, self._on_end_of_fill)
         self._barrier = StepBarrier(optimizers if source.deferred else (), host.clock, host.trace)
         self._tripwires: Tripwires | None = None
@@ -78,7 +78,7 @@ class Snapshot(StepHolder):
     # --- the caller's thread ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Copy, or enqueue the copy of, all that must not wait. Returns when the caller may go on.
+        """Copy, or enqueue the copy of, everything that must not wait. Returns when the caller may go on.
 
         A failure ends in `completion`; only what is not an Exception (Ctrl-C) is raised as well.
         """
@@ -106,7 +106,7 @@ class Snapshot(StepHolder):
             raise
 
     def _fill_now(self) -> None:
-        """Have the crew fill what must not wait, and wait for that: an interrupt ends the wait, and no copy halfway."""
+        """Have the crew fill everything that must not wait. An interrupt ends the wait for the crew, but no copy halfway."""
         outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         filler = self._filler
 
@@ -133,7 +133,7 @@ class Snapshot(StepHolder):
             raise error
 
     def hold(self) -> None:
-        """Keep an optimizer's step back: this thread until every copy is enqueued, then its streams until they end."""
+        """Make an optimizer's step wait: its thread until every copy is enqueued, then its streams until they end."""
         if (tripwires := self._tripwires) is not None:
             tripwires.look_at_versions()
         self._barrier.wait(self._progress)
@@ -147,7 +147,7 @@ class Snapshot(StepHolder):
 
     @property
     def stall_seconds(self) -> float:
-        """How long the guard has held the thread, and the copies the streams, so far."""
+        """Seconds that the guard has held the thread, and copies the streams, so far."""
         return self._barrier.seconds + self._source.stall_seconds()
 
     def _progress(self) -> str:
@@ -167,7 +167,7 @@ class Snapshot(StepHolder):
         if self._tripwires:
             self._tripwires.look_at_bytes()
         with self._deciding:
-            self._phase.go(_Phase.ENQUEUED)
+            self._phase.go(_CopyPhase.ENQUEUED)
         self._barrier.lift()
         self._filler.all_enqueued()
 
@@ -188,7 +188,7 @@ class Snapshot(StepHolder):
     def _end(self, error: BaseException | None) -> None:
         """Stop copying, let the optimizers step, and resolve `completion`. Only the first call counts."""
         with self._deciding:
-            if not self._phase.go(_Phase.STAGED if error is None else _Phase.FAILED):
+            if not self._phase.go(_CopyPhase.STAGED if error is None else _CopyPhase.FAILED):
                 return
         self._filler.stop(error)
         self._barrier.lift()
