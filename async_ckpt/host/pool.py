@@ -146,9 +146,9 @@ class _FreeSegments:
         enough = [length for length in self._by_run if length >= num_segments]
         length = min(enough) if enough else max(self._by_run)
         memory = next(reversed(self._by_run[length]))
-        taken = _longest_run(self._parts[memory])[:num_segments]
-        self._remove(memory, taken)
-        return taken
+        segments = _longest_run(self._parts[memory])[:num_segments]
+        self._remove(memory, segments)
+        return segments
 
     def take_whole(self) -> list[Segment]:
         """All segments of the buffers that are free as a whole."""
@@ -161,12 +161,12 @@ class _FreeSegments:
             self._remove(memory, segments)
         return [segment for _, segments in whole for segment in segments]
 
-    def _remove(self, memory: HostBuffer, taken: Sequence[Segment]) -> None:
+    def _remove(self, memory: HostBuffer, segments: Sequence[Segment]) -> None:
         self._forget(memory)
         parts = self._parts[memory]
-        for segment in taken:
+        for segment in segments:
             del parts[segment.begin]
-        self._num -= len(taken)
+        self._num -= len(segments)
         if parts:
             self._note(memory)
         else:
@@ -179,9 +179,9 @@ class _FreeSegments:
     def _forget(self, memory: HostBuffer) -> None:
         length = self._run_of.pop(memory, None)
         if length is not None:
-            others = self._by_run[length]
-            del others[memory]
-            if not others:
+            buffers = self._by_run[length]
+            del buffers[memory]
+            if not buffers:
                 del self._by_run[length]
 
 
@@ -370,7 +370,7 @@ class SegmentPool:
         Returns when that is done. A run is claimed just before it is made, so a lease that is wanted meanwhile does not wait
         for all of them. `goes_on` is called before each.
         """
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         num_new = min(num_segments, self._max_segments) - self._num_segments
         num_threads = 1 if crew is None else max(0, min(num_new, crew.max_threads, _MAX_MAKERS))
         # This thread makes little at once: a lease that needs memory at once waits for the run that is being made.
@@ -380,16 +380,16 @@ class SegmentPool:
         def make() -> None:
             error: BaseException | None = None
             try:
-                while goes_on() and (claimed := self._claim(num_segments, at_once, pin)):
+                while goes_on() and (num_claimed := self._claim(num_segments, at_once, pin)):
                     try:
-                        segments = self._new(claimed, pin, touched=True)
+                        segments = self._new(num_claimed, pin, touched=True)
                     except BaseException:
-                        self.take_back([], num_made=claimed)
+                        self.take_back([], num_made=num_claimed)
                         raise
-                    self.take_back(segments, num_made=claimed)
+                    self.take_back(segments, num_made=num_claimed)
             except BaseException as failure:
                 error = failure
-            done.put(error)
+            outcomes.put(error)
 
         for _ in range(num_threads):
             if crew is None:
@@ -401,7 +401,7 @@ class SegmentPool:
                 pageable = {segment.memory for segment in self._free if not segment.pinned}
             for memory in pageable:
                 self._pin(memory, pin)
-        errors = [error for _ in range(num_threads) if (error := done.get()) is not None]
+        errors = [error for _ in range(num_threads) if (error := outcomes.get()) is not None]
         if errors:
             raise errors[0]
 
@@ -409,9 +409,9 @@ class SegmentPool:
         """Claim the next run of at most `at_once` segments, while the pool holds fewer than `num_segments`."""
         with self._changed:
             wanted = 0 if self._closed else num_segments - self._num_segments
-            claimed = self._claim_now(min(wanted, at_once), pin)
-            self._num_making += claimed
-            return claimed
+            num_claimed = self._claim_now(min(wanted, at_once), pin)
+            self._num_making += num_claimed
+            return num_claimed
 
     def _pin(self, memory: HostBuffer, device: torch.device) -> None:
         if self._pin_refused or memory.pinned:
@@ -464,7 +464,7 @@ class SegmentPool:
         self.release()
 
     def __repr__(self) -> str:
-        lent = self._num_segments - len(self._free)
-        held = f"{self.num_bytes / MIB:.0f}/{self._max_segments * self.segment_bytes / MIB:.0f} MiB"
+        num_lent = self._num_segments - len(self._free)
+        memory = f"{self.num_bytes / MIB:.0f}/{self._max_segments * self.segment_bytes / MIB:.0f} MiB"
         leaked = f", {self._num_leaked} leaked" if self._num_leaked else ""
-        return f"<SegmentPool {held}, {lent} of {self._num_segments} segments lent{leaked}, {len(self._waiting)} waiting>"
+        return f"<SegmentPool {memory}, {num_lent} of {self._num_segments} segments lent{leaked}, {len(self._waiting)} waiting>"

@@ -135,7 +135,7 @@ class Crew:
         todo = iter(tasks)
         lock = threading.Lock()
         errors: list[BaseException] = []
-        ended = threading.Semaphore(0)
+        workers_ended = threading.Semaphore(0)
 
         def work() -> None:
             try:
@@ -148,7 +148,7 @@ class Crew:
             except BaseException as error:
                 errors.append(error)
             finally:
-                ended.release()
+                workers_ended.release()
 
         num_left = 0
         try:
@@ -158,13 +158,13 @@ class Crew:
                     self.submit(work)
                     num_left += 1
             while num_left:
-                ended.acquire()
+                workers_ended.acquire()
                 num_left -= 1
         except BaseException as error:
             # Ctrl-C, or no thread left: no other task begins, and those under way end before anything is closed.
             errors.append(error)
             for _ in range(num_left):
-                ended.acquire()
+                workers_ended.acquire()
             raise
         if errors:
             raise errors[0]

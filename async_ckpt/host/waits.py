@@ -41,14 +41,14 @@ class Wait:
         self._begin = TIMEKEEPER.now()
         self._next = self._begin + _FIRST_SECONDS
 
-    def goes_on(self, what: Callable[[], str]) -> None:
+    def goes_on(self, progress: Callable[[], str]) -> None:
         """Print the line if it is time for one. The waiting thread calls this at each wake-up, without a lock."""
         now = TIMEKEEPER.now()
         if now < self._next or is_library_thread():  # the user waits for no thread of the library
             return
         self._next = now + _AGAIN_SECONDS
         where = f" {self._where}" if self._where else ""
-        line = f"async_ckpt has waited {now - self._begin:.0f} s{where} for {what()}"
+        line = f"async_ckpt has waited {now - self._begin:.0f} s{where} for {progress()}"
         self._say(f"{line}; {self._ctrl_c}" if _ctrl_c_raises() else line)
 
 
@@ -61,13 +61,13 @@ def wait_for(
     """
     deadline = _deadline(timeout)
     while True:
-        left = LIVENESS_SECONDS if deadline is None else deadline - TIMEKEEPER.now()
+        seconds_left = LIVENESS_SECONDS if deadline is None else deadline - TIMEKEEPER.now()
         try:
             # Not `future.exception`: a subclass may override it by this function, or note that the user has looked.
-            Future.exception(future, max(0.0, min(left, LIVENESS_SECONDS)))
+            Future.exception(future, max(0.0, min(seconds_left, LIVENESS_SECONDS)))
             return True
         except TimeoutError:
-            if left <= 0:
+            if seconds_left <= 0:
                 return False
         goes_on()
 
@@ -135,12 +135,12 @@ def all_of(futures: Sequence[Future[None]], progress: Callable[[], str]) -> Futu
     if len(futures) == 1:
         return futures[0]
     whole = Completion(progress)
-    lock, left = threading.Lock(), [len(futures)]
+    lock, num_left = threading.Lock(), [len(futures)]
 
     def ended(_: Future[None]) -> None:
         with lock:
-            left[0] -= 1
-            last = left[0] == 0
+            num_left[0] -= 1
+            last = num_left[0] == 0
         if last:
             error = next((e for future in futures if (e := future.exception()) is not None), None)
             if error is None:

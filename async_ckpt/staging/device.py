@@ -88,13 +88,13 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept = _side_of(device)
-        self._backend: Backend = self._kept.backend
+        self._side = _side_of(device)
+        self._backend: Backend = self._side.backend
         self._holds: list[tuple[Any, Any]] = []  # events before and after each
 
     @property
     def side(self) -> Any:
-        return self._kept.stream
+        return self._side.stream
 
     def on_side(self) -> AbstractContextManager[Any]:
         """Enqueue on the side stream."""
@@ -125,14 +125,14 @@ class Device:
 
         `packed_bytes`: how many bytes of small tensors may lie side by side. If the device is full, nothing is done.
         """
-        with self._kept.lock, self.on_side():
+        with self._side.lock, self.on_side():
             if packed_bytes:
-                self._kept.scratch(min(packed_bytes, _SCRATCH_BYTES))
+                self._side.scratch(min(packed_bytes, _SCRATCH_BYTES))
             try:
-                few = torch.zeros(1, dtype=torch.uint8, device=self.device)
+                tensor = torch.zeros(1, dtype=torch.uint8, device=self.device)
             except torch.OutOfMemoryError:
                 return
-        self.fetch(few).bytes()
+        self.fetch(tensor).bytes()
 
     def stall_seconds(self) -> float:
         """Seconds that streams of this device have waited for copies. A wait that is not over yet counts as zero.
@@ -141,8 +141,8 @@ class Device:
         """
         try:
             with self._backend.on_device(self.device):
-                ended = [(before, after) for before, after in self._holds if after.query()]
-                return float(sum(before.elapsed_time(after) for before, after in ended)) / 1e3
+                holds = [(before, after) for before, after in self._holds if after.query()]
+                return float(sum(before.elapsed_time(after) for before, after in holds)) / 1e3
         except RuntimeError:
             return 0.0
 
@@ -158,7 +158,7 @@ class Device:
 
         A tensor that has an alias is read through the alias.
         """
-        with self._kept.lock, self.on_side():
+        with self._side.lock, self.on_side():
             packed: list[torch.Tensor] = []
             packed_begin = packed_end = 0
             for target, number, source, length in pieces:
@@ -193,19 +193,19 @@ class Device:
         event.record(self.side)
         return event
 
-    def fetch(self, few: torch.Tensor) -> HostFetch:
+    def fetch(self, tensor: torch.Tensor) -> HostFetch:
         """Enqueue the copy of a few bytes to the host, of a tensor whose making the side stream has waited for."""
-        with self._kept.lock, self.on_side():
-            box = self._kept.box(few.numel())
-            box.tensor[: few.numel()].copy_(few, non_blocking=True)
-            return HostFetch(self, box, few.numel(), self._mark())
+        with self._side.lock, self.on_side():
+            box = self._side.box(tensor.numel())
+            box.tensor[: tensor.numel()].copy_(tensor, non_blocking=True)
+            return HostFetch(self, box, tensor.numel(), self._mark())
 
     def in_turn(self, task: Callable[[], None], refused: Callable[[RuntimeError], None]) -> None:
         """Run a task that waits for a copy, and does what follows, on the thread that waits for this device's copies.
 
         The thread waits for nothing else: copies end in the order in which they were enqueued, whatever other threads do.
         """
-        self._kept.waiter.submit(task, refused)
+        self._side.waiter.submit(task, refused)
 
     def wait(self, event: Any) -> None:
         """Block this thread, off the GIL, until the event has fired."""
@@ -225,7 +225,7 @@ class Device:
         return True
 
     def _copy_packed(self, into: torch.Tensor, parts: list[torch.Tensor], begin: int, end: int) -> None:
-        scratch = self._kept.scratch(end - begin) if len(parts) > 1 else None
+        scratch = self._side.scratch(end - begin) if len(parts) > 1 else None
         if scratch is not None:
             torch.cat(parts, out=scratch)
             parts = [scratch]
@@ -246,7 +246,7 @@ class HostFetch:
         self._device.wait(self._event)
         assert self._box is not None
         data = bytes(self._box.view[: self._num_bytes])
-        self._device._kept.give_back(self._box)
+        self._device._side.give_back(self._box)
         self._box = None
         return data
 
@@ -307,11 +307,11 @@ def sample_by_kernel(target: int, addresses: torch.Tensor) -> int | None:
         return None
     vectors = torch.stack((addresses.flatten(), torch.ones_like(addresses).flatten()), dim=-1)
     num_bytes, first = len(vectors), vectors.data_ptr()
-    for done in range(0, num_bytes, _MAX_VECTORS):
-        length = min(_MAX_VECTORS, num_bytes - done)
-        copied = _gather(target + done, length, first + done * _VECTOR_BYTES, length)
-        if copied != length:
-            return None if copied is None else done + copied
+    for num_done in range(0, num_bytes, _MAX_VECTORS):
+        length = min(_MAX_VECTORS, num_bytes - num_done)
+        num_copied = _gather(target + num_done, length, first + num_done * _VECTOR_BYTES, length)
+        if num_copied != length:
+            return None if num_copied is None else num_done + num_copied
     return num_bytes
 
 
@@ -330,9 +330,9 @@ def _bytes_at(address: int, device: torch.device, length: int, stride: int = 1) 
 
 def _gather(target: int, num_bytes: int, vectors: int, num_vectors: int) -> int | None:
     into = (ctypes.c_size_t * 2)(target, num_bytes)
-    copied: int = _process_vm_writev(os.getpid(), vectors, num_vectors, ctypes.addressof(into), 1, 0)
-    if copied >= 0:
-        return copied
+    num_copied: int = _process_vm_writev(os.getpid(), vectors, num_vectors, ctypes.addressof(into), 1, 0)
+    if num_copied >= 0:
+        return num_copied
     return 0 if ctypes.get_errno() == errno.EFAULT else None
 
 
@@ -381,16 +381,16 @@ class Alias:
 
         If the kernel does not copy for us, a resize by another thread in the middle of the copy ends the process.
         """
-        done = 0
-        while done < length and self.is_there():
-            source = self.address + begin + done
-            copied = copy_by_kernel(target + done, [(source, length - done)])
-            if copied is None:
-                copied = min(_UNCHECKED_BYTES, length - done)
-                memmove(target + done, source, copied)
-            elif copied == 0:
+        num_done = 0
+        while num_done < length and self.is_there():
+            source = self.address + begin + num_done
+            num_copied = copy_by_kernel(target + num_done, [(source, length - num_done)])
+            if num_copied is None:
+                num_copied = min(_UNCHECKED_BYTES, length - num_done)
+                memmove(target + num_done, source, num_copied)
+            elif num_copied == 0:
                 return False
-            done += copied
+            num_done += num_copied
         return self.is_there()
 
     def sample_to(self, target: int, offsets: Iterable[int]) -> bool:
@@ -398,11 +398,11 @@ class Alias:
         sources = [(self.address + offset, 1) for offset in offsets]
         if not self.is_there():
             return False
-        copied = copy_by_kernel(target, sources)
-        if copied is None:
+        num_copied = copy_by_kernel(target, sources)
+        if num_copied is None:
             for at, (source, length) in enumerate(sources, target):
                 memmove(at, source, length)
-        return copied in (None, len(sources)) and self.is_there()
+        return num_copied in (None, len(sources)) and self.is_there()
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -443,7 +443,7 @@ def fill_image(image: bytearray, pieces: Iterable[Piece], tensors: Sequence[torc
 
 def first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """The accelerator of the first tensor that is on one. Raises RuntimeError while a graph is being captured on it."""
-    device = next((found for tensor in tensors if (found := device_of(tensor)) is not None), None)
+    device = next((place for tensor in tensors if (place := device_of(tensor)) is not None), None)
     if device is not None and is_capturing():
         raise RuntimeError(
             "save was called while a graph is being captured; call it before or after the capture"

@@ -50,34 +50,34 @@ def scan(folder: Path) -> tuple[list[Entry], list[FileSource]]:
     entries: list[Entry] = []
     sources: list[FileSource] = []
     first_names: dict[tuple[int, int], str] = {}
-    for path, name, found in _walk(str(folder), ".", os.lstat(folder)):
-        entry = _entry(path, name, found, first_names)
+    for path, name, status in _walk(str(folder), ".", os.lstat(folder)):
+        entry = _entry(path, name, status, first_names)
         entries.append(entry)
-        sources.append(FileSource(path, found.st_size, found.st_mtime_ns))
+        sources.append(FileSource(path, status.st_size, status.st_mtime_ns))
     return entries, sources
 
 
 def source_of(file: Path) -> FileSource:
-    found = os.stat(file)
-    return FileSource(os.path.realpath(file), found.st_size, found.st_mtime_ns)
+    status = os.stat(file)
+    return FileSource(os.path.realpath(file), status.st_size, status.st_mtime_ns)
 
 
-def _walk(path: str, name: str, found: os.stat_result) -> Iterator[tuple[str, str, os.stat_result]]:
-    todo = [(path, name, found)]
+def _walk(path: str, name: str, status: os.stat_result) -> Iterator[tuple[str, str, os.stat_result]]:
+    todo = [(path, name, status)]
     while todo:
-        path, name, found = todo.pop()
-        yield path, name, found
-        if stat.S_ISDIR(found.st_mode):
+        path, name, status = todo.pop()
+        yield path, name, status
+        if stat.S_ISDIR(status.st_mode):
             with os.scandir(path) as entries:
                 inside = sorted(entries, key=lambda entry: entry.name, reverse=True)
             todo += [(e.path, f"{name}/{e.name}", e.stat(follow_symlinks=False)) for e in inside]
 
 
-def _entry(path: str, name: str, found: os.stat_result, first_names: dict[tuple[int, int], str]) -> Entry:
-    mode, mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
-    if stat.S_ISDIR(found.st_mode):
+def _entry(path: str, name: str, status: os.stat_result, first_names: dict[tuple[int, int], str]) -> Entry:
+    mode, mtime = stat.S_IMODE(status.st_mode), int(status.st_mtime)
+    if stat.S_ISDIR(status.st_mode):
         return Entry(name, tarfile.DIRTYPE, mode, mtime)
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         target = os.readlink(path)
         if not stays_inside(name, target):
             raise UnsupportedStateError(
@@ -85,25 +85,25 @@ def _entry(path: str, name: str, found: os.stat_result, first_names: dict[tuple[
                 path=path,
             )
         return Entry(name, tarfile.SYMTYPE, mode, mtime, link=target)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise UnsupportedStateError(
             f"{path} is neither a file, a folder nor a link; remove it, then pack again", path=path
         )
-    if found.st_nlink > 1:
-        first = first_names.setdefault((found.st_dev, found.st_ino), name)
+    if status.st_nlink > 1:
+        first = first_names.setdefault((status.st_dev, status.st_ino), name)
         if first != name:
             return Entry(name, tarfile.LNKTYPE, mode, mtime, link=first)
-    return Entry(name, tarfile.REGTYPE, mode, mtime, found.st_size, runs=_runs(path, found))
+    return Entry(name, tarfile.REGTYPE, mode, mtime, status.st_size, runs=_runs(path, status))
 
 
-def _runs(path: str, found: os.stat_result) -> tuple[tuple[int, int], ...]:
+def _runs(path: str, status: os.stat_result) -> tuple[tuple[int, int], ...]:
     """The parts of a file that have data: all of it, or the parts between holes if these save at least a block.
 
     Holes are ignored if there are very many, or if the file has more data than readers of tar agree on.
     """
-    size = found.st_size
+    size = status.st_size
     whole = ((0, size),) if size else ()
-    blocks = getattr(found, "st_blocks", size)
+    blocks = getattr(status, "st_blocks", size)
     if not hasattr(os, "SEEK_DATA") or size - blocks * 512 < BLOCK_BYTES:
         return whole
     runs: list[tuple[int, int]] = []
@@ -163,7 +163,7 @@ class FileFill:
         self._pool, self._crew, self._clock = pool, crew, clock
         self.completion: Future[None] = running_future()
         self.stage_seconds = 0.0
-        self._begun = clock()
+        self._start = clock()
         self._todo = deque(files.image.segments(pool.segment_bytes))
         # A segment and its lease are taken in one step, in file order, so the lock is held while the pool is waited for.
         self._taking = threading.Lock()
@@ -180,8 +180,8 @@ class FileFill:
 
     def _read(self) -> None:
         try:
-            while (taken := self._take()) is not None:
-                self._fill(*taken)
+            while (job := self._take()) is not None:
+                self._fill(*job)
         except BaseException as error:
             self._fail(error)
         with self._lock:
@@ -191,7 +191,7 @@ class FileFill:
             self._complete()
 
     def _complete(self) -> None:
-        self.stage_seconds = self._clock() - self._begun
+        self.stage_seconds = self._clock() - self._start
         if self._error is None:
             self.completion.set_result(None)
         else:
@@ -239,10 +239,10 @@ class FileFill:
         """Raises TornSnapshotError if a file or folder changed. A folder may have new files, and empty files are not read."""
         for source in self._files.sources:
             try:
-                found = os.lstat(source.path)
+                status = os.lstat(source.path)
             except OSError:
                 raise _changed(source) from None
-            _expect_same(source, found)
+            _expect_same(source, status)
 
     def __repr__(self) -> str:
         return f"<FileFill {len(self._files.sources)} files, {len(self._todo)} segments left>"
@@ -267,8 +267,8 @@ def _read_into(target: memoryview, source: FileSource, offset: int) -> None:
         ) from error
 
 
-def _expect_same(source: FileSource, found: os.stat_result) -> None:
-    if (found.st_size, found.st_mtime_ns) != (source.num_bytes, source.mtime_ns):
+def _expect_same(source: FileSource, status: os.stat_result) -> None:
+    if (status.st_size, status.st_mtime_ns) != (source.num_bytes, source.mtime_ns):
         raise _changed(source)
 
 

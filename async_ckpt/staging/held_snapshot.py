@@ -91,15 +91,15 @@ class HeldSnapshot(Held):
         self.close()
 
 
-def begin(held: HeldSnapshot) -> None:
+def begin(snapshot: HeldSnapshot) -> None:
     """On the caller's thread: copy, or enqueue the copy of, everything that must not wait."""
-    held._copy.begin()
-    held._call_seconds = held._clock() - held._began
+    snapshot._copy.begin()
+    snapshot._call_seconds = snapshot._clock() - snapshot._began
 
 
-def refuse_guard(held: Collection[Held], guard: Any) -> None:
+def refuse_guard(snapshots: Collection[Held], guard: Any) -> None:
     """Raises ValueError for a guard beside held snapshots, which are copied already."""
-    if held and guard:
+    if snapshots and guard:
         raise ValueError(
             "guard= was for the snapshot, which is taken already; leave it out here, also where the snapshot is a part "
             "of the state"

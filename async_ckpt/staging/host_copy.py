@@ -312,14 +312,14 @@ class HostCopy:
     ) -> Snapshot:
         assert self._buffer is not None
         sources = [part.tensor for part in parts]
-        known = deferrable(optimizers, sources)
+        owners = deferrable(optimizers, sources)
         pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
         segments = _BufferSegments(self._buffer, self.num_bytes)
         return Snapshot(
             SourceTensors(
                 [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts],
                 sources,
-                deferred={i: owner for i, owner in known.items() if parts[i].whole},
+                deferred={i: owner for i, owner in owners.items() if parts[i].whole},
                 wording=wording,
             ),
             slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),

@@ -66,7 +66,7 @@ class Snapshot(StepHolder):
         self._source, self._order, self._host = source, order, host
         self.completion: Future[None] = Completion(self._progress)
         self.stage_seconds = 0.0
-        self._begun = host.clock()
+        self._start = host.clock()
         self.keeps: object = None  # kept alive until the last copy has ended
         self._filler = SegmentFiller(source, segments, receiver, host, order, self._on_end_of_fill)
         self._barrier = StepBarrier(optimizers if source.deferred else (), host.clock, host.trace)
@@ -195,7 +195,7 @@ class Snapshot(StepHolder):
         self._barrier.open(self)
         self._source.drop()
         self._tripwires = self.keeps = None
-        self.stage_seconds = self._host.clock() - self._begun
+        self.stage_seconds = self._host.clock() - self._start
         if error is None:
             self.completion.set_result(None)
         else:
