@@ -75,9 +75,9 @@ class SaveReport:
     call, waiting for an earlier save, and the guard. `bandwidth` is in bytes per second, from the call until the
     checkpoint is durable and committed.
 
-    `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the previous
-    commit, if this checkpointer made it. If it names all of them, training stands still, or a snapshot is stale. Tensors
-    at the top level are one group, "model" or "state"; tied tensors belong to each group that has them.
+    `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the
+    previous commit, if this checkpointer made it. If it names all of them, training stands still, or a snapshot is
+    stale. Tensors at the top level are one group, "model" or "state"; tied tensors belong to each group that has them.
     """
 
     status: Literal["committed", "skipped"]
@@ -133,10 +133,10 @@ class VerifyReport:
 
         print(async_ckpt.verify("runs/a"))  # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in …
 
-    `steps` are the committed steps, in ascending order; empty for a single archive. `num_archives` and `num_bytes` count
-    each archive once, including those that a step borrows from. A compressed archive counts with its size before
-    compression. `bandwidth` is in bytes per second. `notes` lists facts that are no damage but may be a surprise, such as a
-    tracker that does not name a committed step.
+    `steps` are the committed steps, in ascending order; empty for a single archive. `num_archives` and `num_bytes`
+    count each archive once, including those that a step borrows from. A compressed archive counts with its size before
+    compression. `bandwidth` is in bytes per second. `notes` lists facts that are no damage but may be a surprise, such
+    as a tracker that does not name a committed step.
     """
 
     path: str
@@ -185,7 +185,7 @@ class PullReport:
         print(subscriber.pull("/local/model"))  # version 102 from 100: 2 versions, 31.2 MB read in 0.42 s
 
     `base` is the version that was there before and was built on; None if an anchor was read. `num_versions` counts the
-    versions that were applied, 0 if the version was there already. `num_bytes` counts the bytes of tensors and files read.
+    versions that were applied, 0 if the version was there already. `num_bytes` counts bytes read of tensors and files.
     """
 
     version: int

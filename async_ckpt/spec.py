@@ -123,8 +123,8 @@ class SliceFacts(NamedTuple):
 class TensorSpec(NamedTuple):
     """One tensor of a state, or a slice of one: its path in the tree, its dtype and its shape.
 
-    A NamedTuple, because every save has up to hundreds of thousands of them, and the plan of the last save is used again if
-    the lists are equal.
+    A NamedTuple, because every save has up to hundreds of thousands of them, and the plan of the last save is used
+    again if the lists are equal.
     """
 
     path: tuple[Any, ...]
@@ -157,8 +157,8 @@ def by_tensor(specs: Sequence[TensorSpec]) -> list[list[int]]:
     return numbers
 
 
-# In descriptions of structures these replace a dtype: for a group that is not saved again, with its step as the shape; for a
-# value that each rank has for itself, by its name; and for the mesh that the meshes of all tensors are parts of.
+# In descriptions of structures these replace a dtype: for a group that is not saved again, with its step as the shape;
+# for a value that each rank has for itself, by its name; and for the mesh that the meshes of all tensors are parts of.
 BORROWED: Final = "borrowed"
 PER_RANK: Final = "per rank"
 ROOT_MESH: Final = "root mesh"
@@ -214,7 +214,10 @@ class Keep:
 
 
 def keep_of(keep: Keep | int | None) -> Keep:
-    """The rules that `keep=` stands for. Raises TypeError unless it is a number of steps, and ValueError as `Keep` does."""
+    """The rules that `keep=` stands for.
+
+    Raises TypeError unless it is a number of steps, and ValueError as `Keep` does.
+    """
     if isinstance(keep, Keep) or keep is None:
         return keep or Keep()
     try:

@@ -2,8 +2,8 @@
 
 In: tensors, devices. Out: the backend of each. Knows nothing of: saves, loads.
 
-A kind of device that can copy in streams has a `Backend`. Others, such as MPS, have none: their tensors are fetched by a copy
-that the caller waits for. `backend.py`: backends in general; `cuda.py`: CUDA and ROCm; `npu_xpu.py`: Ascend and Intel.
+A kind of device that can copy in streams has a `Backend`. Others, such as MPS, have none: their tensors are fetched by
+a copy that the caller waits for. `backend.py`: backends in general; `cuda.py`: CUDA, ROCm; `npu_xpu.py`: Ascend, Intel.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .cuda import Cuda
 from .npu_xpu import Npu, Xpu
 
 __all__ = [
-    "UNSUPPORTED", "Backend", "accelerator", "backend_of", "claim_thread", "current_device", "device_of", "has_plain_bytes", "is_at",
-    "is_capturing", "is_host", "is_on_host", "on_device",
+    "UNSUPPORTED", "Backend", "accelerator", "backend_of", "claim_thread", "current_device", "device_of",
+    "has_plain_bytes", "is_at", "is_capturing", "is_host", "is_on_host", "on_device",
 ]  # fmt: skip
 
 _KINDS: Final[dict[str, type[Backend]]] = {"cuda": Cuda, "npu": Npu, "xpu": Xpu}
@@ -29,7 +29,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 def device_of(tensor: torch.Tensor) -> torch.device | None:
-    """The accelerator that a tensor is on, if copies from it are enqueued; None for the host and for any other device."""
+    """The accelerator that a tensor is on, if copies from it are enqueued; None for any other device."""
     if tensor.is_cpu:
         return None
     device = tensor.device
@@ -45,7 +45,7 @@ def backend_of(device: torch.device) -> Backend:
 
 @cache
 def _backend(kind: str) -> Backend | None:
-    """The backend of a kind of device; None if it is no accelerator, or cannot copy beside the training (logged once)."""
+    """The backend of a kind of device; None if it cannot copy beside the training, which is logged once."""
     if kind in ("cpu", "meta"):
         return None
     try:

@@ -2,8 +2,8 @@
 
 In: tensors, devices, addresses. Out: streams, events, page-locked memory. Knows nothing of: saves, loads.
 
-All calls go to `torch.get_device_module(kind)`: `torch.cuda`, `torch.npu`, `torch.xpu`, or the module of any PrivateUse1
-backend. Its names are the same in all versions of torch; those of `torch.accelerator` are not.
+All calls go to `torch.get_device_module(kind)`: `torch.cuda`, `torch.npu`, `torch.xpu`, or the module of any
+PrivateUse1 backend. Its names are the same in all versions of torch; those of `torch.accelerator` are not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Backend:
         return context
 
     def current_device(self) -> torch.device | None:
-        """The device that this thread works on; None if the process has not used any, or the module does not report it."""
+        """The device that this thread works on; None if the process has used none, or torch does not report it."""
         is_initialized = getattr(self.module, "is_initialized", lambda: True)
         current = getattr(self.module, "current_device", None)
         return None if current is None or not is_initialized() else torch.device(self.kind, current())
@@ -76,8 +76,8 @@ class Backend:
     def on_stream(self, device: torch.device, stream: Any) -> Iterator[None]:
         """Enqueue on this stream.
 
-        The device is made the current one around it: on a thread that has no device yet, leaving the stream would otherwise
-        create a context on the first device.
+        The device is made the current one around it: on a thread that has no device yet, leaving the stream would
+        otherwise create a context on the first device.
         """
         enter = getattr(
             self.module, "stream", lambda stream: stream

@@ -30,8 +30,8 @@ class Cuda(Backend):
     def on_device(self, device: torch.device) -> AbstractContextManager[Any]:
         """Make `device` the current one.
 
-        A thread of this library also opts out of breaking captures: by default, a query of an event or a registration of
-        memory on any thread breaks a graph that the training captures meanwhile.
+        A thread of this library also opts out of breaking captures: by default, a query of an event or a registration
+        of memory on any thread breaks a graph that the training captures meanwhile.
         """
         if thread.is_ours and not thread.minds_captures:
             thread.minds_captures = True
@@ -43,8 +43,8 @@ class Cuda(Backend):
     def new_stream(self, device: torch.device) -> Any:
         """A stream that no other code uses, and that does not wait for the legacy default stream of the training.
 
-        Streams of torch come from a pool of 32 in turn, so that a graph captured elsewhere may get the same one. They are used
-        only if the driver is not NVIDIA's, or creates no stream.
+        Streams of torch come from a pool of 32 in turn, so that a graph captured elsewhere may get the same one. They
+        are used only if the driver is not NVIDIA's, or creates no stream.
         """
         stream = _stream_of_driver(device)
         return (

@@ -2,9 +2,9 @@
 
 In: sizes, devices. Out: buffers and segments. Knows nothing of: budgets, saves.
 
-A buffer is a private, anonymous map with huge pages. Its first touch costs a tenth of that of Python's default, a shared
-map. A forked child does not inherit it, so copy-on-write never slows a page that a device is writing to. It has its exact
-size, while PyTorch's allocator of pinned memory rounds up to a power of two.
+A buffer is a private, anonymous map with huge pages. Its first touch costs a tenth of that of Python's default, a
+shared map. A forked child does not inherit it, so copy-on-write never slows a page that a device is writing to. It has
+its exact size, while PyTorch's allocator of pinned memory rounds up to a power of two.
 """
 
 from __future__ import annotations
@@ -92,14 +92,17 @@ class HostBuffer:
     @cached_property
     def tensor(self) -> torch.Tensor:
         """The memory as a 1-D uint8 tensor."""
-        # The tensor refers to the map, which then cannot be unmapped under it. It is an ordinary tensor, even if the first
-        # save is made in inference mode.
+        # The tensor refers to the map, which then cannot be unmapped under it. It is an ordinary tensor, even if the
+        # first save is made in inference mode.
         items = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
         with torch.inference_mode(False):
             return torch.frombuffer(items, dtype=torch.uint8)
 
     def pin(self, device: torch.device) -> int:
-        """Page-lock the buffer for a device that this process uses. Returns the driver's error code, 0 if it is locked."""
+        """Page-lock the buffer for a device that this process uses.
+
+        Returns the driver's error code, 0 if it is locked.
+        """
         with self._pinning:
             if self.pinned:
                 return 0
@@ -116,8 +119,8 @@ class HostBuffer:
     def lock_by(self, crew: Crew, device: torch.device) -> None:
         """Touch a new buffer by several threads of the crew, then page-lock it.
 
-        The caller's thread does neither: a call that page-locks memory breaks the capture of a graph on another thread, unless
-        its own thread has opted out of that, as the library's do.
+        The caller's thread does neither: a call that page-locks memory breaks the capture of a graph on another thread,
+        unless its own thread has opted out of that, as the library's do.
         """
         parts = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
         ends = [min(at + _TOUCHED_AT_ONCE, self.num_bytes) for at in parts]
@@ -144,8 +147,8 @@ class HostBuffer:
         _leaked.append(self)
 
     def __del__(self) -> None:
-        # If a map were closed while a driver has it registered, the driver would use other memory at its address. At the
-        # interpreter's end the driver may be gone already, and so may every name of this module.
+        # If a map were closed while a driver has it registered, the driver would use other memory at its address. At
+        # the interpreter's end the driver may be gone already, and so may every name of this module.
         if self.pinned_for is not None:
             try:
                 if not self.unpin():

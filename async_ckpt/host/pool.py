@@ -2,13 +2,14 @@
 
 In: a budget. Out: leases of page-aligned memory. Knows nothing of: the values of tensors, files.
 
-A thread that wants a segment queues its order, (save, segment). The lowest order is served first: a free segment, else new
-memory as far as the budget goes, else it waits for a lease to end. The oldest save therefore always gets on, and ends, and
-frees its memory for the next. While the first in line waits, it asks the relievers, which are drains that keep segments only
-as a convenience, to let go of some. New memory is made, touched and page-locked on the thread that wants it.
+A thread that wants a segment queues its order, (save, segment). The lowest order is served first: a free segment, else
+new memory as far as the budget goes, else it waits for a lease to end. The oldest save therefore always gets on, and
+ends, and frees its memory for the next. While the first in line waits, it asks the relievers, which are drains that
+keep segments only as a convenience, to let go of some. New memory is made, touched and page-locked on the thread that
+wants it.
 
-Page-locked segments are made as runs, one behind the other in one buffer, and lent as runs where the file has them one behind
-the other. A tensor is then one copy from its device, however many segments it is in.
+Page-locked segments are made as runs, one behind the other in one buffer, and lent as runs where the file has them one
+behind the other. A tensor is then one copy from its device, however many segments it is in.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from .memory import HostBuffer, Segment
 from .threads import Crew
 from .waits import LIVENESS_SECONDS
 
-# With fewer segments a save could not copy and write at one time: one is being filled, one is being written, and up to two
-# wait for the end of the file.
+# With fewer segments a save could not copy and write at one time: one is being filled, one is being written, and up to
+# two wait for the end of the file.
 MIN_SEGMENTS: Final = 4
 # The largest buffer: while one is being page-locked, other calls of the driver may wait.
 MAX_RUN_BYTES: Final = GIB
@@ -121,7 +122,7 @@ class _FreeSegments:
 
     def __init__(self) -> None:
         self._parts: dict[HostBuffer, dict[int, Segment]] = {}  # by the offset of each
-        # Buffers by the length of their longest run of free segments. The one that came back last is lent first, still warm.
+        # Buffers by the length of their longest run. The one that came back last is lent first, as it is still warm.
         self._by_run: dict[int, dict[HostBuffer, None]] = {}
         self._run_of: dict[HostBuffer, int] = {}
         self._num = 0
@@ -140,7 +141,7 @@ class _FreeSegments:
         self._note(segment.memory)
 
     def take(self, num_segments: int) -> list[Segment]:
-        """Up to `num_segments` segments in a row, from the shortest run that is long enough, else from the longest one."""
+        """Up to `num_segments` segments in a row, from the shortest run that is long enough, else the longest."""
         if not self._num:
             return []
         enough = [length for length in self._by_run if length >= num_segments]
@@ -207,9 +208,9 @@ class SegmentPool:
         self.segment_bytes = segment_bytes
         self._hard = max_bytes is not None
         self._max_segments = MIN_SEGMENTS if max_bytes is None else max_bytes // segment_bytes
-        # Guards all below. Memory is counted under it before it is made, so that the budget holds, but it is made, touched
-        # and page-locked without it, since that takes up to seconds. Relievers and `check` are called without it, too: they
-        # take the locks of drains, whose threads give segments back.
+        # Guards all below. Memory is counted under it before it is made, so that the budget holds, but it is made,
+        # touched and page-locked without it, since that takes up to seconds. Relievers and `check` are called without
+        # it, too: they take the locks of drains, whose threads give segments back.
         self._changed = threading.Condition()
         self._free = _FreeSegments()
         self._num_segments = 0
@@ -236,7 +237,7 @@ class SegmentPool:
         return max(1, MAX_RUN_BYTES // self.segment_bytes)
 
     def admit(self, file_bytes: int, num_saves: int = 1, *, least: int = MIN_SEGMENTS) -> None:
-        """Without a budget from the user, let the pool grow to the size of `num_saves` such archives, memory permitting.
+        """Let a pool without a budget from the user grow to the size of `num_saves` such archives, memory permitting.
 
         It may have `least` segments in any case.
         """
@@ -322,7 +323,7 @@ class SegmentPool:
         return [Segment(memory, begin, begin + size) for begin in range(0, memory.num_bytes, size)]
 
     def add_reliever(self, relieve: Reliever) -> None:
-        """Call `relieve` when a lease has to wait, the oldest reliever first. It returns True if it has let go of memory.
+        """Call `relieve` when a lease has to wait, the oldest one first. It returns True if it has freed memory.
 
         Its argument is True if the wait has been in vain for a while.
         """
@@ -367,8 +368,8 @@ class SegmentPool:
     ) -> None:
         """Make the pool hold this many segments, touched (and page-locked) by the threads of `crew`, or by this one.
 
-        Returns when that is done. A run is claimed just before it is made, so a lease that is wanted meanwhile does not wait
-        for all of them. `goes_on` is called before each.
+        Returns when that is done. A run is claimed just before it is made, so a lease that is wanted meanwhile does not
+        wait for all of them. `goes_on` is called before each.
         """
         outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         num_new = min(num_segments, self._max_segments) - self._num_segments
@@ -467,4 +468,5 @@ class SegmentPool:
         num_lent = self._num_segments - len(self._free)
         memory = f"{self.num_bytes / MIB:.0f}/{self._max_segments * self.segment_bytes / MIB:.0f} MiB"
         leaked = f", {self._num_leaked} leaked" if self._num_leaked else ""
-        return f"<SegmentPool {memory}, {num_lent} of {self._num_segments} segments lent{leaked}, {len(self._waiting)} waiting>"
+        lent = f"{num_lent} of {self._num_segments} segments lent"
+        return f"<SegmentPool {memory}, {lent}{leaked}, {len(self._waiting)} waiting>"

@@ -2,9 +2,9 @@
 
 In: callables. Out: nothing; a task reports its own errors. Knows nothing of: what the tasks do.
 
-A crew is not an executor of Python: executors refuse work once the interpreter has begun to exit, and just then the last
-checkpoint must still be written. Its threads are not daemons, so that none dies in the middle of a write. An exit hook
-stops them, after the hooks that were registered later (the worker's drain) have run.
+A crew is not an executor of Python: executors refuse work once the interpreter has begun to exit, and just then the
+last checkpoint must still be written. Its threads are not daemons, so that none dies in the middle of a write. An exit
+hook stops them, after the hooks that were registered later (the worker's drain) have run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..backends import claim_thread
 Task = Callable[[], None]
 
 _BACKGROUND_NICENESS: Final = 10
-# ioprio_set(2), for which libc has no function: its number, its subject (a thread), and the idle class, which is served when
-# no other class asks, and by the scheduler mq-deadline within ten seconds in any case.
+# ioprio_set(2), for which libc has no function: its number, its subject (a thread), and the idle class, which is served
+# when no other class asks, and by the scheduler mq-deadline within ten seconds in any case.
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
@@ -39,7 +39,10 @@ class TaskQueue(Protocol):
     """An object that takes tasks for threads of this library."""
 
     def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
-        """Queue a task. If the system has no thread left for it, `refused` is called with the error, or else it is raised."""
+        """Queue a task.
+
+        If the system has no thread left for it, `refused` is called with the error, or else it is raised.
+        """
 
 
 class LibraryThread(threading.Thread):
@@ -65,8 +68,8 @@ def is_library_thread() -> bool:
 class Crew:
     """Up to `max_threads` threads that take tasks in order. A thread is started when a task finds no idle one.
 
-    With `background` they give way to the training where processors are short. A crew belongs to the process that created
-    it, and does nothing in a forked child.
+    With `background` they give way to the training where processors are short. A crew belongs to the process that
+    created it, and does nothing in a forked child.
     """
 
     def __init__(self, name: str, max_threads: int, *, background: bool = False) -> None:
@@ -86,8 +89,8 @@ class Crew:
     def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
         """Run `task` on a thread of the crew, after the tasks submitted before it have begun.
 
-        If there is no thread for it, because the system has none left or the interpreter is exiting, the task is dropped and
-        `refused` is called with the error. Without `refused`, raises RuntimeError.
+        If there is no thread for it, because the system has none left or the interpreter is exiting, the task is
+        dropped and `refused` is called with the error. Without `refused`, raises RuntimeError.
         """
         with self._lock:
             self._num_waiting += 1
@@ -131,7 +134,10 @@ class Crew:
             self._yielding.remove(threading.get_native_id())
 
     def run_all(self, tasks: Iterable[Task]) -> None:
-        """Run tasks on the crew's threads and return when all are done. After an error no task begins, and it is raised."""
+        """Run tasks on the crew's threads and return when all are done.
+
+        After an error no task begins, and it is raised.
+        """
         todo = iter(tasks)
         lock = threading.Lock()
         errors: list[BaseException] = []
@@ -178,7 +184,10 @@ class Crew:
             _set_io_class(thread, _IOPRIO_USUAL)
 
     def stop(self, *, for_good: bool = False) -> None:
-        """Let the threads end once the tasks already submitted are done. Idempotent. Unless `for_good`, tasks may follow."""
+        """Let the threads end once the tasks already submitted are done.
+
+        Idempotent. Unless `for_good`, tasks may follow.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:

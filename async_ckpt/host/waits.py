@@ -3,9 +3,9 @@
 In: futures, and words for what is waited for. Out: a line after two seconds, and another every thirty.
 Knows nothing of: saves.
 
-While the program runs, a line goes to the logger `async_ckpt` as a warning, which is visible without any configuration of
-logging. At the interpreter's exit it goes to stderr. No thread is needed: a wait wakes up five times a second and looks at
-the clock.
+While the program runs, a line goes to the logger `async_ckpt` as a warning, which is visible without any configuration
+of logging. At the interpreter's exit it goes to stderr. No thread is needed: a wait wakes up five times a second and
+looks at the clock.
 """
 
 from __future__ import annotations
@@ -131,7 +131,10 @@ def _ended() -> str:
 
 
 def all_of(futures: Sequence[Future[None]], progress: Callable[[], str]) -> Future[None]:
-    """A future that is done when all of these are. Its error is that of the first of them, in their order, that has one."""
+    """A future that is done when all of these are.
+
+    Its error is that of the first of them, in their order, that has one.
+    """
     if len(futures) == 1:
         return futures[0]
     whole = Completion(progress)

@@ -3,10 +3,10 @@
 In: pieces of device tensors. Out: copies enqueued into segments, and calls that follow the end of each.
 Knows nothing of: optimizers, files, other devices.
 
-Copies run on a side stream that no other code uses. It waits for the training's stream, the copies are enqueued, and the
-training's stream waits for the last of them; the Python thread waits for none. Small tensors that lie side by side in the file
-are gathered by one kernel into a scratch buffer on the device and cross the bus together. One thread for each device waits for
-the events of the copies, which fire in the order of the stream, and runs whatever follows each.
+Copies run on a side stream that no other code uses. It waits for the training's stream, the copies are enqueued, and
+the training's stream waits for the last of them; the Python thread waits for none. Small tensors that lie side by side
+in the file are gathered by one kernel into a scratch buffer on the device and cross the bus together. One thread for
+each device waits for the events of the copies, which fire in the order of the stream, and runs whatever follows each.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Keeps two threads from interleaving the two halves of a packed copy: into the scratch buffer, and out of it. The
-        # buffer needs no other fence, since copies of one stream run one after the other.
+        # Keeps two threads from interleaving the two halves of a packed copy: into the scratch buffer, and out of it.
+        # The buffer needs no other fence, since copies of one stream run one after the other.
         self.lock = threading.Lock()
         self.device, self.backend = device, backend_of(device)
         self.stream = self.backend.new_stream(device)
@@ -203,7 +203,7 @@ class Device:
     def in_turn(self, task: Callable[[], None], refused: Callable[[RuntimeError], None]) -> None:
         """Run a task that waits for a copy, and does what follows, on the thread that waits for this device's copies.
 
-        The thread waits for nothing else: copies end in the order in which they were enqueued, whatever other threads do.
+        The thread waits for nothing else: copies end in the order in which they were enqueued.
         """
         self._side.waiter.submit(task, refused)
 
@@ -287,11 +287,11 @@ if _process_vm_writev is not None:
 def copy_by_kernel(target: int, sources: Sequence[tuple[int, int]]) -> int | None:
     """Copy host memory from (address, bytes) pairs to one address. Returns the number of bytes copied.
 
-    That is less than the sum if a source is not mapped; memmove would end the process. None if the system does not copy:
-    some seccomp profiles refuse the call, and only Linux has it.
+    That is less than the sum if a source is not mapped; memmove would end the process. None if the system does not
+    copy: some seccomp profiles refuse the call, and only Linux has it.
 
-    The call takes 1.15 times the time of memmove. Reading from this process instead of writing to it would take 1.6 times:
-    the kernel looks up the remote side page by page, and a segment is in huge pages.
+    The call takes 1.15 times the time of memmove. Reading from this process instead of writing to it would take 1.6
+    times: the kernel looks up the remote side page by page, and a segment is in huge pages.
     """
     if _process_vm_writev is None:
         return None
@@ -353,8 +353,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class Alias:
     """The bytes of a dense tensor where they lie now, also after its `.data` was replaced. It keeps the storage alive.
 
-    The storage may lose this memory all the same, by `untyped_storage().resize_()`. Bytes that were read count only if the
-    memory `is_there` afterwards. A snapshot creates one for each deferred tensor; several threads read through it.
+    The storage may lose this memory all the same, by `untyped_storage().resize_()`. Bytes that were read count only if
+    the memory `is_there` afterwards. A snapshot creates one for each deferred tensor; several threads read through it.
     """
 
     __slots__ = ("_memory", "_storage", "address", "device", "num_bytes")
@@ -368,8 +368,8 @@ class Alias:
     def part(self, begin: int, length: int, stride: int = 1) -> torch.Tensor:
         """`length` bytes from `begin` on, every `stride`-th one.
 
-        They are read by their address. Through the storage, a read just after a resize would be one at address 0, and `set_`
-        would even give the storage memory again.
+        They are read by their address. Through the storage, a read just after a resize would be one at address 0, and
+        `set_` would even give the storage memory again.
         """
         return _bytes_at(self.address + begin, self.device, length, stride)
 

@@ -45,7 +45,7 @@ class FileSource(NamedTuple):
 def scan(folder: Path) -> tuple[list[Entry], list[FileSource]]:
     """All members of a folder, itself first, in the order of names; and the file behind each.
 
-    Raises UnsupportedStateError for devices, pipes and links that lead out of the folder: no archive can give them back.
+    Raises UnsupportedStateError for devices, pipes and links out of the folder: no archive can give them back.
     """
     entries: list[Entry] = []
     sources: list[FileSource] = []
@@ -165,7 +165,7 @@ class FileFill:
         self.stage_seconds = 0.0
         self._start = clock()
         self._todo = deque(files.image.segments(pool.segment_bytes))
-        # A segment and its lease are taken in one step, in file order, so the lock is held while the pool is waited for.
+        # A segment and its lease are taken in one step, in file order: the lock is held while the pool is waited for.
         self._taking = threading.Lock()
         self._lock = threading.Lock()  # guards all below; nothing is called out under it
         self._num_unfilled = len(self._todo)
@@ -202,7 +202,7 @@ class FileFill:
             self._error = self._error or error
 
     def _check_alive(self) -> None:
-        """Raises if this fill or its save has failed: a reader must not wait for memory that only a failed one would free."""
+        """Raises if this fill or its save has failed: a reader must not wait for memory of a failed one."""
         if self._error is not None:
             raise self._error
         self._receiver.check()
@@ -236,7 +236,10 @@ class FileFill:
             return self._num_unfilled == 0
 
     def _compare_all(self) -> None:
-        """Raises TornSnapshotError if a file or folder changed. A folder may have new files, and empty files are not read."""
+        """Raises TornSnapshotError if a file or folder changed.
+
+        A folder may have new files, and empty files are not read.
+        """
         for source in self._files.sources:
             try:
                 status = os.lstat(source.path)

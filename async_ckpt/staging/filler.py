@@ -3,10 +3,10 @@
 In: the tensors of one instant, and the segments of their archive. Out: leases, handed on one by one as they are filled.
 Knows nothing of: optimizers, files, commits.
 
-The segment is the unit of work. A segment without deferred bytes is filled at once, one with only deferred bytes later; a
-segment with both is filled in two goes, and its lease is kept in between as far as the lender can spare it. A thread that
-is free takes the next job together with its lease. Copies on the host are done when the fill returns; those from a device
-are only enqueued, and the thread that waits for the device hands the segment on when they have ended.
+The segment is the unit of work. A segment without deferred bytes is filled at once, one with only deferred bytes later;
+a segment with both is filled in two goes, and its lease is kept in between as far as the lender can spare it. A thread
+that is free takes the next job together with its lease. Copies on the host are done when the fill returns; those from a
+device are only enqueued, and the thread that waits for the device hands the segment on when they have ended.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _split(
 class SegmentFiller:
     """Fills the segments of one snapshot, which creates and owns it.
 
-    `on_end` is called, perhaps more than once, with the error that has ended the filling, or with None when every segment
-    is handed on.
+    `on_end` is called, perhaps more than once, with the error that has ended the filling, or with None when every
+    segment is handed on.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class SegmentFiller:
         # The receiver keeps its tail until it has all other segments; at least one must stay free.
         may_hold = min(most // 2, most - receiver.num_tail - 1)
         self._now, self._later = _split(segments, source.may_be_late, may_hold)
-        # A job and its lease are taken in one step: memory that goes to a later segment first could all end in a sink that
-        # waits for the earlier one. So this lock is held while the lender is waited for. No thread wants it while it holds
-        # `_changed`, nor any lock of the lender or the receiver.
+        # A job and its lease are taken in one step: memory that goes to a later segment first could all end in a sink
+        # that waits for the earlier one. So this lock is held while the lender is waited for. No thread wants it while
+        # it holds `_changed`, nor any lock of the lender or the receiver.
         self._taking = threading.Lock()
         # Guards all below, for a few instructions at a time: nothing is called out under it.
         self._changed = threading.Condition()
@@ -226,7 +226,7 @@ class SegmentFiller:
         return jobs[: len(leases)]
 
     def _fill_run(self, jobs: Sequence[SegmentJob], late: bool) -> None:
-        """Fill segments that lie one behind the other, so that a tensor in several of them is one copy from its device."""
+        """Fill segments in a row, so that a tensor in several of them is one copy from its device."""
         source = self._source
         run = [job.lease.segment for job in jobs if job.lease is not None]
         on_device: dict[Device, list[Piece]] = {}

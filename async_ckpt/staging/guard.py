@@ -1,10 +1,10 @@
 """The guard: it keeps an optimizer from stepping while a tensor of it is still being copied (DESIGN §5).
 
-In: optimizers, and snapshots that are being copied. Out: the tensors whose copy may overlap training; a step that waits.
+In: optimizers, and snapshots in progress. Out: the tensors whose copy may overlap training; a step that waits.
 Knows nothing of: files, segments.
 
-By passing `guard=` the caller states that a tensor changes only inside `optimizer.step()`. This is never inferred, and the
-tripwires check it.
+By passing `guard=` the caller states that a tensor changes only inside `optimizer.step()`. This is never inferred, and
+the tripwires check it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        # Without a lock: Ctrl-C may end a step at any line, and a lock that is held then would stay so. Each change of the set,
-        # and each copy of it, is one call of C.
+        # Without a lock: Ctrl-C may end a step at any line, and a lock that is held then would stay so. Each change of
+        # the set, and each copy of it, is one call of C.
         self._pending: set[StepHolder] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
@@ -162,10 +162,10 @@ def _innermost(wrapper: Any) -> torch.optim.Optimizer | None:
 def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """The tensors that may be copied after `save` has returned: large, dense ones in an optimizer's params and state.
 
-    By the number of each, the result has the optimizer's own tensor of the same memory, which may be another object. It is
-    empty while a stream is being captured into a graph, and has no tensor of an optimizer with `capturable` groups: replaying
-    a graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never deferred, nor is a
-    tensor on a device without streams.
+    By the number of each, the result has the optimizer's own tensor of the same memory, which may be another object. It
+    is empty while a stream is being captured into a graph, and has no tensor of an optimizer with `capturable` groups:
+    replaying a graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never
+    deferred, nor is a tensor on a device without streams.
     """
     if not optimizers or is_capturing():
         return {}

@@ -25,8 +25,8 @@ class HeldSnapshot(Held):
         with async_ckpt.snapshot({"model": model}) as snap:
             handle = ckpt.save(snap, step=100)
 
-    It can be indexed by name. A save or export that reads it keeps what it reads until it is done, even after `close`. A
-    snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
+    It can be indexed by name. A save or export that reads it keeps what it reads until it is done, even after `close`.
+    A snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
     """
 
     def __init__(

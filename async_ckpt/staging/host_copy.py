@@ -3,8 +3,8 @@
 In: the tensors of one instant. Out: tensors on the host, whose memory stays as long as something refers to them.
 Knows nothing of: the uses of the copies.
 
-A copy has one buffer of exact size. It is cut into segments only so that a `Snapshot` can fill it, with its streams, guard
-and tripwires. Storages are copied, not tensors, so that tensors which shared memory share it again.
+A copy has one buffer of exact size. It is cut into segments only so that a `Snapshot` can fill it, with its streams,
+guard and tripwires. Storages are copied, not tensors, so that tensors which shared memory share it again.
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ _Key = tuple[torch.device, int, int]  # of a storage
 class BufferPool:
     """The buffers of host copies, used again and again. From any thread; `saving.default` owns two for the process.
 
-    Copies that are under way have no more than `max_bytes` together, by default half of the free memory; the next copy waits.
-    Memory that other code keeps after the end of a copy is not counted. If copies are `held` for as long as their owner likes,
-    the next one is refused instead, and a copy counts until nothing refers to it. At most twice the memory that was ever
-    needed at one time is kept for the next copies, which is enough for several that differ in size.
+    Copies that are under way have no more than `max_bytes` together, by default half of the free memory; the next copy
+    waits. Memory that other code keeps after the end of a copy is not counted. If copies are `held` for as long as
+    their owner likes, the next one is refused instead, and a copy counts until nothing refers to it. At most twice the
+    memory that was ever needed at one time is kept for the next copies, which is enough for several that differ in
+    size.
     """
 
     def __init__(self, max_bytes: int | None = None, *, held: bool = False) -> None:
         self._max_bytes, self._held = max_bytes, held
         self._pid = os.getpid()
-        # Finalizers append to both queues. They may run on a thread that holds the lock, so the queues are used without it,
-        # by calls of C that need none.
+        # Finalizers append to both queues. They may run on a thread that holds the lock, so the queues are used without
+        # it, by calls of C that need none.
         self._idle: deque[HostBuffer] = deque()
         self._unsettled: deque[int] = deque()  # bytes of copies whose end a finalizer has reported
         # Guards all below: three counters. Buffers are made and freed without it.
@@ -72,9 +73,9 @@ class BufferPool:
     def take(
         self, num_bytes: int, *, device: torch.device | None, crew: Crew, max_bytes: int | None = None
     ) -> HostBuffer:
-        """Wait for a buffer of at least this size, page-locked for `device` by the crew. A single copy is never refused.
+        """Wait for a buffer of at least this size, page-locked for `device` by the crew.
 
-        If copies are `held`, raises MemoryError instead of waiting; `max_bytes` is then the limit of all that are lent.
+        One copy alone never waits. If copies are `held`, raises MemoryError instead of waiting; `max_bytes` is then the limit of all that are lent.
         """
         # A callback, or a function that runs on a copy, would wait for itself.
         may_wait = not is_library_thread() and not self._held
@@ -158,8 +159,8 @@ class BufferPool:
         others = f", beside {self._lent_bytes:,} of others, open or still read" if self._lent_bytes else ""
         limit_name = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
         raise MemoryError(
-            f"the snapshot needs {num_bytes:,} bytes{others}, and {limit_name} {limit:,}; close other snapshots and wait for "
-            "their readers, leave out what you do not need, or raise host_bytes"
+            f"the snapshot needs {num_bytes:,} bytes{others}, and {limit_name} {limit:,}; close other snapshots and "
+            "wait for their readers, leave out what you do not need, or raise host_bytes"
         )
 
     def give_back(self, buffer: HostBuffer, num_bytes: int) -> None:
@@ -210,7 +211,10 @@ class BufferPool:
 
 
 class _BufferSegments:
-    """The segments of one buffer. They are lent to the snapshot that fills the buffer, each once, and received from it."""
+    """The segments of one buffer.
+
+    They are lent to the snapshot that fills the buffer, each once, and received from it.
+    """
 
     num_tail = 0
 
@@ -260,8 +264,8 @@ class HostCopy:
     """A copy of ordinary tensors (dense memory of their own, on the CPU or CUDA) on the host.
 
     `tensors` are the copies, in order, with the same shapes, strides, offsets and sharing. Their bytes are there when
-    `completion` has resolved. An errand, a held snapshot or a stager creates it, calls `begin` on the caller's thread, and
-    `release` when it needs the copies no longer.
+    `completion` has resolved. An errand, a held snapshot or a stager creates it, calls `begin` on the caller's thread,
+    and `release` when it needs the copies no longer.
     """
 
     def __init__(

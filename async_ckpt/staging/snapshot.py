@@ -3,10 +3,10 @@
 In: tensors and the cut of their archive. Out: segments, handed on one by one as they are filled.
 Knows nothing of: files, digests, commits.
 
-`Snapshot.begin` runs on the caller's thread: it notes where the tensors lie, has everything filled that must not wait, and
-makes the training's stream wait for the copies that are enqueued on devices. Deferred tensors follow on a background
-thread, while the optimizers' steps wait. When their last copy is enqueued, `tripwires` looks at them once more and the
-steps go on, behind the copies on their streams. When the last copy has ended, `completion` resolves.
+`Snapshot.begin` runs on the caller's thread: it notes where the tensors lie, has everything filled that must not wait,
+and makes the training's stream wait for the copies that are enqueued on devices. Deferred tensors follow on a
+background thread, while the optimizers' steps wait. When their last copy is enqueued, `tripwires` looks at them once
+more and the steps go on, behind the copies on their streams. When the last copy has ended, `completion` resolves.
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ class Snapshot(StepHolder):
             raise
 
     def _fill_now(self) -> None:
-        """Have the crew fill everything that must not wait. An interrupt ends the wait for the crew, but no copy halfway."""
+        """Have the crew fill everything that must not wait.
+
+        An interrupt ends the wait for the crew, but no copy halfway.
+        """
         outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         filler = self._filler
 

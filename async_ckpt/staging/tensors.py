@@ -112,8 +112,8 @@ class SourceTensors:
     ) -> None:
         """Copy the pieces of tensors on the host into a segment. Pieces on devices are added to `on_device`.
 
-        Their targets are counted from the start of a run of segments, in which this one begins at `begin`. `late`: `save`
-        has returned, and the memory of a deferred tensor may be freed meanwhile.
+        Their targets are counted from the start of a run of segments, in which this one begins at `begin`. `late`:
+        `save` has returned, and the memory of a deferred tensor may be freed meanwhile.
         """
         pointers, address = self._pointers, segment.address
         aliases = self.aliases if late else {}

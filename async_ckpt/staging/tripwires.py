@@ -67,11 +67,11 @@ class _HostSample:
 
 
 class Tripwires:
-    """Versions and samples of the deferred tensors of one snapshot, which takes them in `begin` and compares them later.
+    """Versions and samples of one snapshot's deferred tensors, taken in `begin` and compared later.
 
-    A version counter that moved proves a write. One that stands still proves nothing, as fused kernels and `.data` do not
-    move it, so bytes are compared, too. The thread that copies looks at bytes; versions are looked at by whichever comes
-    first, that thread or a step of the optimizer.
+    A version counter that moved proves a write. One that stands still proves nothing, as fused kernels and `.data` do
+    not move it, so bytes are compared, too. The thread that copies looks at bytes; versions are looked at by whichever
+    comes first, that thread or a step of the optimizer.
     """
 
     def __init__(self, source: SourceTensors) -> None:
@@ -90,7 +90,7 @@ class Tripwires:
         self._moved: dict[str, list[int]] = {}
 
     def look_at_versions(self) -> None:
-        """Compare the counters: before the optimizer's next step or when every copy has ended, at the first call only."""
+        """Compare the counters, at the first call only: before the optimizer's next step, or after the last copy."""
         if not self._moved:
             moved = [watched.number for watched in self._watched if watched.has_moved()]
             self._moved.setdefault("first look", moved)
@@ -121,7 +121,7 @@ class Tripwires:
     def _sample(
         self, device: torch.device, tensors: Sequence[_WatchedTensor], gone: set[int] | None
     ) -> _Sample:
-        """Sample tensors of one device in the order of the copies: at once on the host, or on the device's side stream."""
+        """Sample tensors of one device: at once on the host, or on the device's side stream, behind the copies."""
         if device not in self._devices:
             return _HostSample(tensors, gone)
         on = self._devices[device]
