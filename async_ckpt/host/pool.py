@@ -423,7 +423,7 @@ class SegmentPool:
         if code not in (0, UNSUPPORTED):
             warnings.warn(
                 f"the driver of {device} refused to page-lock host memory (error {code}); copies will be slower. "
-                "It does where memory is short, or a container may lock no more: lower host_bytes, or allow it more.",
+                "Memory may be short, or the container at its limit of locked memory: lower host_bytes, or raise the limit.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -101,6 +101,6 @@ def refuse_guard(snapshots: Collection[Held], guard: Any) -> None:
     """Raises ValueError for a guard beside held snapshots, which are copied already."""
     if snapshots and guard:
         raise ValueError(
-            "guard= was for the snapshot, which is taken already; leave it out here, also where the snapshot is a part "
+            "guard= was for the snapshot, which is already taken; leave it out here, also if the snapshot is only a part "
             "of the state"
         )

@@ -48,9 +48,10 @@ _NEXT_PHASES: Final = {
 
 
 class Snapshot(StepHolder):
-    """The staging of one save. The saver creates it and begins it on the caller's thread; it ends on a background one.
+    """The staging of one save. The saver or a `HostCopy` creates and owns it.
 
-    `completion` resolves when the copy is complete and nothing was torn.
+    It begins on the caller's thread and ends on a background one. `completion` resolves when the copy is complete and
+    nothing was torn.
     """
 
     def __init__(
