@@ -19,10 +19,10 @@ _END: Final = b"\n]\n"
 
 
 class TraceFile:
-    """The file of one trace. It is overwritten at first; the events of each save follow when the save has ended.
+    """The file of one trace, overwritten at first; the events of each save follow when the save has ended.
 
-    A checkpointer creates, writes and closes it. Raises OSError if it cannot be created. A later error costs no save:
-    `close` raises it.
+    A checkpointer creates, writes and closes the file. Raises OSError if it cannot be created. A later error costs no
+    save: `close` raises it.
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Clock = monotonic) -> None:

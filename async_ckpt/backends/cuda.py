@@ -16,7 +16,7 @@ import torch
 from .backend import Backend, thread
 
 _HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: for all contexts
-# Of the CUDA driver API: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_STREAM_NON_BLOCKING.
+# Constants of the CUDA driver API: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_STREAM_NON_BLOCKING.
 _THREAD_LOCAL: Final = 1
 _NON_BLOCKING: Final = 1
 _DRIVER: Final = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"

@@ -16,7 +16,7 @@ _MAPPED: Final = 2
 
 
 class Npu(Backend):
-    """Ascend. It refuses memory that does not begin and end on a page (error 507899). Our buffers always do."""
+    """Ascend. Its runtime refuses memory that does not begin and end on a page (error 507899), as our buffers do."""
 
     register_flags = _MAPPED
 

@@ -3,8 +3,8 @@
 In: sizes, devices. Out: buffers and segments. Knows nothing of: budgets, saves.
 
 A buffer is a private, anonymous map with huge pages. Its first touch costs a tenth of that of Python's default, a
-shared map. A forked child does not inherit it, so copy-on-write never slows a page that a device is writing to. It has
-its exact size, while PyTorch's allocator of pinned memory rounds up to a power of two.
+shared map. A forked child does not inherit it, so copy-on-write never slows a page that a device is writing to. A
+buffer has its exact size, while PyTorch's allocator of pinned memory rounds up to a power of two.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _array_over(tensor: torch.Tensor) -> Any:
 
 
 class HostBuffer:
-    """One piece of host memory. It is page-locked as a whole: for CUDA, a copy across two registrations is an error.
+    """One piece of host memory, page-locked as a whole: for CUDA, a copy across two registrations is an error.
 
-    A pool creates and owns it, and any thread may use it.
+    A pool creates and owns the buffer, and any thread may use it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
@@ -92,8 +92,8 @@ class HostBuffer:
     @cached_property
     def tensor(self) -> torch.Tensor:
         """The memory as a 1-D uint8 tensor."""
-        # The tensor refers to the map, which then cannot be unmapped under it. It is an ordinary tensor, even if the
-        # first save is made in inference mode.
+        # The tensor refers to the map, which then cannot be unmapped under it. The tensor is an ordinary one, even if
+        # the first save is made in inference mode.
         items = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
         with torch.inference_mode(False):
             return torch.frombuffer(items, dtype=torch.uint8)

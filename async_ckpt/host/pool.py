@@ -90,7 +90,7 @@ class SegmentReceiver(Protocol):
 
 
 class Lease:
-    """A segment on loan. It goes back to its lender when everyone who retained it has released it."""
+    """A segment on loan, with a count of its users; the last one to release the lease ends it."""
 
     __slots__ = ("_count", "_lender", "_lock", "segment")
 
@@ -239,7 +239,7 @@ class SegmentPool:
     def admit(self, file_bytes: int, num_saves: int = 1, *, least: int = MIN_SEGMENTS) -> None:
         """Let a pool without a budget from the user grow to the size of `num_saves` such archives, memory permitting.
 
-        It may have `least` segments in any case.
+        The pool may have `least` segments in any case.
         """
         if self._hard:
             return
@@ -323,7 +323,7 @@ class SegmentPool:
         return [Segment(memory, begin, begin + size) for begin in range(0, memory.num_bytes, size)]
 
     def add_reliever(self, relieve: Reliever) -> None:
-        """Call `relieve` when a lease has to wait, the oldest one first. It returns True if it has freed memory.
+        """Call `relieve` when a lease has to wait, the oldest one first. `relieve` returns True if it has freed memory.
 
         Its argument is True if the wait has been in vain for a while.
         """

@@ -20,7 +20,7 @@ from typing import Any, Final
 from ..spans import TIMEKEEPER
 from .threads import is_library_thread
 
-# How long a waiting thread sleeps before it looks whether what it waits for can still come.
+# The sleep of a waiting thread before it checks again that the end of its wait can still come.
 LIVENESS_SECONDS: Final = 0.2
 _FIRST_SECONDS: Final = 2.0
 _AGAIN_SECONDS: Final = 30.0

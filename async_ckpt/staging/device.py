@@ -1,12 +1,12 @@
-"""One accelerator during one save: its side stream, and the order of copies and training. Also raw copies of bytes.
+"""One accelerator during one save: its side stream, the order of copies and training, and raw copies of bytes.
 
 In: pieces of device tensors. Out: copies enqueued into segments, and calls that follow the end of each.
 Knows nothing of: optimizers, files, other devices.
 
-Copies run on a side stream that no other code uses. It waits for the training's stream, the copies are enqueued, and
-the training's stream waits for the last of them; the Python thread waits for none. Small tensors that lie side by side
-in the file are gathered by one kernel into a scratch buffer on the device and cross the bus together. One thread for
-each device waits for the events of the copies, which fire in the order of the stream, and runs whatever follows each.
+Copies run on a side stream that no other code uses. The side stream waits for the training's, the copies are enqueued,
+and the training's stream waits for the last of them; the Python thread waits for none. Small tensors that lie side by
+side in the file are gathered by one kernel into a scratch buffer on the device and cross the bus together. One thread
+for each device waits for the events of the copies, which fire in the order of the stream, and runs what follows each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNCHECKED_BYTES: Final = 4 * MIB
 
 
 class _SideStream:
-    """The side stream of one device, with its buffers and its waiting thread. It is kept between saves.
+    """The side stream of one device, with its buffers and its waiting thread. All are kept between saves.
 
     `_side_of` creates it, once in a process, and the `Device` of each save uses it.
     """
@@ -351,10 +351,11 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Alias:
-    """The bytes of a dense tensor where they lie now, also after its `.data` was replaced. It keeps the storage alive.
+    """The bytes of a dense tensor where they lie now, also after its `.data` was replaced.
 
-    The storage may lose this memory all the same, by `untyped_storage().resize_()`. Bytes that were read count only if
-    the memory `is_there` afterwards. A snapshot creates one for each deferred tensor; several threads read through it.
+    An alias keeps the storage alive. The storage may lose its memory all the same, by `untyped_storage().resize_()`.
+    Bytes that were read count only if the memory `is_there` afterwards. A snapshot creates one for each deferred
+    tensor; several threads read through it.
     """
 
     __slots__ = ("_memory", "_storage", "address", "device", "num_bytes")

@@ -37,9 +37,9 @@ class StepHolder(Protocol):
 
 
 class Gate:
-    """The pre-step hook of one optimizer, with the snapshots that hold it. It runs on the threads that step.
+    """The pre-step hook of one optimizer, with the snapshots that hold it. The hook runs on the threads that step.
 
-    `gate_of` registers it once, and it stays: hooks that come and go defeat `torch.compile`.
+    `gate_of` registers the hook once, and it stays: hooks that come and go defeat `torch.compile`.
     """
 
     def __init__(self) -> None:

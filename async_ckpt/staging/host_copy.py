@@ -3,7 +3,7 @@
 In: the tensors of one instant. Out: tensors on the host, whose memory stays as long as something refers to them.
 Knows nothing of: the uses of the copies.
 
-A copy has one buffer of exact size. It is cut into segments only so that a `Snapshot` can fill it, with its streams,
+A copy has one buffer of exact size, which is cut into segments only so that a `Snapshot` can fill it, with its streams,
 guard and tripwires. Storages are copied, not tensors, so that tensors which shared memory share it again.
 """
 
@@ -75,7 +75,8 @@ class BufferPool:
     ) -> HostBuffer:
         """Wait for a buffer of at least this size, page-locked for `device` by the crew.
 
-        One copy alone never waits. If copies are `held`, raises MemoryError instead of waiting; `max_bytes` is then the limit of all that are lent.
+        One copy alone never waits. If copies are `held`, raises MemoryError instead of waiting; `max_bytes` is then the
+        limit of all that are lent.
         """
         # A callback, or a function that runs on a copy, would wait for itself.
         may_wait = not is_library_thread() and not self._held

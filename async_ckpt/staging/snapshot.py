@@ -50,8 +50,8 @@ _NEXT_PHASES: Final = {
 class Snapshot(StepHolder):
     """The staging of one save. The saver or a `HostCopy` creates and owns it.
 
-    It begins on the caller's thread and ends on a background one. `completion` resolves when the copy is complete and
-    nothing was torn.
+    A snapshot begins on the caller's thread and ends on a background one. `completion` resolves when the copy is
+    complete and nothing was torn.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ _ANY_COPY: Final = Wording()
 class SourceTensors:
     """The tensors that one snapshot copies. The caller of `Snapshot` creates it, and the snapshot owns it.
 
-    It has no lock: `locate` sets it up on the caller's thread before any other thread sees it, the threads that copy
-    only read it, and `drop` is called when none of them copies any more.
+    The object has no lock: `locate` sets it up on the caller's thread before any other thread sees it, the threads that
+    copy only read it, and `drop` is called when none of them copies any more.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SourceTensors:
     def needs_frozen(self, numbers: Iterable[int]) -> bool:
         """True if copying these tensors has to wait for the snapshots that frozen tensors are parts of.
 
-        Without any frozen tensor, all are copied at once, and those of other snapshots are not told apart.
+        Without any frozen tensor, all tensors are copied at once, those of other snapshots among them.
         """
         return bool(self._after) and not (self._frozen and self._frozen.isdisjoint(numbers))
 
@@ -135,7 +135,7 @@ class SourceTensors:
     def enqueue(self, device: Device, into: Segment, pieces: Sequence[Piece]) -> Any:
         """Enqueue the copies of pieces on a device; the event fires when they have ended."""
         event = device.enqueue(into.tensor, pieces, self.tensors, self._dense, self.aliases)
-        # Memory freed from now on is lent to nobody before it is copied; memory freed until now may have been lent.
+        # Memory freed from now on is not lent before it is copied; memory freed until now may have been lent.
         self.refuse_gone(pieces)
         return event
 
