@@ -16,7 +16,7 @@ _MAPPED: Final = 2
 
 
 class Npu(Backend):
-    """Ascend. Its runtime refuses memory that does not begin and end on a page (error 507899), as our buffers do."""
+    """Ascend. Its runtime refuses memory that is not made of whole pages (error 507899); our buffers are."""
 
     register_flags = _MAPPED
 

@@ -162,8 +162,8 @@ def _innermost(wrapper: Any) -> torch.optim.Optimizer | None:
 def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """The tensors that may be copied after `save` has returned: large, dense ones in an optimizer's params and state.
 
-    By the number of each, the result has the optimizer's own tensor of the same memory, which may be another object. It
-    is empty while a stream is being captured into a graph, and has no tensor of an optimizer with `capturable` groups:
+    By the number of each, the result has the optimizer's own tensor of the same memory, which may be another object.
+    The result is empty while a stream is captured into a graph, and has no tensor of an optimizer with `capturable` groups:
     replaying a graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never
     deferred, nor is a tensor on a device without streams.
     """
