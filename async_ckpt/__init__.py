@@ -28,7 +28,7 @@ from .runs.naming import Naming
 from .saving.handle import SaveHandle
 from .saving.policy import Due
 from .spec import Keep
-from .staging.held import HeldSnapshot
+from .staging.held_snapshot import HeldSnapshot
 from .state.per_rank import PerRank
 from .state.rng import RngState
 from .storage.compressed import Zstd

@@ -43,7 +43,7 @@ from .saving.targets import step_targets
 from .spans import wall_time
 from .spec import Keep, flag, keep_of, whole_count
 from .staging.guard import INHERITED, unwrapped
-from .staging.held import refuse_guard
+from .staging.held_snapshot import refuse_guard
 from .state.capture import Capture
 from .state.names import Select
 from .storage.place import Anywhere

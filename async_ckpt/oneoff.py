@@ -24,7 +24,7 @@ from .saving.worker import get_worker
 from .spans import monotonic
 from .spec import whole_bytes
 from .staging.guard import unwrapped
-from .staging.held import HeldSnapshot, begin, refuse_guard
+from .staging.held_snapshot import HeldSnapshot, begin, refuse_guard
 from .state.names import Select
 from .storage.place import Anywhere, written_at
 

@@ -1,4 +1,4 @@
-"""What a save cost and what it made, and what a verification has read.
+"""Reports of saves, verifications and pulls.
 
 In: measured numbers. Out: frozen reports. Knows nothing of: how they were measured.
 """
@@ -13,7 +13,7 @@ _NO_NUMBERS: Final = ("status", "step", "path", "destinations", "unchanged_group
 
 
 def sized(num_bytes: float) -> str:
-    """A number of bytes as people read it; a bandwidth is `sized(…)` + "/s"."""
+    """A number of bytes for people, such as "1.5 GB". A bandwidth is `sized(…)` + "/s"."""
     for unit, factor, digits in (("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
         if num_bytes >= 0.99995 * factor:  # 999,950 bytes are 1.0 MB, not 1000.0 kB
             return f"{num_bytes / factor:.{digits}f} {unit}"
@@ -22,7 +22,7 @@ def sized(num_bytes: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a save is, in bytes of the finished archive."""
+    """The progress of a save, in bytes of the finished archive."""
 
     total_bytes: int
     staged_bytes: int
@@ -34,18 +34,18 @@ class Progress:
         return self.written_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
-        """What a notebook and IPython show."""
+        """The text that a notebook and IPython show."""
         printer.text(str(self))
 
     def __str__(self) -> str:
-        if not self.total_bytes:  # of some saves it is not known ahead
+        if not self.total_bytes:  # some saves do not know it ahead
             return f"{sized(self.written_bytes)} written"
         return f"{self.fraction:.0%} written, {sized(self.written_bytes)} of {sized(self.total_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """What happened at one place that a save wrote to.
+    """The result at one place that a save wrote to.
 
     `write_seconds` is the time from the call until the archive was durable there. `retryable` says whether all of it
     was in memory until then, so that a failed upload could have been sent again as a whole. `error` says why the step
@@ -75,9 +75,9 @@ class SaveReport:
     call, waiting for an earlier save, and the guard. `bandwidth` is in bytes per second, from the call until the
     checkpoint is durable and committed.
 
-    `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the previous
-    commit, if this checkpointer made it. If it names all of them, training stands still, or a snapshot is stale. Tensors
-    at the top level are one group, "model" or "state"; tied tensors belong to each group that has them.
+    `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the
+    previous commit, if this checkpointer made it. If it names all of them, training stands still, or a snapshot is
+    stale. Tensors at the top level are one group, "model" or "state"; tied tensors belong to each group that has them.
     """
 
     status: Literal["committed", "skipped"]
@@ -114,29 +114,29 @@ class SaveReport:
         return {prefix + key: value for key, value in row.items()}
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
-        """What a notebook and IPython show."""
+        """The text that a notebook and IPython show."""
         printer.text(str(self))
 
     def __str__(self) -> str:
         if self.status == "skipped":
             return f"step {self.step} skipped: an earlier save is still in flight"
-        what = self.path if self.step is None else f"step {self.step}"
+        subject = self.path if self.step is None else f"step {self.step}"
         return (
-            f"{what}: {sized(self.num_bytes)}, stall {self.stall_seconds * 1e3:.1f} ms, "
+            f"{subject}: {sized(self.num_bytes)}, stall {self.stall_seconds * 1e3:.1f} ms, "
             f"durable after {self.total_seconds:.2f} s at {sized(self.bandwidth)}/s"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` has read. Everything in it is sound.
+    """The archives that `verify` has read. Everything in them is sound.
 
         print(async_ckpt.verify("runs/a"))  # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in …
 
-    `steps` are the committed steps, in ascending order; empty for a single archive. `num_archives` and `num_bytes` count
-    each archive once, including those that a step borrows from. A compressed archive counts with its size before
-    compression. `bandwidth` is in bytes per second. `notes` lists what is not damage but may be a surprise, such as a
-    tracker that does not name a committed step.
+    `steps` are the committed steps, in ascending order; empty for a single archive. `num_archives` and `num_bytes`
+    count each archive once, including those that a step borrows from. A compressed archive counts with its size before
+    compression. `bandwidth` is in bytes per second. `notes` lists facts that are no damage but may be a surprise, such
+    as a tracker that does not name a committed step.
     """
 
     path: str
@@ -161,31 +161,31 @@ class VerifyReport:
         return {prefix + key: value for key, value in row.items()}
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
-        """What a notebook and IPython show."""
+        """The text that a notebook and IPython show."""
         printer.text(str(self))
 
     def __str__(self) -> str:
         if not self.steps:
-            what = "the archive is"
+            subject = "the archive is"
         elif len(self.steps) == 1:
-            what = f"step {self.steps[0]} is"
+            subject = f"step {self.steps[0]} is"
         else:
-            what = f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}, are"
+            subject = f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}, are"
         notes = "".join(f"; {note}" for note in self.notes)
         return (
-            f"{self.path}: {what} sound, {sized(self.num_bytes)} read in {self.seconds:.2f} s "
+            f"{self.path}: {subject} sound, {sized(self.num_bytes)} read in {self.seconds:.2f} s "
             f"at {sized(self.bandwidth)}/s{notes}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """What a `Subscriber` has pulled.
+    """One pull of a `Subscriber`.
 
         print(subscriber.pull("/local/model"))  # version 102 from 100: 2 versions, 31.2 MB read in 0.42 s
 
-    `base` is the version that was there before and was built on; None if an anchor was read. `num_versions` counts those that
-    were applied, 0 if the version was there already. `num_bytes` is what was read of tensors and files.
+    `base` is the version that was there before and was built on; None if an anchor was read. `num_versions` counts the
+    versions that were applied, 0 if the version was there already. `num_bytes` counts bytes read of tensors and files.
     """
 
     version: int
@@ -205,7 +205,7 @@ class PullReport:
         return {prefix + key: nan if value is None else float(value) for key, value in row.items()}
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
-        """What a notebook and IPython show."""
+        """The text that a notebook and IPython show."""
         printer.text(str(self))
 
     def __str__(self) -> str:

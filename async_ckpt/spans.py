@@ -1,7 +1,7 @@
 """The clock, times of day, and spans around the parts of a story.
 
-In: a clock, a time. Out: seconds, by name; and a trace of when each thread did what. Knows nothing of: what is timed.
-`time` is imported here and nowhere else, so that every other module can be handed a fake.
+In: a clock, a time. Out: seconds by name; a trace of each thread's work. Knows nothing of: the work that is timed.
+`time` is imported in this module alone, so that every other one can be given a fake.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 Clock = Callable[[], float]
-When = datetime | float
+Moment = datetime | float
 
 monotonic: Clock = time.perf_counter
 wall_time: Clock = time.time
 
-# September 2001: what lies before it is no time that anything still happens at, but a number of seconds from now.
+# September 2001: a smaller number is no time of day, but a number of seconds from now.
 _EARLIEST = 1e9
 
 
-def epoch_seconds(when: When) -> float:
+def epoch_seconds(when: Moment) -> float:
     """A time as seconds since the epoch. Raises TypeError, or ValueError for one that could mean another time."""
     if isinstance(when, datetime):
         if when.tzinfo is None:
@@ -45,7 +45,7 @@ def epoch_seconds(when: When) -> float:
 
 
 def from_now(seconds: float) -> datetime:
-    """Now plus `seconds`, as clients of stores take it."""
+    """Now plus `seconds`, in the type that clients of stores take."""
     return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
@@ -63,22 +63,22 @@ def before(moment: datetime, seconds: float) -> datetime:
 
 
 def duration(seconds: float) -> timedelta:
-    """Seconds as clients of stores take them."""
+    """Seconds, in the type that clients of stores take."""
     return timedelta(seconds=seconds)
 
 
 class Timekeeper:
-    """The clock that a deadline runs by, and what waits by it: whoever tests the waiting hands in one that does not."""
+    """The clock of deadlines, and waiting by it. A test replaces it by one that does not wait."""
 
     def now(self) -> float:
-        """Seconds, from whenever."""
+        """Seconds since an arbitrary moment."""
         return monotonic()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
     def wait_for(self, changed: threading.Condition, happened: Callable[[], bool], seconds: float) -> bool:
-        """Wait under `changed` until it has happened; False when so many seconds have passed before."""
+        """Wait under `changed` until `happened()` is true. False if `seconds` have passed before."""
         return changed.wait_for(happened, seconds)
 
 
@@ -86,16 +86,16 @@ TIMEKEEPER: Final = Timekeeper()
 
 
 class Trace:
-    """What each thread does, and when, as events of Chrome's trace format (Perfetto shows them). From any thread."""
+    """A trace of each thread's work, as events of Chrome's trace format, which Perfetto shows. From any thread."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._epoch = wall_time() - clock()  # so that traces of several processes can be laid side by side
         self._events: deque[dict[str, Any]] = deque()
-        self._named: set[int] = set()  # threads, whose events follow
+        self._named: set[int] = set()  # threads whose names are in the trace
 
     def span(self, name: str, **facts: Any) -> AbstractContextManager[None]:
-        """What goes on inside is seen under this name, on the thread that it goes on in."""
+        """Add an event of this name, on this thread, that lasts as long as the `with` block."""
         return self._span(name, facts)
 
     @contextmanager
@@ -107,13 +107,13 @@ class Trace:
             self._add(name, begin, self._clock(), facts)
 
     def whole(self, name: str, begin: float) -> None:
-        """What began then, on whatever threads, ends now."""
-        both = {"cat": "async_ckpt", "name": name, "pid": os.getpid(), "tid": 0, "id": f"{begin:.6f}"}
+        """Add an event of no thread that lasted from `begin` until now."""
+        event = {"cat": "async_ckpt", "name": name, "pid": os.getpid(), "tid": 0, "id": f"{begin:.6f}"}
         for phase, at in (("b", begin), ("e", self._clock())):
-            self._events.append({"ph": phase, "ts": (self._epoch + at) * 1e6, **both})
+            self._events.append({"ph": phase, "ts": (self._epoch + at) * 1e6, **event})
 
     def take(self) -> list[dict[str, Any]]:
-        """The events since the last time."""
+        """The events since the last call."""
         events = []
         while self._events:
             events.append(self._events.popleft())
@@ -130,22 +130,22 @@ class Trace:
 
 
 class _NoTrace(Trace):
-    """Nobody looks."""
+    """A trace that records nothing."""
 
     def span(self, name: str, **facts: Any) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
 
     def whole(self, name: str, begin: float) -> None:
-        """Nothing."""
+        """Nothing is recorded."""
 
 
 NO_TRACE: Final[Trace] = _NoTrace()
 
 
 class Spans:
-    """Seconds spent inside named spans; a name entered twice adds up.
+    """Seconds spent inside named spans of one save; a name entered twice adds up.
 
-    One owner at a time writes: the training thread until `save` returns, then the worker's loop.
+    One thread at a time writes, so there is no lock: the caller's until `save` returns, then the worker's loop.
     """
 
     def __init__(self, clock: Clock = monotonic, trace: Trace = NO_TRACE) -> None:
@@ -163,7 +163,7 @@ class Spans:
             self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - begin
 
     def traced(self, name: str, fn: Callable[[], T], **facts: Any) -> Callable[[], T]:
-        """The same function, seen in the trace of the thread that calls it."""
+        """The same function, with its calls in the trace."""
 
         def call() -> T:
             with self.trace.span(name, **facts):
@@ -172,5 +172,5 @@ class Spans:
         return call
 
     def total(self) -> float:
-        """Seconds since these spans were made."""
+        """Seconds since the creation of this object."""
         return self.clock() - self.begin

@@ -1,4 +1,4 @@
-"""The values that everyone passes on: what a tensor is, where bytes lie, which steps are kept.
+"""Values that all rooms pass on: descriptions of tensors, extents of bytes, the steps to keep.
 
 In: plain values. Out: frozen values that cannot be wrong. Knows nothing of: torch, files, clocks.
 """
@@ -15,10 +15,10 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
-# Page size of every platform we serve, and the largest logical block of common disks: what O_DIRECT wants.
+# The page size of every platform we serve, and the largest logical block of common disks, as O_DIRECT needs it.
 PAGE_BYTES: Final = 4096
-# The unit of verification (DESIGN §3): small enough for a partial read, large enough that the digests
-# of a terabyte are 8 MB.
+# The unit of verification (DESIGN §3): small enough for a partial read, large enough that the digests of a terabyte
+# are 8 MB.
 BLOCK_BYTES: Final = 4 * MIB
 # One slice of the file image, one leased piece of memory, one write, one part of a multipart upload.
 SEGMENT_BYTES: Final = 32 * MIB
@@ -77,8 +77,9 @@ class Extent:
 
 
 class MeshFacts(NamedTuple):
-    """Ranks in a grid: the first, how many there are along each dimension and how far from one to the next; or all of
-    them, where they are not as regular as that.
+    """Ranks in a grid: the first rank, and for each dimension its size and the distance from one rank to the next.
+
+    `ranks` lists all of them if they are not as regular as that.
     """
 
     start: int
@@ -88,7 +89,7 @@ class MeshFacts(NamedTuple):
 
 
 class RankFacts(NamedTuple):
-    """Of which rank an archive is, of how many; and the meshes that its tensors are spread over."""
+    """The rank that an archive belongs to, the number of ranks, and the meshes that its tensors are spread over."""
 
     rank: int
     world_size: int
@@ -96,8 +97,9 @@ class RankFacts(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """How several ranks hold one tensor: by `cuts` (dimension, dimension of the mesh, runs) of the mesh of this number;
-    or where that follows from nothing, which rectangles (offsets, sizes) this rank has of it.
+    """The division of one tensor among several ranks: `cuts` (dimension, dimension of the mesh, runs) by a mesh.
+
+    If `cuts` is None, the division follows no rule, and `held` lists the rectangles (offsets, sizes) of this rank.
     """
 
     cuts: tuple[tuple[int, int, int], ...] | None
@@ -105,33 +107,33 @@ class Spread(NamedTuple):
     held: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
 
-class SliceOf(NamedTuple):
-    """Which slice of a tensor something is, where several ranks hold the tensor together."""
+class SliceFacts(NamedTuple):
+    """The place of a slice in a tensor that several ranks hold together."""
 
     number: int
-    """Of the tensor in this rank's state; its slices follow one another."""
+    """The number of the tensor in this rank's state; its slices follow one another."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     offsets: tuple[int, ...] | None
-    """Where in the tensor the slice begins; None stands for a tensor of which this archive has nothing."""
+    """The offsets of the slice in the tensor; None for a tensor of which this archive has no bytes."""
     spread: Spread | None = None
-    """How the ranks hold the tensor; None where each has all of it."""
+    """The division of the tensor among the ranks; None if each rank has all of it."""
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a state, or a slice of one: where it hangs in the tree, and what it is.
+    """One tensor of a state, or a slice of one: its path in the tree, its dtype and its shape.
 
-    A NamedTuple because a state has up to hundreds of thousands of them on every save, and comparing the list
-    with the last save's is how the plan is re-validated.
+    A NamedTuple, because every save has up to hundreds of thousands of them, and the plan of the last save is used
+    again if the lists are equal.
     """
 
     path: tuple[Any, ...]
     dtype: str
     shape: tuple[int, ...]
     alias_of: int | None = None
-    """Index of the earlier tensor with the very same memory (tied weights), whose bytes are stored once."""
-    of: SliceOf | None = None
-    """Which slice it is of what several ranks hold together; None for a tensor that this archive has alone."""
+    """The index of an earlier tensor with the very same memory (tied weights); the bytes are stored once."""
+    of: SliceFacts | None = None
+    """Its place in a tensor that several ranks hold together; None for a tensor that this archive has alone."""
 
     @property
     def num_bytes(self) -> int:
@@ -143,20 +145,20 @@ class TensorSpec(NamedTuple):
 
 
 def by_tensor(specs: Sequence[TensorSpec]) -> list[list[int]]:
-    """The numbers of the specs that each tensor has: one, but for a tensor that is in several slices."""
-    found: list[list[int]] = []
-    before: SliceOf | None = None
+    """For each tensor the numbers of its specs: several for a tensor in several slices, else one."""
+    numbers: list[list[int]] = []
+    before: SliceFacts | None = None
     for i, spec in enumerate(specs):
         if before is not None and spec.of is not None and before.number == spec.of.number:
-            found[-1].append(i)
+            numbers[-1].append(i)
         else:
-            found.append([i])
+            numbers.append([i])
         before = spec.of
-    return found
+    return numbers
 
 
-# Where structures are told, these stand for a dtype: of a group that is not saved again, with the step for its shape; of what
-# each rank has for itself, by its name; and of the mesh of which those of all tensors are parts.
+# In descriptions of structures these replace a dtype: for a group that is not saved again, with its step as the shape;
+# for a value that each rank has for itself, by its name; and for the mesh that the meshes of all tensors are parts of.
 BORROWED: Final = "borrowed"
 PER_RANK: Final = "per rank"
 ROOT_MESH: Final = "root mesh"
@@ -166,7 +168,7 @@ Best: TypeAlias = tuple[str, Literal["min", "max"], int]
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which steps of a run are kept. A step that none of these rules keeps is deleted after a commit.
+    """The steps of a run that are kept. A step that none of these rules keeps is deleted after a commit.
 
         AsyncCheckpointer("runs/a", keep=Keep(last=2, every=1000, best=("loss", "min", 3)))
 
@@ -194,8 +196,8 @@ class Keep:
     def __post_init__(self) -> None:
         for name, count in (("last", self.last), ("every", self.every)):
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-                told = "; None keeps every step" if name == "last" else ""
-                raise ValueError(f"Keep({name}=…) must be a whole number from 1 on, got {count!r}{told}")
+                hint = "; None keeps every step" if name == "last" else ""
+                raise ValueError(f"Keep({name}=…) must be a whole number from 1 on, got {count!r}{hint}")
         if self.seconds is not None and (
             isinstance(self.seconds, bool)
             or not isinstance(self.seconds, int | float)
@@ -212,7 +214,10 @@ class Keep:
 
 
 def keep_of(keep: Keep | int | None) -> Keep:
-    """What the user means. Raises TypeError for anything but a number of steps, and ValueError as `Keep` does."""
+    """The rules that `keep=` stands for.
+
+    Raises TypeError unless it is a number of steps, and ValueError as `Keep` does.
+    """
     if isinstance(keep, Keep) or keep is None:
         return keep or Keep()
     try:
@@ -224,45 +229,45 @@ def keep_of(keep: Keep | int | None) -> Keep:
 
 
 def _is_best(best: object) -> bool:
-    """Whether this is what `best` may be; callers without a type checker give anything."""
+    """True if this is a valid `best`. Callers without a type checker may pass anything."""
     if not isinstance(best, tuple) or len(best) != 3:
         return False
     metric, mode, count = best
     return isinstance(metric, str) and mode in ("min", "max") and isinstance(count, int) and count >= 1
 
 
-def whole_bytes(name: str, given: Any) -> int:
-    """A size that the user gives. Raises ValueError if it is not one."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < inf:
-        raise ValueError(f"{name} must be a number of bytes above 0, such as 4 * 2**30, got {given!r}")
-    return int(given)
+def whole_bytes(name: str, value: Any) -> int:
+    """A size in bytes from the user. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise ValueError(f"{name} must be a number of bytes above 0, such as 4 * 2**30, got {value!r}")
+    return int(value)
 
 
-def whole_count(name: str, given: Any) -> int:
-    """A number of things that the user gives. Raises ValueError if it is not one."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"{name} must be a whole number, at least 1, got {given!r:.100}")
-    return given
+def whole_count(name: str, value: Any) -> int:
+    """A count from the user. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number, at least 1, got {value!r:.100}")
+    return value
 
 
-def seconds_or_none(name: str, given: Any) -> float | None:
-    """A duration that the user gives. Raises TypeError or ValueError if it is not one."""
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
-        raise TypeError(f"{name} must be a number of seconds, or None, got {given!r:.100}")
-    if given is not None and not given >= 0:
-        raise ValueError(f"{name} must be at least 0 seconds, got {given!r}")
-    return given
+def seconds_or_none(name: str, value: Any) -> float | None:
+    """A duration from the user. Raises TypeError or ValueError for anything else."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise TypeError(f"{name} must be a number of seconds, or None, got {value!r:.100}")
+    if value is not None and not value >= 0:
+        raise ValueError(f"{name} must be at least 0 seconds, got {value!r}")
+    return value
 
 
-def flag(name: str, given: Any) -> bool:
-    """A choice that the user gives; what numpy compares counts, too. Raises ValueError if it is not one."""
-    if type(given).__name__ not in ("bool", "bool_"):
-        raise ValueError(f"{name} must be True or False, got {given!r:.100}")
-    return bool(given)
+def flag(name: str, value: Any) -> bool:
+    """True or False from the user, also of numpy. Raises ValueError for anything else."""
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise ValueError(f"{name} must be True or False, got {value!r:.100}")
+    return bool(value)
 
 
 def with_article(kind: str) -> str:
-    """What a type is called in a sentence: a dict, an int, an LSTM, a UUID, an ndarray."""
+    """The name of a type with its article: a dict, an int, an LSTM, a UUID, an ndarray."""
     if kind[:2].isupper():  # its first letters are spelled out
         return f"{'an' if kind[0] in 'AEFHILMNORSX' else 'a'} {kind}"
     return f"{'an' if kind[:1].lower() in ('a', 'e', 'i', 'o') or kind.startswith('nd') else 'a'} {kind}"

@@ -1,6 +1,6 @@
-"""The trace of a run as a file that Perfetto and chrome://tracing show as it is.
+"""The trace of a run as a file, which Perfetto and chrome://tracing open directly.
 
-In: a path, a trace. Out: a JSON array of events, complete after every save. Knows nothing of: what was traced.
+In: a path, a trace. Out: a JSON array of events, complete after every save. Knows nothing of: the events' meaning.
 
 The format is Chrome's Trace Event Format (the JSON array one), times in microseconds since the epoch.
 """
@@ -19,22 +19,23 @@ _END: Final = b"\n]\n"
 
 
 class TraceFile:
-    """Made anew; the events of each save follow when it has ended. From any thread.
+    """The file of one trace, overwritten at first; the events of each save follow when the save has ended.
 
-    Raises OSError when it cannot be made. What goes wrong later costs no save: `close` raises it.
+    A checkpointer creates, writes and closes the file. Raises OSError if it cannot be created. A later error costs no
+    save: `close` raises it.
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Clock = monotonic) -> None:
         self._path = Path(path).absolute()
         self.trace = Trace(clock)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held during the write: events of two saves must not interleave
         self._is_empty = True
         self._error: OSError | None = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_bytes(b"[" + _END)
 
     def write(self) -> None:
-        """Add what was traced since the last time."""
+        """Append the events since the last call."""
         with self._lock:
             lines = [json.dumps(event, default=str).encode() for event in self.trace.take()]
             if not lines or self._error is not None:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from async_ckpt.backends import claim_thread
-from async_ckpt.host.memory import Memory
+from async_ckpt.host.memory import HostBuffer
 from async_ckpt.host.pool import MAX_RUN_BYTES
 from async_ckpt.spec import GIB
 
@@ -76,12 +76,12 @@ def pinning(bench: Bench) -> Mapping[str, Found]:
     rates: dict[str, list[float]] = {name: [] for name in sizes}
     for _ in bench.rounds():
         for name, num_bytes in sizes.items():
-            memories = [Memory(num_bytes) for _ in range(sizes["run"] // num_bytes)]
+            memories = [HostBuffer(num_bytes) for _ in range(sizes["run"] // num_bytes)]
             for memory in memories:
                 memory.touch()
             seconds: list[float] = []
 
-            def pin(memories: list[Memory] = memories, seconds: list[float] = seconds) -> None:
+            def pin(memories: list[HostBuffer] = memories, seconds: list[float] = seconds) -> None:
                 claim_thread()
                 begin = perf_counter()
                 codes = [memory.pin(device) for memory in memories]

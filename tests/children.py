@@ -31,10 +31,10 @@ import ctypes, gc, json, os, select, signal, sys, weakref
 gc.disable()  # none of this goes
 import torch, async_ckpt, children, states
 import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
-from async_ckpt.host import waiting
+from async_ckpt.host import waits
 for of_torch in list(weakref.finalize._registry):
     of_torch.atexit = False  # it would take hundreds of operators back, one by one
-waiting._FIRST_SECONDS = 60.0  # on a slow machine anything may take long enough to be told of, which is no failure
+waits._FIRST_SECONDS = 60.0  # on a slow machine anything may take long enough to be told of, which is no failure
 gc.freeze()  # nor need every child look through it
 gc.enable()
 while True:

@@ -21,7 +21,7 @@ from racing import PATIENCE, Gate
 from rank_worlds import Worlds
 from slices import examples
 
-from async_ckpt.host import waiting
+from async_ckpt.host import waits
 from async_ckpt.saving import worker
 from async_ckpt.storage.local import LocalReader
 from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
@@ -31,7 +31,7 @@ from async_ckpt.testing.servers import Server
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 torch.set_num_threads(1)
 # On a slow machine anything may take long enough to be told of, or be drawn late, which is no failure.
-waiting._FIRST_SECONDS = 60.0
+waits._FIRST_SECONDS = 60.0
 worker._LAST_DRAWING_SECONDS = PATIENCE
 settings.register_profile("slice", max_examples=examples(100))
 settings.load_profile("slice")

@@ -15,9 +15,9 @@ from states import MIB, open_run
 import async_ckpt
 from async_ckpt import RngState, backends
 from async_ckpt.backends import cuda as cuda_module
-from async_ckpt.backends.base import UNSUPPORTED, Backend
+from async_ckpt.backends.backend import UNSUPPORTED, Backend
 from async_ckpt.backends.cuda import Cuda
-from async_ckpt.backends.others import Npu
+from async_ckpt.backends.npu_xpu import Npu
 from async_ckpt.loading import fill as fill_module
 from async_ckpt.saving import default
 from async_ckpt.staging import device as device_module

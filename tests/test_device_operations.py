@@ -8,7 +8,7 @@ from racing import Gate
 from states import MIB, open_run
 
 from async_ckpt.host import pool
-from async_ckpt.staging.stager import Snapshot
+from async_ckpt.staging.snapshot import Snapshot
 
 ITEMS = MIB // 4
 

@@ -17,7 +17,8 @@ from scripted_disk import scripted
 from states import MIB, open_run
 
 from async_ckpt.staging.device import Alias, Device
-from async_ckpt.staging.stager import Snapshot
+from async_ckpt.staging.snapshot import Snapshot
+from async_ckpt.staging.tensors import SourceTensors
 
 ITEMS = MIB // 4
 Scenario = Callable[[Path, Simulated], str | None]
@@ -143,7 +144,7 @@ def no_wait_of_the_stream_in_the_guard(patch: pytest.MonkeyPatch) -> None:
 
 def no_waiting_until_all_is_enqueued(patch: pytest.MonkeyPatch) -> None:
     def hold(self: Snapshot) -> None:
-        for device in self._devices.values():
+        for device in self._source.devices.values():
             device.hold_training()
 
     patch.setattr(Snapshot, "hold", hold)
@@ -163,19 +164,19 @@ class Told:
 
 
 def no_keeping_alive(patch: pytest.MonkeyPatch) -> None:
-    init, look = Alias.__init__, Snapshot._look_at_tensors
+    init, look = Alias.__init__, SourceTensors.locate
 
     def weak(self: Alias, tensor: torch.Tensor) -> None:
         init(self, tensor)
         told: Any = Told(self._storage)
         self._storage = told
 
-    def forgetful(self: Snapshot) -> None:
+    def forgetful(self: SourceTensors) -> None:
         look(self)
-        self._alive = []
+        self._storages = []
 
     patch.setattr(Alias, "__init__", weak)
-    patch.setattr(Snapshot, "_look_at_tensors", forgetful)
+    patch.setattr(SourceTensors, "locate", forgetful)
 
 
 def no_telling_the_allocator(patch: pytest.MonkeyPatch) -> None:

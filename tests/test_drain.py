@@ -66,5 +66,5 @@ def test_a_failed_drain_gives_back_what_it_is_given():
     drain.idle.result(60)
     (lane,) = drain.open([(Discarding(), in_a_thread, None)])
     assert isinstance(lane.written.exception(60), OSError)
-    assert given[0]._pool.lease((1, 0), pin=None, check=lambda: None)
-    assert "0 of" not in repr(given[0]._pool)
+    assert given[0]._lender.lease((1, 0), pin=None, check=lambda: None)
+    assert "0 of" not in repr(given[0]._lender)

@@ -11,7 +11,7 @@ import pytest
 from states import assert_is_state, leftovers, names_below, open_run
 
 import async_ckpt
-from async_ckpt.host import waiting
+from async_ckpt.host import waits
 from async_ckpt.saving import worker
 from async_ckpt.spans import Timekeeper
 
@@ -24,7 +24,7 @@ HEAD = """
 import atexit, errno, os, signal, sys, threading
 import torch
 import async_ckpt
-import async_ckpt.host.waiting, async_ckpt.saving.saver, async_ckpt.saving.worker
+import async_ckpt.host.waits, async_ckpt.saving.saver, async_ckpt.saving.worker
 from async_ckpt import AsyncCheckpointer
 from async_ckpt.storage.local import LocalSink
 from children import hold_writes
@@ -65,7 +65,7 @@ def slow_disk():
         return real_abandon(pending, why)
 
     told = []
-    async_ckpt.saving.worker.wait_for = async_ckpt.host.waiting.wait_for = wait_for
+    async_ckpt.saving.worker.wait_for = async_ckpt.host.waits.wait_for = wait_for
     async_ckpt.saving.worker.abandon = async_ckpt.saving.saver.abandon = abandon
     return go
 """
@@ -511,8 +511,8 @@ def test_saves_that_are_given_up_together_have_one_grace_for_all(monkeypatch):
         def now(self) -> float:
             return sum(waited)
 
-    monkeypatch.setattr(waiting, "wait_for", wait_for)
-    monkeypatch.setattr(waiting, "TIMEKEEPER", Waited())
+    monkeypatch.setattr(waits, "wait_for", wait_for)
+    monkeypatch.setattr(waits, "TIMEKEEPER", Waited())
     given_up = []
     for exit_timeout in (None, 2.0, 40.0, 3600.0):
         pending = [worker.Pending(None, given_up.append, exit_timeout) for _ in range(3)]

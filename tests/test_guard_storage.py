@@ -27,9 +27,11 @@ from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
 from async_ckpt.spec import TensorSpec
 from async_ckpt.staging import device as device_module
-from async_ckpt.staging.guard import deferrable, gate_of
-from async_ckpt.staging.stager import Snapshot
-from async_ckpt.staging.whole import HostCopy, HostMemory
+from async_ckpt.staging.filler import StagingHost
+from async_ckpt.staging.guard import deferrable
+from async_ckpt.staging.host_copy import BufferPool, HostCopy
+from async_ckpt.staging.snapshot import Snapshot
+from async_ckpt.staging.tensors import SourceTensors
 
 # The allocator gives memory back to the system when a tensor of more than 32 MiB is freed, and may keep that of others.
 LARGE_MIB = 36
@@ -56,6 +58,8 @@ class HeldCrew(Crew):
 class Staged:
     """A guarded snapshot of some tensors, begun; nothing that is deferred is copied before `copy` is called."""
 
+    num_tail = 0
+
     def __init__(self, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer):
         specs = [TensorSpec((f"t{i}",), "uint8", (t.nbytes,)) for i, t in enumerate(tensors)]
         sizes = [spec.num_bytes for spec in specs]
@@ -64,26 +68,23 @@ class Staged:
         self.image = bytearray(sum(sizes))
         self._between: dict[int, Callable[[], None]] = {}
         self._extents = extents
+        source = SourceTensors(specs, tensors, deferred=deferrable((optimizer,), tensors))
         self.snapshot = Snapshot(
-            specs,
-            tensors,
+            source,
             slices(sum(sizes), SEGMENT, cut(extents, SEGMENT), ()),
-            order=0,
-            deferred=deferrable((optimizer,), tensors),
-            gates=[gate_of(optimizer)],
-            num_tail=0,
-            pool=SegmentPool(SEGMENT, max_bytes=64 * SEGMENT),
-            crew=self.crew,
-            clock=monotonic,
-            put=self._put,
-            check=lambda: None,
+            self,
+            StagingHost(SegmentPool(SEGMENT, max_bytes=64 * SEGMENT), self.crew, monotonic),
+            optimizers=[optimizer],
         )
         self.snapshot.begin()
-        for device in self.snapshot._devices.values():
+        for device in source.devices.values():
             device.enqueue = self._then_act(device.enqueue)
         assert not self.snapshot.completion.done(), self.snapshot.completion.exception()
 
-    def _put(self, number: int, lease: Lease) -> None:
+    def check(self) -> None:
+        """The save never fails elsewhere."""
+
+    def put(self, number: int, lease: Lease) -> None:
         part = self.image[number * SEGMENT : (number + 1) * SEGMENT]
         self.image[number * SEGMENT : (number + 1) * SEGMENT] = lease.segment.view[: len(part)]
         lease.release()
@@ -391,7 +392,7 @@ def test_a_save_of_which_a_storage_is_freed_fails_and_the_next_one_commits(tmp_p
 
 @pytest.fixture
 def host_copy() -> Iterator[Callable[..., tuple[HostCopy, HeldCrew]]]:
-    memory = HostMemory()
+    memory = BufferPool()
 
     def begin(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> tuple[HostCopy, HeldCrew]:
         crew = HeldCrew()
@@ -436,7 +437,7 @@ def test_memory_that_is_freed_while_its_copy_is_enqueued_is_found_afterwards(sim
     sim.may_race = True
     p = parameter(device="sim")
     made = Staged([p], sgd(p))
-    (device,) = made.snapshot._devices.values()
+    (device,) = made.snapshot._source.devices.values()
     enqueue = device.enqueue
 
     def freed_meanwhile(*arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
 from async_ckpt.spec import DTYPES
 from async_ckpt.staging.guard import deferrable
-from async_ckpt.staging.whole import HostCopy, HostMemory
+from async_ckpt.staging.host_copy import BufferPool, HostCopy
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def crew():
 
 @pytest.fixture
 def memory():
-    made = HostMemory()
+    made = BufferPool()
     yield made
     made.release()
 
@@ -264,7 +264,7 @@ def test_a_buffer_serves_the_next_copy_of_about_its_size(copy_of, memory):
         finish(made)
 
     assert len(set(addresses)) == 1
-    assert repr(memory) == "<HostMemory 0 bytes lent, 1 buffers idle>"
+    assert repr(memory) == "<BufferPool 0 bytes lent, 1 buffers idle>"
 
 
 def test_memory_that_code_keeps_is_its_own_until_it_drops_it(copy_of, memory):
@@ -274,11 +274,11 @@ def test_memory_that_code_keeps_is_its_own_until_it_drops_it(copy_of, memory):
         kept.append([made.tensors[0][:10].numpy(), made.tensors[0].untyped_storage()][number % 2])
         finish(made)
 
-    assert repr(memory) == "<HostMemory 0 bytes lent, 0 buffers idle>"
+    assert repr(memory) == "<BufferPool 0 bytes lent, 0 buffers idle>"
     assert [float(part[0]) for part in kept[::2]] == [0.0, 2.0]
     assert [torch.empty(0).set_(part)[0].item() for part in kept[1::2]] == [1.0, 3.0]
     kept.clear()
-    assert repr(memory) == "<HostMemory 0 bytes lent, 2 buffers idle>"  # twice what one copy needs
+    assert repr(memory) == "<BufferPool 0 bytes lent, 2 buffers idle>"  # twice what one copy needs
 
 
 def test_copies_of_many_sizes_keep_no_more_than_twice_what_was_needed_at_one_time(copy_of, memory):
@@ -291,11 +291,11 @@ def test_copies_of_many_sizes_keep_no_more_than_twice_what_was_needed_at_one_tim
     assert len(memory._idle) <= 8
 
     memory.release()
-    assert repr(memory) == "<HostMemory 0 bytes lent, 0 buffers idle>"
+    assert repr(memory) == "<BufferPool 0 bytes lent, 0 buffers idle>"
 
 
 def test_the_next_copy_waits_while_the_budget_is_used_up(crew):
-    memory = HostMemory(10_000)
+    memory = BufferPool(10_000)
 
     def begin(length: int) -> HostCopy:
         return HostCopy([torch.ones(length)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
@@ -310,17 +310,17 @@ def test_the_next_copy_waits_while_the_budget_is_used_up(crew):
 
 
 def test_one_copy_alone_may_exceed_the_budget(crew):
-    memory = HostMemory(100)
+    memory = BufferPool(100)
     for _ in range(2):
         made = HostCopy([torch.ones(1000)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
         made.release()
         made.release()  # counts once
         del made
-    assert repr(memory).startswith("<HostMemory 0 bytes lent")
+    assert repr(memory).startswith("<BufferPool 0 bytes lent")
 
 
 def test_a_budget_is_kept_by_giving_up_what_is_idle(crew):
-    memory = HostMemory(10_000)
+    memory = BufferPool(10_000)
     for length in (1000, 2400):
         made = HostCopy([torch.ones(length)], ["t"], optimizers=(), memory=memory, crew=crew, clock=monotonic)
         made.release()
@@ -330,7 +330,7 @@ def test_a_budget_is_kept_by_giving_up_what_is_idle(crew):
 
 
 def test_whoever_works_on_a_copy_never_waits_for_it(crew):
-    memory = HostMemory(100)
+    memory = BufferPool(100)
     ended = threading.Event()
     made = []
 
@@ -349,7 +349,7 @@ def test_a_copy_that_cannot_be_begun_takes_nothing(memory, crew):
 
     with pytest.raises(ZeroDivisionError):
         HostCopy([torch.ones(3)], ["t"], optimizers=[Broken()], memory=memory, crew=crew, clock=monotonic)
-    assert repr(memory).startswith("<HostMemory 0 bytes lent")
+    assert repr(memory).startswith("<BufferPool 0 bytes lent")
 
 
 def test_a_buffer_may_come_back_in_the_middle_of_anything(memory, crew):

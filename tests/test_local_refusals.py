@@ -19,7 +19,7 @@ from states import MIB, assert_is_state, footprint, leftovers, open_run, state_a
 
 import async_ckpt
 from async_ckpt import StorageFullError, StorageUnavailableError
-from async_ckpt.host.memory import Memory
+from async_ckpt.host.memory import HostBuffer
 from async_ckpt.storage.local import LocalStorage
 
 SHM = Path("/dev/shm")
@@ -326,7 +326,7 @@ def test_a_file_system_that_takes_direct_writes_only_at_open_is_written_buffered
         return pwrite(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", refusing)
-    segment = Memory(4 * MIB)
+    segment = HostBuffer(4 * MIB)
     segment.tensor.copy_(torch.arange(4 * MIB, dtype=torch.int64).to(torch.uint8))
     sink = disk.create("x", num_bytes=8 * MIB)
     for number in (1, 0):

@@ -15,7 +15,7 @@ from states import MIB, assert_is_state, leftovers, names_below, open_run, state
 
 import async_ckpt
 from async_ckpt import StorageUnavailableError
-from async_ckpt.host.memory import Memory
+from async_ckpt.host.memory import HostBuffer
 from async_ckpt.storage import local
 from async_ckpt.storage.local import LocalStorage
 from async_ckpt.storage.locks import TEMP_SUFFIX
@@ -44,7 +44,7 @@ def test_an_object_appears_whole_when_it_is_finished_and_not_before(disk):
 
 
 def test_segments_written_by_many_threads_in_any_order_are_all_there(disk):
-    segments = [Memory(4 * MIB) for _ in range(8)]
+    segments = [HostBuffer(4 * MIB) for _ in range(8)]
     for number, segment in enumerate(segments):
         segment.tensor.fill_(number)
     sink = disk.create("x.tar", num_bytes=32 * MIB)
@@ -160,7 +160,7 @@ def test_every_descriptor_is_closed_again(disk):
 def test_a_range_is_read_exactly_whatever_its_alignment(disk, offset, length):
     data = os.urandom(12288)
     write_whole(disk, "x", data)
-    for target in (bytearray(length), Memory(16384).view[:length]):
+    for target in (bytearray(length), HostBuffer(16384).view[:length]):
         with disk.open("x") as reader:
             reader.read_into(offset, memoryview(target))
         assert bytes(target) == data[offset : offset + length]
@@ -175,7 +175,7 @@ def test_what_the_page_cache_has_is_read_from_there_and_the_rest_from_the_disk(d
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no more than what is asked for
     os.pread(fd, num_cached, 0)
-    target = Memory(8 * MIB).view
+    target = HostBuffer(8 * MIB).view
     with disk.open("x") as reader:
         before = bytes_from_disks()
         reader.read_into(0, target)
@@ -195,7 +195,7 @@ def test_what_several_processes_read_comes_from_the_disk_once_if_they_share_it(d
     forget_cached(disk.root / "x")
     fetched = []
     for _ in range(2):
-        target = Memory(8 * MIB).view
+        target = HostBuffer(8 * MIB).view
         with disk.open("x") as reader:
             reader.share()
             before = bytes_from_disks()
@@ -222,7 +222,7 @@ def bytes_from_disks():
 def test_reading_past_the_end_says_where_it_ends(disk):
     write_whole(disk, "x", b"a" * 5000)
     with disk.open("x") as reader:
-        for target in (memoryview(bytearray(8192)), Memory(8192).view):
+        for target in (memoryview(bytearray(8192)), HostBuffer(8192).view):
             with pytest.raises(EOFError, match="5000"):
                 reader.read_into(0, target)
 

@@ -31,7 +31,7 @@ from async_ckpt import (
 )
 from async_ckpt.around import merge as merging
 from async_ckpt.errors import UntrustedObjectError
-from async_ckpt.host.memory import Memory
+from async_ckpt.host.memory import HostBuffer
 from async_ckpt.spec import MIB
 from async_ckpt.testing.servers import Server
 
@@ -229,18 +229,18 @@ def test_it_takes_a_few_segments_of_memory(tmp_path: Path, monkeypatch: pytest.M
         return {"w": distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(1)], src_data_rank=None)}
 
     run = saved(tmp_path, 2, build)
-    live: weakref.WeakSet[Memory] = weakref.WeakSet()
+    live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
     peak = 0
-    make = Memory.__init__
+    make = HostBuffer.__init__
 
-    def counted(self: Memory, *arguments: Any) -> None:
+    def counted(self: HostBuffer, *arguments: Any) -> None:
         nonlocal peak
         make(self, *arguments)
         live.add(self)
         peak = max(peak, sum(one.num_bytes for one in list(live)))
 
     monkeypatch.setattr(merging, "SEGMENT_BYTES", 8 * MIB)
-    monkeypatch.setattr(Memory, "__init__", counted)
+    monkeypatch.setattr(HostBuffer, "__init__", counted)
     report = async_ckpt.merge(run, 1, tmp_path / "x.tar")
     monkeypatch.undo()
 

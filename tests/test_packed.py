@@ -34,12 +34,11 @@ from async_ckpt import (
     unpack,
 )
 from async_ckpt.files import extract, pack_folder
-from async_ckpt.format.layout import SegmentPlan
 from async_ckpt.format.tarball import Entry, Tarball, WholeFile, stays_inside
 from async_ckpt.host.pool import Lease, SegmentPool
 from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
-from async_ckpt.staging.files import FileFill, Source, scan
+from async_ckpt.staging.files import FileFill, FilesImage, FileSource, scan
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")
 GIB = 1 << 30
@@ -558,32 +557,23 @@ def test_an_unseen_failure_is_warned_of_at_the_next_pack(out):
 class Filling(FileFill):
     """A fill of a real folder into a real pool, whose put does what a test says."""
 
+    num_tail = 0
+
     def __init__(self, folder: Path, pool: SegmentPool, crew: Crew) -> None:
         entries, sources = scan(folder)
         image = Tarball(entries)
-        segments: list[SegmentPlan] = image.segments(pool.segment_bytes)
-        self.num_segments, self.num_put = len(segments), 0
+        self.num_segments, self.num_put = len(image.segments(pool.segment_bytes)), 0
         self.kept: list[Lease] = []
         self.keeps = False
         self.error: BaseException | None = None
         self.before_put: Callable[[int], Any] = lambda _: None
-        super().__init__(
-            sources,
-            image.runs,
-            segments,
-            order=1,
-            pool=pool,
-            crew=crew,
-            clock=monotonic,
-            put=self._take_segment,
-            check=self._raise,
-        )
+        super().__init__(FilesImage(image, sources), self, order=1, pool=pool, crew=crew, clock=monotonic)
 
-    def _raise(self) -> None:
+    def check(self) -> None:
         if self.error is not None:
             raise self.error
 
-    def _take_segment(self, number: int, lease: Lease) -> None:
+    def put(self, number: int, lease: Lease) -> None:
         self.before_put(number)
         self.num_put += 1
         if self.keeps:
@@ -681,6 +671,6 @@ def test_a_file_system_that_does_not_know_its_holes_is_read_whole(tmp_path, monk
         patch.setattr(os, "lseek", refuse)
         entries, sources = scan(tmp_path / "tree")
     assert entries[1].runs == ((0, 20 * MIB + 123),)
-    assert sources[1] == Source(
+    assert sources[1] == FileSource(
         str(tmp_path / "tree/holes"), 20 * MIB + 123, (tmp_path / "tree/holes").stat().st_mtime_ns
     )

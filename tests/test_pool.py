@@ -17,7 +17,7 @@ from states import MIB, SEGMENT
 
 from async_ckpt.host import limits as host
 from async_ckpt.host.limits import free_memory_bytes
-from async_ckpt.host.memory import Memory
+from async_ckpt.host.memory import HostBuffer
 from async_ckpt.host.numa import _node_at, prefer_node
 from async_ckpt.host.pool import MIN_SEGMENTS, SegmentPool
 from async_ckpt.host.threads import Crew
@@ -39,7 +39,7 @@ def lease(pool: SegmentPool, order: int = 0, segment: int = 0):
 
 
 def test_a_segment_is_page_aligned_writable_and_of_its_exact_size():
-    segment = Memory(SEGMENT)
+    segment = HostBuffer(SEGMENT)
 
     assert segment.address % (2 * MIB) == 0
     assert len(segment.view) == SEGMENT == segment.tensor.numel()
@@ -54,8 +54,8 @@ def test_a_segment_is_page_aligned_writable_and_of_its_exact_size():
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(nursery):
     script = """
-    from async_ckpt.host.memory import Memory
-    segment = Memory(4 << 20)
+    from async_ckpt.host.memory import HostBuffer
+    segment = HostBuffer(4 << 20)
     held = segment.tensor
     segment.free()
     assert int(held.fill_(1).sum()) == 4 << 20
@@ -67,7 +67,7 @@ def test_a_segment_that_somebody_still_looks_at_is_not_taken_from_them(nursery):
 def test_a_segment_that_outlives_every_module_goes_without_a_word(nursery):
     # A module that somebody still holds at the interpreter's end is emptied in the order of its names.
     ended = nursery.run(
-        "import ctypes; from async_ckpt.host import memory; memory.kept = memory.Memory(4 << 20);"
+        "import ctypes; from async_ckpt.host import memory; memory.kept = memory.HostBuffer(4 << 20);"
         "ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))"
     )
     assert (ended.status, ended.err) == (0, "")
@@ -434,7 +434,7 @@ def test_the_ranks_of_a_host_share_it_whoever_started_them(monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/numa_maps"), reason="the kernel knows no NUMA nodes")
 def test_pages_are_preferred_from_the_node_that_is_told():
-    segment = Memory(4 * MIB)
+    segment = HostBuffer(4 * MIB)
     if not prefer_node(segment.address, segment.num_bytes, 0):
         pytest.skip("the kernel refuses mbind here, as in a container without CAP_SYS_NICE")
     segment.touch()

@@ -26,8 +26,8 @@ from states import MIB, difference, open_run
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, ClosedError, NotUnchangedError, RngState, TornSnapshotError
 from async_ckpt.saving import default
-from async_ckpt.staging import stager
-from async_ckpt.staging.stager import Snapshot
+from async_ckpt.staging import tensors
+from async_ckpt.staging.snapshot import Snapshot
 from async_ckpt.state.held import module_of
 
 Pair = namedtuple("Pair", "left right")
@@ -39,7 +39,7 @@ def no_copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go, copy_later = threading.Event(), Snapshot._fill_later
 
     def held(snapshot: Snapshot) -> None:
-        if snapshot._deferred:
+        if snapshot._source.deferred:
             go.wait(60)
         copy_later(snapshot)
 
@@ -51,7 +51,7 @@ def no_copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 @pytest.fixture
 def copies_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], int]:
     """How often a tensor's first byte was copied from where it lies."""
-    real_move, real_alias = stager.memmove, stager.Alias.copy_to
+    real_move, real_alias = tensors.memmove, tensors.Alias.copy_to
     sources: list[range] = []
 
     def move(target: int, source: int, length: int) -> None:
@@ -62,8 +62,8 @@ def copies_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], int
         sources.append(range(alias.address + offset, alias.address + offset + length))
         return bool(real_alias(alias, target, offset, length))
 
-    monkeypatch.setattr(stager, "memmove", move)
-    monkeypatch.setattr(stager.Alias, "copy_to", copy_to)
+    monkeypatch.setattr(tensors, "memmove", move)
+    monkeypatch.setattr(tensors.Alias, "copy_to", copy_to)
     return lambda tensor: sum(tensor.data_ptr() in source for source in list(sources))
 
 
@@ -536,18 +536,18 @@ def test_its_stall_is_the_call_and_the_guard(no_copying, monkeypatch):
     model, optimizer = trained(8)
     now = [0.0]
     monkeypatch.setattr(async_ckpt.oneoff, "monotonic", lambda: now[0])
-    look = Snapshot._look_at_tensors
+    look = tensors.SourceTensors.locate
 
-    def slowly(snapshot: Snapshot) -> None:
+    def slowly(source: tensors.SourceTensors) -> None:
         now[0] += 3
-        look(snapshot)
+        look(source)
 
-    monkeypatch.setattr(Snapshot, "_look_at_tensors", slowly)
+    monkeypatch.setattr(tensors.SourceTensors, "locate", slowly)
     with async_ckpt.snapshot({"model": model}, guard=optimizer) as snap:
         assert snap.stall_seconds == 3
         stepping = Call(optimizer.step)
         stepping.wait_until_inside("hold")
-        until(lambda: bool(snap._copy.snapshot._held_since))
+        until(lambda: snap._copy.snapshot._barrier.holds_steps)
         now[0] += 4
         no_copying.set()
         stepping.outcome()
@@ -555,7 +555,7 @@ def test_its_stall_is_the_call_and_the_guard(no_copying, monkeypatch):
 
 
 def test_without_a_budget_it_is_what_is_free_of_the_memory(monkeypatch):
-    monkeypatch.setattr(async_ckpt.staging.whole, "free_memory_bytes", lambda: 2 * MIB)
+    monkeypatch.setattr(async_ckpt.host.limits, "free_memory_bytes", lambda: 2 * MIB)
     default.release()
     with pytest.raises(MemoryError, match="half of the free host memory is"):
         async_ckpt.snapshot({"a": torch.ones(3 * MIB // 4)})
@@ -588,7 +588,7 @@ def test_many_snapshots_in_a_loop_leak_nothing(tmp_path):
     gc.collect()
     assert [ref() for ref in alive] == [None] * 30
     async_ckpt.snapshot({"w": weights}).close()
-    assert lent_bytes().startswith("<HostMemory 0 bytes lent")
+    assert lent_bytes().startswith("<BufferPool 0 bytes lent")
     assert len(default.held_memory()._idle) <= 2
 
 
@@ -659,10 +659,10 @@ def test_in_a_forked_child_it_is_not_there(tmp_path, nursery):
 def test_an_interrupted_snapshot_holds_nothing(monkeypatch):
     before = lent_bytes()
 
-    def interrupted(_: Snapshot) -> None:
+    def interrupted(_: tensors.SourceTensors) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Snapshot, "_look_at_tensors", interrupted)
+    monkeypatch.setattr(tensors.SourceTensors, "locate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         async_ckpt.snapshot({"w": torch.ones(1000)})
     assert lent_bytes() == before

@@ -10,8 +10,8 @@ import torch
 from exported import assert_same, state_of
 
 from async_ckpt import NotCommittedError, Publisher, StateMismatchError, Subscriber, UnsupportedStateError
+from async_ckpt.host import limits
 from async_ckpt.saving.default import held_memory
-from async_ckpt.staging import whole
 
 
 def layers() -> torch.nn.Sequential:
@@ -148,7 +148,7 @@ def test_too_little_memory_for_a_module_is_said_in_words_of_the_pull(tmp_path, m
     with Publisher(tmp_path / "weights", encoding=None) as publisher:
         publisher.publish(model.state_dict(), 1).result()
     held_memory().release()
-    monkeypatch.setattr(whole, "free_memory_bytes", lambda: 10)
+    monkeypatch.setattr(limits, "free_memory_bytes", lambda: 10)
     with pytest.raises(MemoryError, match=r"a pull into a module, .* takes the weights once"):
         Subscriber(tmp_path / "weights").pull(model)
 

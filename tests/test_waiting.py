@@ -18,13 +18,13 @@ from scripted_disk import ScriptedStorage, scripted
 from states import SEGMENT, open_run, state_at, weight
 
 import async_ckpt
-from async_ckpt.host import waiting
+from async_ckpt.host import waits
 from async_ckpt.host.threads import start_thread
 from async_ckpt.report import Progress
 from async_ckpt.saving import default
 from async_ckpt.spec import MIB
-from async_ckpt.staging import stager
-from async_ckpt.staging.whole import HostMemory
+from async_ckpt.staging import snapshot
+from async_ckpt.staging.host_copy import BufferPool
 
 
 class Watched(Skipping):
@@ -41,8 +41,8 @@ class Watched(Skipping):
 def timer(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """What every wait looks at."""
     made = Watched()
-    monkeypatch.setattr(waiting, "TIMEKEEPER", made)
-    monkeypatch.setattr(waiting, "_FIRST_SECONDS", 2.0)
+    monkeypatch.setattr(waits, "TIMEKEEPER", made)
+    monkeypatch.setattr(waits, "_FIRST_SECONDS", 2.0)
     return made
 
 
@@ -72,7 +72,7 @@ def held(tmp_path, timer) -> Iterator[Held]:
     ckpt.wait()
 
 
-def waits(timer: Skipping, fn: Callable[[], Any], inside: str) -> Call:
+def call_that_waits(timer: Skipping, fn: Callable[[], Any], inside: str) -> Call:
     """Another thread's call, once it waits."""
     call = Call(fn)
     call.wait_until_inside(inside)
@@ -101,7 +101,7 @@ HOW_FAR = r"step 1 \(.*/step_00000001/rank_00000\.\w{8}\.tar\): 36% written, 4\.
 def test_who_waits_is_told_for_what_and_how_far_it_is_after_two_seconds_and_then_every_thirty(
     held, timer, lines, call, where
 ):
-    waiter = waits(timer, lambda: call(held), "wait_for" if "save" not in where else "enter")
+    waiter = call_that_waits(timer, lambda: call(held), "wait_for" if "save" not in where else "enter")
     assert lines() == []
 
     timer.sleep(2.0)
@@ -118,7 +118,7 @@ def test_who_waits_is_told_for_what_and_how_far_it_is_after_two_seconds_and_then
 
 
 def test_a_short_wait_is_not_told_of(held, timer, lines):
-    waiter = waits(timer, held.handle.result, "wait_for")
+    waiter = call_that_waits(timer, held.handle.result, "wait_for")
     timer.sleep(1.5)
     looks = timer.looks
     until(lambda: timer.looks > looks + 1)
@@ -134,7 +134,7 @@ def test_of_several_saves_the_oldest_is_told(tmp_path, timer, lines):
         disk.stop("write")
         for step in range(3):
             ckpt.save(state_at(step), step=step)
-        waiter = waits(timer, ckpt.close, "wait_for")
+        waiter = call_that_waits(timer, ckpt.close, "wait_for")
         timer.sleep(2.0)
         until(lambda: len(lines()) == 1)
         assert re.search(r"for step 0 \(.*\) and 2 more: 0% written, 0 bytes of 1\.\d MB", lines()[0])
@@ -150,7 +150,7 @@ def test_a_save_that_is_committed_and_cleans_up_says_so(tmp_path, timer, lines):
         stop = disk.stop("delete")
         ckpt.save(state_at(2), step=2).result()
         stop.wait_reached()
-        waiter = waits(timer, ckpt.wait, "wait_for")
+        waiter = call_that_waits(timer, ckpt.wait, "wait_for")
         timer.sleep(2.0)
         until(lambda: len(lines()) == 1)
         assert re.search(r"for step 2 \(.*\): committed, and cleaning up", lines()[0])
@@ -167,7 +167,7 @@ def test_a_save_behind_one_that_another_thread_still_plans_says_so(tmp_path, tim
     with open_run(tmp_path) as ckpt:
         first = Call(lambda: ckpt.save({"slow": Slow()}, step=1))
         gate.wait_reached()
-        second = waits(timer, lambda: ckpt.save(state_at(2), step=2), "enter")
+        second = call_that_waits(timer, lambda: ckpt.save(state_at(2), step=2), "enter")
         timer.sleep(2.0)
         until(lambda: len(lines()) == 1)
         assert lines()[0].endswith("in save() of step 2 for another save")
@@ -182,7 +182,7 @@ def test_a_one_off_save_is_told_of_by_its_path(archive, timer, lines, gate, monk
     write = LocalSink.write
     monkeypatch.setattr(LocalSink, "write", lambda *a: (gate.passed(), write(*a)))
     handle = async_ckpt.save(state_at(1), archive)
-    waiter = waits(timer, handle.result, "wait_for")
+    waiter = call_that_waits(timer, handle.result, "wait_for")
     timer.sleep(2.0)
     until(lambda: len(lines()) == 1)
     assert f"in result() for {archive}: 0% written" in lines()[0]
@@ -216,7 +216,7 @@ def copying(tmp_path, timer) -> Iterator[Copying]:
 
 
 def test_a_save_that_waits_for_host_memory_is_told_of_it(copying, timer, lines):
-    waiter = waits(timer, lambda: copying.save(guard=None), "_fill_now")
+    waiter = call_that_waits(timer, lambda: copying.save(guard=None), "_fill_now")
     wakes_up(timer)
     timer.sleep(2.0)
     until(lambda: len(lines()) == 1)
@@ -236,7 +236,7 @@ def test_a_save_that_waits_for_host_memory_is_told_of_it(copying, timer, lines):
 )
 def test_who_waits_for_a_copy_is_told_how_far_it_is(copying, timer, lines, call, inside, where):
     handle = copying.save(guard=copying.optimizer)
-    waiter = waits(timer, lambda: call(copying, handle), inside)
+    waiter = call_that_waits(timer, lambda: call(copying, handle), inside)
     wakes_up(timer)
     timer.sleep(2.0)
     until(lambda: len(lines()) == 1)
@@ -246,11 +246,11 @@ def test_who_waits_for_a_copy_is_told_how_far_it_is(copying, timer, lines, call,
 
 
 def test_who_reads_a_snapshot_that_is_not_complete_is_told_how_far_it_is(timer, lines, gate, monkeypatch):
-    fill = stager.Snapshot._fill_later
-    monkeypatch.setattr(stager.Snapshot, "_fill_later", lambda *a: (gate.passed(), fill(*a)))
+    fill = snapshot.Snapshot._fill_later
+    monkeypatch.setattr(snapshot.Snapshot, "_fill_later", lambda *a: (gate.passed(), fill(*a)))
     p = torch.nn.Parameter(weight(1).float(), requires_grad=False)
     with async_ckpt.snapshot({"p": p}, guard=torch.optim.SGD([p])) as snap:
-        waiter = waits(timer, lambda: snap["p"], "wait_for")
+        waiter = call_that_waits(timer, lambda: snap["p"], "wait_for")
         wakes_up(timer)
         timer.sleep(2.0)
         until(lambda: len(lines()) == 1)
@@ -262,10 +262,10 @@ def test_who_reads_a_snapshot_that_is_not_complete_is_told_how_far_it_is(timer, 
 def test_a_wrapped_call_that_waits_for_the_memory_of_earlier_ones_is_told_of_it(
     tmp_path, timer, lines, gate, monkeypatch
 ):
-    monkeypatch.setattr(default, "_host_memory", HostMemory(MIB))
+    monkeypatch.setattr(default, "_host_memory", BufferPool(MIB))
     save = async_ckpt.wrap(lambda path, value: (gate.passed(), torch.save(value, path)))
     first = save(tmp_path / "1.pt", weight(1))
-    waiter = waits(timer, lambda: save(tmp_path / "2.pt", weight(2)), "take")
+    waiter = call_that_waits(timer, lambda: save(tmp_path / "2.pt", weight(2)), "take")
     wakes_up(timer)
     timer.sleep(2.0)
     until(lambda: len(lines()) == 1)
@@ -278,7 +278,7 @@ def test_a_wrapped_call_that_waits_for_the_memory_of_earlier_ones_is_told_of_it(
 
 
 def test_threads_of_the_library_say_nothing(timer, lines):
-    wait = waiting.Wait("in a test", waiting.ENDS_THE_WAIT)
+    wait = waits.Wait("in a test", waits.ENDS_THE_WAIT)
     timer.sleep(3.0)
     thread = start_thread("test", lambda: wait.goes_on(lambda: "a future"))
     thread.join(PATIENCE)
@@ -288,13 +288,13 @@ def test_threads_of_the_library_say_nothing(timer, lines):
 
 
 def test_waiting_still_ends_with_its_timeout(held, timer):
-    waiter = waits(timer, lambda: held.ckpt.wait(timeout=100.0), "wait_for")
+    waiter = call_that_waits(timer, lambda: held.ckpt.wait(timeout=100.0), "wait_for")
     wakes_up(timer)
     timer.sleep(100.0)
     with pytest.raises(TimeoutError, match=r"under way after 100\.0 s"):
         waiter.outcome()
 
-    waiter = waits(timer, lambda: held.handle.result(100.0), "wait_for")
+    waiter = call_that_waits(timer, lambda: held.handle.result(100.0), "wait_for")
     wakes_up(timer)
     timer.sleep(100.0)
     with pytest.raises(TimeoutError):
@@ -306,9 +306,9 @@ def test_waiting_for_nothing_takes_no_time(timer):
     done: Future[None] = Future()
     done.set_exception(OSError("of the save"))
 
-    assert waiting.wait_for(done, 0.0)
-    assert not waiting.wait_for(Future(), 0.0)
-    assert not waiting.wait_for(Future(), -1.0)
+    assert waits.wait_for(done, 0.0)
+    assert not waits.wait_for(Future(), 0.0)
+    assert not waits.wait_for(Future(), -1.0)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_progress_is_shown_in_percent_and_bytes(progress, shown):
 HEAD = """
 import signal, sys
 import async_ckpt
-from async_ckpt.host import waiting
+from async_ckpt.host import waits
 from async_ckpt.saving.waiting import say_on_stderr
 from async_ckpt.spans import Timekeeper
 from children import hold_writes
@@ -347,7 +347,7 @@ go = hold_writes()
 signal.signal(signal.SIGUSR1, lambda *_: go.set())
 ckpt = open_run(sys.argv[1])
 handle = ckpt.save(state_at(1, 5), step=1)
-waiting.TIMEKEEPER = Jumping()
+waits.TIMEKEEPER = Jumping()
 """
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")

@@ -11,7 +11,7 @@ from racing import Call, Gate, until
 from states import MIB, SEGMENT, open_run
 
 import async_ckpt
-from async_ckpt.host.memory import Memory
+from async_ckpt.host.memory import HostBuffer
 from async_ckpt.host.pool import SegmentPool
 from async_ckpt.host.threads import Crew
 from async_ckpt.loading import fill
@@ -25,13 +25,13 @@ def state_of(mib: int) -> dict[str, torch.Tensor]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The size of each segment that is made."""
     sizes: list[int] = []
-    real = Memory.__init__
+    real = HostBuffer.__init__
 
-    def init(self: Memory, num_bytes: int, *how: object, **options: object) -> None:
+    def init(self: HostBuffer, num_bytes: int, *how: object, **options: object) -> None:
         sizes.append(num_bytes)
         real(self, num_bytes, *how, **options)
 
-    monkeypatch.setattr(Memory, "__init__", init)
+    monkeypatch.setattr(HostBuffer, "__init__", init)
     return sizes
 
 
@@ -78,7 +78,7 @@ def test_memory_that_cannot_be_had_is_not_counted(pool, monkeypatch):
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr(Memory, "near", full)
+    monkeypatch.setattr(HostBuffer, "near", full)
     with pytest.raises(MemoryError):
         pool.borrow(2, pin=None)
     with pytest.raises(MemoryError):
@@ -90,13 +90,13 @@ def test_memory_that_cannot_be_had_is_not_counted(pool, monkeypatch):
 
 
 def test_while_memory_is_reserved_a_save_makes_its_own(pool, monkeypatch):
-    gate, real = Gate(), Memory.touch
+    gate, real = Gate(), HostBuffer.touch
 
-    def touch(self: Memory) -> None:
+    def touch(self: HostBuffer) -> None:
         gate.passed()
         real(self)
 
-    monkeypatch.setattr(Memory, "touch", touch)
+    monkeypatch.setattr(HostBuffer, "touch", touch)
     crew = Crew("make", 1)
     reserving = Call(lambda: pool.reserve(8, crew, pin=None))
     gate.wait_reached()
@@ -110,13 +110,13 @@ def test_while_memory_is_reserved_a_save_makes_its_own(pool, monkeypatch):
 
 
 def test_nobody_is_asked_for_memory_while_some_is_being_made(pool, monkeypatch):
-    gate, real = Gate(), Memory.touch
+    gate, real = Gate(), HostBuffer.touch
 
-    def touch(self: Memory) -> None:
+    def touch(self: HostBuffer) -> None:
         gate.passed()
         real(self)
 
-    monkeypatch.setattr(Memory, "touch", touch)
+    monkeypatch.setattr(HostBuffer, "touch", touch)
     asked: list[bool] = []
     pool.add_reliever(lambda starving: bool(asked.append(starving)))
     leases = pool.borrow(7, pin=None)
@@ -188,13 +188,13 @@ def test_a_save_under_way_keeps_its_memory_while_another_step_is_restored(tmp_pa
 
 
 def test_a_checkpointer_that_closes_takes_no_more(tmp_path, monkeypatch):
-    gate, real = Gate(), Memory.touch
+    gate, real = Gate(), HostBuffer.touch
 
-    def touch(self: Memory) -> None:
+    def touch(self: HostBuffer) -> None:
         gate.passed()
         real(self)
 
-    monkeypatch.setattr(Memory, "touch", touch)
+    monkeypatch.setattr(HostBuffer, "touch", touch)
     ckpt = open_run(tmp_path)
     ckpt.restore(state_of(100))
     gate.wait_reached()

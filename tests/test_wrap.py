@@ -22,7 +22,7 @@ from wrapped import loaded, names, records, save_text
 
 from async_ckpt import SaveHandle, TornSnapshotError, UnsupportedStateError, wrap
 from async_ckpt.spec import DTYPES
-from async_ckpt.staging.stager import Snapshot
+from async_ckpt.staging.snapshot import Snapshot
 
 # --- what is written ---------------------------------------------------------------------------------------------
 

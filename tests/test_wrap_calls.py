@@ -581,7 +581,7 @@ def test_release_gives_the_memory_back(tmp_path):
     wrap(torch.save)(torch.ones(1000), tmp_path / "x.pt").result()
     async_ckpt.release()
 
-    assert repr(default.host_memory()) == "<HostMemory 0 bytes lent, 0 buffers idle>"
+    assert repr(default.host_memory()) == "<BufferPool 0 bytes lent, 0 buffers idle>"
 
 
 # --- functions within functions ----------------------------------------------------------------------------------
@@ -604,7 +604,7 @@ def test_waiting_for_a_handle_in_a_wrapped_function_raises_at_once(tmp_path):
 
 
 def test_a_wrapped_function_may_begin_another_save_elsewhere_whatever_memory_is_free(tmp_path, monkeypatch):
-    small = async_ckpt.staging.whole.HostMemory(1000)
+    small = async_ckpt.staging.host_copy.BufferPool(1000)
     monkeypatch.setattr(default, "_host_memory", small)
     inner = wrap(torch.save)
     handles = []

@@ -31,7 +31,7 @@ def _nothing_is_left(tmp_path):
     """After every test: no temporary file, and no memory counted as in use."""
     yield
     assert [name for name in names(tmp_path) if "async_ckpt-tmp" in name] == []
-    assert repr(default.host_memory()).startswith("<HostMemory 0 bytes lent")
+    assert repr(default.host_memory()).startswith("<BufferPool 0 bytes lent")
 
 
 def names(root: Path) -> list[str]:

@@ -16,7 +16,7 @@ from ..host.threads import running_future
 from ..saving.handle import SaveHandle
 from ..spans import Spans
 from ..staging.guard import unwrapped
-from ..staging.held import refuse_guard
+from ..staging.held_snapshot import refuse_guard
 from ..state.held import Held
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at

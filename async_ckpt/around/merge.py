@@ -18,7 +18,7 @@ from typing import Any, Final
 from ..errors import StateMismatchError
 from ..format import digests
 from ..format.layout import Layout, SegmentPlan, TensorPlan, lay_out
-from ..host.memory import Memory
+from ..host.memory import HostBuffer
 from ..loading.contents import Contents, Part
 from ..loading.find import committed_step, from_committed
 from ..loading.load import check_lent
@@ -178,7 +178,7 @@ def _write(state: _State, layout: Layout, storage: Storage, name: str) -> int:
     if not storage.remote:
         Path(storage.locate(name)).parent.mkdir(parents=True, exist_ok=True)
     out = Appender(storage, name, limit_bytes=layout.file_bytes)
-    memory = Memory(min(SEGMENT_BYTES, layout.file_bytes))
+    memory = HostBuffer(min(SEGMENT_BYTES, layout.file_bytes))
     try:
         covered, blocks = layout.digests.data.offset, bytearray()
         tail = b""
@@ -202,7 +202,7 @@ def _write(state: _State, layout: Layout, storage: Storage, name: str) -> int:
     return out.sink.num_retries
 
 
-def _fill(memory: Memory, plan: SegmentPlan, state: _State) -> None:
+def _fill(memory: HostBuffer, plan: SegmentPlan, state: _State) -> None:
     for target, data in plan.literals:
         memory.view[target : target + len(data)] = data
     ranges = [

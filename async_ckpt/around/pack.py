@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import ClosedError, NothingWrittenError, StorageUnavailableError
 from ..format.tarball import Tarball
 from ..host.threads import running_future
-from ..host.waiting import Completion
+from ..host.waits import Completion
 from ..report import Progress, SaveReport
 from ..saving.default import files_saver
 from ..saving.delivery import OffLoop

@@ -22,10 +22,10 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
-from ..host.memory import Memory
+from ..host.memory import HostBuffer
 from ..host.process import OnceInProcess
 from ..host.ranks import Words, World, world_of
-from ..host.waiting import ENDS_THE_CALL, Wait
+from ..host.waits import ENDS_THE_CALL, Wait
 from ..loading.contents import Part
 from ..loading.load import load_state
 from ..loading.lots import opened_parts
@@ -300,7 +300,7 @@ class SpreadExport(Export):
 
     def _ranges(self, number: int, tensor: torch.Tensor) -> Iterator[memoryview]:
         assert self._read is not None
-        memory = Memory(SEGMENT_BYTES // tensor.element_size() * tensor.element_size())
+        memory = HostBuffer(SEGMENT_BYTES // tensor.element_size() * tensor.element_size())
         try:
             for at in range(0, tensor.nbytes, memory.num_bytes):
                 length = min(memory.num_bytes, tensor.nbytes - at)

@@ -2,8 +2,8 @@
 
 In: tensors, devices. Out: the backend of each. Knows nothing of: saves, loads.
 
-A kind of device that has what copying in streams needs is a `Backend`; another one (MPS, and whoever publishes less) is
-none, and its tensors are fetched by a copy that the caller waits for.
+A kind of device that can copy in streams has a `Backend`. Others, such as MPS, have none: their tensors are fetched by
+a copy that the caller waits for. `backend.py`: backends in general; `cuda.py`: CUDA, ROCm; `npu_xpu.py`: Ascend, Intel.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Final
 
 import torch
 
-from .base import UNSUPPORTED, Backend, thread
+from .backend import UNSUPPORTED, Backend, thread
 from .cuda import Cuda
-from .others import Npu, Xpu
+from .npu_xpu import Npu, Xpu
 
 __all__ = [
-    "UNSUPPORTED", "Backend", "accelerator", "backend_of", "claim_thread", "current_device", "device_of", "has_plain_bytes", "is_at",
-    "is_capturing", "is_host", "is_on_host", "on_device",
+    "UNSUPPORTED", "Backend", "accelerator", "backend_of", "claim_thread", "current_device", "device_of",
+    "has_plain_bytes", "is_at", "is_capturing", "is_host", "is_on_host", "on_device",
 ]  # fmt: skip
 
 _KINDS: Final[dict[str, type[Backend]]] = {"cuda": Cuda, "npu": Npu, "xpu": Xpu}
@@ -29,7 +29,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 def device_of(tensor: torch.Tensor) -> torch.device | None:
-    """The accelerator that a tensor is on, whose copies are enqueued; None for one on the host, or anywhere else."""
+    """The accelerator that a tensor is on, if copies from it are enqueued; None for any other device."""
     if tensor.is_cpu:
         return None
     device = tensor.device
@@ -37,7 +37,7 @@ def device_of(tensor: torch.Tensor) -> torch.device | None:
 
 
 def backend_of(device: torch.device) -> Backend:
-    """Of a device that `device_of` has told."""
+    """The backend of a device that `device_of` has returned."""
     backend = _backend(device.type)
     assert backend is not None
     return backend
@@ -45,7 +45,7 @@ def backend_of(device: torch.device) -> Backend:
 
 @cache
 def _backend(kind: str) -> Backend | None:
-    """None for what is no accelerator, and for one that lacks what copies beside the training need, which is logged once."""
+    """The backend of a kind of device; None if it cannot copy beside the training, which is logged once."""
     if kind in ("cpu", "meta"):
         return None
     try:
@@ -64,9 +64,9 @@ def _backend(kind: str) -> Backend | None:
 
 
 def accelerator() -> str | None:
-    """The kind of accelerator that this process has, such as "cuda"; None for a process without.
+    """The kind of accelerator that this process has, such as "cuda"; None if it has none.
 
-    Nor has one that was forked from a process that used it: there even a question is an error.
+    A process that was forked from one that used it has none: there even a query is an error.
     """
     device = torch.accelerator.current_accelerator()
     if device is None:
@@ -89,28 +89,28 @@ def is_host(device: torch.device) -> bool:
 
 
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are copied as they are: on the host, or on an accelerator with a backend."""
+    """True for a tensor whose bytes are copied as they are: on the host, or on an accelerator with a backend."""
     return tensor.is_cpu or device_of(tensor) is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor's bytes lie in memory as they would in a file."""
+    """True for a strided tensor whose bytes lie in memory as they would in a file."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def is_at(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on a device; one without a number is any of its kind."""
+    """True if a tensor is on this device. A device without a number stands for any of its kind."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is being captured into a graph, which replays no hooks and takes no foreign events."""
+    """True while the current stream is captured into a graph, which replays no hooks and accepts no foreign events."""
     backend = _of_process()
     return backend is not None and backend.is_capturing()
 
 
 def current_device() -> torch.device | None:
-    """The device that this thread works on; None in a process that has used none."""
+    """The device that this thread works on; None in a process that has not used any."""
     backend = _of_process()
     return None if backend is None else backend.current_device()
 
@@ -121,5 +121,5 @@ def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
 
 
 def claim_thread() -> None:
-    """This is a thread of the library, and must not get in the way of the user's."""
+    """Mark this thread as one of the library, which must not interfere with threads of the user."""
     thread.is_ours = True

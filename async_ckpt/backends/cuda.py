@@ -1,4 +1,4 @@
-"""CUDA, and ROCm, which torch calls by that name: what it does otherwise than backends in general.
+"""CUDA, and ROCm, which torch calls by the same name: its differences from backends in general.
 
 In: devices, addresses. Out: streams of its own, registered memory. Knows nothing of: saves, loads.
 """
@@ -13,21 +13,25 @@ from typing import Any, Final
 
 import torch
 
-from .base import Backend, thread
+from .backend import Backend, thread
 
 _HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: for all contexts
-# Of the CUDA driver API: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_STREAM_NON_BLOCKING.
+# Constants of the CUDA driver API: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_STREAM_NON_BLOCKING.
 _THREAD_LOCAL: Final = 1
 _NON_BLOCKING: Final = 1
 _DRIVER: Final = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 class Cuda(Backend):
+    """NVIDIA, and AMD under ROCm."""
+
     register_flags = _HOST_REGISTER_PORTABLE
 
     def on_device(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Make `device` the current one. A thread of this library then leaves captures of others alone: by default, asking
-        for an event or registering memory on any thread breaks a graph that the training captures meanwhile.
+        """Make `device` the current one.
+
+        A thread of this library also opts out of breaking captures: by default, a query of an event or a registration
+        of memory on any thread breaks a graph that the training captures meanwhile.
         """
         if thread.is_ours and not thread.minds_captures:
             thread.minds_captures = True
@@ -37,29 +41,31 @@ class Cuda(Backend):
         return super().on_device(device)
 
     def new_stream(self, device: torch.device) -> Any:
-        """A stream that nobody else has, nor waits for the legacy default stream, which the training runs on.
+        """A stream that no other code uses, and that does not wait for the legacy default stream of the training.
 
-        Those of torch come from a pool of 32 in turn: a graph captured elsewhere may be handed the same one. They are
-        taken where the driver is not NVIDIA's, or makes none.
+        Streams of torch come from a pool of 32 in turn, so that a graph captured elsewhere may get the same one. They
+        are used only if the driver is not NVIDIA's, or creates no stream.
         """
-        made = _stream_of_driver(device)
-        return super().new_stream(device) if made is None else torch.cuda.ExternalStream(made, device=device)
+        stream = _stream_of_driver(device)
+        return (
+            super().new_stream(device) if stream is None else torch.cuda.ExternalStream(stream, device=device)
+        )
 
     def waiting_event(self) -> Any:
-        """One that a waiting thread sleeps for instead of spinning."""
+        """An event for which a waiting thread sleeps instead of spinning."""
         return self.module.Event(blocking=True)
 
     def register(self, address: int, num_bytes: int, device: torch.device) -> int:
         code = super().register(address, num_bytes, device)
         if code != 0:
-            # The refusal stays in CUDA's memory until a launch has reported it.
+            # CUDA keeps the refusal until a launch has reported it.
             with self.on_device(device), suppress(RuntimeError):
                 torch.zeros(1, device=device)
         return code
 
 
 def _stream_of_driver(device: torch.device) -> int | None:
-    """In the context that torch uses too, which need not be this thread's yet. None where there is no such driver."""
+    """A new stream in the context that torch uses, which need not be this thread's yet. None without such a driver."""
     driver = _driver()
     if driver is None:
         return None
@@ -72,15 +78,15 @@ def _stream_of_driver(device: torch.device) -> int | None:
     ):
         return None
     try:
-        made = driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
+        code = driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
     finally:
         driver.cuCtxPopCurrent_v2(ctypes.byref(before))
-    return stream.value if made == 0 else None
+    return stream.value if code == 0 else None
 
 
 @cache
 def _driver() -> Any:
-    """NVIDIA's; None where there is none, as under ROCm."""
+    """The driver of NVIDIA; None if there is none, as under ROCm."""
     with suppress(OSError, AttributeError):
         driver = ctypes.CDLL(_DRIVER)
         return driver if driver.cuStreamCreate and driver.cuThreadExchangeStreamCaptureMode else None

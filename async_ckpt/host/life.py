@@ -1,6 +1,6 @@
-"""The life of an object, as a table of its states.
+"""The life of an object: a table of its states.
 
-In: which state may follow which. Out: the state that it is in. Knows nothing of: what the states mean, locks.
+In: the states that may follow each state. Out: the present state. Knows nothing of: what the states mean, locks.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ S = TypeVar("S")
 
 
 class Life(Generic[S]):
-    """Begins in the first state of the table. Whoever owns the object locks this as all its state."""
+    """The present state of one object, at first the first one of the table. The lock of its owner guards it."""
 
-    __slots__ = ("_goes", "now")
+    __slots__ = ("_successors", "now")
 
-    def __init__(self, goes: Mapping[S, Collection[S]]) -> None:
-        self._goes = goes
-        self.now = next(iter(goes))
+    def __init__(self, successors: Mapping[S, Collection[S]]) -> None:
+        self._successors = successors
+        self.now = next(iter(successors))
 
     def go(self, state: S) -> bool:
-        """Go over to a state, if it may follow the present one: False when it may not."""
-        if state not in self._goes[self.now]:
+        """Change to a state if it may follow the present one. False if it may not."""
+        if state not in self._successors[self.now]:
             return False
         self.now = state
         return True

@@ -1,8 +1,8 @@
-"""What this process may take of its host: processors and memory.
+"""Limits of the host: how many processors and how much memory this process may use.
 
-In: the environment, /proc, control groups of either version. Out: two numbers. Knows nothing of: what they are for.
+In: the environment, /proc, control groups of either version. Out: two numbers. Knows nothing of: their uses.
 
-Ranks of one host share both. A container's limits count as well as those of a job that is in no container.
+The ranks of one host share both. The limits of a container count, and so do those of a job outside of a container.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from ..spec import KIB, MIB
 
 _ROOT: Final = Path("/")
-# Ranks on this host, as torchrun, Open MPI, MPICH, and Slurm ("8(x2)") tell each of them.
+# The number of ranks on this host, as torchrun, Open MPI, MPICH, and Slurm ("8(x2)") pass it to each rank.
 _LOCAL_SIZES: Final = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -27,7 +27,7 @@ _LOCAL_SIZES: Final = (
 
 
 def local_world_size() -> int:
-    """Ranks on this host."""
+    """The number of ranks on this host."""
     for name in _LOCAL_SIZES:
         number = os.environ.get(name, "").partition("(")[0]
         if number.isdecimal():
@@ -36,14 +36,14 @@ def local_world_size() -> int:
 
 
 def num_cpus() -> int:
-    """Processors this process may use, shared fairly with the other ranks of the host."""
+    """The number of processors that this process may use, shared evenly with the other ranks of the host."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # A group's quota is shared by its threads, whatever their priority: more of them would hold up the training.
+    # All threads of a group share its quota, whatever their priority: more threads would hold up the training.
     return max(1, min(usable, _quota()) // local_world_size())
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:
-    """Memory that could be taken without swapping: the machine's, or a control group's where that is less."""
+    """Memory that could be taken without swapping: that of the machine, or of a control group if that has less."""
     free = _available_bytes(root)
     for folder, version in _groups(root, "memory"):
         names = (
@@ -57,9 +57,14 @@ def free_memory_bytes(root: Path = _ROOT) -> int:
     return free
 
 
+def spare_memory_bytes() -> int:
+    """The memory that this rank takes at most if the user sets no budget: its share of a half of what is free."""
+    return free_memory_bytes() // 2 // local_world_size()
+
+
 @cache
 def _quota(root: Path = _ROOT) -> int:
-    """Processors that the control groups leave this process; a large number where they do not say."""
+    """The number of processors that control groups leave to this process; a large number if no group limits them."""
     quotas = [math.inf]
     for folder, version in _groups(root, "cpu"):
         if version == 2:
@@ -73,7 +78,7 @@ def _quota(root: Path = _ROOT) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """The folders of this process's control groups, up to the root of what it sees, and their version."""
+    """The folders of this process's control groups with their versions, up to the root that the process sees."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -81,14 +86,14 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             continue
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
         inner = top / path.lstrip("/")
-        # A container may see itself as the root, whatever it is called outside.
+        # A container may see itself as the root, under another name than outside.
         for folder in (inner, *inner.parents):
             if folder.is_relative_to(top) and folder.is_dir():
                 yield folder, 1 if controllers else 2
 
 
 def _reclaimable_bytes(folder: Path, version: int) -> int:
-    """Files in the page cache that nobody has used lately: they count as used, and go when memory is short."""
+    """Files in the page cache that were not used lately: they count as used memory, and go when memory is short."""
     name = "inactive_file" if version == 2 else "total_inactive_file"
     for line in (_text(folder / "memory.stat") or "").splitlines():
         key, _, value = line.partition(" ")

@@ -1,10 +1,10 @@
-"""Host memory: page-aligned maps of exact size, which a driver may page-lock, and the segments they are cut into.
+"""Host memory: buffers of exact size, which a driver may page-lock, and the segments that they are cut into.
 
-In: sizes, devices. Out: memory. Knows nothing of: budgets, saves.
+In: sizes, devices. Out: buffers and segments. Knows nothing of: budgets, saves.
 
-Maps are private and anonymous with huge pages: first touch costs a tenth of Python's shared default, a forked child does
-not inherit them (so its copy-on-write never slows a page that a device is writing to), and they have their exact size,
-where PyTorch's own pinned allocator rounds up to a power of two.
+A buffer is a private, anonymous map with huge pages. Its first touch costs a tenth of that of Python's default, a
+shared map. A forked child does not inherit it, so copy-on-write never slows a page that a device is writing to. A
+buffer has its exact size, while PyTorch's allocator of pinned memory rounds up to a power of two.
 """
 
 from __future__ import annotations
@@ -29,56 +29,61 @@ _TOUCHED_AT_ONCE: Final = 64 * MIB
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """A new map. Part of it is slack, so that the memory can begin on a huge page; what is never touched takes none."""
+    """A new map. Part of it is slack, so that a buffer can begin on a huge page; untouched pages take no memory."""
     if hasattr(mmap, "MAP_ANONYMOUS"):
-        made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
-        made = mmap.mmap(-1, num_bytes)
+        pages = mmap.mmap(-1, num_bytes)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             try:
-                made.madvise(getattr(mmap, advice))
+                pages.madvise(getattr(mmap, advice))
             except OSError:
-                pass  # a kernel without it works, only slower
-    return made
+                pass  # without the advice it works, only slower
+    return pages
 
 
-def _seen(given: torch.Tensor) -> Any:
-    """The memory of a tensor as a buffer that keeps it."""
-    kind: Any = type("Given", (ctypes.c_ubyte * given.numel(),), {})
-    seen = kind.from_address(given.data_ptr())
-    seen.tensor = given
-    return seen
+def _array_over(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor as an array of bytes that keeps the tensor."""
+    kind: Any = type("TensorBytes", (ctypes.c_ubyte * tensor.numel(),), {})
+    array = kind.from_address(tensor.data_ptr())
+    array.tensor = tensor
+    return array
 
 
-class Memory:
-    """One piece of host memory, page-locked as a whole: a copy that crosses two registrations is an error to CUDA."""
+class HostBuffer:
+    """One piece of host memory, page-locked as a whole: for CUDA, a copy across two registrations is an error.
+
+    A pool creates and owns the buffer, and any thread may use it.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
-        """`device` is one that it is to be pinned for: its pages lie near it, and may be page-locked from the beginning."""
+        """For a device that has no call to page-lock memory, the buffer is page-locked from the beginning."""
         self.num_bytes = num_bytes
         self.pinned_for: torch.device | None = None
         self.is_leaked = False
-        self._pinning = threading.Lock()
+        self._pinning = (
+            threading.Lock()
+        )  # held during the driver's call: a second one for the same pages is an error
         self._pid = os.getpid()
-        given = backend_of(device).host_memory(num_bytes + _HUGE_PAGE_BYTES) if device else None
-        self._is_registered = given is None
-        self._map: Any = _mapped(num_bytes + _HUGE_PAGE_BYTES) if given is None else _seen(given)
+        pinned = backend_of(device).host_memory(num_bytes + _HUGE_PAGE_BYTES) if device else None
+        self._is_registered = pinned is None
+        self._map: Any = _mapped(num_bytes + _HUGE_PAGE_BYTES) if pinned is None else _array_over(pinned)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.address = align_up(begin, _HUGE_PAGE_BYTES)
         self._begin = self.address - begin
         self.view = memoryview(self._map).cast("B")[self._begin :][:num_bytes]
-        if given is not None:
+        if pinned is not None:
             self.pinned_for = device
 
     @classmethod
-    def near(cls, device: torch.device | None, num_bytes: int) -> Memory:
-        """A new one, whose pages lie near the device that it is to be pinned for."""
-        made = cls(num_bytes, device)
-        node = node_of(device) if device and not made.pinned else None
+    def near(cls, device: torch.device | None, num_bytes: int) -> HostBuffer:
+        """A new buffer, whose pages lie near the device that it is to be page-locked for."""
+        buffer = cls(num_bytes, device)
+        node = node_of(device) if device and not buffer.pinned else None
         if node is not None:
-            prefer_node(made.address, num_bytes, node)
-        return made
+            prefer_node(buffer.address, num_bytes, node)
+        return buffer
 
     @property
     def pinned(self) -> bool:
@@ -87,42 +92,47 @@ class Memory:
     @cached_property
     def tensor(self) -> torch.Tensor:
         """The memory as a 1-D uint8 tensor."""
-        # From the map itself, which then cannot be unmapped under the tensor; and an ordinary tensor, even when the
-        # first save is made inside of inference mode.
+        # The tensor refers to the map, which then cannot be unmapped under it. The tensor is an ordinary one, even if
+        # the first save is made in inference mode.
         items = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map, self._begin)
         with torch.inference_mode(False):
             return torch.frombuffer(items, dtype=torch.uint8)
 
     def pin(self, device: torch.device) -> int:
-        """Page-lock the memory; the driver's error code, 0 when it is locked. `device` is one that this process uses."""
+        """Page-lock the buffer for a device that this process uses.
+
+        Returns the driver's error code, 0 if it is locked.
+        """
         with self._pinning:
             if self.pinned:
                 return 0
-            # To the end of its last page, which is no other's: some drivers take nothing else.
+            # To the end of the last page, which belongs to this buffer alone: some drivers accept only whole pages.
             code = backend_of(device).register(self.address, align_up(self.num_bytes, PAGE_BYTES), device)
             if code == 0:
                 self.pinned_for = device
             return code
 
     def touch(self, begin: int = 0, end: int | None = None) -> None:
-        """Make the kernel give the pages now rather than while training waits. Releases the GIL."""
+        """Have the kernel provide the pages now rather than while training waits. Releases the GIL."""
         ctypes.memset(self.address + begin, 0, (self.num_bytes if end is None else end) - begin)
 
     def lock_by(self, crew: Crew, device: torch.device) -> None:
-        """`pin` what is new, touched before by several threads, and on none of the caller's: a driver that is asked for
-        page-locked memory breaks the capture of a graph elsewhere, but on a thread that has said that it does not.
+        """Touch a new buffer by several threads of the crew, then page-lock it.
+
+        The caller's thread does neither: a call that page-locks memory breaks the capture of a graph on another thread,
+        unless its own thread has opted out of that, as the library's do.
         """
         parts = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
         ends = [min(at + _TOUCHED_AT_ONCE, self.num_bytes) for at in parts]
         crew.run_all(partial(self.touch, begin, end) for begin, end in zip(parts, ends, strict=True))
 
         def pin() -> None:
-            self.pin(device)  # refused: the copy is slower, and right
+            self.pin(device)  # if it is refused, copies are slower
 
         crew.run_all([pin])
 
     def unpin(self) -> bool:
-        """Undo `pin`. False where the driver does not say that it has: then the memory must stay mapped."""
+        """Undo `pin`. False if the driver does not confirm it: then the memory must stay mapped."""
         device, self.pinned_for = self.pinned_for, None
         if device is None or os.getpid() != self._pid or not self._is_registered:
             return True
@@ -137,8 +147,8 @@ class Memory:
         _leaked.append(self)
 
     def __del__(self) -> None:
-        # A map that goes while a driver still has it registered would leave its address pointing at other memory.
-        # At the interpreter's end the driver may be gone before us, and so may every name of this module.
+        # If a map were closed while a driver has it registered, the driver would use other memory at its address. At
+        # the interpreter's end the driver may be gone already, and so may every name of this module.
         if self.pinned_for is not None:
             try:
                 if not self.unpin():
@@ -156,15 +166,15 @@ class Memory:
             if self._is_registered:
                 self._map.close()
         except BufferError:
-            pass  # someone still looks at it; the map goes when they do
+            pass  # something still refers to the map, and closes it when it goes
 
 
 class Segment:
-    """A part of some memory, as those want it who fill segments or read from them."""
+    """A part of a buffer: the unit that is filled, digested and written."""
 
     __slots__ = ("_tensor", "begin", "end", "memory", "view")
 
-    def __init__(self, memory: Memory, begin: int, end: int) -> None:
+    def __init__(self, memory: HostBuffer, begin: int, end: int) -> None:
         self.memory, self.begin, self.end = memory, begin, end
         self.view = memory.view[begin:end]
         self._tensor: torch.Tensor | None = None
@@ -189,24 +199,24 @@ class Segment:
         return self.memory.pinned
 
     def joined_to(self, last: Segment) -> Segment:
-        """This one, all up to another of the same memory, and that."""
+        """The segment from the start of this one to the end of `last`, which is in the same buffer."""
         return self if last is self else Segment(self.memory, self.begin, last.end)
 
     def part(self, begin: int, end: int) -> Segment:
         return Segment(self.memory, self.begin + begin, self.begin + end)
 
     def let_go(self) -> None:
-        """Look at the memory no more, which is not unmapped before."""
+        """Stop referring to the buffer, so that it can be unmapped."""
         self._tensor = None
-        with suppress(BufferError):  # somebody else still does
+        with suppress(BufferError):  # something else still refers to it
             self.view.release()
 
 
-_leaked: list[Memory] = []
+_leaked: list[HostBuffer] = []
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> None:
-    """Ask for huge pages under memory that is not ours; where that is refused, nothing is lost but time."""
+    """Ask for huge pages under memory of others. If that is refused, only time is lost."""
     begin = align_up(address, _HUGE_PAGE_BYTES)
     length = (address + num_bytes - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:

@@ -1,9 +1,15 @@
-"""The segment pool: the host memory that a snapshot is copied into, and that is written from without another copy.
+"""The segment pool: the host memory that snapshots are copied into, and that files are written from.
 
-In: a budget. Out: leases of page-aligned memory. Knows nothing of: tensors' values, files.
+In: a budget. Out: leases of page-aligned memory. Knows nothing of: the values of tensors, files.
 
-Segments that are page-locked are made as runs, one behind the other in the same memory, and lent so where the file has them
-one behind the other: then a tensor is one copy from its device, however many segments it is in.
+A thread that wants a segment queues its order, (save, segment). The lowest order is served first: a free segment, else
+new memory as far as the budget goes, else it waits for a lease to end. The oldest save therefore always gets on, and
+ends, and frees its memory for the next. While the first in line waits, it asks the relievers, which are drains that
+keep segments only as a convenience, to let go of some. New memory is made, touched and page-locked on the thread that
+wants it.
+
+Page-locked segments are made as runs, one behind the other in one buffer, and lent as runs where the file has them one
+behind the other. A tensor is then one copy from its device, however many segments it is in.
 """
 
 from __future__ import annotations
@@ -14,47 +20,88 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
 from ..backends import UNSUPPORTED
 from ..spec import GIB, MIB, SEGMENT_BYTES, align_up
-from .limits import free_memory_bytes, local_world_size
-from .memory import Memory, Segment
+from .limits import spare_memory_bytes
+from .memory import HostBuffer, Segment
 from .threads import Crew
+from .waits import LIVENESS_SECONDS
 
-# Without at least this many a save cannot overlap copying with writing: one being filled, one being written,
-# and up to two that wait for the end of the file.
+# With fewer segments a save could not copy and write at one time: one is being filled, one is being written, and up to
+# two wait for the end of the file.
 MIN_SEGMENTS: Final = 4
-# What is page-locked at once: as long as this takes, other calls of the driver may wait.
+# The largest buffer: while one is being page-locked, other calls of the driver may wait.
 MAX_RUN_BYTES: Final = GIB
-# Where several threads make memory, none makes less than this at once.
+# If several threads make memory, each makes at least this much at once.
 _MIN_RUN_BYTES: Final = 256 * MIB
-# How long a waiting thread sleeps before it looks whether what it waits for can still come.
-LIVENESS_SECONDS: Final = 0.2
-# Threads that make new memory: more wait for the kernel's lock on the process's memory.
+# Threads that make new memory. More would wait for the kernel's lock on the memory of the process.
 _MAX_MAKERS: Final = 8
-# Of the memory that is free, the share that the pool may take when the user sets no budget.
-_SHARE_OF_FREE: Final = 0.5
-
 
 Reliever = Callable[[bool], bool]
 
 
+class SegmentLender(Protocol):
+    """A lender of segments: a pool, or one buffer of exact size."""
+
+    @property
+    def max_segments(self) -> int: ...
+
+    @property
+    def max_run(self) -> int:
+        """The largest number of segments that lie one behind the other."""
+
+    def lease_run(
+        self,
+        order: tuple[int, int],
+        num_segments: int,
+        *,
+        pin: torch.device | None,
+        check: Callable[[], None],
+    ) -> list[Lease]:
+        """Wait for up to `num_segments` segments, at least one, that lie one behind the other in the same memory.
+
+        The lowest `order` (save, segment) is served first. With `pin` they are page-locked, by a thread that works for
+        this device. `check` is called again and again while waiting, and raises when waiting has become pointless.
+        """
+
+    def take_back(self, segments: Sequence[Segment]) -> None:
+        """The leases of these segments have ended."""
+
+    def write_off(self, segment: Segment) -> None:
+        """A device may still write to this segment, so it must never be lent again."""
+
+
+class SegmentReceiver(Protocol):
+    """Takes the segments of one save as they are filled, from several threads."""
+
+    @property
+    def num_tail(self) -> int:
+        """The number of segments that it keeps until it has all others."""
+
+    def put(self, number: int, lease: Lease) -> None:
+        """Segment `number` is filled; the receiver releases the lease."""
+
+    def check(self) -> None:
+        """Raises if the save has failed elsewhere."""
+
+
 class Lease:
-    """A segment on loan. It goes back to the pool when everyone who retained it has released it."""
+    """A segment on loan, with a count of its users; the last one to release the lease ends it."""
 
-    __slots__ = ("_count", "_lock", "_pool", "segment")
+    __slots__ = ("_count", "_lender", "_lock", "segment")
 
-    def __init__(self, pool: SegmentPool, segment: Segment) -> None:
+    def __init__(self, lender: SegmentLender, segment: Segment) -> None:
         self.segment = segment
-        self._pool = pool
+        self._lender = lender
         self._count = 1
         self._lock = threading.Lock()
 
     def retain(self) -> None:
-        """One more release is needed: for a sink that reads the memory after its `write` has returned."""
+        """Ask for one more release. A sink does so if it reads the memory after its `write` has returned."""
         with self._lock:
             self._count += 1
 
@@ -63,21 +110,21 @@ class Lease:
             self._count -= 1
             last = self._count == 0
         if last:
-            self._pool._take_back([self.segment])
+            self._lender.take_back([self.segment])
 
     def leak(self) -> None:
-        """Instead of `release`, where a device may still write to the memory: nobody ever gets it again."""
-        self._pool._write_off(self.segment)
+        """Never lend the memory again, because a device may still write to it. Replaces `release`."""
+        self._lender.write_off(self.segment)
 
 
-class _Free:
-    """The segments that nobody has, by the memory that they are parts of. Whoever takes from it holds the pool's lock."""
+class _FreeSegments:
+    """The free segments of a pool, by the buffers that they are parts of. The pool's lock guards all of it."""
 
     def __init__(self) -> None:
-        self._parts: dict[Memory, dict[int, Segment]] = {}  # by where each begins
-        # Memory by its longest run of free segments; the latest that came back is the first to go, and still warm.
-        self._by_run: dict[int, dict[Memory, None]] = {}
-        self._run_of: dict[Memory, int] = {}
+        self._parts: dict[HostBuffer, dict[int, Segment]] = {}  # by the offset of each
+        # Buffers by the length of their longest run. The one that came back last is lent first, as it is still warm.
+        self._by_run: dict[int, dict[HostBuffer, None]] = {}
+        self._run_of: dict[HostBuffer, int] = {}
         self._num = 0
 
     def __len__(self) -> int:
@@ -94,18 +141,18 @@ class _Free:
         self._note(segment.memory)
 
     def take(self, num_segments: int) -> list[Segment]:
-        """Up to so many, one behind the other: of the shortest run that is long enough, else of the longest one."""
+        """Up to `num_segments` segments in a row, from the shortest run that is long enough, else the longest."""
         if not self._num:
             return []
         enough = [length for length in self._by_run if length >= num_segments]
         length = min(enough) if enough else max(self._by_run)
         memory = next(reversed(self._by_run[length]))
-        taken = _longest_run(self._parts[memory])[:num_segments]
-        self._remove(memory, taken)
-        return taken
+        segments = _longest_run(self._parts[memory])[:num_segments]
+        self._remove(memory, segments)
+        return segments
 
     def take_whole(self) -> list[Segment]:
-        """All segments of all memory that is free as a whole."""
+        """All segments of the buffers that are free as a whole."""
         whole = [
             (memory, list(parts.values()))
             for memory, parts in self._parts.items()
@@ -115,27 +162,27 @@ class _Free:
             self._remove(memory, segments)
         return [segment for _, segments in whole for segment in segments]
 
-    def _remove(self, memory: Memory, taken: Sequence[Segment]) -> None:
+    def _remove(self, memory: HostBuffer, segments: Sequence[Segment]) -> None:
         self._forget(memory)
         parts = self._parts[memory]
-        for segment in taken:
+        for segment in segments:
             del parts[segment.begin]
-        self._num -= len(taken)
+        self._num -= len(segments)
         if parts:
             self._note(memory)
         else:
             del self._parts[memory]
 
-    def _note(self, memory: Memory) -> None:
+    def _note(self, memory: HostBuffer) -> None:
         length = self._run_of[memory] = len(_longest_run(self._parts[memory]))
         self._by_run.setdefault(length, {})[memory] = None
 
-    def _forget(self, memory: Memory) -> None:
+    def _forget(self, memory: HostBuffer) -> None:
         length = self._run_of.pop(memory, None)
         if length is not None:
-            others = self._by_run[length]
-            del others[memory]
-            if not others:
+            buffers = self._by_run[length]
+            del buffers[memory]
+            if not buffers:
                 del self._by_run[length]
 
 
@@ -152,19 +199,22 @@ def _longest_run(parts: Mapping[int, Segment]) -> list[Segment]:
 
 
 class SegmentPool:
-    """Grants leases, never more than the budget holds: the oldest save first, in file order within a save.
+    """Lends segments, never more than the budget holds: to the oldest save first, in file order within a save.
 
-    A drained segment is lent again before new memory is touched. The budget is hard: `lease` waits.
+    A saver owns one, and any thread may use it. A segment that came back is lent again before new memory is touched.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES, *, max_bytes: int | None = None) -> None:
         self.segment_bytes = segment_bytes
         self._hard = max_bytes is not None
         self._max_segments = MIN_SEGMENTS if max_bytes is None else max_bytes // segment_bytes
+        # Guards all below. Memory is counted under it before it is made, so that the budget holds, but it is made,
+        # touched and page-locked without it, since that takes up to seconds. Relievers and `check` are called without
+        # it, too: they take the locks of drains, whose threads give segments back.
         self._changed = threading.Condition()
-        self._free = _Free()  # under _changed, like all below
+        self._free = _FreeSegments()
         self._num_segments = 0
-        self._num_making = 0  # of these: not there yet, and soon free
+        self._num_making = 0  # segments that are counted, but not there yet, and free soon
         self._num_leaked = 0
         self._waiting: list[tuple[int, int]] = []
         self._relievers: list[Reliever] = []
@@ -174,7 +224,7 @@ class SegmentPool:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory held: lent, free, or lost to copies that no device has told the end of."""
+        """The host memory in use: lent, free, or lost to copies whose end no device has reported."""
         return (self._num_segments + self._num_leaked) * self.segment_bytes
 
     @property
@@ -183,28 +233,24 @@ class SegmentPool:
 
     @property
     def max_run(self) -> int:
-        """How many segments lie one behind the other at most."""
+        """The largest number of segments that lie one behind the other."""
         return max(1, MAX_RUN_BYTES // self.segment_bytes)
 
     def admit(self, file_bytes: int, num_saves: int = 1, *, least: int = MIN_SEGMENTS) -> None:
-        """Without a budget from the user, let the pool grow to what `num_saves` such archives need, memory permitting.
+        """Let a pool without a budget from the user grow to the size of `num_saves` such archives, memory permitting.
 
-        It may have `least` segments in any case.
+        The pool may have `least` segments in any case.
         """
         if self._hard:
             return
         self._max_segments = max(self._max_segments, least)
         needed = align_up(file_bytes, self.segment_bytes) // self.segment_bytes * num_saves
         if needed > self._max_segments:
-            spare = int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size()) + self.num_bytes
+            spare = spare_memory_bytes() + self.num_bytes
             self._max_segments = max(self._max_segments, min(needed, spare // self.segment_bytes))
 
     def lease(self, order: tuple[int, int], *, pin: torch.device | None, check: Callable[[], None]) -> Lease:
-        """Wait for a segment. The lowest `order` (save, segment) is served first.
-
-        With `pin` the segment is page-locked, by a thread that works for this device.
-        `check` raises when waiting has become pointless; it is called again and again while waiting.
-        """
+        """Wait for one segment; see `SegmentLender.lease_run`."""
         return self.lease_run(order, 1, pin=pin, check=check)[0]
 
     def lease_run(
@@ -215,7 +261,7 @@ class SegmentPool:
         pin: torch.device | None,
         check: Callable[[], None],
     ) -> list[Lease]:
-        """Like `lease`: up to so many segments, at least one, that lie one behind the other in the same memory."""
+        """Wait for up to `num_segments` segments in a row; see `SegmentLender`."""
         with self._changed:
             heapq.heappush(self._waiting, order)
             starving = False
@@ -223,7 +269,7 @@ class SegmentPool:
                 while self._waiting[0] != order or not (
                     self._free or self._num_segments < self._max_segments
                 ):
-                    # What is being made comes sooner than what somebody would have to let go of.
+                    # Segments that are being made come sooner than those that a reliever lets go of.
                     needs_relief = self._waiting[0] == order and not self._num_making
                     relievers = self._relievers if needs_relief else []
                     self._changed.release()
@@ -243,27 +289,27 @@ class SegmentPool:
         return self._lent(segments or self._new(num_new, pin), pin)
 
     def _lent(self, segments: list[Segment], pin: torch.device | None) -> list[Lease]:
-        """Leases of a run, page-locked if it is wanted so."""
+        """The leases of a run, page-locked for the device `pin`."""
         try:
             if pin:
-                self._pin(segments[0].memory, pin)  # which all of them are in
+                self._pin(segments[0].memory, pin)  # the buffer of all of them
         except BaseException:
-            self._take_back(segments)
+            self.take_back(segments)
             raise
         return [Lease(self, segment) for segment in segments]
 
     def _claim_now(self, num_segments: int, pin: torch.device | None) -> int:
-        """How many segments to make at once, of so many that are wanted; counted as made. Under the lock."""
+        """Count up to `num_segments` new segments as there, as far as the budget goes. Under the lock."""
         at_once = self.max_run if pin else 1
         num_new = max(0, min(num_segments, at_once, self._max_segments - self._num_segments))
         self._num_segments += num_new
         return num_new
 
     def _new(self, num_segments: int, pin: torch.device | None, *, touched: bool = False) -> list[Segment]:
-        """So many new ones, which have been claimed, in memory of their own; page-locked if they are wanted so."""
+        """Make the claimed segments in a buffer of their own, page-locked for the device `pin`."""
         try:
-            memory = Memory.near(pin, num_segments * self.segment_bytes)
-            # What is page-locked is touched before, and not under the driver's lock.
+            memory = HostBuffer.near(pin, num_segments * self.segment_bytes)
+            # The pages are touched before they are locked, and not under the driver's lock.
             if touched or (pin and not memory.pinned):
                 memory.touch()
             if pin:
@@ -277,9 +323,9 @@ class SegmentPool:
         return [Segment(memory, begin, begin + size) for begin in range(0, memory.num_bytes, size)]
 
     def add_reliever(self, relieve: Reliever) -> None:
-        """Ask `relieve` for memory, the oldest first, when a lease has to wait: it says whether it has let go of some.
+        """Call `relieve` when a lease has to wait, the oldest one first. `relieve` returns True if it has freed memory.
 
-        Its argument says whether the wait has already been in vain for a while.
+        Its argument is True if the wait has been in vain for a while.
         """
         with self._changed:
             self._relievers = [*self._relievers, relieve]
@@ -289,9 +335,9 @@ class SegmentPool:
             self._relievers = [other for other in self._relievers if other != relieve]
 
     def borrow(self, num_segments: int, *, pin: torch.device | None) -> list[Lease]:
-        """Up to so many segments: free ones, then new ones as far as the budget goes. None while others wait for some.
+        """Up to `num_segments` segments without a wait: free ones, then new ones as far as the budget goes.
 
-        It waits for nothing; in a forked child there are none.
+        There are none while others wait for segments, and none in a forked child.
         """
         if os.getpid() != self._pid:
             return []
@@ -320,30 +366,31 @@ class SegmentPool:
         pin: torch.device | None,
         goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Hold this many segments, touched (and page-locked) by several threads at once, or by this one. Returns when done.
+        """Make the pool hold this many segments, touched (and page-locked) by the threads of `crew`, or by this one.
 
-        A run is made when it is its turn, so whoever wants a segment meanwhile makes its own. `goes_on` is asked before each.
+        Returns when that is done. A run is claimed just before it is made, so a lease that is wanted meanwhile does not
+        wait for all of them. `goes_on` is called before each.
         """
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         num_new = min(num_segments, self._max_segments) - self._num_segments
         num_threads = 1 if crew is None else max(0, min(num_new, crew.max_threads, _MAX_MAKERS))
-        # In the background little at once: whoever needs memory at once waits for what is being made.
+        # This thread makes little at once: a lease that needs memory at once waits for the run that is being made.
         share = 0 if crew is None else num_new // max(1, num_threads)
         at_once = max(1, _MIN_RUN_BYTES // self.segment_bytes, share)
 
         def make() -> None:
             error: BaseException | None = None
             try:
-                while goes_on() and (claimed := self._claim(num_segments, at_once, pin)):
+                while goes_on() and (num_claimed := self._claim(num_segments, at_once, pin)):
                     try:
-                        made = self._new(claimed, pin, touched=True)
+                        segments = self._new(num_claimed, pin, touched=True)
                     except BaseException:
-                        self._take_back([], num_made=claimed)
+                        self.take_back([], num_made=num_claimed)
                         raise
-                    self._take_back(made, num_made=claimed)
+                    self.take_back(segments, num_made=num_claimed)
             except BaseException as failure:
                 error = failure
-            done.put(error)
+            outcomes.put(error)
 
         for _ in range(num_threads):
             if crew is None:
@@ -355,19 +402,19 @@ class SegmentPool:
                 pageable = {segment.memory for segment in self._free if not segment.pinned}
             for memory in pageable:
                 self._pin(memory, pin)
-        errors = [error for _ in range(num_threads) if (error := done.get()) is not None]
+        errors = [error for _ in range(num_threads) if (error := outcomes.get()) is not None]
         if errors:
             raise errors[0]
 
     def _claim(self, num_segments: int, at_once: int, pin: torch.device | None) -> int:
-        """How many more are to be made now, of so many in all."""
+        """Claim the next run of at most `at_once` segments, while the pool holds fewer than `num_segments`."""
         with self._changed:
             wanted = 0 if self._closed else num_segments - self._num_segments
-            claimed = self._claim_now(min(wanted, at_once), pin)
-            self._num_making += claimed
-            return claimed
+            num_claimed = self._claim_now(min(wanted, at_once), pin)
+            self._num_making += num_claimed
+            return num_claimed
 
-    def _pin(self, memory: Memory, device: torch.device) -> None:
+    def _pin(self, memory: HostBuffer, device: torch.device) -> None:
         if self._pin_refused or memory.pinned:
             return
         code = memory.pin(device)
@@ -376,12 +423,13 @@ class SegmentPool:
         if code not in (0, UNSUPPORTED):
             warnings.warn(
                 f"the driver of {device} refused to page-lock host memory (error {code}); copies will be slower. "
-                "It does where memory is short, or a container may lock no more: lower host_bytes, or allow it more.",
+                "Memory may be short, or the container at its limit of locked memory: lower host_bytes, or raise the limit.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
-    def _take_back(self, segments: Sequence[Segment], *, num_made: int = 0) -> None:
+    def take_back(self, segments: Sequence[Segment], *, num_made: int = 0) -> None:
+        """Let others have these segments. `num_made` fewer are being made."""
         with self._changed:
             self._num_making -= num_made
             for segment in segments:
@@ -390,7 +438,8 @@ class SegmentPool:
         if self._closed:
             self.release()
 
-    def _write_off(self, segment: Segment) -> None:
+    def write_off(self, segment: Segment) -> None:
+        """Never lend this segment again: a device may still write to it."""
         segment.memory.leak()
         with self._changed:
             self._num_segments -= 1
@@ -398,7 +447,7 @@ class SegmentPool:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Give the memory that is not on loan, nor a part of what is page-locked as one with some that is, to the system."""
+        """Give the buffers of which no segment is lent back to the system."""
         if os.getpid() != self._pid:
             return
         with self._changed:
@@ -416,7 +465,8 @@ class SegmentPool:
         self.release()
 
     def __repr__(self) -> str:
-        lent = self._num_segments - len(self._free)
-        held = f"{self.num_bytes / MIB:.0f}/{self._max_segments * self.segment_bytes / MIB:.0f} MiB"
+        num_lent = self._num_segments - len(self._free)
+        memory = f"{self.num_bytes / MIB:.0f}/{self._max_segments * self.segment_bytes / MIB:.0f} MiB"
         leaked = f", {self._num_leaked} leaked" if self._num_leaked else ""
-        return f"<SegmentPool {held}, {lent} of {self._num_segments} segments lent{leaked}, {len(self._waiting)} waiting>"
+        lent = f"{num_lent} of {self._num_segments} segments lent"
+        return f"<SegmentPool {memory}, {lent}{leaked}, {len(self._waiting)} waiting>"

@@ -1,10 +1,10 @@
-"""A crew of plain threads.
+"""Crews of plain threads.
 
 In: callables. Out: nothing; a task reports its own errors. Knows nothing of: what the tasks do.
 
-Not an executor: those refuse work once the interpreter has begun to exit, which is exactly when the last
-checkpoint must still be written. The threads are not daemons, so none dies in the middle of a write; they are
-stopped by an exit hook, after the hooks registered later (the worker's drain) have run.
+A crew is not an executor of Python: executors refuse work once the interpreter has begun to exit, and just then the
+last checkpoint must still be written. Its threads are not daemons, so that none dies in the middle of a write. An exit
+hook stops them, after the hooks that were registered later (the worker's drain) have run.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ from ..backends import claim_thread
 Task = Callable[[], None]
 
 _BACKGROUND_NICENESS: Final = 10
-# ioprio_set(2), for which libc has no function: its number, what it is about (a thread), and the class that is served
-# when no other asks; under mq-deadline, by default, within ten seconds all the same.
+# ioprio_set(2), for which libc has no function: its number, its subject (a thread), and the idle class, which is served
+# when no other class asks, and by the scheduler mq-deadline within ten seconds in any case.
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
-_IOPRIO_USUAL: Final = 0  # what the nice value says
+_IOPRIO_USUAL: Final = 0  # as the nice value says
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
-class Submits(Protocol):
-    """What takes tasks for threads of this library."""
+class TaskQueue(Protocol):
+    """An object that takes tasks for threads of this library."""
 
     def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
-        """`refused` is told when the system has no thread left for the task; without it, that is raised."""
+        """Queue a task.
+
+        If the system has no thread left for it, `refused` is called with the error, or else it is raised.
+        """
 
 
 class LibraryThread(threading.Thread):
-    """A thread of this library: waiting for a save in one of these would wait for itself."""
+    """A thread of this library. A task that waits for a save on such a thread would wait for itself."""
 
     def run(self) -> None:
         claim_thread()
@@ -51,22 +54,22 @@ class LibraryThread(threading.Thread):
 
 
 def start_thread(name: str, run: Task) -> LibraryThread:
-    """Begin to run this on a thread of its own. Raises RuntimeError when the system has none left."""
+    """Begin to run a task on a thread of its own. Raises RuntimeError if the system has no thread left."""
     thread = LibraryThread(target=run, name=f"async_ckpt-{name}", daemon=False)
     thread.start()
     return thread
 
 
 def is_library_thread() -> bool:
-    """Whether this very thread is one of the library's."""
+    """True on a thread of the library."""
     return isinstance(threading.current_thread(), LibraryThread)
 
 
 class Crew:
-    """Up to `max_threads` threads that take tasks in order; each is started when a task finds no idle one.
+    """Up to `max_threads` threads that take tasks in order. A thread is started when a task finds no idle one.
 
-    With `background` they give way to the training where processors are short.
-    A crew belongs to the process that made it and is inert in a forked child.
+    With `background` they give way to the training where processors are short. A crew belongs to the process that
+    created it, and does nothing in a forked child.
     """
 
     def __init__(self, name: str, max_threads: int, *, background: bool = False) -> None:
@@ -74,20 +77,20 @@ class Crew:
         self.max_threads = max_threads
         self._background = background
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # Guards all below. Threads are started and tasks are run without it; the queue has a lock of its own.
         self._lock = threading.Lock()
-        self._num_threads = 0  # under _lock
-        self._num_waiting = 0  # tasks queued or running; under _lock
-        self._is_over = False  # the interpreter is exiting; under _lock
-        # Threads in the disk's idle class, as the kernel numbers them; under _lock.
-        self._yielding: list[int] = []
+        self._num_threads = 0
+        self._num_waiting = 0  # tasks that are queued or running
+        self._is_over = False  # the interpreter is exiting
+        self._yielding: list[int] = []  # threads in the disk's idle class, as the kernel numbers them
         self._pid = os.getpid()
         _crews.add(self)
 
     def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
-        """Run `task` on a thread of the crew, after the tasks submitted before it were begun.
+        """Run `task` on a thread of the crew, after the tasks submitted before it have begun.
 
-        When there is no thread to be had for it, because the system has none left or the interpreter is exiting, the task is
-        forgotten, and `refused` told; without it, raises RuntimeError.
+        If there is no thread for it, because the system has none left or the interpreter is exiting, the task is
+        dropped and `refused` is called with the error. Without `refused`, raises RuntimeError.
         """
         with self._lock:
             self._num_waiting += 1
@@ -98,7 +101,7 @@ class Crew:
                 number = self._num_threads
         if start:
             try:
-                if is_over:  # nobody would tell the thread to end, and the interpreter would wait for that
+                if is_over:  # nothing would stop the thread any more, and the interpreter would wait for it
                     raise RuntimeError("the interpreter is exiting")
                 start_thread(f"{self.name}-{number}", self._run)
             except RuntimeError as error:
@@ -119,21 +122,26 @@ class Crew:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except BaseException:  # a task reports its own errors; one that cannot must not end the thread
+            except (
+                BaseException
+            ):  # a task reports its own errors; if it cannot, the thread goes on all the same
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
             finally:
                 with self._lock:
                     self._num_waiting -= 1
-            del task  # what the task held must not live until the next one comes
-        with self._lock, suppress(ValueError):  # the kernel will give its number to another
+            del task  # objects that the task refers to must not live until the next task comes
+        with self._lock, suppress(ValueError):  # the kernel will give the number to another thread
             self._yielding.remove(threading.get_native_id())
 
     def run_all(self, tasks: Iterable[Task]) -> None:
-        """Run tasks on the crew's threads and return when all are done; the first error is raised, and no more begin."""
+        """Run tasks on the crew's threads and return when all are done.
+
+        After an error no task begins, and it is raised.
+        """
         todo = iter(tasks)
         lock = threading.Lock()
         errors: list[BaseException] = []
-        ended = threading.Semaphore(0)
+        workers_ended = threading.Semaphore(0)
 
         def work() -> None:
             try:
@@ -146,29 +154,29 @@ class Crew:
             except BaseException as error:
                 errors.append(error)
             finally:
-                ended.release()
+                workers_ended.release()
 
         num_left = 0
         try:
-            # None begins before all have started: a thread's stack waits for the memory that tasks take.
+            # No task begins before all threads have started: a thread's stack waits for the memory that tasks take.
             with lock:
                 for _ in range(self.max_threads):
                     self.submit(work)
                     num_left += 1
             while num_left:
-                ended.acquire()
+                workers_ended.acquire()
                 num_left -= 1
         except BaseException as error:
-            # Ctrl-C, or no thread to be had: no other begins, and those under way end before anything is closed.
+            # Ctrl-C, or no thread left: no other task begins, and those under way end before anything is closed.
             errors.append(error)
             for _ in range(num_left):
-                ended.acquire()
+                workers_ended.acquire()
             raise
         if errors:
             raise errors[0]
 
     def hurry(self) -> None:
-        """From now on somebody waits for these threads: they have the disk like all others."""
+        """Give these threads the disk like all others from now on, because the user waits for them."""
         with self._lock:
             self._background = False
             yielding, self._yielding = self._yielding, []
@@ -176,7 +184,10 @@ class Crew:
             _set_io_class(thread, _IOPRIO_USUAL)
 
     def stop(self, *, for_good: bool = False) -> None:
-        """Let the threads end once the tasks already submitted are done. Idempotent; tasks may follow again, unless `for_good`."""
+        """Let the threads end once the tasks already submitted are done.
+
+        Idempotent. Unless `for_good`, tasks may follow.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -190,7 +201,7 @@ class Crew:
 
 
 def run_together(name: str, tasks: Sequence[Task], *, max_threads: int) -> None:
-    """Like `Crew.run_all`, on threads that are there for these tasks alone. A lone one is run by the caller itself."""
+    """Like `Crew.run_all`, on new threads for these tasks alone. The caller itself runs a single task."""
     if len(tasks) < 2:
         for task in tasks:
             task()
@@ -203,9 +214,9 @@ def run_together(name: str, tasks: Sequence[Task], *, max_threads: int) -> None:
 
 
 def _give_way() -> None:
-    """Lower this thread's priority for processor and disk; on Linux alone it is a thread that has one (sched(7)).
+    """Lower this thread's priority for processor and disk. Only on Linux do threads have priorities (sched(7)).
 
-    Nice values alone move no request on a disk but under one scheduler (BFQ).
+    A nice value alone moves requests on a disk only under one scheduler (BFQ).
     """
     if sys.platform != "linux":
         return
@@ -221,7 +232,7 @@ def _set_io_class(thread: int, priority: int) -> None:
 
 
 def running_future() -> Future[Any]:
-    """A future that nobody can cancel."""
+    """A future that cannot be cancelled."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -32,7 +32,7 @@ from ..checkpointer import AsyncCheckpointer
 from ..errors import CheckpointError, ClosedError, NotCommittedError, StateMismatchError
 from ..files import exists
 from ..host.ranks import ranks
-from ..host.waiting import ENDS_THE_WAIT, Wait
+from ..host.waits import ENDS_THE_WAIT, Wait
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
 from ..saving.waiting import wait_for_saves

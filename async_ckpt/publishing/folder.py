@@ -27,7 +27,7 @@ from ..around.hub import Weights
 from ..around.shards import MAX_SHARD_BYTES, index_of, shards_of, view_of
 from ..format import safetensors
 from ..format.delta import INDEX, checksum, stays_inside, structure_of
-from ..host.waiting import ENDS_THE_CALL, Wait
+from ..host.waits import ENDS_THE_CALL, Wait
 from ..state.dtypes import dtype_name
 from ..storage.disk import free_bytes_at, full, preallocate, pwrite, remove_if_empty, translated
 from ..storage.scratch import files_in

@@ -25,13 +25,13 @@ from ..format.delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from ..host.process import OnceInProcess
 from ..host.ranks import world_of
 from ..host.threads import running_future
-from ..host.waiting import ENDS_THE_WAIT, Wait, wait_for
+from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ..saving.handle import SaveHandle
 from ..saving.policy import whole_step
 from ..spans import Spans
 from ..spec import whole_bytes, whole_count
 from ..staging.guard import unwrapped
-from ..staging.held import refuse_guard
+from ..staging.held_snapshot import refuse_guard
 from ..state.held import Held, module_of
 from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at

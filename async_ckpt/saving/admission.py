@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from ..host.pool import LIVENESS_SECONDS
+from ..host.waits import LIVENESS_SECONDS
 
 OnOverlap = Literal["wait", "skip"]
 

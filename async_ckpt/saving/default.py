@@ -11,7 +11,7 @@ from typing import Final
 from ..host.process import in_forked_child
 from ..host.ranks import World
 from ..spec import MIB
-from ..staging.whole import HostMemory
+from ..staging.host_copy import BufferPool
 from .ranks import Ranks
 from .saver import Saver
 
@@ -21,8 +21,8 @@ _FILES_BYTES: Final = 256 * MIB
 _one_off_saver: Saver | None = None
 _slices_saver: tuple[World, Saver] | None = None
 _files_saver = Saver(host_bytes=_FILES_BYTES)
-_host_memory = HostMemory()
-_held_memory = HostMemory(held=True)
+_host_memory = BufferPool()
+_held_memory = BufferPool(held=True)
 _making = threading.Lock()
 
 
@@ -49,12 +49,12 @@ def files_saver() -> Saver:
     return _files_saver
 
 
-def host_memory() -> HostMemory:
+def host_memory() -> BufferPool:
     """Memory for whole tensors, of which foreign writers get copies: one for the process."""
     return _host_memory
 
 
-def held_memory() -> HostMemory:
+def held_memory() -> BufferPool:
     """Memory for snapshots that are held: one for the process."""
     return _held_memory
 
@@ -74,4 +74,4 @@ def _forget() -> None:
     """All of its own; and who held the lock is not here to release it."""
     global _one_off_saver, _slices_saver, _files_saver, _host_memory, _held_memory, _making
     _one_off_saver, _slices_saver, _files_saver = None, None, Saver(host_bytes=_FILES_BYTES)
-    _host_memory, _held_memory, _making = HostMemory(), HostMemory(held=True), threading.Lock()
+    _host_memory, _held_memory, _making = BufferPool(), BufferPool(held=True), threading.Lock()

@@ -14,11 +14,12 @@ from typing import Final
 
 import torch
 
-from ..host.waiting import all_of
+from ..host.waits import all_of
 from ..report import Destination, Progress, SaveReport
 from ..spans import Spans, monotonic
 from ..staging.guard import Optimizers
-from ..staging.whole import HostCopy
+from ..staging.host_copy import HostCopy
+from ..staging.tensors import Wording
 from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.scratch import Scratch
@@ -54,7 +55,7 @@ class CopyErrand(ABC):
             memory=host_memory(),
             crew=crew,
             clock=monotonic,
-            what=path,
+            wording=Wording(f"the copy of {path}"),
         )
         # Of snapshots that are held nothing is copied again; they have their bytes when they are complete.
         self.staged = all_of([self.copy.completion, *after], lambda: f"the copy of {path}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import ClosedError
 from ..host.threads import Task, is_library_thread, running_future
-from ..host.waiting import ENDS_THE_WAIT, Wait, wait_for
+from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ..report import Progress, SaveReport
 from .waiting import told
 

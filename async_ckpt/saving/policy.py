@@ -24,11 +24,11 @@ from typing import Any, Final
 import torch
 
 from ..report import SaveReport
-from ..spans import Clock, When, epoch_seconds, monotonic, wall_time
+from ..spans import Clock, Moment, epoch_seconds, monotonic, wall_time
 from ..spec import with_article
 from .signals import Signals, signals_of
 
-Deadline = When | Callable[[], float | None]
+Deadline = Moment | Callable[[], float | None]
 
 # What a save is expected to take while none has been measured.
 FIRST_SAVE_SECONDS: Final = 60.0

@@ -26,7 +26,7 @@ import torch
 from ..errors import PeerFailedError
 from ..format.digests import block_digest
 from ..host.ranks import Words, World, refuse_if_changed, world_of
-from ..host.waiting import ENDS_THE_CALL, Wait
+from ..host.waits import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..runs.run import Run
 from ..spans import TIMEKEEPER, monotonic

@@ -20,13 +20,15 @@ import torch
 from ..errors import ClosedError, UnsupportedStateError
 from ..format.layout import Layout
 from ..host.threads import running_future
-from ..host.waiting import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
+from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..spans import NO_TRACE, Clock, Spans, monotonic
 from ..spec import RankFacts, flag, seconds_or_none, whole_count
 from ..staging.device import first_device, warm_up
 from ..staging.files import FileFill, FilesImage
-from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
-from ..staging.stager import Snapshot, interrupted
+from ..staging.filler import StagingHost
+from ..staging.guard import Optimizers, deferrable, unwrapped
+from ..staging.snapshot import Snapshot, interrupted
+from ..staging.tensors import SourceTensors, Wording
 from ..state.capture import Capture, capture
 from ..state.names import Select
 from ..state.ranked import Divided
@@ -210,23 +212,21 @@ class Saver:
         if device is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
             worker.call(partial(self.pool.reserve, drain.num_segments, worker.copiers, pin=device), what)
-        return Snapshot(
+        source = SourceTensors(
             captured.specs,
             captured.tensors,
-            layout.segments(self.pool.segment_bytes),
-            order=next(self._orders),
             deferred=deferred,
-            gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
-            num_tail=drain.num_tail,
-            pool=self.pool,
-            crew=worker.copying,
-            clock=self._clock,
-            put=drain.put,
-            check=drain.check,
-            trace=self._trace,
             frozen=frozen,
             after=[held.completion for held in captured.held],
-            what=what,
+            wording=Wording(what),
+        )
+        return Snapshot(
+            source,
+            layout.segments(self.pool.segment_bytes),
+            drain,
+            StagingHost(self.pool, worker.copying, self._clock, self._trace),
+            order=next(self._orders),
+            optimizers=optimizers,
         )
 
     def take_on(self, errand: Errand) -> SaveHandle:
@@ -266,15 +266,7 @@ class Saver:
         worker, size = get_worker(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, [target]), worker.background.submit)
         fill = FileFill(
-            files.sources,
-            files.image.runs,
-            files.image.segments(size),
-            order=next(self._orders),
-            pool=self.pool,
-            crew=worker.readers,
-            clock=self._clock,
-            put=drain.put,
-            check=drain.check,
+            files, drain, order=next(self._orders), pool=self.pool, crew=worker.readers, clock=self._clock
         )
         writers = worker.writers().submit
         order = Order(

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..host.waiting import Wait, wait_for_all
+from ..host.waits import Wait, wait_for_all
 
 if TYPE_CHECKING:
     from .handle import SaveHandle

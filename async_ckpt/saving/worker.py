@@ -23,10 +23,9 @@ from math import inf
 from typing import Any, Final, NoReturn, TypeVar
 
 from ..errors import ClosedError, SaveAbandonedError
-from ..host.pool import LIVENESS_SECONDS
 from ..host.process import in_forked_child
-from ..host.threads import Crew, Submits, Task, running_future, start_thread
-from ..host.waiting import ENDS_THE_CALL, GIVES_UP, Wait, wait_for, wait_for_all
+from ..host.threads import Crew, Task, TaskQueue, running_future, start_thread
+from ..host.waits import ENDS_THE_CALL, GIVES_UP, LIVENESS_SECONDS, Wait, wait_for, wait_for_all
 from ..report import SaveReport
 from ..spans import monotonic
 from ..storage.base import Storage
@@ -94,7 +93,7 @@ class Worker:
         self.pid = os.getpid()
         self.stopped = False
         self.copiers = Crew("copy", 32)
-        self.copying: Submits = _ByLoop(self, self.copiers)
+        self.copying: TaskQueue = _ByLoop(self, self.copiers)
         self.readers = Crew("read", 8, background=True)
         self.background = Crew("background", 4, background=True)
         self._writers: dict[str, Crew] = {}  # under _lock

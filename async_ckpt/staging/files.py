@@ -1,7 +1,7 @@
-"""Files on their way into segments: the other fill, which reads where staging copies.
+"""Segments from files: what `filler` does by copies of tensors, this module does by reading.
 
 In: a folder or a file, and the plan of its image. Out: segments, handed on one by one as they are filled.
-Knows nothing of: where they go.
+Knows nothing of: the archive's destination.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import stat
 import tarfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -21,7 +21,7 @@ from ..errors import StorageUnavailableError, TornSnapshotError, UnsupportedStat
 from ..format.layout import Image, SegmentPlan
 from ..format.tarball import Entry, stays_inside
 from ..host.limits import num_cpus
-from ..host.pool import Lease, SegmentPool
+from ..host.pool import Lease, SegmentPool, SegmentReceiver
 from ..host.threads import Crew, running_future
 from ..spans import Clock
 from ..spec import BLOCK_BYTES, GIB
@@ -34,7 +34,7 @@ _MAX_SPARSE_BYTES: Final = 8 * GIB - BLOCK_BYTES
 _O_BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
-class Source(NamedTuple):
+class FileSource(NamedTuple):
     """A file, folder or link as it was when the plan was made."""
 
     path: str
@@ -42,42 +42,42 @@ class Source(NamedTuple):
     mtime_ns: int
 
 
-def scan(folder: Path) -> tuple[list[Entry], list[Source]]:
-    """Every member of a folder, itself first, in the order of names; and the file behind each.
+def scan(folder: Path) -> tuple[list[Entry], list[FileSource]]:
+    """All members of a folder, itself first, in the order of names; and the file behind each.
 
-    Raises UnsupportedStateError for what no archive can give back: devices, pipes, links that lead out of the folder.
+    Raises UnsupportedStateError for devices, pipes and links out of the folder: no archive can give them back.
     """
     entries: list[Entry] = []
-    sources: list[Source] = []
+    sources: list[FileSource] = []
     first_names: dict[tuple[int, int], str] = {}
-    for path, name, found in _walk(str(folder), ".", os.lstat(folder)):
-        entry = _entry(path, name, found, first_names)
+    for path, name, status in _walk(str(folder), ".", os.lstat(folder)):
+        entry = _entry(path, name, status, first_names)
         entries.append(entry)
-        sources.append(Source(path, found.st_size, found.st_mtime_ns))
+        sources.append(FileSource(path, status.st_size, status.st_mtime_ns))
     return entries, sources
 
 
-def source_of(file: Path) -> Source:
-    found = os.stat(file)
-    return Source(os.path.realpath(file), found.st_size, found.st_mtime_ns)
+def source_of(file: Path) -> FileSource:
+    status = os.stat(file)
+    return FileSource(os.path.realpath(file), status.st_size, status.st_mtime_ns)
 
 
-def _walk(path: str, name: str, found: os.stat_result) -> Iterator[tuple[str, str, os.stat_result]]:
-    todo = [(path, name, found)]
+def _walk(path: str, name: str, status: os.stat_result) -> Iterator[tuple[str, str, os.stat_result]]:
+    todo = [(path, name, status)]
     while todo:
-        path, name, found = todo.pop()
-        yield path, name, found
-        if stat.S_ISDIR(found.st_mode):
+        path, name, status = todo.pop()
+        yield path, name, status
+        if stat.S_ISDIR(status.st_mode):
             with os.scandir(path) as entries:
                 inside = sorted(entries, key=lambda entry: entry.name, reverse=True)
             todo += [(e.path, f"{name}/{e.name}", e.stat(follow_symlinks=False)) for e in inside]
 
 
-def _entry(path: str, name: str, found: os.stat_result, first_names: dict[tuple[int, int], str]) -> Entry:
-    mode, mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
-    if stat.S_ISDIR(found.st_mode):
+def _entry(path: str, name: str, status: os.stat_result, first_names: dict[tuple[int, int], str]) -> Entry:
+    mode, mtime = stat.S_IMODE(status.st_mode), int(status.st_mtime)
+    if stat.S_ISDIR(status.st_mode):
         return Entry(name, tarfile.DIRTYPE, mode, mtime)
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         target = os.readlink(path)
         if not stays_inside(name, target):
             raise UnsupportedStateError(
@@ -85,25 +85,25 @@ def _entry(path: str, name: str, found: os.stat_result, first_names: dict[tuple[
                 path=path,
             )
         return Entry(name, tarfile.SYMTYPE, mode, mtime, link=target)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise UnsupportedStateError(
             f"{path} is neither a file, a folder nor a link; remove it, then pack again", path=path
         )
-    if found.st_nlink > 1:
-        first = first_names.setdefault((found.st_dev, found.st_ino), name)
+    if status.st_nlink > 1:
+        first = first_names.setdefault((status.st_dev, status.st_ino), name)
         if first != name:
             return Entry(name, tarfile.LNKTYPE, mode, mtime, link=first)
-    return Entry(name, tarfile.REGTYPE, mode, mtime, found.st_size, runs=_runs(path, found))
+    return Entry(name, tarfile.REGTYPE, mode, mtime, status.st_size, runs=_runs(path, status))
 
 
-def _runs(path: str, found: os.stat_result) -> tuple[tuple[int, int], ...]:
-    """Where a file has data: all of it, or what is between holes if these save at least a block.
+def _runs(path: str, status: os.stat_result) -> tuple[tuple[int, int], ...]:
+    """The parts of a file that have data: all of it, or the parts between holes if these save at least a block.
 
-    A file with very many holes, or with more data than readers agree about, is taken as one without.
+    Holes are ignored if there are very many, or if the file has more data than readers of tar agree on.
     """
-    size = found.st_size
+    size = status.st_size
     whole = ((0, size),) if size else ()
-    blocks = getattr(found, "st_blocks", size)
+    blocks = getattr(status, "st_blocks", size)
     if not hasattr(os, "SEEK_DATA") or size - blocks * 512 < BLOCK_BYTES:
         return whole
     runs: list[tuple[int, int]] = []
@@ -114,7 +114,7 @@ def _runs(path: str, found: os.stat_result) -> tuple[tuple[int, int], ...]:
             try:
                 begin = os.lseek(fd, end, os.SEEK_DATA)
             except OSError as error:
-                if error.errno == errno.ENXIO:  # nothing but a hole follows
+                if error.errno == errno.ENXIO:  # only a hole follows
                     break
                 return whole
             end = os.lseek(fd, begin, os.SEEK_HOLE)
@@ -126,37 +126,49 @@ def _runs(path: str, found: os.stat_result) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-class FileFill:
-    """Reads segments from files, by several threads, in file order. All in the background: nobody is held.
+class FileImage(Image, Protocol):
+    """An image whose pieces are parts of runs, and whose runs are parts of files."""
 
-    `put` gets (segment number, lease) as each segment is filled. `check` raises when the save has failed elsewhere.
+    @property
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """(file, offset in it) of each run."""
+
+
+class FilesImage(NamedTuple):
+    """Files, and the image of the archive that is made of them."""
+
+    image: FileImage
+    sources: Sequence[FileSource]
+
+
+class FileFill:
+    """Fills segments from files, by several threads, in file order. All in the background: no thread of the user waits.
+
+    An errand creates it, begins it and waits for its `completion`.
     """
 
     stall_seconds = 0.0
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        runs: Sequence[tuple[int, int]],
-        segments: Sequence[SegmentPlan],
+        files: FilesImage,
+        receiver: SegmentReceiver,
         *,
         order: int,
         pool: SegmentPool,
         crew: Crew,
         clock: Clock,
-        put: Callable[[int, Lease], None],
-        check: Callable[[], None],
     ) -> None:
-        self._sources, self._runs, self._order = sources, runs, order
+        self._files, self._receiver, self._order = files, receiver, order
         self._pool, self._crew, self._clock = pool, crew, clock
-        self._put, self._check = put, check
         self.completion: Future[None] = running_future()
         self.stage_seconds = 0.0
-        self._begun = clock()
-        self._todo = deque(segments)
-        self._taking = threading.Lock()  # a segment and its lease are taken in one step, in file order
-        self._lock = threading.Lock()
-        self._num_unfilled = len(self._todo)  # under _lock, like all below
+        self._start = clock()
+        self._todo = deque(files.image.segments(pool.segment_bytes))
+        # A segment and its lease are taken in one step, in file order: the lock is held while the pool is waited for.
+        self._taking = threading.Lock()
+        self._lock = threading.Lock()  # guards all below; nothing is called out under it
+        self._num_unfilled = len(self._todo)
         self._num_readers = 0
         self._error: BaseException | None = None
 
@@ -168,8 +180,8 @@ class FileFill:
 
     def _read(self) -> None:
         try:
-            while (taken := self._take()) is not None:
-                self._fill(*taken)
+            while (job := self._take()) is not None:
+                self._fill(*job)
         except BaseException as error:
             self._fail(error)
         with self._lock:
@@ -179,7 +191,7 @@ class FileFill:
             self._complete()
 
     def _complete(self) -> None:
-        self.stage_seconds = self._clock() - self._begun
+        self.stage_seconds = self._clock() - self._start
         if self._error is None:
             self.completion.set_result(None)
         else:
@@ -190,10 +202,10 @@ class FileFill:
             self._error = self._error or error
 
     def _check_alive(self) -> None:
-        """Raise what ended it: here, so that no reader waits for memory that another's segment would free; or elsewhere."""
+        """Raises if this fill or its save has failed: a reader must not wait for memory of a failed one."""
         if self._error is not None:
             raise self._error
-        self._check()
+        self._receiver.check()
 
     def _take(self) -> tuple[SegmentPlan, Lease] | None:
         with self._taking:
@@ -205,18 +217,18 @@ class FileFill:
 
     def _fill(self, plan: SegmentPlan, lease: Lease) -> None:
         try:
-            view = lease.segment.view
+            view, runs, sources = lease.segment.view, self._files.image.runs, self._files.sources
             for at, data in plan.literals:
                 view[at : at + len(data)] = data
             for target, run, begin, length in plan.pieces:
-                number, offset = self._runs[run]
-                _read_into(view[target : target + length], self._sources[number], offset + begin)
-            if self._is_last():  # before it is handed on: nothing incomplete has become visible
+                number, offset = runs[run]
+                _read_into(view[target : target + length], sources[number], offset + begin)
+            if self._is_last():  # before the segment is handed on: the archive is not visible without it
                 self._compare_all()
         except BaseException:
             lease.release()
             raise
-        self._put(plan.number, lease)
+        self._receiver.put(plan.number, lease)
 
     def _is_last(self) -> bool:
         with self._lock:
@@ -224,20 +236,23 @@ class FileFill:
             return self._num_unfilled == 0
 
     def _compare_all(self) -> None:
-        """Folders too, which may hold new files by now; and files that were read before, or that were empty."""
-        for source in self._sources:
+        """Raises TornSnapshotError if a file or folder changed.
+
+        A folder may have new files, and empty files are not read.
+        """
+        for source in self._files.sources:
             try:
-                found = os.lstat(source.path)
+                status = os.lstat(source.path)
             except OSError:
                 raise _changed(source) from None
-            _expect_same(source, found)
+            _expect_same(source, status)
 
     def __repr__(self) -> str:
-        return f"<FileFill {len(self._sources)} files, {len(self._todo)} segments left>"
+        return f"<FileFill {len(self._files.sources)} files, {len(self._todo)} segments left>"
 
 
-def _read_into(target: memoryview, source: Source, offset: int) -> None:
-    """Raises TornSnapshotError when the file is not what it was, and StorageUnavailableError."""
+def _read_into(target: memoryview, source: FileSource, offset: int) -> None:
+    """Raises TornSnapshotError if the file has changed, and StorageUnavailableError if it cannot be read."""
     try:
         with open(source.path, "rb", buffering=0) as file:
             file.seek(offset)
@@ -246,7 +261,7 @@ def _read_into(target: memoryview, source: Source, offset: int) -> None:
                 if not num_read:
                     raise _changed(source)
                 target = target[num_read:]
-            _expect_same(source, os.fstat(file.fileno()))  # afterwards, so that no change goes unseen
+            _expect_same(source, os.fstat(file.fileno()))  # last, so that no change before it is missed
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise _changed(source) from None
     except OSError as error:
@@ -255,27 +270,12 @@ def _read_into(target: memoryview, source: Source, offset: int) -> None:
         ) from error
 
 
-def _expect_same(source: Source, found: os.stat_result) -> None:
-    if (found.st_size, found.st_mtime_ns) != (source.num_bytes, source.mtime_ns):
+def _expect_same(source: FileSource, status: os.stat_result) -> None:
+    if (status.st_size, status.st_mtime_ns) != (source.num_bytes, source.mtime_ns):
         raise _changed(source)
 
 
-def _changed(source: Source) -> TornSnapshotError:
+def _changed(source: FileSource) -> TornSnapshotError:
     return TornSnapshotError(
         f"{source.path} changed while it was being packed; write it first, then pack", names=(source.path,)
     )
-
-
-class FileImage(Image, Protocol):
-    """An image whose pieces are of runs of files."""
-
-    @property
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """(file, offset in it) of each run."""
-
-
-class FilesImage(NamedTuple):
-    """Files, and the image of what is made of them."""
-
-    image: FileImage
-    sources: Sequence[Source]

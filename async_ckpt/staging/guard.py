@@ -1,52 +1,60 @@
-"""The guard: what keeps an optimizer off a tensor that is still being copied (DESIGN §5).
+"""The guard: it keeps an optimizer from stepping while a tensor of it is still being copied (DESIGN §5).
 
-In: optimizers, and snapshots in the making. Out: the tensors whose copy may overlap training; a step that waits.
+In: optimizers, and snapshots in progress. Out: the tensors whose copy may overlap training; a step that waits.
 Knows nothing of: files, segments.
 
-That a tensor changes only inside `optimizer.step()` is the caller's statement. It is never inferred, and the
-tripwires of the stager check it.
+By passing `guard=` the caller states that a tensor changes only inside `optimizer.step()`. This is never inferred, and
+the tripwires check it.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 
 from ..backends import device_of, has_plain_bytes, is_capturing, is_dense, is_on_host
+from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait
+from ..spans import Clock, Trace
 from ..spec import MIB
 from ..state.sharded import local_part
 
-# Below this a copy costs less than keeping account of it.
+# The copy of a smaller tensor costs less than the account of it.
 DEFERRED_BYTES: Final = MIB
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-class Holds(Protocol):
-    """What a gate waits for: a snapshot whose copies are under way."""
+class StepHolder(Protocol):
+    """A snapshot whose copies are under way, as a gate sees it."""
 
     def hold(self) -> None:
         """Return when the optimizer may step, having held the thread or its stream for as long as that took."""
 
 
 class Gate:
-    """The pre-step hook of one optimizer. It is registered once and stays: coming and going defeats `torch.compile`."""
+    """The pre-step hook of one optimizer, with the snapshots that hold it. The hook runs on the threads that step.
+
+    `gate_of` registers the hook once, and it stays: hooks that come and go defeat `torch.compile`.
+    """
 
     def __init__(self) -> None:
-        # Changed and copied in one step each, without a lock: a step that is interrupted must not be while it holds one.
-        self._pending: set[Holds] = set()
+        # Without a lock: Ctrl-C may end a step at any line, and a lock that is held then would stay so. Each change of
+        # the set, and each copy of it, is one call of C.
+        self._pending: set[StepHolder] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
-        """Of a copied optimizer: the copy is for saving, and never steps."""
+        """The gate of a copied optimizer is a new one: the copy is for saving, and never steps."""
         return Gate()
 
-    def close(self, snapshot: Holds) -> None:
+    def close(self, snapshot: StepHolder) -> None:
         self._pending.add(snapshot)
 
-    def open(self, snapshot: Holds) -> None:
+    def open(self, snapshot: StepHolder) -> None:
         self._pending.discard(snapshot)
 
     def _before_step(self, *_: Any) -> None:
@@ -62,8 +70,61 @@ def gate_of(optimizer: torch.optim.Optimizer) -> Gate:
     if gate is None:
         gate = Gate()
         optimizer.register_step_pre_hook(gate._before_step)
-        _gates[optimizer] = gate  # last: a gate that is known is hung
+        _gates[optimizer] = gate  # last: a gate that is known is registered
     return gate
+
+
+class StepBarrier:
+    """Keeps the guarded optimizers from stepping until every copy of one snapshot is enqueued, and counts for how long.
+
+    The snapshot owns it: the caller's thread closes it, the thread that copies lifts it, and steps wait on any thread.
+    """
+
+    def __init__(self, optimizers: Optimizers, clock: Clock, trace: Trace) -> None:
+        self._gates = [gate_of(optimizer) for optimizer in optimizers]
+        self._clock, self._trace = clock, trace
+        self.seconds = 0.0  # for which steps have waited; known once the barrier is lifted
+        self._waiting_since: list[float] = []
+        # Only `lift` takes the lock. A step waits without one: Ctrl-C may end the wait at any line, and a lock that is
+        # held then would stay so. Each waiter is one append, and puts back the token that it takes from the bell.
+        self._lifting = threading.Lock()
+        self._is_lifted = False
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def close(self, snapshot: StepHolder) -> None:
+        """Have every step ask `snapshot.hold` from now on."""
+        for gate in self._gates:
+            gate.close(snapshot)
+
+    def open(self, snapshot: StepHolder) -> None:
+        for gate in self._gates:
+            gate.open(snapshot)
+
+    def wait(self, progress: Callable[[], str]) -> None:
+        """Return when the barrier is lifted."""
+        with self._trace.span("guard"):
+            if not self._is_lifted:
+                self._waiting_since.append(self._clock())
+                wait = Wait("in optimizer.step()", ENDS_THE_WAIT)
+                while not self._is_lifted:
+                    try:
+                        self._bell.put(self._bell.get(timeout=LIVENESS_SECONDS))
+                    except queue.Empty:
+                        wait.goes_on(progress)
+
+    def lift(self) -> None:
+        """Let all steps go on. Idempotent."""
+        with self._lifting:
+            if self._is_lifted:
+                return
+            self._is_lifted = True
+            now = self._clock()
+            self.seconds = sum(now - since for since in self._waiting_since)
+        self._bell.put(None)
+
+    @property
+    def holds_steps(self) -> bool:
+        return bool(self._waiting_since) and not self._is_lifted
 
 
 def unwrapped(guard: Any) -> Optimizers:
@@ -74,41 +135,41 @@ def unwrapped(guard: Any) -> Optimizers:
     if guard is None:
         return ()
     several = isinstance(guard, Iterable) and not isinstance(guard, torch.optim.Optimizer)
-    found: list[torch.optim.Optimizer] = []
-    for given in guard if several else (guard,):
-        optimizer = _innermost(given)
+    optimizers: list[torch.optim.Optimizer] = []
+    for wrapper in guard if several else (guard,):
+        optimizer = _innermost(wrapper)
         if optimizer is None:
             raise TypeError(
-                f"guard must be a torch optimizer, or several; got {type(given).__qualname__}. "
+                f"guard must be a torch optimizer, or several; got {type(wrapper).__qualname__}. "
                 "Where no optimizer's step() changes the state, use handle.wait_staged() instead."
             )
-        found.append(optimizer)
-    return tuple(found)
+        optimizers.append(optimizer)
+    return tuple(optimizers)
 
 
-def _innermost(given: Any) -> torch.optim.Optimizer | None:
-    """The torch optimizer whose step() a wrapper calls in the end.
+def _innermost(wrapper: Any) -> torch.optim.Optimizer | None:
+    """The torch optimizer that a wrapper ends in. None if there is none.
 
-    A wrapper may be a torch optimizer itself, as accelerate's is, and yet have no hooks.
+    A wrapper may be a torch optimizer itself, as accelerate's is, and yet run no hooks.
     """
-    # A scheduler has an optimizer and a step() as well, but not that of the optimizer.
-    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+    # A scheduler has an optimizer and a step(), but its step() is not that of the optimizer.
+    if isinstance(wrapper, torch.optim.lr_scheduler.LRScheduler):
         return None
-    inner = _innermost(given.optimizer) if hasattr(given, "optimizer") else None
-    return given if inner is None and isinstance(given, torch.optim.Optimizer) else inner
+    inner = _innermost(wrapper.optimizer) if hasattr(wrapper, "optimizer") else None
+    return wrapper if inner is None and isinstance(wrapper, torch.optim.Optimizer) else inner
 
 
 def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Which tensors may be copied after `save` has returned: large, dense ones in an optimizer's params and state. By the
-    number of each, the optimizer's own tensor of this memory, which may be another object.
+    """The tensors that may be copied after `save` has returned: large, dense ones in an optimizer's params and state.
 
-    None while a stream is being captured into a graph, nor of an optimizer with `capturable` groups: replaying a
-    graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never deferred, nor
-    is what lies on a device without streams.
+    By the number of each, the result has the optimizer's own tensor of the same memory, which may be another object.
+    The result is empty while a stream is captured into a graph, and has no tensor of an optimizer with `capturable` groups:
+    replaying a graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never
+    deferred, nor is a tensor on a device without streams.
     """
     if not optimizers or is_capturing():
         return {}
-    guarded: dict[int, torch.Tensor] = {}  # by address; of those that begin at the same one, the largest
+    guarded: dict[int, torch.Tensor] = {}  # by address: the largest tensor that begins there
     for optimizer in optimizers:
         if not any(group.get("capturable") for group in optimizer.param_groups):
             for tensor in _params_and_state(optimizer):
@@ -119,7 +180,7 @@ def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[
     return {
         i: owner
         for i, tensor in enumerate(tensors)
-        # What only begins like a parameter, such as a flat buffer of which it is the first, holds more than that.
+        # A flat buffer begins like the first parameter in it, but has more bytes.
         if _is_large(tensor)
         and (owner := guarded.get(tensor.data_ptr())) is not None
         and (tensor is owner or tensor.nbytes <= owner.nbytes)
@@ -141,11 +202,11 @@ def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes >= DEFERRED_BYTES
 
 
-class _Inherited:
-    """Stands for what the checkpointer was given."""
+class _InheritedGuard:
+    """Stands for the guard of the checkpointer, in the signature of `save`."""
 
     def __repr__(self) -> str:
         return "that of the checkpointer"
 
 
-INHERITED: Any = _Inherited()
+INHERITED: Any = _InheritedGuard()

@@ -1,27 +1,28 @@
-"""What betrays a tensor that was written to while it was still to be copied.
+"""Tripwires: they show that a tensor was written to while its copy was still to come.
 
-In: deferred tensors, at `save` and later. Out: the numbers of those that are torn. Knows nothing of: segments, threads.
+In: deferred tensors, at `save` and later. Out: the numbers of torn tensors. Knows nothing of: segments, threads.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
 
-from .device import Alias, Device, sample_by_kernel, sample_now
+from .device import Alias, sample_by_kernel, sample_now
+from .tensors import SourceTensors
 
-# Bytes looked at in each deferred tensor by its tripwire.
+# The number of bytes that are compared in each deferred tensor.
 _SAMPLE_BYTES: Final = 64
 
 
-class _Watched:
-    """One deferred tensor: where it is sampled, and who counts the writes to it."""
+class _WatchedTensor:
+    """One deferred tensor: the stride of its samples, and the counters of writes to it."""
 
     def __init__(self, number: int, alias: Alias, tensor: torch.Tensor, owner: torch.Tensor) -> None:
-        """`owner` is the optimizer's own, and may be the same."""
+        """`owner` is the optimizer's own tensor of this memory, perhaps the same object."""
         self.number, self.alias = number, alias
         # An odd stride meets every byte of an item in turn.
         self.stride = (alias.num_bytes // _SAMPLE_BYTES - 1) | 1
@@ -29,33 +30,33 @@ class _Watched:
         self._versions = list(map(version_of, self._counters))
 
     def has_moved(self) -> bool:
-        """Whether a write was counted. Once a parameter's `.data` is other memory, writes to that are counted as well."""
-        now = list(map(version_of, self._counters))
-        return now != self._versions and self._owner.data_ptr() == self.alias.address
+        """True if a write was counted. A parameter with new `.data` counts writes to other memory, so it is ignored."""
+        versions = list(map(version_of, self._counters))
+        return versions != self._versions and self._owner.data_ptr() == self.alias.address
 
 
 class _Sample(Protocol):
-    """Bytes of several tensors, one after the other."""
+    """Samples of several tensors, one after the other."""
 
     def bytes(self) -> bytes:
-        """Wait for them. Once."""
+        """Wait for the bytes and return them. Once."""
 
 
-class _OnHost:
-    """Those that are there already; of what is gone, zeros."""
+class _HostSample:
+    """Samples of tensors on the host, taken at once; zeros for a tensor that is gone."""
 
-    def __init__(self, there: Sequence[_Watched], gone: set[int] | None) -> None:
-        """`gone` takes the numbers of those that are; None in `save`, where the caller's thread is, and none goes."""
-        samples = bytearray(len(there) * _SAMPLE_BYTES)
+    def __init__(self, tensors: Sequence[_WatchedTensor], gone: set[int] | None) -> None:
+        """The numbers of tensors that are gone are added to `gone`; None on the caller's thread, where none can go."""
+        samples = bytearray(len(tensors) * _SAMPLE_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(samples))
-        starts = torch.tensor([(w.alias.address, w.stride) for w in there], dtype=torch.int64, device="cpu")
+        starts = torch.tensor([(w.alias.address, w.stride) for w in tensors], dtype=torch.int64, device="cpu")
         steps = torch.arange(_SAMPLE_BYTES, dtype=torch.int64, device="cpu")
         addresses = starts[:, :1] + starts[:, 1:] * steps
         if gone is None:
             sample_now(samples, addresses)
         elif sample_by_kernel(address, addresses) != len(samples):
-            # One is gone, or nobody copies for us: each by itself.
-            for at, watched in enumerate(there):
+            # A tensor is gone, or the kernel does not copy for us: sample each by itself.
+            for at, watched in enumerate(tensors):
                 offsets = range(0, watched.stride * _SAMPLE_BYTES, watched.stride)
                 if not watched.alias.sample_to(address + at * _SAMPLE_BYTES, offsets):
                     gone.add(watched.number)
@@ -66,67 +67,68 @@ class _OnHost:
 
 
 class Tripwires:
-    """Versions and samples of the deferred tensors, taken in `save` and looked at again.
+    """Versions and samples of one snapshot's deferred tensors, taken in `begin` and compared later.
 
-    A moved version counter is proof of a write; one that stands still is not (fused kernels and `.data` do not move
-    it), hence the bytes.
+    A version counter that moved proves a write. One that stands still proves nothing, as fused kernels and `.data` do
+    not move it, so bytes are compared, too. The thread that copies looks at bytes; versions are looked at by whichever
+    comes first, that thread or a step of the optimizer.
     """
 
-    def __init__(
-        self,
-        aliases: Mapping[int, Alias],
-        tensors: Sequence[torch.Tensor],
-        owners: Mapping[int, torch.Tensor],
-        devices: dict[torch.device, Device],
-    ) -> None:
-        self._devices = devices
-        self._watched = [_Watched(i, alias, tensors[i], owners[i]) for i, alias in aliases.items()]
-        self._on: dict[torch.device, list[_Watched]] = {}
+    def __init__(self, source: SourceTensors) -> None:
+        self._devices = source.devices
+        self._watched = [
+            _WatchedTensor(i, alias, source.tensors[i], source.deferred[i])
+            for i, alias in source.aliases.items()
+        ]
+        self._on: dict[torch.device, list[_WatchedTensor]] = {}
         for watched in self._watched:
             self._on.setdefault(watched.alias.device, []).append(watched)
         self._gone: set[int] = set()
-        self._before = {device: self._sample(device, there, None) for device, there in self._on.items()}
+        self._before = {device: self._sample(device, tensors, None) for device, tensors in self._on.items()}
         self._after: dict[torch.device, _Sample] = {}
-        self._moved: dict[str, list[int]] = {}  # nothing, or one entry, made in one step
+        # Empty, or one entry. `setdefault` is one call of C, so that no lock is needed: Ctrl-C may interrupt a step.
+        self._moved: dict[str, list[int]] = {}
 
     def look_at_versions(self) -> None:
-        """Before the optimizer's next step, or when every copy has ended: whatever comes first, and that alone."""
+        """Compare the counters, at the first call only: before the optimizer's next step, or after the last copy."""
         if not self._moved:
             moved = [watched.number for watched in self._watched if watched.has_moved()]
             self._moved.setdefault("first look", moved)
 
     def look_at_bytes(self) -> None:
-        """Every copy is done, or enqueued, and no gate is open yet: what is seen now is what was copied."""
+        """Take the second samples: every copy is done or enqueued, and no optimizer steps yet."""
         self._look_for_gone()
-        for device, there in self._on.items():
-            # What is gone may not even be mapped any more, and would break a device.
+        for device, tensors in self._on.items():
+            # Memory that is gone may not be mapped any more: reading it would break a device.
             if device not in self._devices or not self._gone:
-                self._after[device] = self._sample(device, there, self._gone)
+                self._after[device] = self._sample(device, tensors, self._gone)
         self._look_for_gone()
 
     def _look_for_gone(self) -> None:
         self._gone.update(watched.number for watched in self._watched if not watched.alias.is_there())
 
     def torn(self) -> list[int]:
-        """The tensors that were written to in between, or lost their memory. Waits for the samples."""
+        """The tensors that were written to between the samples, or lost their memory. Waits for the samples."""
         torn = self._gone.union(*self._moved.values())
-        for device, sample in self._after.items():
-            before, after = self._before[device].bytes(), sample.bytes()
+        for device, second in self._after.items():
+            before, after = self._before[device].bytes(), second.bytes()
             for at, watched in enumerate(self._on[device]):
-                mine = slice(at * _SAMPLE_BYTES, (at + 1) * _SAMPLE_BYTES)
-                if before[mine] != after[mine]:
+                sample = slice(at * _SAMPLE_BYTES, (at + 1) * _SAMPLE_BYTES)
+                if before[sample] != after[sample]:
                     torn.add(watched.number)
         return sorted(torn)
 
-    def _sample(self, device: torch.device, there: Sequence[_Watched], gone: set[int] | None) -> _Sample:
-        """In the order of the copies: program order on the host, the side stream of a device."""
+    def _sample(
+        self, device: torch.device, tensors: Sequence[_WatchedTensor], gone: set[int] | None
+    ) -> _Sample:
+        """Sample tensors of one device: at once on the host, or on the device's side stream, behind the copies."""
         if device not in self._devices:
-            return _OnHost(there, gone)
+            return _HostSample(tensors, gone)
         on = self._devices[device]
         with on.on_side():
-            return on.fetch(torch.cat([w.alias.part(0, _SAMPLE_BYTES, w.stride) for w in there]))
+            return on.fetch(torch.cat([w.alias.part(0, _SAMPLE_BYTES, w.stride) for w in tensors]))
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """A number that most writes to the tensor's memory change; None where nobody counts."""
+    """A number that most writes to the tensor's memory change; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version

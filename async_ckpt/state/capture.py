@@ -22,7 +22,7 @@ import torch
 
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
-from ..spec import DTYPES, Json, SliceOf, TensorSpec, with_article
+from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
 from .dtypes import dtype_name, is_describable
 from .held import Held, marks_of, tree_of
 from .keyed import KeyedTensors, refuse_others, with_keyed
@@ -184,15 +184,15 @@ class _Walk:
         tied = self._tied_to(slices, parts)
         for rectangle, part in zip(slices.rectangles, parts, strict=True):
             self._tensor(part, path)
-            of = SliceOf(number, slices.global_shape, rectangle.global_offsets)
+            of = SliceFacts(number, slices.global_shape, rectangle.global_offsets)
             self.specs[-1] = self.specs[-1]._replace(alias_of=tied, of=of)
             if tied is not None:
                 break  # one alias stands for all
         if tied is not None:
-            self.specs[-1] = self.specs[-1]._replace(of=SliceOf(number, slices.global_shape, None))
+            self.specs[-1] = self.specs[-1]._replace(of=SliceFacts(number, slices.global_shape, None))
         if not parts:
             self.specs.append(
-                TensorSpec(path, dtype_name(dtype), (0,), None, SliceOf(number, slices.global_shape, None))
+                TensorSpec(path, dtype_name(dtype), (0,), None, SliceFacts(number, slices.global_shape, None))
             )
             self.tensors.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
             self.marks.append(None)
@@ -245,7 +245,7 @@ class _Walk:
         number, slices = len(self.slices), Slices.plain(shape)
         self.slices.append(slices)
         offsets = slices.rectangles[0].global_offsets if slices.rectangles else None
-        self.specs[-1] = self.specs[-1]._replace(of=SliceOf(number, shape, offsets))
+        self.specs[-1] = self.specs[-1]._replace(of=SliceFacts(number, shape, offsets))
         return number
 
     def _array(self, numpy: Any, array: Any, path: Path) -> Json:

@@ -24,7 +24,7 @@ from ..spec import (
     ROOT_MESH,
     MeshFacts,
     RankFacts,
-    SliceOf,
+    SliceFacts,
     Spread,
     TensorSpec,
     by_tensor,
@@ -203,7 +203,7 @@ class RankedStates:
             spec = captured.specs[here[0]]
             assert spec.of is not None
             first[here[0]] = len(specs)
-            told = SliceOf(number, slices.global_shape, None, _spread(slices, meshes))
+            told = SliceFacts(number, slices.global_shape, None, _spread(slices, meshes))
             ours = () if spec.alias_of is not None else taken[names[number]]
             if names[number] in everybody and number not in own and ours:
                 small[_shown(names[number])] = len(specs)

@@ -9,8 +9,9 @@ import ctypes
 import threading
 from typing import Final
 
-from ..host.pool import LIVENESS_SECONDS, Lease, SegmentPool
+from ..host.pool import Lease, SegmentPool
 from ..host.threads import Crew
+from ..host.waits import LIVENESS_SECONDS
 from ..spec import MIB
 from ..staging.device import memmove
 from .base import Sink, Storage

@@ -26,7 +26,8 @@ from ...saving.worker import get_worker
 from ...spans import monotonic
 from ...spec import whole_bytes
 from ...staging.guard import unwrapped
-from ...staging.whole import HostCopy, HostMemory
+from ...staging.host_copy import BufferPool, HostCopy
+from ...staging.tensors import Wording
 from ...state.capture import why_not
 from ...state.names import Path, shown
 
@@ -61,7 +62,7 @@ class PinnedStager(AsyncStager):
     def __init__(self, *, guard: Any = None, host_bytes: int | None = None) -> None:
         self._optimizers = unwrapped(guard)
         self._max_bytes = None if host_bytes is None else whole_bytes("host_bytes", host_bytes)
-        self._memory = HostMemory(held=True)
+        self._memory = BufferPool(held=True)
         self._last: Future[None] | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
@@ -84,8 +85,7 @@ class PinnedStager(AsyncStager):
             crew=get_worker().copiers,
             clock=monotonic,
             max_bytes=self._max_bytes,
-            what="a state dict that is staged",
-            waited_for_by="response.staging_completion",
+            wording=Wording("the copy of a state dict that is staged", "response.staging_completion"),
         )
         copies = iter(made.tensors)
         memo: dict[int, Any] = {key: _rebuilt(tensor, copies) for key, (_, tensor) in found.items()}
@@ -117,7 +117,7 @@ class PinnedStager(AsyncStager):
         return {**vars(self), "_optimizers": (), "_memory": None, "_last": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state, _memory=HostMemory(held=True))
+        vars(self).update(state, _memory=BufferPool(held=True))
 
 
 def _once(completion: Future[None], staged: Any) -> Future[Any]:

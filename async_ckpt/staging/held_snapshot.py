@@ -1,6 +1,6 @@
-"""A snapshot that is held: the host copy of one instant, for as many readers as like.
+"""A snapshot that is held: the host copy of one instant, for any number of readers.
 
-In: a state. Out: its parts by name, until it is closed. Knows nothing of: what they are read for.
+In: a state. Out: its parts by name, until it is closed. Knows nothing of: its readers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ..spans import Clock
 from ..state.capture import capture
 from ..state.held import Held, Source, structure_of
 from .guard import Optimizers
-from .whole import HostCopy, HostMemory
+from .host_copy import BufferPool, HostCopy
+from .tensors import Wording
 
 
 class HeldSnapshot(Held):
@@ -24,8 +25,8 @@ class HeldSnapshot(Held):
         with async_ckpt.snapshot({"model": model}) as snap:
             handle = ckpt.save(snap, step=100)
 
-    It can be indexed by name. A save or export that reads it keeps what it reads until it is done, even after `close`. A
-    snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
+    It can be indexed by name. A save or export that reads it keeps what it reads until it is done, even after `close`.
+    A snapshot that is no longer referenced closes itself. It cannot be used in a forked child.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class HeldSnapshot(Held):
         *,
         optimizers: Optimizers,
         max_bytes: int | None,
-        memory: HostMemory,
+        memory: BufferPool,
         crew: Crew,
         clock: Clock,
     ) -> None:
@@ -42,7 +43,7 @@ class HeldSnapshot(Held):
         captured = capture(state)
         if captured.held:
             raise TypeError("the state is, or contains, a snapshot already; use it directly")
-        structure = structure_of(captured)  # refused before anything is copied
+        structure = structure_of(captured)  # it may refuse the state, so it comes before the copy
         names = [spec.dotted for spec in captured.specs]
         copy = HostCopy(
             captured.tensors,
@@ -52,10 +53,10 @@ class HeldSnapshot(Held):
             crew=crew,
             clock=clock,
             max_bytes=max_bytes,
-            waited_for_by="snap.completion.result()",
+            wording=Wording("the copy of a snapshot", "snap.completion.result()"),
         )
         self.num_bytes = copy.num_bytes
-        # Of what it shares with its parts, so that none of them is left without its memory.
+        # Bound to the source, which the parts share: while there is a part, the memory stays.
         source = Source(captured, copy.tensors, copy.completion)
         self._release = weakref.finalize(source, copy.release_by_finalizer)
         self._release.atexit = False
@@ -90,16 +91,16 @@ class HeldSnapshot(Held):
         self.close()
 
 
-def begin(held: HeldSnapshot) -> None:
-    """On the caller's thread: copy, or enqueue the copy of, all that must not wait."""
-    held._copy.begin()
-    held._call_seconds = held._clock() - held._began
+def begin(snapshot: HeldSnapshot) -> None:
+    """On the caller's thread: copy, or enqueue the copy of, everything that must not wait."""
+    snapshot._copy.begin()
+    snapshot._call_seconds = snapshot._clock() - snapshot._began
 
 
-def refuse_guard(held: Collection[Held], guard: Any) -> None:
-    """Raises ValueError for a guard beside snapshots, whose copies were guarded, or were not."""
-    if held and guard:
+def refuse_guard(snapshots: Collection[Held], guard: Any) -> None:
+    """Raises ValueError for a guard beside held snapshots, which are copied already."""
+    if snapshots and guard:
         raise ValueError(
-            "guard= was for the snapshot, which is taken already; leave it out here, also where the snapshot is a part "
+            "guard= was for the snapshot, which is already taken; leave it out here, also if the snapshot is only a part "
             "of the state"
         )

@@ -1,10 +1,10 @@
-"""Whole tensors on the host: the second form of staging, for code that must see tensors rather than a file.
+"""Host copies: the second form of staging, for code that needs tensors rather than a file.
 
-In: the tensors of one instant. Out: as many on the host, which own their memory for as long as anybody holds them.
-Knows nothing of: what is done with them.
+In: the tensors of one instant. Out: tensors on the host, whose memory stays as long as something refers to them.
+Knows nothing of: the uses of the copies.
 
-One exact buffer for each copy, cut into segments only so that several threads can fill it: what keeps the instant -
-streams, guard, tripwires - is the stager's. Storages are copied, not tensors: what shared memory shares it again.
+A copy has one buffer of exact size, which is cut into segments only so that a `Snapshot` can fill it, with its streams,
+guard and tripwires. Storages are copied, not tensors, so that tensors which shared memory share it again.
 """
 
 from __future__ import annotations
@@ -24,57 +24,64 @@ import torch
 
 from ..backends import is_dense
 from ..format.layout import cut, slices
-from ..host.limits import free_memory_bytes, local_world_size
-from ..host.memory import Memory, Segment
-from ..host.pool import LIVENESS_SECONDS, Lease
+from ..host.limits import spare_memory_bytes
+from ..host.memory import HostBuffer, Segment
+from ..host.pool import Lease
 from ..host.threads import Crew, is_library_thread
-from ..host.waiting import ENDS_THE_CALL, Wait
+from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait
 from ..report import sized
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
 from .device import first_device
-from .guard import Optimizers, deferrable, gate_of
-from .stager import Snapshot
+from .filler import StagingHost
+from .guard import Optimizers, deferrable
+from .snapshot import Snapshot
+from .tensors import SourceTensors, Wording
 
-# Vector loads, and what CUDA aligns its own allocations to.
+# For vector loads; CUDA aligns its own allocations in the same way.
 _ALIGNMENT: Final = 512
-_SHARE_OF_FREE: Final = 0.5
 _MAX_IDLE: Final = 8
+
+_ANY_COPY: Final = Wording("the copy of a snapshot")
 
 _Key = tuple[torch.device, int, int]  # of a storage
 
 
-class HostMemory:
-    """Buffers for host copies, used again and again. From any thread.
+class BufferPool:
+    """The buffers of host copies, used again and again. From any thread; `saving.default` owns two for the process.
 
-    Copies that are under way hold no more than `max_bytes` together, by default half of the free memory: the next one
-    waits. What other code keeps of a copy after its end is not counted. If copies are `held` for as long as their owner
-    likes, the next one is refused, and a copy counts until nobody looks at it any more. No more than twice what was ever
-    needed at one time is kept for the next copies, which is enough for several that differ in size.
+    Copies that are under way have no more than `max_bytes` together, by default half of the free memory; the next copy
+    waits. Memory that other code keeps after the end of a copy is not counted. If copies are `held` for as long as
+    their owner likes, the next one is refused instead, and a copy counts until nothing refers to it. At most twice the
+    memory that was ever needed at one time is kept for the next copies, which is enough for several that differ in
+    size.
     """
 
     def __init__(self, max_bytes: int | None = None, *, held: bool = False) -> None:
         self._max_bytes, self._held = max_bytes, held
         self._pid = os.getpid()
-        # Finalizers add to it, and they may run in the middle of anything, so it is used without the lock.
-        self._idle: deque[Memory] = deque()
-        self._unsettled: deque[int] = deque()  # bytes of copies whose end a finalizer has told of
+        # Finalizers append to both queues. They may run on a thread that holds the lock, so the queues are used without
+        # it, by calls of C that need none.
+        self._idle: deque[HostBuffer] = deque()
+        self._unsettled: deque[int] = deque()  # bytes of copies whose end a finalizer has reported
+        # Guards all below: three counters. Buffers are made and freed without it.
         self._changed = threading.Condition()
-        self._num_lent = 0  # under _changed, like all below
+        self._num_lent = 0
         self._lent_bytes = 0
         self._most_bytes = 0
 
     def take(
         self, num_bytes: int, *, device: torch.device | None, crew: Crew, max_bytes: int | None = None
-    ) -> Memory:
-        """Wait for a buffer of at least this size, page-locked for `device` by the crew. One copy alone is never refused.
+    ) -> HostBuffer:
+        """Wait for a buffer of at least this size, page-locked for `device` by the crew.
 
-        With `max_bytes` for all that is lent, or where copies are `held`, nothing is waited for: MemoryError.
+        One copy alone never waits. If copies are `held`, raises MemoryError instead of waiting; `max_bytes` is then the
+        limit of all that are lent.
         """
-        # In a callback, or in a function that runs on a copy, it would wait for itself.
+        # A callback, or a function that runs on a copy, would wait for itself.
         may_wait = not is_library_thread() and not self._held
         if self._held and self._is_too_much(num_bytes, max_bytes):
-            gc.collect()  # what nobody looks at any more may still wait for that
+            gc.collect()  # copies in reference cycles are still counted
         wait = Wait("", ENDS_THE_CALL)
         while not self._lend(num_bytes, may_wait, max_bytes):
             wait.goes_on(
@@ -92,19 +99,19 @@ class HostMemory:
         return buffer
 
     def lend(self, num_bytes: int, *, crew: Crew, max_bytes: int | None = None) -> torch.Tensor:
-        """So many bytes, which come back when nobody looks at the tensor any more. Raises what `take` does."""
+        """A tensor of bytes, whose memory comes back when nothing refers to it. Raises as `take` does."""
         taken_bytes = max(1, num_bytes)
         buffer = self.take(taken_bytes, device=None, crew=crew, max_bytes=max_bytes)
         return torch.frombuffer(self._owner_of(buffer, taken_bytes), dtype=torch.uint8)[:num_bytes]
 
-    def _owner_of(self, buffer: Memory, num_bytes: int) -> Any:
-        """Whoever looks at the buffer holds this; when nobody does, it serves the next one."""
+    def _owner_of(self, buffer: HostBuffer, num_bytes: int) -> Any:
+        """An array over a buffer, to which its tensors refer; when the last of them goes, the buffer is free again."""
         owner = (ctypes.c_ubyte * buffer.num_bytes).from_buffer(buffer._map, buffer._begin)
         weakref.finalize(owner, self.give_back, buffer, num_bytes).atexit = False
         return owner
 
     def _lend(self, num_bytes: int, may_wait: bool, max_bytes: int | None) -> bool:
-        """Count a copy as lent; False when another has to end before it, after having waited a moment for that."""
+        """Count a copy as lent. False if another has to end before, after a short wait for that."""
         with self._changed:
             self._settle()
             if may_wait and self._num_lent and self._lent_bytes + num_bytes > self._limit():
@@ -119,7 +126,7 @@ class HostMemory:
             return True
 
     def returned(self, num_bytes: int) -> None:
-        """A copy of this size has ended: what is still looked at of it counts only where copies are held."""
+        """A copy of this size has ended. Memory that is still in use counts only if copies are held."""
         if self._held:
             return
         with self._changed:
@@ -128,13 +135,13 @@ class HostMemory:
             self._changed.notify_all()
 
     def returned_by_finalizer(self, num_bytes: int) -> None:
-        """The same for a finalizer, which may run in the middle of anything: counted when the next one is taken."""
+        """Like `returned`, for a finalizer: the copy is counted off when the next buffer is taken."""
         if not self._held:
             self._unsettled.append(num_bytes)
 
     @property
     def lent_bytes(self) -> int:
-        """What copies hold now."""
+        """The memory of copies now."""
         return self._lent_bytes - sum(self._unsettled.copy())
 
     def _settle(self) -> None:
@@ -151,15 +158,15 @@ class HostMemory:
             return
         limit = self._limit() if max_bytes is None else max_bytes
         others = f", beside {self._lent_bytes:,} of others, open or still read" if self._lent_bytes else ""
-        told = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
+        limit_name = "half of the free host memory is" if max_bytes is None else "host_bytes allows"
         raise MemoryError(
-            f"the snapshot needs {num_bytes:,} bytes{others}, and {told} {limit:,}; close other snapshots and wait for "
-            "their readers, leave out what you do not need, or raise host_bytes"
+            f"the snapshot needs {num_bytes:,} bytes{others}, and {limit_name} {limit:,}; close other snapshots and "
+            "wait for their readers, leave out what you do not need, or raise host_bytes"
         )
 
-    def give_back(self, buffer: Memory, num_bytes: int) -> None:
-        """Nobody looks at it any more, nor at the copy of this size that was in it. In the middle of anything."""
-        if os.getpid() != self._pid or buffer.is_leaked:  # forked since: the memory was left behind
+    def give_back(self, buffer: HostBuffer, num_bytes: int) -> None:
+        """Nothing refers to the buffer any more, nor to the copy of this size in it. Called by a finalizer."""
+        if os.getpid() != self._pid or buffer.is_leaked:  # a forked child has none of the memory
             return
         if self._held:
             self._unsettled.append(num_bytes)
@@ -169,13 +176,13 @@ class HostMemory:
                 self._idle.popleft().free()
 
     def release(self) -> None:
-        """Give the memory that is not in use back to the system."""
+        """Give the buffers that are not in use back to the system."""
         with suppress(IndexError):
             while True:
                 self._idle.popleft().free()
 
-    def _fitting(self, num_bytes: int) -> Memory | None:
-        """The smallest idle buffer that is large enough, and not far too large."""
+    def _fitting(self, num_bytes: int) -> HostBuffer | None:
+        """The smallest idle buffer that is large enough, but not more than twice as large."""
         fitting = [s for s in self._idle.copy() if num_bytes <= s.num_bytes <= 2 * num_bytes]
         for buffer in sorted(fitting, key=lambda s: s.num_bytes):
             with suppress(ValueError):  # another thread has taken it
@@ -183,56 +190,62 @@ class HostMemory:
                 return buffer
         return None
 
-    def _new(self, num_bytes: int, device: torch.device | None) -> Memory:
+    def _new(self, num_bytes: int, device: torch.device | None) -> HostBuffer:
         if self._max_bytes is None:
-            scarce = num_bytes > self._spare_bytes()
+            scarce = num_bytes > spare_memory_bytes()
         else:
             scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
         if scarce:
             self.release()
-        return Memory.near(device, num_bytes)
+        return HostBuffer.near(device, num_bytes)
 
     def _limit(self) -> int:
         if self._max_bytes is not None:
             return self._max_bytes
-        return self._lent_bytes + self._idle_bytes() + self._spare_bytes()
+        return self._lent_bytes + self._idle_bytes() + spare_memory_bytes()
 
     def _idle_bytes(self) -> int:
         return sum(buffer.num_bytes for buffer in self._idle.copy())
 
-    @staticmethod
-    def _spare_bytes() -> int:
-        return int(free_memory_bytes() * _SHARE_OF_FREE / local_world_size())
-
     def __repr__(self) -> str:
-        return f"<HostMemory {self.lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
+        return f"<BufferPool {self.lent_bytes:,} bytes lent, {len(self._idle)} buffers idle>"
 
 
-class _Slices:
-    """What the stager leases from: each slice once, and all of them at once."""
+class _BufferSegments:
+    """The segments of one buffer.
 
-    def __init__(self, whole: Memory, num_bytes: int) -> None:
-        self._whole = whole
-        self._slices = [
-            Segment(whole, begin, min(begin + SEGMENT_BYTES, num_bytes))
+    They are lent to the snapshot that fills the buffer, each once, and received from it.
+    """
+
+    num_tail = 0
+
+    def __init__(self, buffer: HostBuffer, num_bytes: int) -> None:
+        self._buffer = buffer
+        self._segments = [
+            Segment(buffer, begin, min(begin + SEGMENT_BYTES, num_bytes))
             for begin in range(0, num_bytes, SEGMENT_BYTES)
         ]
-        self.max_segments = 2 * len(self._slices) + 2
-        self.max_run = len(self._slices)
+        self.max_segments = 2 * len(self._segments) + 2
+        self.max_run = len(self._segments)
 
     def lease_run(self, order: tuple[int, int], num_segments: int, **_: Any) -> list[Lease]:
-        owner: Any = self
-        return [Lease(owner, taken) for taken in self._slices[order[1] :][:num_segments]]
+        return [Lease(self, segment) for segment in self._segments[order[1] :][:num_segments]]
 
-    def _take_back(self, _: Any) -> None:
-        """It belongs to the tensors."""
+    def take_back(self, segments: Sequence[Segment]) -> None:
+        """Nothing follows: the memory belongs to the tensors."""
 
-    def _write_off(self, _: Any) -> None:
-        self._whole.leak()
+    def write_off(self, _: Segment) -> None:
+        self._buffer.leak()
+
+    def put(self, _: int, lease: Lease) -> None:
+        lease.release()
+
+    def check(self) -> None:
+        """A copy in memory has no other part that could fail."""
 
 
-class _Source:
-    """One storage to copy: through the tensor that is all of it, or as bytes."""
+class _SourceStorage:
+    """One storage to copy: by a tensor that covers it, or as bytes."""
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
@@ -243,16 +256,17 @@ class _Source:
         self.at = 0
 
     def replace_by(self, tensor: torch.Tensor, name: str) -> None:
-        """This one is all of the storage, so a guard can know it."""
+        """Copy the storage by this tensor if it covers it: a guard can only know tensors."""
         if not self.whole and _covers(tensor):
             self.tensor, self.name, self.whole = tensor.detach(), name, True
 
 
 class HostCopy:
-    """Ordinary tensors (dense memory of their own, on the CPU or CUDA), copied to the host.
+    """A copy of ordinary tensors (dense memory of their own, on the CPU or CUDA) on the host.
 
-    `tensors` are the copies, in order: same shape, strides, offset and sharing; their bytes are there when
-    `completion` has resolved. Drop them, and `release`, when they have served.
+    `tensors` are the copies, in order, with the same shapes, strides, offsets and sharing. Their bytes are there when
+    `completion` has resolved. An errand, a held snapshot or a stager creates it, calls `begin` on the caller's thread,
+    and `release` when it needs the copies no longer.
     """
 
     def __init__(
@@ -261,21 +275,19 @@ class HostCopy:
         names: Sequence[str],
         *,
         optimizers: Optimizers,
-        memory: HostMemory,
+        memory: BufferPool,
         crew: Crew,
         clock: Clock,
         max_bytes: int | None = None,
-        what: str = "a snapshot",
-        waited_for_by: str = "handle.wait_staged()",
+        wording: Wording = _ANY_COPY,
     ) -> None:
-        self._what = what
-        sources: dict[_Key, _Source] = {}
-        of_each: list[_Source] = []
+        sources: dict[_Key, _SourceStorage] = {}
+        of_each: list[_SourceStorage] = []
         for tensor, name in zip(tensors, names, strict=True):
             key = _key(tensor)
             source = sources.get(key)
             if source is None:
-                source = sources[key] = _Source(tensor, name)
+                source = sources[key] = _SourceStorage(tensor, name)
             source.replace_by(tensor, name)
             of_each.append(source)
         self._memory = memory
@@ -284,42 +296,41 @@ class HostCopy:
         device = first_device(source.tensor for source in parts)
         taken_bytes = max(1, self.num_bytes)
         buffer = memory.take(taken_bytes, device=device, crew=crew, max_bytes=max_bytes)
-        self._buffer: Memory | None = buffer
+        self._buffer: HostBuffer | None = buffer
         owner = memory._owner_of(buffer, taken_bytes)
         try:
-            self.snapshot = self._stage(parts, optimizers, crew, clock, waited_for_by)
+            self.snapshot = self._stage(parts, optimizers, crew, clock, wording)
             self.tensors = _rebuilt(tensors, of_each, owner)
-            # Whoever asked for them may lose interest while they are being filled.
+            # The owner may drop them while they are being filled.
             self.snapshot.keeps = self.tensors
         except BaseException:
             self.release()
             raise
 
     def _stage(
-        self, parts: Sequence[_Source], optimizers: Optimizers, crew: Crew, clock: Clock, waited_for_by: str
+        self,
+        parts: Sequence[_SourceStorage],
+        optimizers: Optimizers,
+        crew: Crew,
+        clock: Clock,
+        wording: Wording,
     ) -> Snapshot:
         assert self._buffer is not None
-        specs = [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts]
         sources = [part.tensor for part in parts]
-        known = deferrable(optimizers, sources)
-        deferred = {i: owner for i, owner in known.items() if parts[i].whole}
+        owners = deferrable(optimizers, sources)
         pieces = cut(((part.at, part.num_bytes, i) for i, part in enumerate(parts)), SEGMENT_BYTES)
-        pool: Any = _Slices(self._buffer, self.num_bytes)
+        segments = _BufferSegments(self._buffer, self.num_bytes)
         return Snapshot(
-            specs,
-            sources,
+            SourceTensors(
+                [TensorSpec((part.name,), "uint8", (part.num_bytes,)) for part in parts],
+                sources,
+                deferred={i: owner for i, owner in owners.items() if parts[i].whole},
+                wording=wording,
+            ),
             slices(self.num_bytes, SEGMENT_BYTES, pieces, ()),
-            order=0,
-            deferred=deferred,
-            gates=[gate_of(optimizer) for optimizer in optimizers] if deferred else [],
-            num_tail=0,
-            pool=pool,
-            crew=crew,
-            clock=clock,
-            put=lambda _, lease: lease.release(),
-            check=lambda: None,
-            what=f"the copy of {self._what}",
-            waited_for_by=waited_for_by,
+            segments,
+            StagingHost(segments, crew, clock),
+            optimizers=optimizers,
         )
 
     @property
@@ -331,18 +342,19 @@ class HostCopy:
         self.snapshot.begin()
 
     def release(self) -> None:
-        """The copies have served; the next one may have the memory. Idempotent."""
-        if self._let_go():
+        """Drop the copies; the next one may have the memory. Idempotent."""
+        if self._drop():
             self._memory.returned(max(1, self.num_bytes))
 
     def release_by_finalizer(self) -> None:
-        """The same, in the middle of anything."""
-        if self._let_go():
+        """Like `release`, for a finalizer."""
+        if self._drop():
             self._memory.returned_by_finalizer(max(1, self.num_bytes))
 
-    def _let_go(self) -> bool:
-        held, self._buffer, self.tensors = self._buffer is not None, None, []
-        return held
+    def _drop(self) -> bool:
+        """False if the copies were dropped before."""
+        is_first, self._buffer, self.tensors = self._buffer is not None, None, []
+        return is_first
 
     def __repr__(self) -> str:
         return f"<HostCopy {self.num_bytes:,} bytes, {self.snapshot!r}>"
@@ -353,8 +365,8 @@ def _key(tensor: torch.Tensor) -> _Key:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
-def _place(parts: Sequence[_Source]) -> int:
-    """Give each its place in the buffer; the bytes of all."""
+def _place(parts: Sequence[_SourceStorage]) -> int:
+    """Give each storage its place in the buffer. Returns the size of all."""
     at = 0
     for part in parts:
         part.at = at
@@ -363,7 +375,7 @@ def _place(parts: Sequence[_Source]) -> int:
 
 
 def _covers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is its whole storage, as it lies in memory."""
+    """True if a tensor is its whole storage, as it lies in memory."""
     return (
         is_dense(tensor)
         and tensor.storage_offset() == 0
@@ -376,12 +388,14 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tens
     return alias.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner: Any) -> list[torch.Tensor]:
+def _rebuilt(
+    tensors: Sequence[torch.Tensor], of_each: Sequence[_SourceStorage], owner: Any
+) -> list[torch.Tensor]:
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []
     with torch.inference_mode(False), torch.no_grad():
         for tensor, source in zip(tensors, of_each, strict=True):
-            # Storages that are one for torch stay one. Others may lie at the same address, and do so again.
+            # Tensors of one storage share one again. Different storages may lie at the same address, and do so again.
             key = tensor.untyped_storage()._cdata
             storage = storages.get(key)
             if storage is None:
@@ -390,7 +404,7 @@ def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_Source], owner:
     return copies
 
 
-def _storage(owner: Any, source: _Source) -> torch.UntypedStorage:
+def _storage(owner: Any, source: _SourceStorage) -> torch.UntypedStorage:
     if not source.num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     data = torch.frombuffer(owner, dtype=torch.uint8, count=source.num_bytes, offset=source.at)

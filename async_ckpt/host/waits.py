@@ -1,11 +1,11 @@
-"""Signs of life: whoever waits longer than two seconds is told for what, and how far it is.
+"""Waits with signs of life: a wait of more than two seconds says what it is for, and how far that is.
 
-In: waits, and words for what they are for. Out: a line after two seconds, and another every thirty.
-Knows nothing of: saves, why somebody waits.
+In: futures, and words for what is waited for. Out: a line after two seconds, and another every thirty.
+Knows nothing of: saves.
 
-While the program runs, a line goes to the logger `async_ckpt` as a warning, which is seen where nobody has configured
-logging; at the interpreter's exit it goes to stderr, like all else that is said there. No thread is needed for that: a
-wait wakes up five times a second, and looks at the clock.
+While the program runs, a line goes to the logger `async_ckpt` as a warning, which is visible without any configuration
+of logging. At the interpreter's exit it goes to stderr. No thread is needed: a wait wakes up five times a second and
+looks at the clock.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from ..spans import TIMEKEEPER
-from .pool import LIVENESS_SECONDS
 from .threads import is_library_thread
 
+# The sleep of a waiting thread before it checks again that the end of its wait can still come.
+LIVENESS_SECONDS: Final = 0.2
 _FIRST_SECONDS: Final = 2.0
 _AGAIN_SECONDS: Final = 30.0
 
-# What Ctrl-C does to a wait.
+# The effect of Ctrl-C on a wait.
 GIVES_UP: Final = "Ctrl-C gives up what is not committed"
 ENDS_THE_WAIT: Final = "Ctrl-C ends the wait, not the save"
 ENDS_THE_CALL: Final = "Ctrl-C ends the call, without saving"
@@ -33,46 +34,46 @@ _log = logging.getLogger("async_ckpt")
 
 
 class Wait:
-    """One wait, of one thread, from now on; `where` and `ctrl_c` are for people to read."""
+    """One wait of one thread, from its creation on. `where` and `ctrl_c` are parts of the line."""
 
     def __init__(self, where: str, ctrl_c: str, *, say: Callable[[str], None] = _log.warning) -> None:
         self._where, self._ctrl_c, self._say = where, ctrl_c, say
         self._begin = TIMEKEEPER.now()
         self._next = self._begin + _FIRST_SECONDS
 
-    def goes_on(self, what: Callable[[], str]) -> None:
-        """To be called whenever it wakes up, without a lock: say what it is for, if it is time to."""
+    def goes_on(self, progress: Callable[[], str]) -> None:
+        """Print the line if it is time for one. The waiting thread calls this at each wake-up, without a lock."""
         now = TIMEKEEPER.now()
-        if now < self._next or is_library_thread():  # nobody waits for those
+        if now < self._next or is_library_thread():  # the user waits for no thread of the library
             return
         self._next = now + _AGAIN_SECONDS
         where = f" {self._where}" if self._where else ""
-        line = f"async_ckpt has waited {now - self._begin:.0f} s{where} for {what()}"
+        line = f"async_ckpt has waited {now - self._begin:.0f} s{where} for {progress()}"
         self._say(f"{line}; {self._ctrl_c}" if _ctrl_c_raises() else line)
 
 
 def wait_for(
     future: Future[Any], timeout: float | None = None, goes_on: Callable[[], None] = lambda: None
 ) -> bool:
-    """Wait for an end, not for its outcome; `goes_on` is called whenever the wait wakes up.
+    """Wait until a future is done. Its outcome is not looked at. `goes_on` is called at each wake-up.
 
-    False when `timeout` seconds have passed without an end.
+    False if `timeout` seconds have passed before.
     """
     deadline = _deadline(timeout)
     while True:
-        left = LIVENESS_SECONDS if deadline is None else deadline - TIMEKEEPER.now()
+        seconds_left = LIVENESS_SECONDS if deadline is None else deadline - TIMEKEEPER.now()
         try:
-            # Not its own: that may wait by this, and nobody has looked at a handle by this.
-            Future.exception(future, max(0.0, min(left, LIVENESS_SECONDS)))
+            # Not `future.exception`: a subclass may override it by this function, or note that the user has looked.
+            Future.exception(future, max(0.0, min(seconds_left, LIVENESS_SECONDS)))
             return True
         except TimeoutError:
-            if left <= 0:
+            if seconds_left <= 0:
                 return False
         goes_on()
 
 
 def _deadline(timeout: float | None) -> float | None:
-    """When a wait of so many seconds ends, which may be over already. Raises TypeError for what is not a number."""
+    """The end of a wait of `timeout` seconds, which may be past already. Raises TypeError if it is not a number."""
     if timeout is None:
         return None
     try:
@@ -86,7 +87,7 @@ def wait_for_all(
     timeout: float | None = None,
     goes_on: Callable[[], None] = lambda: None,
 ) -> bool:
-    """The same for the ends of several, in `timeout` seconds for all of them together."""
+    """Like `wait_for`, until all futures are done; `timeout` is for all of them together."""
     deadline = _deadline(timeout)
     return all(
         wait_for(future, None if deadline is None else max(0.0, deadline - TIMEKEEPER.now()), goes_on)
@@ -95,20 +96,20 @@ def wait_for_all(
 
 
 class Completion(Future[None]):
-    """A future that nobody can cancel, and that says to whoever waits for it what for."""
+    """A future that cannot be cancelled. A wait for it prints signs of life, which `progress` describes."""
 
-    def __init__(self, told: Callable[[], str]) -> None:
+    def __init__(self, progress: Callable[[], str]) -> None:
         super().__init__()
-        self._told = told
+        self._progress = progress
         self.set_running_or_notify_cancel()
 
     def set_result(self, result: None) -> None:
         super().set_result(result)
-        self._told = _ended  # what is told of may hold this, and should not outlive its end
+        self._progress = _ended  # its object may refer to this future, and should not outlive the end
 
     def set_exception(self, exception: BaseException | None) -> None:
         super().set_exception(exception)
-        self._told = _ended
+        self._progress = _ended
 
     def result(self, timeout: float | None = None) -> None:
         self._wait(timeout)
@@ -119,27 +120,30 @@ class Completion(Future[None]):
         return super().exception(0.0)
 
     def _wait(self, timeout: float | None) -> None:
-        if self.done():  # whoever copies how it ended, as asyncio does, waits for nothing
+        if self.done():  # asyncio copies the outcome of a future that is done
             return
         wait = Wait("", ENDS_THE_WAIT)
-        wait_for(self, timeout, lambda: wait.goes_on(self._told))
+        wait_for(self, timeout, lambda: wait.goes_on(self._progress))
 
 
 def _ended() -> str:
-    return "what has ended just now"
+    return "an operation that has just ended"
 
 
-def all_of(futures: Sequence[Future[None]], told: Callable[[], str]) -> Future[None]:
-    """Resolved when all of these are: with the error of the first, in their order, that has one."""
+def all_of(futures: Sequence[Future[None]], progress: Callable[[], str]) -> Future[None]:
+    """A future that is done when all of these are.
+
+    Its error is that of the first of them, in their order, that has one.
+    """
     if len(futures) == 1:
         return futures[0]
-    whole = Completion(told)
-    lock, left = threading.Lock(), [len(futures)]
+    whole = Completion(progress)
+    lock, num_left = threading.Lock(), [len(futures)]
 
     def ended(_: Future[None]) -> None:
         with lock:
-            left[0] -= 1
-            last = left[0] == 0
+            num_left[0] -= 1
+            last = num_left[0] == 0
         if last:
             error = next((e for future in futures if (e := future.exception()) is not None), None)
             if error is None:
@@ -153,6 +157,6 @@ def all_of(futures: Sequence[Future[None]], told: Callable[[], str]) -> Future[N
 
 
 def _ctrl_c_raises() -> bool:
-    """Whether it ends the wait of this thread."""
+    """True if Ctrl-C ends a wait of this thread."""
     on_main = threading.current_thread() is threading.main_thread()
     return on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,9 +1,9 @@
-"""What the house asks of an accelerator, answered as any backend of torch's answers it.
+"""Backends in general: streams, events and page-locked memory, as every accelerator of torch offers them.
 
 In: tensors, devices, addresses. Out: streams, events, page-locked memory. Knows nothing of: saves, loads.
 
-Everything is asked of `torch.get_device_module(kind)`: `torch.cuda`, `torch.npu`, `torch.xpu`, or the module of any
-PrivateUse1 backend. It has the same names there for all versions of torch, which `torch.accelerator` has not.
+All calls go to `torch.get_device_module(kind)`: `torch.cuda`, `torch.npu`, `torch.xpu`, or the module of any
+PrivateUse1 backend. Its names are the same in all versions of torch; those of `torch.accelerator` are not.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any, Final
 
 import torch
 
-# What copies beside the training cannot do without.
+# The names that copies beside the training need.
 _NEEDED: Final = ("Stream", "Event", "current_stream", "device")
-# For a runtime without one of its own: nothing there page-locks memory.
+# The error code of a runtime that has no call to page-lock memory.
 UNSUPPORTED: Final = -1
 
 
-class _Thread(threading.local):
+class _ThreadRole(threading.local):
+    """Facts about the calling thread."""
+
     is_ours = False  # of the library
     minds_captures = False
 
 
-thread: Final = _Thread()
+thread: Final = _ThreadRole()
 
 
 class Backend:
@@ -39,7 +41,7 @@ class Backend:
 
     @staticmethod
     def lacks(module: Any) -> list[str]:
-        """What a device's module would need for copies beside the training, and has not."""
+        """The names that a device's module lacks for copies beside the training."""
         enters = hasattr(module, "stream") or hasattr(getattr(module, "Stream", None), "__enter__")
         return [name for name in _NEEDED if not hasattr(module, name)] + ([] if enters else ["stream"])
 
@@ -51,20 +53,20 @@ class Backend:
         return context
 
     def current_device(self) -> torch.device | None:
-        """The device that this thread works on; None in a process that has used none, and where nobody tells."""
+        """The device that this thread works on; None if the process has used none, or torch does not report it."""
         is_initialized = getattr(self.module, "is_initialized", lambda: True)
-        asked = getattr(self.module, "current_device", None)
-        return None if asked is None or not is_initialized() else torch.device(self.kind, asked())
+        current = getattr(self.module, "current_device", None)
+        return None if current is None or not is_initialized() else torch.device(self.kind, current())
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph, which replays no hooks and takes no foreign events."""
-        asked = getattr(self.module, "is_current_stream_capturing", None)
-        return asked is not None and self.module.is_available() and bool(asked())
+        """True while the current stream is captured into a graph."""
+        is_capturing = getattr(self.module, "is_current_stream_capturing", None)
+        return is_capturing is not None and self.module.is_available() and bool(is_capturing())
 
     # --- streams and events -------------------------------------------------------------------------------------
 
     def new_stream(self, device: torch.device) -> Any:
-        """A stream that nobody else has."""
+        """A stream that no other code uses."""
         return self.module.Stream(device)
 
     def current_stream(self, device: torch.device) -> Any:
@@ -72,10 +74,14 @@ class Backend:
 
     @contextmanager
     def on_stream(self, device: torch.device, stream: Any) -> Iterator[None]:
-        """Enqueue on this stream. The device is set around it, or leaving it on a thread that has none yet would make a
-        context on the first one.
+        """Enqueue on this stream.
+
+        The device is made the current one around it: on a thread that has no device yet, leaving the stream would
+        otherwise create a context on the first device.
         """
-        enter = getattr(self.module, "stream", lambda entered: entered)  # which torch's own are from 2.7 on
+        enter = getattr(
+            self.module, "stream", lambda stream: stream
+        )  # from torch 2.7 on a stream is a context itself
         with self.on_device(device), enter(stream):
             yield
 
@@ -83,19 +89,19 @@ class Backend:
         return self.module.Event(enable_timing=True)
 
     def waiting_event(self) -> Any:
-        """One that is only waited for."""
+        """An event that is only waited for."""
         return self.module.Event()
 
     # --- memory -------------------------------------------------------------------------------------------------
 
     def host_memory(self, num_bytes: int) -> torch.Tensor | None:  # noqa: ARG002
-        """Page-locked memory by torch's own allocator, where a runtime locks no memory that is there; None elsewhere."""
+        """Page-locked memory by torch's allocator, for a runtime that cannot lock existing memory; None for others."""
         return None
 
     def register(self, address: int, num_bytes: int, device: torch.device) -> int:
         """Page-lock memory of the host for the device's copy engine; the runtime's error code, 0 when it is locked.
 
-        `device` is one that this process uses. The runtime is asked by the names that CUDA and Ascend have given it:
+        This process must use the device already. The runtime's call is named as CUDA and Ascend name it:
         `torch.npu.npurt().npuHostRegister(address, bytes, flags)`.
         """
         call = self._of_runtime("HostRegister")
@@ -117,10 +123,10 @@ class Backend:
         return None if runtime is None else getattr(runtime(), f"{self.kind}{name}", None)
 
     def bus_address(self, device: torch.device) -> str | None:
-        """Where a device is on the PCI bus; None when torch does not tell."""
-        asked = getattr(self.module, "get_device_properties", None)
-        told = None if asked is None else asked(device)
-        parts = [getattr(told, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+        """The address of a device on the PCI bus; None if torch does not report it."""
+        properties_of = getattr(self.module, "get_device_properties", None)
+        properties = None if properties_of is None else properties_of(device)
+        parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
         if any(part is None for part in parts):
             return None
         domain, bus, number = parts

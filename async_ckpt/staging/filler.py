@@ -1,0 +1,286 @@
+"""The filling of segments: which bytes are copied at once and which later, by which threads, into which leases.
+
+In: the tensors of one instant, and the segments of their archive. Out: leases, handed on one by one as they are filled.
+Knows nothing of: optimizers, files, commits.
+
+The segment is the unit of work. A segment without deferred bytes is filled at once, one with only deferred bytes later;
+a segment with both is filled in two goes, and its lease is kept in between as far as the lender can spare it. A thread
+that is free takes the next job together with its lease. Copies on the host are done when the fill returns; those from a
+device are only enqueued, and the thread that waits for the device hands the segment on when they have ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from ..format.layout import Piece, SegmentPlan
+from ..host.limits import num_cpus
+from ..host.memory import Segment
+from ..host.pool import Lease, SegmentLender, SegmentReceiver
+from ..host.threads import TaskQueue
+from ..host.waits import LIVENESS_SECONDS
+from ..report import sized
+from ..spans import NO_TRACE, Clock, Trace
+from ..spec import MIB
+from .device import Device
+from .tensors import SourceTensors
+
+# A copy of hundreds of MB saturates a host's memory with few threads.
+_MAX_COPIERS: Final = 8
+_WORTH_A_HELPER_BYTES: Final = 64 * MIB
+
+
+class StagingHost(NamedTuple):
+    """The memory and the threads of the host that snapshots use, and their clock."""
+
+    lender: SegmentLender
+    crew: TaskQueue
+    clock: Clock
+    trace: Trace = NO_TRACE
+
+
+class SegmentJob:
+    """The filling of one segment: `pieces` in the next go, and `rest` in a second one with the same lease."""
+
+    __slots__ = ("events", "is_enqueued", "lease", "literals", "num_bytes", "number", "pieces", "rest")
+
+    def __init__(self, plan: SegmentPlan, pieces: Sequence[Piece], rest: Sequence[Piece] = ()) -> None:
+        self.number = plan.number
+        self.num_bytes = plan.num_bytes
+        self.literals = plan.literals
+        self.pieces = pieces
+        self.rest = rest
+        self.lease: Lease | None = None
+        self.events: list[tuple[Device, Any]] = []
+        self.is_enqueued = False  # a device may write to the lease's memory, until its events have fired
+
+
+def _split(
+    segments: Sequence[SegmentPlan], may_be_late: frozenset[int], may_hold: int
+) -> tuple[list[SegmentJob], list[SegmentJob]]:
+    """The jobs for now and for later. At most `may_hold` segments are filled in two goes, and are in both."""
+    now: list[SegmentJob] = []
+    later: list[SegmentJob] = []
+    num_held = 0
+    for segment in segments:
+        late = [p for p in segment.pieces if p.tensor in may_be_late] if may_be_late else []
+        urgent = [p for p in segment.pieces if p.tensor not in may_be_late] if late else segment.pieces
+        if late and not urgent and not segment.literals:
+            later.append(SegmentJob(segment, late))
+        elif late and num_held < may_hold:
+            num_held += 1
+            now.append(SegmentJob(segment, urgent, rest=late))
+            later.append(now[-1])
+        else:
+            now.append(SegmentJob(segment, segment.pieces))
+    return now, later
+
+
+class SegmentFiller:
+    """Fills the segments of one snapshot, which creates and owns it.
+
+    `on_end` is called, perhaps more than once, with the error that has ended the filling, or with None when every
+    segment is handed on.
+    """
+
+    def __init__(
+        self,
+        source: SourceTensors,
+        segments: Sequence[SegmentPlan],
+        receiver: SegmentReceiver,
+        host: StagingHost,
+        order: int,
+        on_end: Callable[[BaseException | None], None],
+    ) -> None:
+        self._source, self._receiver, self._host, self._order = source, receiver, host, order
+        self._on_end = on_end
+        self._num_bytes = sum(segment.num_bytes for segment in segments)
+        most = host.lender.max_segments
+        # The receiver keeps its tail until it has all other segments; at least one must stay free.
+        may_hold = min(most // 2, most - receiver.num_tail - 1)
+        self._now, self._later = _split(segments, source.may_be_late, may_hold)
+        # A job and its lease are taken in one step: memory that goes to a later segment first could all end in a sink
+        # that waits for the earlier one. So this lock is held while the lender is waited for. No thread wants it while
+        # it holds `_changed`, nor any lock of the lender or the receiver.
+        self._taking = threading.Lock()
+        # Guards all below, for a few instructions at a time: nothing is called out under it.
+        self._changed = threading.Condition()
+        self._num_filling = 0
+        self._num_unfinished = 1  # segments that devices still copy to; and one until all copies are enqueued
+        self._copied_bytes = 0
+        self._error: BaseException | None = None
+
+    @property
+    def fills_now(self) -> bool:
+        """False if every byte is copied later."""
+        return bool(self._now or not self._later)
+
+    @property
+    def fills_later(self) -> bool:
+        return bool(self._later)
+
+    @property
+    def progress(self) -> str:
+        return f"{sized(self._copied_bytes)} of {sized(self._num_bytes)} copied"
+
+    def tensors_now(self) -> Iterator[int]:
+        """The numbers of the tensors that are copied at once."""
+        return (piece.tensor for job in self._now for piece in job.pieces)
+
+    def fill_now(self) -> None:
+        """Fill everything that must not wait, on several threads. Returns when the last segment is filled."""
+        self._fill(self._now, self._num_helpers(), late=False)
+
+    def fill_later(self) -> None:
+        """Fill the rest in the same way; `save` has returned. One processor stays with the training."""
+        self._fill(self._later, min(_MAX_COPIERS // 2, max(1, num_cpus() - 1)) - 1, late=True)
+
+    def all_enqueued(self) -> None:
+        """No more fills follow: when the devices have copied everything, `on_end` is called."""
+        self._finish_one()
+
+    def check(self) -> None:
+        """Raises if this snapshot or its save has failed."""
+        if self._error:
+            raise self._error
+        self._receiver.check()
+
+    def stop(self, error: BaseException | None) -> None:
+        """Wait for the copies under way, and give back the memory that was not handed on. No copy begins any more."""
+        with self._changed:
+            self._error = self._error or error
+            while self._num_filling:
+                self._changed.wait(LIVENESS_SECONDS)
+        if error is not None:
+            quiet = self._source.are_devices_quiet()
+            for job in (*self._now, *self._later):
+                if (lease := self._lease_of(job)) is not None:
+                    if quiet or not job.is_enqueued:
+                        lease.release()
+                    else:
+                        lease.leak()
+        # Drop the jobs, and the snapshot, which refers to this object.
+        self._now, self._later, self._on_end = [], [], lambda _: None
+
+    # --- on the threads that fill -------------------------------------------------------------------------------
+
+    def _num_helpers(self) -> int:
+        """Threads worth having beside the first: none to enqueue device copies, which is one thread's work."""
+        if self._source.devices and self._source.num_host_bytes() < _WORTH_A_HELPER_BYTES:
+            return 0
+        return min(_MAX_COPIERS, num_cpus()) - 1
+
+    def _fill(self, jobs: Sequence[SegmentJob], num_helpers: int, *, late: bool) -> None:
+        todo = deque(jobs)
+        for _ in range(min(num_helpers, len(jobs) - 1)):
+            # If a helper is refused, this thread copies more.
+            self._host.crew.submit(lambda: self._copy(todo, late), refused=lambda _: None)
+        self._copy(todo, late)
+        with self._changed:
+            while self._num_filling:
+                self._changed.wait(LIVENESS_SECONDS)
+            if self._error:
+                raise self._error
+
+    def _copy(self, todo: deque[SegmentJob], late: bool) -> None:
+        """Fill one run of segments after the other, until none is left or a thread has failed."""
+        while True:
+            self._taking.acquire()
+            with self._changed:
+                if self._error or not todo:
+                    self._taking.release()
+                    return
+                self._num_filling += 1
+            try:
+                try:
+                    jobs = self._take(todo)
+                finally:
+                    self._taking.release()
+                with self._host.trace.span("stage", segment=jobs[0].number):
+                    self._fill_run(jobs, late)
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
+            finally:
+                with self._changed:
+                    self._num_filling -= 1
+                    self._changed.notify_all()
+
+    def _take(self, todo: deque[SegmentJob]) -> list[SegmentJob]:
+        """The next job, with its lease; if devices copy, all that can be had in adjacent memory. Under `_taking`."""
+        jobs = [todo.popleft()]
+        if jobs[0].lease is not None:
+            return jobs
+        lender, devices = self._host.lender, self._source.devices
+        most = lender.max_run if devices else 1
+        while len(jobs) < most and todo and todo[0].lease is None and todo[0].number == jobs[-1].number + 1:
+            jobs.append(todo.popleft())
+        pin = next(iter(devices), None)
+        leases = lender.lease_run((self._order, jobs[0].number), len(jobs), pin=pin, check=self.check)
+        for job, lease in zip(jobs, leases, strict=False):
+            job.lease = lease
+        todo.extendleft(reversed(jobs[len(leases) :]))
+        return jobs[: len(leases)]
+
+    def _fill_run(self, jobs: Sequence[SegmentJob], late: bool) -> None:
+        """Fill segments in a row, so that a tensor in several of them is one copy from its device."""
+        source = self._source
+        run = [job.lease.segment for job in jobs if job.lease is not None]
+        on_device: dict[Device, list[Piece]] = {}
+        for job, segment in zip(jobs, run, strict=True):
+            for at, data in job.literals:
+                segment.view[at : at + len(data)] = data
+            source.copy_from_host(job.pieces, segment, segment.begin - run[0].begin, on_device, late=late)
+        into: Segment = run[0].joined_to(run[-1])
+        for device, pieces in on_device.items():
+            source.refuse_gone(pieces)
+            for job in jobs:
+                job.is_enqueued = True
+            event = source.enqueue(device, into, pieces)
+            for job in jobs:
+                job.events.append((device, event))
+        for job in jobs:
+            if job.rest:
+                job.pieces, job.literals, job.rest = job.rest, (), ()
+            else:
+                with self._changed:
+                    self._num_unfinished += 1
+                self._hand_on_when_copied(job)
+
+    def _hand_on_when_copied(self, job: SegmentJob) -> None:
+        """Hand a segment on when the last of its copies has ended."""
+        if not job.events:
+            lease = self._lease_of(job)
+            if lease is not None:
+                with self._changed:
+                    self._copied_bytes += job.num_bytes
+                self._receiver.put(job.number, lease)
+            self._finish_one()
+            return
+        device, event = job.events.pop()
+
+        def wait() -> None:
+            try:
+                with self._host.trace.span("copy", segment=job.number):
+                    device.wait(event)
+                self._hand_on_when_copied(job)
+            except BaseException as error:
+                self._on_end(error)
+
+        device.in_turn(wait, refused=self._on_end)
+
+    def _lease_of(self, job: SegmentJob) -> Lease | None:
+        """Take the lease out of a job, so that one thread alone releases it or hands it on."""
+        with self._changed:
+            lease, job.lease = job.lease, None
+        return lease
+
+    def _finish_one(self) -> None:
+        with self._changed:
+            self._num_unfinished -= 1
+            is_last = self._num_unfinished == 0
+        if is_last:
+            self._on_end(None)
