@@ -520,7 +520,7 @@ def pack_another():
         (other / "a").write_text("child")
     other.handle.result()
     import async_ckpt.saving.exit
-    async_ckpt.saving.exit._drain_at_exit()
+    async_ckpt.saving.exit.drain_at_exit()
 
 packing = pack(out / "x.tar")
 with packing as folder:

@@ -34,7 +34,7 @@ from ..storage.scratch import Scratch
 _PathType: Any = type(Path())
 
 
-class Folder(_PathType):  # type: ignore[misc]
+class PackedFolder(_PathType):  # type: ignore[misc]
     """A `pathlib.Path` with the handle of the save, which exists once the `with` block has ended."""
 
     _handle: SaveHandle | None = None
@@ -53,18 +53,18 @@ class Pack:
     def __init__(self, target: FileTarget, scratch: Path, name: str) -> None:
         self._target, self._parent, self._name = target, scratch, name
         self._scratch: Scratch | None = None
-        self._folder = Folder(scratch)  # once the block is entered, the one to write into
+        self._folder = PackedFolder(scratch)  # once the block is entered, the one to write into
 
     @property
     def handle(self) -> SaveHandle:
         """The save, once the block has been left."""
         return self._folder.handle
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> PackedFolder:
         if self._scratch is not None:
             raise RuntimeError("this folder was packed already; call pack() again for another one")
         self._scratch = Scratch(self._parent, self._name)
-        self._folder = Folder(self._scratch.folder)
+        self._folder = PackedFolder(self._scratch.folder)
         return self._folder
 
     def __exit__(
@@ -134,11 +134,12 @@ def pack_folder(
 
 
 def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHandle:
-    packing = _PackSave(files_saver(), folder, target, scratch)
     try:
+        packing = _PackSave(files_saver(), folder, target, scratch)
         handle = packing.saver.take_on(packing)
     except ClosedError as error:  # the interpreter is exiting
-        packing.failed(error)
+        if scratch is not None:
+            _keep(scratch, error)
         raise
     packing.called.set_result(packing.spans.total())
     return handle
@@ -201,19 +202,24 @@ class _PackSave(Save):
             self.staged.set_exception(error)
 
     def failed(self, error: BaseException) -> None:
-        if self._scratch is None:
-            return
-        try:
-            if isinstance(error, NothingWrittenError):
-                self._scratch.remove()
-            else:  # it may be all that there is of this checkpoint
-                self._scratch.keep()
-                error.add_note(f"async_ckpt: what was to be packed is kept in {self._scratch.folder}")
-        except StorageUnavailableError as failure:
-            error.add_note(f"async_ckpt: {failure}")
+        self._end_staging(error)
+        if self._scratch is not None:
+            _keep(self._scratch, error)
 
     async def afterwards(self, off_loop: OffLoop) -> None:
         assert self._attempt is not None
         await self._attempt.afterwards()
         if self._scratch is not None:
             await off_loop(self._scratch.remove)
+
+
+def _keep(scratch: Scratch, error: BaseException) -> None:
+    """Keep the files that were not packed, if there are any: they may be all that there is of this checkpoint."""
+    try:
+        if isinstance(error, NothingWrittenError):
+            scratch.remove()
+        else:
+            scratch.keep()
+            error.add_note(f"async_ckpt: what was to be packed is kept in {scratch.folder}")
+    except StorageUnavailableError as failure:
+        error.add_note(f"async_ckpt: {failure}")

@@ -135,6 +135,10 @@ class Contents:
         self.driver: Driver | None = None
         self._given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
 
+    def lenders(self) -> list[int]:
+        """The steps that it borrows from."""
+        return [lent.step for lent in self.borrowed]
+
     def take_driver(self, driver: Mapping[str, Any], *, step: int, rank: int) -> None:
         """What rank 0 is given is that of all ranks. Raises ValueError for too many bytes."""
         if rank:

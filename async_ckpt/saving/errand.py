@@ -119,6 +119,7 @@ class CopySave(Save):
         self._out = None
 
     def failed(self, error: BaseException) -> None:
+        self._end_staging(error)
         self.copy.release()
         if self._out is not None:
             self._out.abort()

@@ -28,7 +28,7 @@ EXIT_STATUS_SAVE_FAILED: Final = 75
 EXIT_STATUS_INTERRUPTED: Final = 130
 
 
-def _drain_at_exit() -> None:
+def drain_at_exit() -> None:
     """Wait for every save under way, give up those that may not take longer, and say which were lost."""
     loop = existing_loop()
     if loop is None:
@@ -140,4 +140,4 @@ def _exit_with(status: int, *, at_once: bool) -> None:
 
 
 # Before the interpreter joins its threads, and before the crews are stopped (their hook was registered earlier).
-threading._register_atexit(_drain_at_exit)  # type: ignore[attr-defined]
+threading._register_atexit(drain_at_exit)  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ In: arguments of `save`. Out: targets, and what of the state is written to them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..spec import flag
@@ -14,10 +14,9 @@ from ..state.capture import Capture
 from ..state.names import Select
 from .borrowed import Contents, Look, check_driver, check_entries
 from .delivery import Target
-from .groups import GroupDigest
 from .line import Line
 from .ranks import Joint, Ranks
-from .save import Request
+from .save import Request, UnchangedIn
 from .targets import step_targets
 
 
@@ -114,8 +113,11 @@ class StepRequest(Request):
         if self.select is None:  # nothing can be borrowed from a step that was saved in part
             self.contents.look = Look(captured)
 
-    def needs(self) -> Collection[int]:
-        return [lent.step for lent in self.contents.borrowed]
+    @property
+    def needs(self) -> Callable[[], Collection[int]]:
+        return self.contents.lenders
 
-    def unchanged_in(self, digests: Mapping[str, GroupDigest]) -> tuple[str, ...]:
-        return self._line.unchanged_in(digests, {lent.group for lent in self.contents.borrowed})
+    @property
+    def unchanged_in(self) -> UnchangedIn:
+        line, contents = self._line, self.contents
+        return lambda digests: line.unchanged_in(digests, {lent.group for lent in contents.borrowed})

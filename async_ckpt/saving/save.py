@@ -29,6 +29,8 @@ from .handle import SaveHandle, name_of, progress_of
 from .ranks import Joint
 from .story import Attempt, CommitRule, State, new_life, story
 
+UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
+
 
 class Save(ABC):
     """One save of any kind: of a state, of files, or by a function of the user's. Subclasses say how it is carried out."""
@@ -75,13 +77,16 @@ class Save(ABC):
             return await self.run(turn, off_loop)
         except BaseException as error:
             self.life.go(State.FAILED)
-            if not self.staged.done():
-                self.staged.set_exception(error)
             try:
                 await off_loop(partial(self.failed, error))
             except Exception as another:
                 error.add_note(f"async_ckpt: cleaning up after it failed too: {another}")
             raise
+
+    def _end_staging(self, error: BaseException) -> None:
+        """The caller may change what is saved, since it has failed."""
+        if not self.staged.done():
+            self.staged.set_exception(error)
 
     def _check(self) -> None:
         """Raise the error with which it was given up, if it was."""
@@ -124,26 +129,36 @@ class Request(ABC):
     def captured(self, captured: Capture) -> None:
         """The state was captured. Raises what refuses the save."""
 
-    def needs(self) -> Collection[int]:
-        """The steps that must stay on storage until the save is settled. From any thread."""
-        return ()
+    @property
+    def needs(self) -> Callable[[], Collection[int]]:
+        """The steps that must stay on storage until the save is settled; asked from any thread. Keeps nothing of the state."""
+        return tuple
 
-    def unchanged_in(self, digests: Mapping[str, GroupDigest]) -> tuple[str, ...]:  # noqa: ARG002
-        """The groups whose bytes equal those of the commit before; asked once, after the commit."""
-        return ()
+    @property
+    def unchanged_in(self) -> UnchangedIn:
+        """See `StateSave`. The function keeps nothing of the state, nor its guard: a handle may live for long."""
+        return lambda _: ()
 
 
 class StateSave(Save):
     """A save of a state: the snapshot fills the segments of an archive, and the attempt takes them to every target."""
 
-    def __init__(self, request: Request, attempt: Attempt, snapshot: Snapshot, num_tensors: int) -> None:
+    def __init__(
+        self,
+        step: int | None,
+        attempt: Attempt,
+        snapshot: Snapshot,
+        num_tensors: int,
+        unchanged_in: UnchangedIn,
+    ) -> None:
+        """`unchanged_in` tells which groups have the bytes of the commit before; it is asked once, after the commit."""
         drain = attempt.drain
-        super().__init__(request.step, attempt.targets[0].path, snapshot.completion, lambda: drain.progress)
+        super().__init__(step, attempt.targets[0].path, snapshot.completion, lambda: drain.progress)
         self.attempt, self.snapshot = attempt, snapshot
         self.called: Future[float] = (
             running_future()
         )  # the seconds of the call, once the caller has its handle
-        self._request, self._num_tensors = request, num_tensors
+        self._num_tensors, self._unchanged_in = num_tensors, unchanged_in
 
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         attempt = self.attempt
@@ -152,7 +167,7 @@ class StateSave(Save):
             await asyncio.wrap_future(self.called),
             step=self.handle.step,
             num_tensors=self._num_tensors,
-            unchanged_groups=self._request.unchanged_in(attempt.drain.group_digests()),
+            unchanged_groups=self._unchanged_in(attempt.drain.group_digests()),
         )
 
     def failed(self, error: BaseException) -> None:

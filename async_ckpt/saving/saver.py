@@ -155,7 +155,7 @@ class Saver:
             writers=lambda target: self._writers.of(target.storage, alone=len(targets) == 1),
             pace=lambda target: self._writers.pace(target.storage),
         )
-        return StateSave(request, attempt, snapshot, len(captured.specs)), device
+        return StateSave(step, attempt, snapshot, len(captured.specs), request.unchanged_in), device
 
     def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
         """Show a save of a state to others. On the loop's thread."""
