@@ -31,20 +31,17 @@ from .runs.record import plain_record
 from .runs.roots import opened
 from .saving.admission import OnOverlap
 from .saving.agreement import tell_of_failure
-from .saving.borrowed import Contents, check_driver, check_entries
 from .saving.handle import SaveHandle
 from .saving.line import Line
 from .saving.policy import Due, SavePolicy, whole_step
 from .saving.ranks import Differing, Ranks
+from .saving.request import StepRequest
 from .saving.saver import Saver
 from .saving.signals import Notice
 from .saving.story import CommitRule
-from .saving.targets import step_targets
 from .spans import wall_time
 from .spec import Keep, flag, keep_of, whole_count
 from .staging.guard import INHERITED, unwrapped
-from .staging.held_snapshot import refuse_guard
-from .state.capture import Capture
 from .state.names import Select
 from .storage.place import Anywhere
 
@@ -231,48 +228,28 @@ class AsyncCheckpointer(RunReader):
         numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
         raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
         """
-        step, contents = whole_step(step, "; the order is save(state, step)"), Contents()
-        joint = self._ranks.called(step)
-
-        def captured_as(captured: Capture) -> None:
-            if guard is not INHERITED:
-                refuse_guard(captured.held, guard)
-            if joint is not None:
-                joint.borrowed = {lent.group: lent.step for lent in contents.borrowed}
-            if select is None:  # what was saved in part is nothing to borrow from
-                contents.captured(captured)
-
-        line, runs = self._line, self._roots.runs
-        groups = [unchanged] if isinstance(unchanged, str) else unchanged
-        try:  # from here on, whatever is wrong on this rank is told to the others
-            if select is not None and unchanged:
-                raise ValueError(
-                    "select= and unchanged= exclude each other; leave the groups out of the state instead"
-                )
-            overwrite = flag("overwrite", overwrite)
-            plain = plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds)
-            check_entries(state, per_rank, "per_rank")
-            if joint is not None:
-                joint.per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
-            if driver is not None:
-                check_driver(driver, state)
-                contents.take_driver(driver, step=step, rank=self._ranks.world.rank)
-            handle = self._saver.save(
-                lambda: contents.own_of(state, groups, line.groups, step=step, runs=runs, joint=joint),
-                lambda: step_targets(line, step, overwrite, plain, contents, self._ranks, joint),
-                select=select,
-                joint=joint,
-                captured_as=captured_as,
-                step=step,
-                needs=contents.lenders,
-                guard=self._guard if guard is INHERITED else guard,
-                rule=line.rule,
-                skipped_path=runs[0].storage.locate(runs[0].folder(step)),
-                unchanged_in=lambda digests: line.unchanged_in(digests, contents.borrowed_groups),
+        step = whole_step(step, "; the order is save(state, step)")
+        request = StepRequest(
+            state,
+            step,
+            self._line,
+            self._ranks,
+            guard=self._guard if guard is INHERITED else guard,
+            is_own_guard=guard is not INHERITED,
+            select=select,
+        )
+        try:  # whatever is wrong on this rank is told to the others
+            request.check(
+                overwrite=overwrite,
+                record=plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds),
+                unchanged=unchanged,
+                per_rank=per_rank,
+                driver=driver,
             )
+            handle = self._saver.save(request)
         except BaseException as error:
-            if joint is not None:
-                tell_of_failure(self._ranks, joint, runs, error)
+            if request.joint is not None:
+                tell_of_failure(self._ranks, request.joint, self._roots.runs, error)
             raise
         self._policy.follow(step, handle)
         return handle
@@ -430,8 +407,8 @@ class AsyncCheckpointer(RunReader):
         """
         check_verify(verify)
         sharing = None if broadcast is None else Sharing(broadcast)
-        for pending in self._saver.ledger.pending():
-            pending.handle.staging_completion.exception()  # what is being copied must not be overwritten
+        for save in self._saver.ledger.saves():
+            save.staged.exception()  # what is being copied must not be overwritten
         readers = Readers(*self._ranks.readers(from_ranks))
 
         def put_back(parts: Sequence[Part], sharing: Sharing | None) -> None:
@@ -481,7 +458,7 @@ class AsyncCheckpointer(RunReader):
     # --- parts ------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        under_way = [save.handle for save in self._saver.ledger.pending() if not save.handle.done()]
+        under_way = [save.handle for save in self._saver.ledger.saves() if not save.handle.done()]
         told = [self._roots.known(), *(f"saving step {save.step}: {save.progress}" for save in under_way)]
         if self._saver.is_closed:
             told.append("closed")

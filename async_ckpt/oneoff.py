@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from .host.loop import get_loop
 from .host.ranks import warn_of_ranks
 from .loading.contents import Part
 from .loading.find import from_path
@@ -19,12 +20,12 @@ from .loading.verify import verify_path
 from .report import VerifyReport
 from .saving import default
 from .saving.handle import SaveHandle
+from .saving.request import FileRequest
 from .saving.targets import Compression, FileTarget
-from .saving.worker import get_worker
 from .spans import monotonic
 from .spec import whole_bytes
 from .staging.guard import unwrapped
-from .staging.held_snapshot import HeldSnapshot, begin, refuse_guard
+from .staging.held_snapshot import HeldSnapshot, begin
 from .state.names import Select
 from .storage.place import Anywhere, written_at
 
@@ -67,14 +68,7 @@ def save(
             f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one"
         )
     warn_of_ranks(stacklevel=2)
-    return default.one_off_saver().save(
-        lambda: obj,
-        lambda: [target],
-        step=None,
-        guard=guard,
-        select=select,
-        captured_as=lambda captured: refuse_guard(captured.held, guard),
-    )
+    return default.one_off_saver().save(FileRequest(obj, target, guard=guard, select=select))
 
 
 def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) -> HeldSnapshot:
@@ -107,7 +101,7 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
         optimizers=unwrapped(guard),
         max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
         memory=default.held_memory(),
-        crew=get_worker().copiers,
+        crew=get_loop().copiers,
         clock=monotonic,
     )
     try:

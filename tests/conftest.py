@@ -22,7 +22,7 @@ from rank_worlds import Worlds
 from slices import examples
 
 from async_ckpt.host import waits
-from async_ckpt.saving import worker
+from async_ckpt.saving import ledger
 from async_ckpt.storage.local import LocalReader
 from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
 from async_ckpt.testing.servers import Server
@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 torch.set_num_threads(1)
 # On a slow machine anything may take long enough to be told of, or be drawn late, which is no failure.
 waits._FIRST_SECONDS = 60.0
-worker._LAST_DRAWING_SECONDS = PATIENCE
+ledger._LAST_DRAWING_SECONDS = PATIENCE
 settings.register_profile("slice", max_examples=examples(100))
 settings.load_profile("slice")
 gc.disable()  # while tests are collected, a third of which it would take: none of the million objects goes
@@ -74,8 +74,8 @@ def _ended(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _wait_for_saves() -> None:
-    for pending in list(worker._worker._pending) if worker._worker is not None else []:
-        pending.finished.exception(PATIENCE)
+    for save in ledger.all_saves():
+        save.finished.exception(PATIENCE)
 
 
 def _used(made: Accelerator) -> Iterator[Accelerator]:

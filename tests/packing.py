@@ -12,7 +12,7 @@ from async_ckpt.around.pack import files_saver
 
 def settled() -> None:
     """Return when every pack has ended and cleaned up."""
-    until(lambda: not any(not pending.finished.done() for pending in files_saver().ledger.pending()))
+    until(lambda: not any(not save.finished.done() for save in files_saver().ledger.saves()))
 
 
 def names(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from states import SEGMENT, open_run, state_at
 from tqdm.auto import tqdm
 
 from async_ckpt import StorageFullError
-from async_ckpt.saving import worker
+from async_ckpt.saving import ledger
 
 
 class Screen(io.StringIO):
@@ -189,7 +189,7 @@ class Stopped(Screen):
 
 
 def test_a_terminal_that_takes_nothing_holds_up_no_save(tmp_path, monkeypatch, gate):
-    monkeypatch.setattr(worker, "_LAST_DRAWING_SECONDS", 0.0)
+    monkeypatch.setattr(ledger, "_LAST_DRAWING_SECONDS", 0.0)
     monkeypatch.setattr(sys, "stderr", Stopped(gate))
     with open_run(tmp_path, progress=True) as ckpt:
         for step in (1, 2):
@@ -202,7 +202,7 @@ def test_a_terminal_that_takes_nothing_holds_up_no_save(tmp_path, monkeypatch, g
 
 
 def test_who_waits_for_the_save_writes_below_its_bar(tmp_path, monkeypatch, gate):
-    monkeypatch.setattr(worker, "_LAST_DRAWING_SECONDS", 60.0)
+    monkeypatch.setattr(ledger, "_LAST_DRAWING_SECONDS", 60.0)
     monkeypatch.setattr(sys, "stderr", screen := Stopped(gate))
     with open_run(tmp_path, progress=True) as ckpt:
         ckpt.save(state_at(1), step=1).result()

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import async_ckpt
 from async_ckpt import TornSnapshotError, UnsupportedStateError
+from async_ckpt.host.loop import get_loop
 from async_ckpt.integrations.dcp import stager as module
-from async_ckpt.saving.worker import get_worker
 
 
 class Held(TarStorageWriter):
@@ -179,8 +179,8 @@ def test_under_a_guard_the_optimizer_waits_for_the_copy(tmp_path, monkeypatch):
     """The rest of the copy is held until the step waits for it."""
     parameter = torch.nn.Parameter(torch.ones(1 << 20))
     optimizer = sgd(parameter)
-    crew = HeldCrew(get_worker().copiers)
-    monkeypatch.setattr(module, "get_worker", lambda: type("Worker", (), {"copiers": crew}))
+    crew = HeldCrew(get_loop().copiers)
+    monkeypatch.setattr(module, "get_loop", lambda: type("Loop", (), {"copiers": crew}))
     stager = PinnedStager(guard=optimizer)
     response = dcp.async_save(
         {"w": parameter.detach()}, storage_writer=TarStorageWriter(tmp_path / "x"), async_stager=stager
@@ -197,8 +197,8 @@ def test_under_a_guard_the_optimizer_waits_for_the_copy(tmp_path, monkeypatch):
 
 def test_a_tensor_that_changes_under_a_guard_fails_the_save(tmp_path, monkeypatch):
     parameter = torch.nn.Parameter(torch.ones(1 << 20))
-    crew = HeldCrew(get_worker().copiers)
-    monkeypatch.setattr(module, "get_worker", lambda: type("Worker", (), {"copiers": crew}))
+    crew = HeldCrew(get_loop().copiers)
+    monkeypatch.setattr(module, "get_loop", lambda: type("Loop", (), {"copiers": crew}))
     stager = PinnedStager(guard=sgd(parameter))
     response = dcp.async_save(
         {"w": parameter.detach()}, storage_writer=TarStorageWriter(tmp_path / "x"), async_stager=stager

@@ -6,13 +6,14 @@ import signal
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from states import assert_is_state, leftovers, names_below, open_run
 
 import async_ckpt
 from async_ckpt.host import waits
-from async_ckpt.saving import worker
+from async_ckpt.saving import ledger
 from async_ckpt.spans import Timekeeper
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
@@ -24,7 +25,7 @@ HEAD = """
 import atexit, errno, os, signal, sys, threading
 import torch
 import async_ckpt
-import async_ckpt.host.waits, async_ckpt.saving.saver, async_ckpt.saving.worker
+import async_ckpt.host.waits, async_ckpt.saving.exit, async_ckpt.saving.ledger, async_ckpt.saving.saver
 from async_ckpt import AsyncCheckpointer
 from async_ckpt.storage.local import LocalSink
 from children import hold_writes
@@ -51,7 +52,7 @@ def fail_writes():
 def slow_disk():
     # Writes end once the saves have been given up, as those of a real disk would some time.
     go = hold_writes()
-    real_wait, real_abandon = async_ckpt.saving.worker.wait_for, async_ckpt.saving.worker.abandon
+    real_wait, real_abandon = async_ckpt.saving.exit.wait_for, async_ckpt.saving.ledger.abandon
 
     def wait_for(*arguments):
         if told:
@@ -65,8 +66,8 @@ def slow_disk():
         return real_abandon(pending, why)
 
     told = []
-    async_ckpt.saving.worker.wait_for = async_ckpt.host.waits.wait_for = wait_for
-    async_ckpt.saving.worker.abandon = async_ckpt.saving.saver.abandon = abandon
+    async_ckpt.saving.exit.wait_for = async_ckpt.host.waits.wait_for = wait_for
+    async_ckpt.saving.exit.abandon = async_ckpt.saving.saver.abandon = abandon
     return go
 """
 
@@ -321,7 +322,7 @@ def test_ctrl_c_during_a_save_call_leaves_a_checkpointer_that_can_be_left(tmp_pa
 def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_ctrl_c(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.saving.worker._ABANDON_SECONDS = 0.1
+    async_ckpt.saving.ledger._ABANDON_SECONDS = 0.1
     ckpt = open_run(root)
     ckpt.save(state_at(1, 5), step=1).result()
     slow_disk()
@@ -339,7 +340,7 @@ def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_c
 def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.saving.worker._LEAST_ABANDON_SECONDS = 10.0  # for any machine
+    async_ckpt.saving.ledger.LEAST_ABANDON_SECONDS = 10.0  # for any machine
     ckpt = open_run(root, exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1).result()
     slow_disk()
@@ -422,7 +423,7 @@ def test_a_save_whose_root_does_not_open_is_given_up_after_the_exit_timeout(tmp_
     root = tmp_path / "run"
     body = f"""
     {HANG_OPEN}
-    async_ckpt.saving.worker._LEAST_ABANDON_SECONDS = 3.0  # that the other root is cleaned up in, on any machine
+    async_ckpt.saving.ledger.LEAST_ABANDON_SECONDS = 3.0  # that the other root is cleaned up in, on any machine
     ckpt = open_run({roots}, commit="any", exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1)
     hung.wait()
@@ -468,7 +469,7 @@ def test_a_call_that_a_failed_save_has_left_behind_keeps_no_process(tmp_path, nu
 def test_the_grace_for_a_write_that_does_not_return_is_small_against_the_exit_timeout(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.saving.worker._ABANDON_SECONDS = 1000.0  # longer than this test waits
+    async_ckpt.saving.ledger._ABANDON_SECONDS = 1000.0  # longer than this test waits
     ckpt = open_run(root, exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1).result()
     hold_writes()
@@ -484,7 +485,7 @@ def test_the_grace_for_a_write_that_does_not_return_is_small_against_the_exit_ti
 
 def test_a_save_without_an_exit_timeout_is_drained_though_that_of_another_has_passed(tmp_path, nursery):
     body = """
-    async_ckpt.saving.worker._LEAST_ABANDON_SECONDS = 10.0  # for any machine
+    async_ckpt.saving.ledger.LEAST_ABANDON_SECONDS = 10.0  # for any machine
     slow_disk()
     patient, hasty = open_run(root + "/patient"), open_run(root + "/hasty", exit_timeout=0.0)
     patient.save(state_at(1, 5), step=1)
@@ -515,8 +516,8 @@ def test_saves_that_are_given_up_together_have_one_grace_for_all(monkeypatch):
     monkeypatch.setattr(waits, "TIMEKEEPER", Waited())
     given_up = []
     for exit_timeout in (None, 2.0, 40.0, 3600.0):
-        pending = [worker.Pending(None, given_up.append, exit_timeout) for _ in range(3)]
-        worker.abandon(pending, "no more time")
+        save = SimpleNamespace(give_up=given_up.append, exit_timeout=exit_timeout, finished=None)
+        ledger.abandon([save] * 3, "no more time")
 
     assert waited == [10.0, 1.0, 4.0, 10.0]
     assert len(given_up) == 12

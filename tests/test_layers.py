@@ -200,9 +200,9 @@ def test_the_clock_is_only_in_spans():
     assert not {"now", "utcnow", "today"} & asked
 
 
-def test_threads_are_started_only_by_the_host_and_the_worker():
+def test_threads_are_started_only_by_the_host():
     for name in MODULES:
-        if name.split(".")[0] not in ("host", "testing") and name != "saving.worker":
+        if name.split(".")[0] not in ("host", "testing"):
             assert not starts_threads(name), name
 
 

@@ -100,8 +100,8 @@ def test_a_root_that_is_given_up_while_it_waits_is_missed_and_no_more(tmp_path):
     roots = [tmp_path / "near", tmp_path / "far"]
     with open_run(roots, commit="any", segment_bytes=4 * MIB) as ckpt:
         far = ckpt._roots.runs[1].storage
-        ckpt._saver._carriers._max_bandwidth = 1e12
-        ckpt._saver._carriers._paces[far.locate("")] = Pace(1.0)
+        ckpt._saver._writers._max_bandwidth = 1e12
+        ckpt._saver._writers._paces[far.locate("")] = Pace(1.0)
         with ScriptedStorage(ckpt.roots[1]) as disk:
             ckpt._roots.runs[1]._root.storage = disk
             disk.fail("write", error=StorageUnavailableError("away", path="far"))
@@ -116,7 +116,7 @@ def test_each_of_several_places_has_the_bandwidth_for_itself(tmp_path):
     roots = [tmp_path / "near", tmp_path / "far"]
     with open_run(roots, max_bandwidth=1e12) as ckpt:
         ckpt.save(state_at(1, 9), step=1).result()
-        assert sorted(ckpt._saver._carriers._paces) == sorted(str(root) for root in roots)
+        assert sorted(ckpt._saver._writers._paces) == sorted(str(root) for root in roots)
 
 
 def test_a_save_that_fails_does_not_go_on_waiting(tmp_path):

@@ -519,8 +519,8 @@ def pack_another():
     with pack(out / "child.tar") as other:
         (other / "a").write_text("child")
     other.handle.result()
-    import async_ckpt.saving.worker
-    async_ckpt.saving.worker._drain_at_exit()
+    import async_ckpt.saving.exit
+    async_ckpt.saving.exit.drain_at_exit()
 
 packing = pack(out / "x.tar")
 with packing as folder:
@@ -565,9 +565,9 @@ def test_ctrl_c_at_the_end_gives_the_pack_up_and_keeps_the_folder(out, nursery):
         HEAD
         + """
 from children import hold_writes
-import async_ckpt.saving.worker
+import async_ckpt.saving.exit
 go = hold_writes()
-abandon, wait = async_ckpt.saving.worker.abandon, async_ckpt.saving.worker.wait_for
+abandon, wait = async_ckpt.saving.exit.abandon, async_ckpt.saving.exit.wait_for
 def let_go(pending, why):
     for save in pending:
         save.give_up(async_ckpt.SaveAbandonedError(why))
@@ -576,7 +576,7 @@ def let_go(pending, why):
 def waits(*arguments):
     print("waiting", flush=True)
     return wait(*arguments)
-async_ckpt.saving.worker.abandon, async_ckpt.saving.worker.wait_for = let_go, waits
+async_ckpt.saving.exit.abandon, async_ckpt.saving.exit.wait_for = let_go, waits
 import async_ckpt
 (out / "x.tar").write_bytes(b"of before")
 with pack(out / "x.tar") as folder:

@@ -332,7 +332,7 @@ HEAD = """
 import signal, sys
 import async_ckpt
 from async_ckpt.host import waits
-from async_ckpt.saving.waiting import say_on_stderr
+from async_ckpt.saving.exit import say_on_stderr
 from async_ckpt.spans import Timekeeper
 from children import hold_writes
 from states import open_run, state_at
@@ -402,7 +402,7 @@ def test_the_line_is_seen_on_stderr_without_any_configuration_and_says_what_ctrl
     ("end", "status"), [("pass", 130), ("try: ckpt.close()\nfinally: go.set()", -signal.SIGINT)]
 )
 def test_ctrl_c_then_does_what_was_said(tmp_path, nursery, end, status):
-    child = nursery.start(script("async_ckpt.saving.worker._ABANDON_SECONDS = 0.0\n" + end), tmp_path / "run")
+    child = nursery.start(script("async_ckpt.saving.ledger._ABANDON_SECONDS = 0.0\n" + end), tmp_path / "run")
     child.wait_for_line("Ctrl-C gives up", "err")
     child.send(signal.SIGINT)
 

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+from ..host.loop import OffLoop
 from ..report import Progress
-from ..saving.delivery import OffLoop
-from ..saving.errand import CopyErrand
+from ..saving.errand import CopySave
 from ..spans import Spans
 from ..staging.guard import Optimizers
 from ..state.held import Held
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
     """Called before anything is replaced; raises where it must not be after all."""
 
 
-class Export(CopyErrand):
+class Export(CopySave):
     """One export."""
 
     def __init__(

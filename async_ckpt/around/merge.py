@@ -113,7 +113,7 @@ def merge(
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _MergedState:
     """What is to be written: as a capture of live objects, but that each tensor is one of a file."""
 
     skeleton: str
@@ -122,7 +122,7 @@ class _State:
     objects: bytes | None
 
 
-def _state_in(parts: Sequence[Part], *, trust: bool) -> _State:
+def _state_in(parts: Sequence[Part], *, trust: bool) -> _MergedState:
     """Raises StateMismatchError for values of each rank, of which nobody has said which to take."""
     values, objects = [], []
     for part in parts:
@@ -145,7 +145,7 @@ def _state_in(parts: Sequence[Part], *, trust: bool) -> _State:
         tensors.append((archive, primary))
     pickles = objects[0] if merged.objects is None else [objects[n][number] for n, number in merged.objects]
     skeleton = json.dumps(merged.skeleton, separators=(",", ":"))
-    return _State(skeleton, specs, tensors, pickled(pickles) if pickles else None)
+    return _MergedState(skeleton, specs, tensors, pickled(pickles) if pickles else None)
 
 
 def _refuse_apart(parts: Sequence[Part], values: Sequence[Any]) -> None:
@@ -173,7 +173,7 @@ def _of_groups(part: Part) -> Json:
     return {**skeleton, kind: [[key, node] for key, node in skeleton[kind] if key in part.groups]}
 
 
-def _write(state: _State, layout: Layout, storage: Storage, name: str) -> int:
+def _write(state: _MergedState, layout: Layout, storage: Storage, name: str) -> int:
     """Returns how often something was tried again."""
     if not storage.remote:
         Path(storage.locate(name)).parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def _write(state: _State, layout: Layout, storage: Storage, name: str) -> int:
     return out.sink.num_retries
 
 
-def _fill(memory: HostBuffer, plan: SegmentPlan, state: _State) -> None:
+def _fill(memory: HostBuffer, plan: SegmentPlan, state: _MergedState) -> None:
     for target, data in plan.literals:
         memory.view[target : target + len(data)] = data
     ranges = [

@@ -15,14 +15,15 @@ from typing import Any
 
 from ..errors import ClosedError, NothingWrittenError, StorageUnavailableError
 from ..format.tarball import Tarball
+from ..host.loop import OffLoop
 from ..host.threads import running_future
 from ..host.waits import Completion
 from ..report import Progress, SaveReport
 from ..saving.default import files_saver
-from ..saving.delivery import OffLoop
 from ..saving.handle import SaveHandle
+from ..saving.save import Save
 from ..saving.saver import Saver
-from ..saving.story import Attempt, Order, story
+from ..saving.story import Attempt, story
 from ..saving.targets import Compression, FileTarget
 from ..spans import Spans
 from ..staging.files import FileFill, FilesImage, scan
@@ -33,7 +34,7 @@ from ..storage.scratch import Scratch
 _PathType: Any = type(Path())
 
 
-class Folder(_PathType):  # type: ignore[misc]
+class PackedFolder(_PathType):  # type: ignore[misc]
     """A `pathlib.Path` with the handle of the save, which exists once the `with` block has ended."""
 
     _handle: SaveHandle | None = None
@@ -52,18 +53,18 @@ class Pack:
     def __init__(self, target: FileTarget, scratch: Path, name: str) -> None:
         self._target, self._parent, self._name = target, scratch, name
         self._scratch: Scratch | None = None
-        self._folder = Folder(scratch)  # once the block is entered, the one to write into
+        self._folder = PackedFolder(scratch)  # once the block is entered, the one to write into
 
     @property
     def handle(self) -> SaveHandle:
         """The save, once the block has been left."""
         return self._folder.handle
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> PackedFolder:
         if self._scratch is not None:
             raise RuntimeError("this folder was packed already; call pack() again for another one")
         self._scratch = Scratch(self._parent, self._name)
-        self._folder = Folder(self._scratch.folder)
+        self._folder = PackedFolder(self._scratch.folder)
         return self._folder
 
     def __exit__(
@@ -133,56 +134,56 @@ def pack_folder(
 
 
 def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHandle:
-    packing = _Packing(files_saver(), folder, target, scratch)
     try:
+        packing = _PackSave(files_saver(), folder, target, scratch)
         handle = packing.saver.take_on(packing)
     except ClosedError as error:  # the interpreter is exiting
-        packing.failed(error)
+        if scratch is not None:
+            _keep(scratch, error)
         raise
     packing.called.set_result(packing.spans.total())
     return handle
 
 
-class _Packing:
-    """The errand of one folder."""
+class _PackSave(Save):
+    """The save of one folder."""
 
     def __init__(self, saver: Saver, folder: Path, target: FileTarget, scratch: Scratch | None) -> None:
         self.saver, self._folder, self._target, self._scratch = saver, folder, target, scratch
         self.path = target.path
-        self.staged: Future[None] = Completion(lambda: f"the files of {self.path}: {self.progress}")
+        staged: Future[None] = Completion(lambda: f"the files of {self.path}: {self.progress}")
+        super().__init__(None, target.path, staged, lambda: self.progress)
         self.spans, self.called = Spans(), running_future()  # `called` is when the caller has its handle
-        self._order: Order | None = None
         self._attempt: Attempt | None = None
-        self._given_up: BaseException | None = None
 
     @property
     def progress(self) -> Progress:
-        return self._order.drain.progress if self._order else Progress(0, 0, 0)
+        return self._attempt.drain.progress if self._attempt else Progress(0, 0, 0)
 
     def give_up(self, error: BaseException) -> None:
-        self._given_up = error
-        if self._order is not None:
-            self._order.drain.fail(error)
+        super().give_up(error)
+        if self._attempt is not None:
+            self._attempt.drain.fail(error)
 
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         if turn is not None:
             await asyncio.wrap_future(turn)
-        order, fill = await off_loop(self._set_up)
-        self._attempt = Attempt(order, off_loop)
+        attempt, fill = await off_loop(self._set_up)
         fill.completion.add_done_callback(self._pass_on)
-        with self.saver.relieved_by(order.drain):
+        with self.saver.relieved_by(attempt.drain):
             fill.begin()
             try:
-                return await story(self._attempt)
+                await story(attempt, None, off_loop, self.life)
             finally:  # until then it reads from the folder
                 await off_loop(fill.completion.exception)
+        return attempt.report(await asyncio.wrap_future(self.called))
 
-    def _set_up(self) -> tuple[Order, FileFill]:
-        order, fill = self.saver.files_order(self._scan(), self._target, self.spans, self.called)
-        self._order = order
-        if self._given_up is not None:
-            order.drain.fail(self._given_up)
-        return order, fill
+    def _set_up(self) -> tuple[Attempt, FileFill]:
+        attempt, fill = self.saver.files_attempt(self._scan(), self._target, self.spans)
+        self._attempt = attempt
+        if self.given_up is not None:
+            attempt.drain.fail(self.given_up)
+        return attempt, fill
 
     def _scan(self) -> FilesImage:
         with translated(self._folder):
@@ -201,19 +202,24 @@ class _Packing:
             self.staged.set_exception(error)
 
     def failed(self, error: BaseException) -> None:
-        if self._scratch is None:
-            return
-        try:
-            if isinstance(error, NothingWrittenError):
-                self._scratch.remove()
-            else:  # it may be all that there is of this checkpoint
-                self._scratch.keep()
-                error.add_note(f"async_ckpt: what was to be packed is kept in {self._scratch.folder}")
-        except StorageUnavailableError as failure:
-            error.add_note(f"async_ckpt: {failure}")
+        self._end_staging(error)
+        if self._scratch is not None:
+            _keep(self._scratch, error)
 
     async def afterwards(self, off_loop: OffLoop) -> None:
         assert self._attempt is not None
         await self._attempt.afterwards()
         if self._scratch is not None:
             await off_loop(self._scratch.remove)
+
+
+def _keep(scratch: Scratch, error: BaseException) -> None:
+    """Keep the files that were not packed, if there are any: they may be all that there is of this checkpoint."""
+    try:
+        if isinstance(error, NothingWrittenError):
+            scratch.remove()
+        else:
+            scratch.keep()
+            error.add_note(f"async_ckpt: what was to be packed is kept in {scratch.folder}")
+    except StorageUnavailableError as failure:
+        error.add_note(f"async_ckpt: {failure}")

@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
+from ..host.loop import OffLoop
 from ..host.memory import HostBuffer
 from ..host.process import OnceInProcess
 from ..host.ranks import Words, World, world_of
@@ -33,8 +34,8 @@ from ..loading.ranges import Range, read_ranges
 from ..report import SaveReport
 from ..saving.answers import in_words
 from ..saving.default import slices_saver
-from ..saving.delivery import OffLoop
 from ..saving.handle import SaveHandle
+from ..saving.request import FileRequest
 from ..saving.targets import FileTarget
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import SEGMENT_BYTES
@@ -169,12 +170,7 @@ def begin_spread(asked: Asked, weights: Weights, parts: Parts, others: Others, g
     """Copy what this rank holds, and have it written; on rank 0, the folder after it."""
     saver = slices_saver(parts.world)
     try:
-        part = saver.save(
-            lambda: {_KEY: _own(weights.tensors)},
-            lambda: [parts.target()],
-            step=None,
-            guard=guard,
-        )
+        part = saver.save(FileRequest({_KEY: _own(weights.tensors)}, parts.target(), guard=guard))
     except BaseException as error:
         parts.tell_of_failure(error)
         raise

@@ -150,7 +150,7 @@ def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
     reader, path = opened
     with ReadAhead(reader) as raw, _damage_told(path):
         content = _Forward(_decompressed(raw, path))
-        with tarfile.open(fileobj=cast(Any, content), mode="r:", tarinfo=_Info) as tar:
+        with tarfile.open(fileobj=cast(Any, content), mode="r:", tarinfo=_StrictTarInfo) as tar:
             _extract_members(tar, content, folder, limits, path)
         _expect_end(content, path)
     if os.listdir(folder) == [_MARKER] and not (folder / _MARKER).is_dir():
@@ -259,11 +259,11 @@ def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
         raise full(folder, needed, free)
 
 
-class _Info(tarfile.TarInfo):
+class _StrictTarInfo(tarfile.TarInfo):
     """A header that is not what it should be is an error; `tarfile` takes some for the end."""
 
     @classmethod
-    def frombuf(cls, buf: Any, encoding: str, errors: str) -> _Info:
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> _StrictTarInfo:
         try:
             info = super().frombuf(buf, encoding, errors)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]

@@ -26,14 +26,14 @@ import torch
 from ..backends import current_device, on_device
 from ..errors import DestinationBusyError, NothingWrittenError, UnsupportedStateError
 from ..format.tarball import WholeFile
+from ..host.loop import OffLoop
 from ..host.process import in_forked_child
 from ..host.threads import running_future
 from ..report import Progress
 from ..saving.default import files_saver
-from ..saving.delivery import OffLoop
-from ..saving.errand import CopyErrand
+from ..saving.errand import CopySave
 from ..saving.handle import SaveHandle
-from ..saving.story import Attempt, story
+from ..saving.story import Attempt, new_life, story
 from ..saving.targets import FileTarget
 from ..spans import Spans
 from ..spec import GIB, MIB, with_article
@@ -224,7 +224,7 @@ def _forget_parent() -> None:
     _busy_lock = threading.Lock()
 
 
-class _Call(CopyErrand):
+class _Call(CopySave):
     """One call."""
 
     def __init__(
@@ -279,7 +279,7 @@ class _Call(CopyErrand):
     def give_up(self, error: BaseException) -> None:
         super().give_up(error)
         if self._attempt is not None:
-            self._attempt.order.drain.fail(error)
+            self._attempt.drain.fail(error)
 
     async def _write(self, off_loop: OffLoop) -> None:
         await off_loop(self._stream if self._options.streams else self._fill_scratch)
@@ -383,13 +383,13 @@ class _Call(CopyErrand):
             return
         files, target = FilesImage(WholeFile(source.num_bytes), [source]), FileTarget(storage, name)
         saver = files_saver()
-        order, fill = await off_loop(lambda: saver.files_order(files, target, Spans(), self._called))
-        self._attempt = Attempt(order, off_loop)
+        attempt, fill = await off_loop(lambda: saver.files_attempt(files, target, Spans()))
+        self._attempt = attempt
         self._check()
-        with saver.relieved_by(order.drain):
+        with saver.relieved_by(attempt.drain):
             fill.begin()
-            report = await story(self._attempt)
-        self._num_retries += report.retries
+            await story(attempt, None, off_loop, new_life())
+        self._num_retries += attempt.report(0.0).retries
 
 
 class _File(io.RawIOBase):

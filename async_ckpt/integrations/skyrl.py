@@ -35,8 +35,7 @@ from ..host.ranks import ranks
 from ..host.waits import ENDS_THE_WAIT, Wait
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
-from ..saving.waiting import wait_for_saves
-from ..saving.worker import Pending
+from ..saving.save import Save, wait_for_saves
 from ..state.names import shown
 from ..state.per_rank import PerRank
 from ..state.rng import RngState
@@ -265,9 +264,9 @@ class CheckpointBackend:
         self._newest[_key(handle.path)] = handle
         return handle
 
-    def _pending(self) -> list[Pending]:
+    def _pending(self) -> list[Save]:
         """Our saves that are under way, and those that have failed without anybody having looked."""
-        return [pending for pending in files_saver().ledger.pending() if pending.handle in self._handles]
+        return [save for save in files_saver().ledger.saves() if save.handle in self._handles]
 
     def _wait_for_save_to(self, key: str) -> None:
         handle = self._newest.get(key)

@@ -22,9 +22,9 @@ from ..errors import (
 )
 from ..format.delta import Encoding, VersionIndex, folder_of
 from ..host.limits import num_cpus
+from ..host.loop import get_loop
 from ..host.threads import Crew
 from ..saving.default import held_memory
-from ..saving.worker import get_worker
 from ..state.dtypes import dtype_name
 from ..storage.base import Storage
 from ..storage.place import Place
@@ -73,7 +73,7 @@ class Line:
 
     def _take(self, num_bytes: int) -> torch.Tensor:
         try:
-            return held_memory().lend(num_bytes, crew=get_worker().copiers, max_bytes=self._max_bytes)
+            return held_memory().lend(num_bytes, crew=get_loop().copiers, max_bytes=self._max_bytes)
         except MemoryError as error:
             raise MemoryError(
                 f"deltas need the weights of the version before in host memory: {error}; encoding=None needs none"

@@ -35,10 +35,10 @@ from ..format.delta import (
     sealed,
     structure_of,
 )
+from ..host.loop import OffLoop
 from ..host.threads import Crew, running_future
 from ..report import Progress, SaveReport
-from ..saving.delivery import OffLoop
-from ..saving.errand import CopyErrand
+from ..saving.errand import CopySave
 from ..spans import Spans
 from ..spec import MIB
 from ..staging.guard import Optimizers
@@ -63,7 +63,7 @@ _WRITE_BYTES: Final = 4 * MIB
 _PART_BYTES: Final = 8 * MIB
 
 
-class Publication(CopyErrand):
+class Publication(CopySave):
     """One version on its way."""
 
     def __init__(

@@ -19,10 +19,10 @@ import torch
 
 from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
 from ..format.delta import VersionIndex
+from ..host.loop import get_loop
 from ..report import PullReport
 from ..saving.default import held_memory
 from ..saving.policy import whole_step
-from ..saving.worker import get_worker
 from ..spans import Spans
 from ..storage.place import Anywhere, local_place, written_at
 from .folder import FolderReplica
@@ -332,7 +332,7 @@ def _base(before: State | None, chain: Sequence[VersionIndex]) -> int | None:
 
 def _take(num_bytes: int) -> torch.Tensor:
     try:
-        return held_memory().lend(num_bytes, crew=get_worker().copiers)
+        return held_memory().lend(num_bytes, crew=get_loop().copiers)
     except MemoryError:
         raise MemoryError(
             f"a pull into a module, or of what ranks have published, takes the weights once in host memory, {num_bytes:,} bytes, "

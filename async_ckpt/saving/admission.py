@@ -1,10 +1,10 @@
 """How many saves may be under way at once, and whose turn it is.
 
-In: places, asked for by callers of `save`. Out: admission in the order of asking. Knows nothing of: what a save is.
+In: slots, asked for by callers of `save`. Out: admission in the order of asking. Knows nothing of: what a save is.
 
 The caller's thread may be interrupted between any two steps (Ctrl-C, an exception of a signal handler), so it holds no
-lock here, and nothing has to be undone by it: a place is admitted while fewer than `max_in_flight` older ones live. It
-leaves by `leave`, and by being lost: places are known by weak references only. Whoever holds one keeps it alive.
+lock here, and nothing has to be undone by it: a slot is admitted while fewer than `max_in_flight` older ones live. It
+leaves by `leave`, and by being lost: slots are known by weak references only. Whoever holds one keeps it alive.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..host.waits import LIVENESS_SECONDS
 OnOverlap = Literal["wait", "skip"]
 
 
-class Place:
-    """A place among the saves under way, from the call until the save is decided."""
+class Slot:
+    """A slot among the saves under way, from the call until the save is decided."""
 
     __slots__ = ("__weakref__", "bell", "is_admitted", "needs", "step")
 
@@ -32,66 +32,66 @@ class Place:
 
 
 class Admission:
-    """The places of one saver. From any thread."""
+    """The slots of one saver. From any thread."""
 
     def __init__(self, max_in_flight: int, on_overlap: OnOverlap) -> None:
         self.max_in_flight, self._on_overlap = max_in_flight, on_overlap
         # Oldest first. It changes by `append` and `remove` alone, each of which is one step for every other thread.
-        self._claims: list[weakref.ref[Place]] = []
+        self._claims: list[weakref.ref[Slot]] = []
 
     @property
     def may_skip(self) -> bool:
         """Whether overlapping saves are skipped."""
         return self._on_overlap == "skip"
 
-    def enter(self, place: Place, check: Callable[[], None], *, must: bool = False) -> bool:
-        """Wait until it is this place's turn; False at once where overlapping saves are skipped, but not if it `must`.
+    def enter(self, slot: Slot, check: Callable[[], None], *, must: bool = False) -> bool:
+        """Wait until it is this slot's turn; False at once where overlapping saves are skipped, but not if it `must`.
 
         `check` is called while waiting, and raises when there is nothing to wait for.
         """
-        self._claims.append(weakref.ref(place))
-        while not self._is_its_turn(place):
+        self._claims.append(weakref.ref(slot))
+        while not self._is_its_turn(slot):
             if self.may_skip and not must:
-                self.leave(place)
+                self.leave(slot)
                 return False
             try:
                 check()
-                place.bell.get(timeout=LIVENESS_SECONDS)
+                slot.bell.get(timeout=LIVENESS_SECONDS)
             except queue.Empty:
                 continue
             except BaseException:
-                self.leave(place)
+                self.leave(slot)
                 raise
-        place.is_admitted = True
+        slot.is_admitted = True
         return True
 
-    def enter_at_once(self, place: Place) -> None:
+    def enter_at_once(self, slot: Slot) -> None:
         """Count a save that waits for nobody here."""
-        self._claims.append(weakref.ref(place))
-        place.is_admitted = True
+        self._claims.append(weakref.ref(slot))
+        slot.is_admitted = True
 
-    def leave(self, place: Place) -> None:
-        """Give a place back. Idempotent."""
+    def leave(self, slot: Slot) -> None:
+        """Give a slot back. Idempotent."""
         try:
-            self._claims.remove(weakref.ref(place))
+            self._claims.remove(weakref.ref(slot))
         except ValueError:
             return
         for other in self._living():
             other.bell.put(None)
 
-    def under_way(self) -> list[Place]:
-        """The admitted places, oldest first."""
-        return [place for place in self._living() if place.is_admitted]
+    def under_way(self) -> list[Slot]:
+        """The admitted slots, oldest first."""
+        return [slot for slot in self._living() if slot.is_admitted]
 
-    def _is_its_turn(self, place: Place) -> bool:
-        return place in self._living()[: self.max_in_flight]
+    def _is_its_turn(self, slot: Slot) -> bool:
+        return slot in self._living()[: self.max_in_flight]
 
-    def _living(self) -> list[Place]:
+    def _living(self) -> list[Slot]:
         living = []
         for claim in list(self._claims):
-            place = claim()
-            if place is not None:
-                living.append(place)
+            slot = claim()
+            if slot is not None:
+                living.append(slot)
             else:
                 try:
                     self._claims.remove(claim)  # lost by a caller that was interrupted

@@ -21,6 +21,7 @@ from ..errors import (
     StorageUnavailableError,
 )
 from ..format.digests import block_digest
+from ..host.loop import OffLoop, get_loop
 from ..runs.manifest import Archive, Manifest, OfRanks
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
 from ..runs.run import Run
@@ -28,9 +29,7 @@ from ..spans import monotonic
 from ..state.ranked import Structure
 from .answers import in_words
 from .comparison import Comparison
-from .delivery import OffLoop
 from .ranks import NOT_ALONE, Joint, Ranks
-from .worker import get_worker
 
 # How long rank 0, whose own archive is durable, waits for the receipts of others; they wait longer for its decision.
 PEER_SECONDS: Final = 1800.0
@@ -434,21 +433,21 @@ def tell_of_failure(ranks: Ranks, joint: Joint, runs: Sequence[Run], error: Base
     ranks.failed(joint, error)
     if joint.is_decided:
         return  # it is none on the other ranks
-    worker = get_worker()
+    loop = get_loop()
     for run in runs:
         ranks.root(run)  # in this order, as on all ranks
 
     async def tell_at(run: Run) -> None:
         agreement = Agreement(ranks, joint, run)
         with suppress(CheckpointError, OSError):
-            await worker.off_loop(lambda: agreement.refuse(error, is_followed=True))
-            await agreement.follow(worker.off_loop)
+            await loop.off_loop(lambda: agreement.refuse(error, is_followed=True))
+            await agreement.follow(loop.off_loop)
 
     async def tell() -> None:
-        if await _is_named(ranks, joint, worker.off_loop):
+        if await _is_named(ranks, joint, loop.off_loop):
             await asyncio.gather(*map(tell_at, runs))
 
-    worker.begin(tell())
+    loop.begin(tell())
 
 
 async def _is_named(ranks: Ranks, joint: Joint, off_loop: OffLoop) -> bool:
@@ -470,10 +469,10 @@ async def _is_named(ranks: Ranks, joint: Joint, off_loop: OffLoop) -> bool:
 def listen_again(ranks: Ranks, runs: Sequence[Run], joint: Joint) -> None:
     """A save was given up undecided on this rank: rank 0 may have decided since. Does not wait for that."""
     joint.is_followed = True
-    worker = get_worker()
+    loop = get_loop()
 
     async def listen() -> None:
         for run in runs:
-            await Agreement(ranks, joint, run).follow(worker.off_loop, SHARED_SECONDS)
+            await Agreement(ranks, joint, run).follow(loop.off_loop, SHARED_SECONDS)
 
-    worker.begin(listen())
+    loop.begin(listen())

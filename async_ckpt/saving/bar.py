@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from .delivery import OffLoop
+from ..host.loop import OffLoop
 from .handle import SaveHandle
 
 _DRAW_SECONDS: Final = 0.2

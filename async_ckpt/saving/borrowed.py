@@ -128,12 +128,16 @@ def check_entries(state: Any, names: Collection[str], option: str) -> None:
 class Contents:
     """One save: what it borrows, and how what it writes looks. Made on the caller's thread, then only read."""
 
-    def __init__(self) -> None:
+    def __init__(self, joint: Joint | None = None) -> None:
+        self.joint = joint
         self.borrowed: tuple[Elsewhere, ...] = ()
         self.look: Look | None = None
         self.driver: Driver | None = None
-        self.joint: Joint | None = None
         self._given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
+
+    def lenders(self) -> list[int]:
+        """The steps that it borrows from."""
+        return [lent.step for lent in self.borrowed]
 
     def take_driver(self, driver: Mapping[str, Any], *, step: int, rank: int) -> None:
         """What rank 0 is given is that of all ranks. Raises ValueError for too many bytes."""
@@ -154,32 +158,6 @@ class Contents:
                 rank,
                 ", ".join(lost),
             )
-
-    def own_of(
-        self,
-        state: Any,
-        unchanged: Collection[str],
-        known: UnchangedGroups,
-        *,
-        step: int,
-        runs: Sequence[Run],
-        joint: Joint | None = None,
-    ) -> Any:
-        """What of the state is to be written; the rest is borrowed. `joint` is the save as several ranks see it."""
-        self.joint = joint
-        own, self.borrowed = known.without(state, unchanged, step=step, runs=runs, joint=joint)
-        return own
-
-    def lenders(self) -> list[int]:
-        """The steps that it borrows from."""
-        return [borrowed.step for borrowed in self.borrowed]
-
-    @property
-    def borrowed_groups(self) -> set[str]:
-        return {borrowed.group for borrowed in self.borrowed}
-
-    def captured(self, captured: Capture) -> None:
-        self.look = Look(captured)
 
 
 class UnchangedGroups:

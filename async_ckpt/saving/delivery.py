@@ -7,22 +7,21 @@ Knows nothing of: other targets.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias
 
 from ..errors import CheckpointError, StorageUnavailableError
+from ..host.loop import OffLoop
 from ..host.threads import running_future
 from ..report import Destination
 from ..runs.manifest import Archive
 from ..spans import Spans
 from ..storage.base import Sink, Storage
 from .drain import Drain, Lane
-
-T = TypeVar("T")
 
 # With `commit="any"`, how long a place that lags behind a committed one goes on before it is left to be caught up.
 _LAG_SECONDS: Final = 900.0
@@ -34,12 +33,6 @@ _PAUSE_SECONDS: Final = 5.0
 _END_SECONDS: Final = 10.0
 
 Verify: TypeAlias = Callable[[int, memoryview], None]
-
-
-class OffLoop(Protocol):
-    """Runs a blocking call somewhere else than on the loop, and waits for it."""
-
-    def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 class Target(Protocol):

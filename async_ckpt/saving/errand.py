@@ -7,13 +7,14 @@ made of the copies, and where it goes.
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
 import torch
 
+from ..host.loop import OffLoop, get_loop
 from ..host.waits import all_of
 from ..report import Destination, Progress, SaveReport
 from ..spans import Spans, monotonic
@@ -24,13 +25,13 @@ from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.scratch import Scratch
 from .default import files_saver, host_memory
-from .delivery import OffLoop
 from .handle import SaveHandle
-from .worker import get_worker
+from .save import Save
+from .story import State
 
 
-class CopyErrand(ABC):
-    """One such save (see Errand). Subclasses say how it is written, and how it becomes visible."""
+class CopySave(Save):
+    """One such save. Subclasses say how it is written, and how it becomes visible."""
 
     def __init__(
         self,
@@ -46,24 +47,23 @@ class CopyErrand(ABC):
     ) -> None:
         self.path = path
         self._spans, self._called = spans, called  # `called` is when the caller has its handle
-        crew = get_worker().copiers
         # From here on it alone keeps the tensors alive.
         self.copy: Final = HostCopy(
             tensors,
             names,
             optimizers=optimizers,
             memory=host_memory(),
-            crew=crew,
+            crew=get_loop().copiers,
             clock=monotonic,
             wording=Wording(f"the copy of {path}"),
         )
         # Of snapshots that are held nothing is copied again; they have their bytes when they are complete.
-        self.staged = all_of([self.copy.completion, *after], lambda: f"the copy of {path}")
+        staged = all_of([self.copy.completion, *after], lambda: f"the copy of {path}")
+        super().__init__(None, path, staged, lambda: self.progress)
         self._num_tensors = num_tensors
         self._num_bytes = self._num_retries = 0  # of what is written
-        self._out: Appender | None = None  # what is being written to
+        self._out: Appender | None = None  # the object that is being written
         self._scratch: Scratch | None = None
-        self._given_up: BaseException | None = None
 
     def begin(self) -> SaveHandle:
         """On the caller's thread: from now on the tensors may change."""
@@ -80,19 +80,22 @@ class CopyErrand(ABC):
     def progress(self) -> Progress: ...
 
     def give_up(self, error: BaseException) -> None:
-        self._given_up = error
+        super().give_up(error)
         if self._out is not None:
             self._out.fail(error)
 
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         await asyncio.wrap_future(self.staged)
+        self.life.go(State.WRITING)
         if turn is not None:
             await asyncio.wrap_future(turn)
         with self._spans.span("write"):
             await self._write(off_loop)
         self._check()
+        self.life.go(State.DURABLE)
         with self._spans.span("commit"):
             await off_loop(self._commit)
+        self.life.go(State.COMMITTED)
         return self._report(await asyncio.wrap_future(self._called))
 
     @abstractmethod
@@ -102,10 +105,6 @@ class CopyErrand(ABC):
     @abstractmethod
     def _commit(self) -> None:
         """Make it visible. Blocks."""
-
-    def _check(self) -> None:
-        if self._given_up is not None:
-            raise self._given_up
 
     def _write_file(self, place: Storage, name: str, num_bytes: int, pieces: Iterable[memoryview]) -> None:
         """One file of this size, from front to back. Blocks."""
@@ -121,6 +120,7 @@ class CopyErrand(ABC):
         self._out = None
 
     def failed(self, error: BaseException) -> None:
+        self._end_staging(error)
         self.copy.release()
         if self._out is not None:
             self._out.abort()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..errors import ClosedError
 from ..host.threads import Task, is_library_thread, running_future
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ..report import Progress, SaveReport
-from .waiting import told
 
 _log = logging.getLogger("async_ckpt")
 
@@ -164,7 +163,7 @@ class SaveHandle(Future[SaveReport]):
     def _wait(self, where: str, timeout: float | None) -> None:
         self._refuse_to_wait_for_itself()
         wait = Wait(where, ENDS_THE_WAIT)
-        wait_for(self, timeout, lambda: wait.goes_on(lambda: told([self])))
+        wait_for(self, timeout, lambda: wait.goes_on(lambda: progress_of([self])))
 
     def _refuse_to_wait_for_itself(self, future: Future[Any] | None = None) -> None:
         if (future or self).done():
@@ -194,3 +193,25 @@ def skipped(step: int | None, path: str, submit_callbacks: Callable[[Task], None
     handle.staging_completion.set_result(None)
     handle.set_result(SaveReport("skipped", step, path))
     return handle
+
+
+def name_of(handle: SaveHandle) -> str:
+    """The name of a save in messages."""
+    return named(handle.step, handle.path)
+
+
+def named(step: int | None, path: str) -> str:
+    """The same of a save that has no handle yet."""
+    return path if step is None else f"step {step} ({path})"
+
+
+def progress_of(saves: Sequence[SaveHandle]) -> str:
+    """The oldest of these saves and how far it is, in words."""
+    if not saves:  # another thread plans one, or they have ended just now
+        return "another save"
+    first = saves[0]
+    others = f" and {len(saves) - 1} more" if len(saves) > 1 else ""
+    if not first.done():
+        return f"{name_of(first)}{others}: {first.progress}"
+    ended = "committed" if Future.exception(first) is None else "failed"
+    return f"{name_of(first)}{others}: {ended}, and cleaning up"

@@ -1,37 +1,63 @@
-"""The account of a saver: which saves were begun, how they ended, and which failures nobody has looked at.
+"""The saves that are under way, and the account of those that have ended.
 
-In: saves, as they begin and end. Out: whom the next one follows, numbers for a logger. Knows nothing of: what a save is
-made of.
+In: saves, as they begin. Out: resolved handles, the order of commits, numbers for a logger. Knows nothing of: what a
+save is made of.
+
+The process has one list of saves, since its exit waits for all of them; each saver sees its own part as a `Ledger`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from math import nan
 from typing import Final
 
-from ..errors import ClosedError
+from ..errors import ClosedError, SaveAbandonedError
+from ..host.loop import get_loop
+from ..host.process import in_forked_child
+from ..host.waits import wait_for_all
 from ..report import SaveReport
-from .handle import SaveHandle
-from .waiting import told
-from .worker import Pending, get_worker
+from .bar import Bars
+from .handle import SaveHandle, progress_of
+from .save import Save
 
 _LAST: Final = tuple(SaveReport("committed", None, "").as_dict("last_"))
+# How long abandoned saves may take to end their last writes. An exit with a timeout waits only for a tenth of that
+# timeout more, but at least as long as a healthy disk may need.
+_ABANDON_SECONDS: Final = 10.0
+LEAST_ABANDON_SECONDS: Final = 1.0
+# A terminal that somebody has stopped takes nothing; no save waits for that.
+_LAST_DRAWING_SECONDS: Final = 1.0
 
 _log = logging.getLogger("async_ckpt")
 
+# Saves that have not finished, or have failed without anybody having looked, the oldest first. Replaced as a whole, on the
+# loop's thread alone, which no signal interrupts; read by all.
+_saves: list[tuple[Ledger, Save]] = []
+
+
+def all_saves() -> list[Save]:
+    """The saves of this process that have not finished, or have failed without anybody having looked."""
+    return [save for _, save in _saves]
+
+
+@in_forked_child
+def _forget_saves() -> None:
+    global _saves
+    _saves = []
+
 
 class Ledger:
-    """Changed on the loop's thread alone, which no signal interrupts; read by all."""
+    """The saves of one saver. Changed on the loop's thread alone; read by all."""
 
-    def __init__(self) -> None:
-        self._last: Future[None] | None = None  # resolved when the newest save is decided
-        self._pending: list[Pending] = []  # replaced as a whole
+    def __init__(self, exit_timeout: float | None = None, bars: Bars | None = None) -> None:
+        self._exit_timeout, self._bars = exit_timeout, bars
+        self._last: Future[None] | None = None  # resolved when the newest save is settled
         self._last_report: SaveReport | None = None
         self._stall_seconds = 0.0
         self._num_committed = self._num_failed = self._num_cleanup_failures = self._num_missed = 0
@@ -39,50 +65,73 @@ class Ledger:
         self._skips = itertools.count(1)
         self._num_skipped = 0
 
-    def follow(self, pending: Pending, decided: Callable[[], None]) -> Future[None] | None:
-        """Keep account of a save, and call `decided` when it is. Returns the end of the save before it."""
-        self._pending = [*self._pending, pending]
-        turn, self._last = self._last, pending.settled
+    def begin(self, save: Save) -> None:
+        """Run a save once those before it have begun, and commit it after them. On the loop's thread."""
+        global _saves
+        turn, self._last = self._last, save.settled
+        save.exit_timeout = self._exit_timeout
+        # A failed save that nobody has looked at stays until somebody has.
+        others = [(ledger, s) for ledger, s in _saves if not s.finished.done() or s.is_unseen]
+        _saves = [*others, (self, save)]
+        get_loop().begin(self._tell(save, turn))
 
-        def ended(_: Future[SaveReport]) -> None:
-            if Future.exception(pending.handle) is None:
-                report = self._last_report = Future.result(pending.handle)
-                _log.info("%s", report)
-                self._num_committed += 1
-                self._stall_seconds += report.stall_seconds
-            else:
-                self._num_failed += 1
+    async def _tell(self, save: Save, turn: Future[None] | None) -> None:
+        """Run a save, resolve its handle with the outcome, and then clean up after it, whose failure is logged."""
+        global _saves
+        handle, off_loop = save.handle, get_loop().off_loop
+        drawing = asyncio.create_task(self._bars.follow(handle, off_loop)) if self._bars else None
+        try:
+            report = await save.tell(turn, off_loop)
+        except BaseException as error:
+            self._num_failed += 1
+            save.settled.set_result(None)
+            handle.set_exception(error)
+        else:
+            self._count(report)
+            save.settled.set_result(None)
+            handle.set_result(report)
+            try:
+                await save.afterwards(off_loop)
+            except BaseException as error:
+                _log.warning("%r is committed, but cleaning up after it failed: %s", handle, error)
+                self._num_cleanup_failures += 1
+                save.finished.set_exception(error)
+            self._num_missed += save.num_missed
+        finally:
+            if drawing is not None:  # so that who waits for the save prints below it
+                await asyncio.wait([drawing], timeout=_LAST_DRAWING_SECONDS)
+            if not save.finished.done():
+                save.finished.set_result(None)
+            _saves = [(ledger, s) for ledger, s in _saves if s is not save or s.is_unseen]
 
-        def finished(future: Future[None]) -> None:
-            self._num_cleanup_failures += future.exception() is not None
-            # A failed save stays until somebody has looked at it.
-            self._pending = [p for p in self._pending if not p.finished.done() or _is_unseen(p.handle)]
-
-        pending.settled.add_done_callback(lambda _: decided())
-        Future.add_done_callback(pending.handle, ended)
-        pending.finished.add_done_callback(finished)
-        return turn
+    def _count(self, report: SaveReport) -> None:
+        self._last_report = report
+        _log.info("%s", report)
+        self._num_committed += 1
+        self._stall_seconds += report.stall_seconds
 
     def skipped(self) -> None:
         """A save was not begun, since others are under way. From any thread."""
         self._num_skipped = next(self._skips)
 
-    def missed(self, num_targets: int) -> None:
-        """A save is committed without so many of its targets."""
-        self._num_missed += num_targets
-
-    def pending(self) -> list[Pending]:
-        """The saves that were begun, and have not ended, or have failed without anybody having looked."""
+    def saves(self) -> list[Save]:
+        """The saves that have not finished, or have failed without anybody having looked, the oldest first."""
         with suppress(ClosedError):  # the interpreter is exiting: none begins any more
-            get_worker().sync()
-        return self._pending
+            get_loop().sync()
+        return [save for ledger, save in _saves if ledger is self]
 
-    def told_of_undecided(self) -> str:
-        """What the next save waits for, in words."""
-        return told([pending.handle for pending in self.pending() if not pending.settled.done()])
+    def progress(self) -> str:
+        """How far the saves are that the next one waits for, in words."""
+        return progress_of([save.handle for save in self.saves() if not save.settled.done()])
+
+    def check_going_on(self) -> None:
+        """Raise the error with which a save was given up, since the process or the user waits for nothing more then."""
+        for ledger, save in _saves:
+            if ledger is self and save.given_up is not None:
+                raise save.given_up
 
     def warn_of_unseen(self, stacklevel: int) -> None:
-        """Of each once."""
+        """Warn of each failed save once."""
         for handle in self._unseen():
             if handle not in self._warned:
                 self._warned = [*self._warned[-8:], handle]
@@ -94,7 +143,7 @@ class Ledger:
                 )
 
     def raise_unseen(self) -> None:
-        """The first error that nobody has looked at; the others are noted in it."""
+        """Raise the first error that nobody has looked at; the others are noted in it."""
         errors = [error for handle in self._unseen() if (error := handle.exception()) is not None]
         if errors:
             for other in errors[1:]:
@@ -118,12 +167,23 @@ class Ledger:
         return {prefix + key: float(value) for key, value in {**numbers, **last}.items()}
 
     def _unseen(self) -> list[SaveHandle]:
-        return [pending.handle for pending in self._pending if _is_unseen(pending.handle)]
+        return [save.handle for ledger, save in _saves if ledger is self and save.is_unseen]
 
     def __repr__(self) -> str:
         return f"<Ledger {self._num_committed} committed, {self._num_failed} failed>"
 
 
-def _is_unseen(handle: SaveHandle) -> bool:
-    """Whether it has failed, and nobody has looked."""
-    return handle.done() and Future.exception(handle) is not None and not handle.looked_at
+def abandon(saves: list[Save], why: str) -> None:
+    """Give saves up: they never become visible. Returns when they have ended, or soon."""
+    for save in saves:
+        save.give_up(
+            SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact")
+        )
+    wait_for_all([save.finished for save in saves], min(map(_abandon_seconds, saves), default=0.0))
+
+
+def _abandon_seconds(save: Save) -> float:
+    """How long an abandoned save is waited for."""
+    if save.exit_timeout is None:
+        return _ABANDON_SECONDS
+    return min(_ABANDON_SECONDS, max(LEAST_ABANDON_SECONDS, save.exit_timeout / 10))

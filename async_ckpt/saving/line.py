@@ -84,7 +84,7 @@ class Line:
 
     def in_flight(self) -> Collection[int]:
         """What retention must not touch: steps that saves are about, and those that they borrow from, or the next may."""
-        steps = {step for place in self._saver.under_way() for step in (place.step, *place.needs())}
+        steps = {step for slot in self._saver.under_way() for step in (slot.step, *slot.needs())}
         return {step for step in steps if step is not None} | self.groups.lenders()
 
     def catch_up(self) -> dict[str, list[int]]:
@@ -113,7 +113,9 @@ class Line:
         """In the background, after a save that reached this root: give it what it has missed before."""
         if not self.has_one_root and self._catching_up.acquire(blocking=False):
             try:
-                self._catch_up(self.roots, run, skip=self._on_the_way(), check=self._saver.check_going_on)
+                self._catch_up(
+                    self.roots, run, skip=self._on_the_way(), check=self._saver.ledger.check_going_on
+                )
             finally:
                 self._catching_up.release()
 
@@ -121,6 +123,6 @@ class Line:
         """Steps that may still arrive where they lag."""
         return {
             p.handle.step
-            for p in self._saver.ledger.pending()
+            for p in self._saver.ledger.saves()
             if p.handle.step is not None and not p.finished.done()
         }

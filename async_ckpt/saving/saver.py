@@ -8,10 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 
 from ..errors import ClosedError, UnsupportedStateError
 from ..format.layout import Layout
-from ..host.threads import running_future
+from ..host.loop import get_loop
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..spans import NO_TRACE, Clock, Spans, monotonic
 from ..spec import RankFacts, flag, seconds_or_none, whole_count
@@ -34,17 +32,18 @@ from ..state.names import Select
 from ..state.ranked import Divided
 from ..storage.place import local_place
 from ..trace import TraceFile
-from .admission import Admission, OnOverlap, Place
+from .admission import Admission, OnOverlap, Slot
 from .bar import Bars
 from .delivery import Target
 from .drain import Drain
-from .handle import SaveHandle, skipped
-from .ledger import Ledger
+from .exit import note_exit_status
+from .handle import SaveHandle, named, skipped
+from .ledger import Ledger, abandon
 from .planner import Planner, pool_for
 from .ranks import Joint, Ranks
-from .story import Attempt, CommitRule, Errand, Order, UnchangedIn, story, tell
-from .waiting import named, wait_for_saves
-from .worker import Carriers, Pending, abandon, get_worker
+from .save import Request, Save, StateSave, wait_for_saves
+from .story import Attempt, State
+from .writers import Writers
 
 
 class Saver:
@@ -69,93 +68,66 @@ class Saver:
         if on_overlap not in ("wait", "skip"):
             raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
         max_in_flight = whole_count("max_in_flight", max_in_flight)
-        exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
-        self._carriers = Carriers(max_bandwidth)
+        self._writers = Writers(max_bandwidth)
         self.pool = pool_for(segment_bytes, host_bytes)
         self._planner = Planner(self.pool, max_in_flight)
         self._admission = Admission(max_in_flight, on_overlap)
-        self.ledger = Ledger()
-        self._strict, self._exit_timeout, self._keep_warm = flag("strict", strict), exit_timeout, keep_warm
+        self._strict, self._keep_warm = flag("strict", strict), keep_warm
         self._clock, self._ranks = clock, ranks
-        self._bars = Bars() if flag("progress", progress) else None
+        self.ledger = Ledger(
+            seconds_or_none("exit_timeout", exit_timeout), Bars() if flag("progress", progress) else None
+        )
         self._trace_file = None if trace is None else TraceFile(local_place(trace), clock)
         self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()
         self.is_closed = False
-        self._given_up: BaseException | None = None  # the process, or the user, waits for nothing more
 
     @property
     def belongs_here(self) -> bool:
         """False in a child that was forked after this saver was made."""
         return os.getpid() == self._pid
 
-    def save(
-        self,
-        state: Callable[[], Any],
-        make_targets: Callable[[], Sequence[Target]],
-        *,
-        step: int | None,
-        needs: Callable[[], Collection[int]] = tuple,
-        guard: Any,
-        select: Select = None,
-        captured_as: Callable[[Capture], None] = lambda _: None,
-        rule: CommitRule = "all",
-        skipped_path: str = "",
-        unchanged_in: UnchangedIn = lambda _: (),
-        joint: Joint | None = None,
-    ) -> SaveHandle:
-        """Begin a save. `make_targets` and then `state` are called once it is this save's turn, and may refuse it.
+    def save(self, request: Request) -> SaveHandle:
+        """Begin a save, as soon as it is its turn.
 
-        `captured_as` is told what is saved, `needs` tells the steps that must stay on storage until it is decided, and
-        `unchanged_in` which groups, by their digests, are those of the commit before. With `joint`, other ranks save, too.
-
-        Raises UnsupportedStateError, ClosedError, what `make_targets` raises, and under `strict` the last unseen error.
+        Raises UnsupportedStateError, ClosedError, what the request refuses the save with, and under `strict` the last unseen
+        error.
         """
-        optimizers = unwrapped(guard)
+        step = request.step
+        optimizers = unwrapped(request.guard)
         self._tell_of_unseen(stacklevel=4)
         spans = Spans(self._clock, self._trace)
         # From here on this thread may be interrupted at any line: what it has begun is taken back below.
-        place = Place(step, needs)
-        begun: _Begun | None = None
+        slot = Slot(step, request.needs)
+        save: StateSave | None = None
         try:
             with self._trace.span("wait for a place", step=step):
-                admitted = self._admit(place, joint)
-            if not admitted:
+                is_admitted = self._admit(slot, request.joint)
+            if not is_admitted:
                 self.ledger.skipped()
-                return skipped(step, skipped_path, get_worker().callbacks.submit)
+                return skipped(step, request.skipped_path, get_loop().callbacks.submit)
             with self._trace.span("plan", step=step):
-                targets = make_targets()
-                captured, facts = self._take(state(), select, joint, captured_as)
-                begun = self._set_up(
-                    captured, facts, joint, targets, rule, step, optimizers, spans, place, unchanged_in
-                )
-            get_worker().soon(begun.start)
+                targets = request.targets()
+                save, device = self._set_up(request, targets, optimizers, spans)
+            get_loop().soon(partial(self._begin_state, save, slot, device))
             with self._trace.span("snapshot", step=step):
-                begun.snapshot.begin()
-            begun.order.call_seconds.set_result(spans.total())
-            return begun.handle
+                save.snapshot.begin()
+            save.called.set_result(spans.total())
+            return save.handle
         except BaseException as error:
-            if begun is None:
-                self._admission.leave(place)
+            if save is None:
+                self._admission.leave(slot)
             else:
-                begun.abandon(error)
+                self._abandon(save, slot, interrupted(error))
             raise
 
     def _set_up(
-        self,
-        captured: Capture,
-        facts: RankFacts | None,
-        joint: Joint | None,
-        targets: Sequence[Target],
-        rule: CommitRule,
-        step: int | None,
-        optimizers: Optimizers,
-        spans: Spans,
-        place: Place,
-        unchanged_in: UnchangedIn,
-    ) -> _Begun:
+        self, request: Request, targets: Sequence[Target], optimizers: Optimizers, spans: Spans
+    ) -> tuple[StateSave, torch.device | None]:
         """Plan the archive, and what copies, writes and commits it; nothing of that has begun."""
+        joint, step = request.joint, request.step
+        captured, facts = self._take(request.state(), request.select, joint, request.captured)
         device = first_device(captured.tensors)
         layout = self._planner.lay_out(captured, step, facts)
         shared = None if joint is None else joint.shared
@@ -165,10 +137,10 @@ class Saver:
             layout,
             self.pool.segment_bytes,
             self._planner.admit(layout, targets),
-            get_worker().background.submit,
+            get_loop().background.submit,
             values=shared,
             groups=self._planner.group_digests(layout, step),
-            may_drop=rule == "any" and len(targets) > 1,
+            may_drop=request.rule == "any" and len(targets) > 1,
             trace=self._trace,
         )
         frozen = captured.held_tensors
@@ -176,22 +148,51 @@ class Saver:
             optimizers, frozen = (), frozenset()
         what = f"the copy of {named(step, targets[0].path)}"
         snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device, what)
-        order = Order(
-            step,
-            layout,
-            len(captured.specs),
-            targets,
-            rule,
+        attempt = Attempt(
             drain,
-            spans,
-            None,
-            running_future(),
+            targets,
             snapshot,
-            lambda target: self._carriers.writers(target.storage, alone=len(targets) == 1),
-            lambda target: self._carriers.pace(target.storage),
-            unchanged_in,
+            spans,
+            request.rule,
+            writers=lambda target: self._writers.of(target.storage, alone=len(targets) == 1),
+            pace=lambda target: self._writers.pace(target.storage),
         )
-        return _Begun(self, order, snapshot, place, device)
+        return StateSave(step, attempt, snapshot, len(captured.specs), request.unchanged_in), device
+
+    def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
+        """Show a save of a state to others. On the loop's thread."""
+        if not save.life.go(State.STAGING):
+            return  # the call has raised meanwhile
+        drain, spans = save.attempt.drain, save.attempt.spans
+        self.pool.add_reliever(drain.relieve)
+        save.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
+        if self._trace_file is not None:
+            write, name = self._trace_file.write, f"save {save.handle.step}"
+            save.settled.add_done_callback(lambda _: self._trace.whole(name, spans.begin))
+            save.finished.add_done_callback(lambda _: get_loop().background.submit(write))
+        self._begin(save, slot)
+        self.warm_for(drain.num_segments, device)
+
+    def _begin(self, save: Save, slot: Slot) -> None:
+        save.settled.add_done_callback(lambda _: self._admission.leave(slot))
+        self.ledger.begin(save)
+
+    def _abandon(self, save: StateSave, slot: Slot, error: Exception) -> None:
+        """The call of `save` has raised: nothing of it becomes visible, and its memory comes back."""
+
+        def end() -> None:
+            if save.life.now is State.PLANNED:
+                self._admission.leave(slot)
+            else:
+                save.handle.looked_at = True  # whoever called `save` knows
+                save.attempt.drain.fail(error)
+            save.life.go(State.ABANDONED)
+            if not save.called.done():
+                save.called.set_result(0.0)
+
+        with suppress(ClosedError):  # the interpreter is exiting: the drain gives it up
+            get_loop().soon(end)
+        save.snapshot.give_up(error)
 
     def _snapshot(
         self,
@@ -207,11 +208,11 @@ class Saver:
 
         `frozen` change no more; they have their bytes once the snapshots that they are held by are complete.
         """
-        worker = get_worker()
+        loop = get_loop()
         deferred = deferrable(optimizers, captured.tensors)
         if device is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
-            worker.call(partial(self.pool.reserve, drain.num_segments, worker.copiers, pin=device), what)
+            loop.call(partial(self.pool.reserve, drain.num_segments, loop.copiers, pin=device), what)
         source = SourceTensors(
             captured.specs,
             captured.tensors,
@@ -224,55 +225,41 @@ class Saver:
             source,
             layout.segments(self.pool.segment_bytes),
             drain,
-            StagingHost(self.pool, worker.copying, self._clock, self._trace),
+            StagingHost(self.pool, loop.copying, self._clock, self._trace),
             order=next(self._orders),
             optimizers=optimizers,
         )
 
-    def take_on(self, errand: Errand) -> SaveHandle:
-        """Have a save made that needs no staging here. No call waits; errands run one at a time, in their order.
+    def take_on(self, save: Save) -> SaveHandle:
+        """Begin a save that needs no staging here. No call waits; such saves run one at a time, in their order.
 
         Raises ClosedError.
         """
         self._tell_of_unseen(stacklevel=5)
         self._refuse_if_forked()
         self._refuse_if_closed()
-        worker = get_worker()
-        handle = SaveHandle(
-            step=None,
-            path=errand.path,
-            staging=errand.staged,
-            progress=lambda: errand.progress,
-            submit_callbacks=worker.callbacks.submit,
-        )
-        pending = Pending(handle, errand.give_up, self._exit_timeout)
 
-        def start() -> None:
-            place = Place(None)
-            self._admission.enter_at_once(place)
-            turn = self.ledger.follow(pending, lambda: self._admission.leave(place))
-            # What the next one needs is little, and soon there again.
-            pending.finished.add_done_callback(lambda _: self.pool.release())
-            told = tell(errand, turn, worker.off_loop)
-            worker.start(pending, told, lambda: errand.afterwards(worker.off_loop))
+        def begin() -> None:
+            slot = Slot(None)
+            self._admission.enter_at_once(slot)
+            # The next one needs little memory, which is soon there again.
+            save.finished.add_done_callback(lambda _: self.pool.release())
+            save.life.go(State.STAGING)
+            self._begin(save, slot)
 
-        worker.soon(start)
-        return handle
+        note_exit_status()
+        get_loop().soon(begin)
+        return save.handle
 
-    def files_order(
-        self, files: FilesImage, target: Target, spans: Spans, call_seconds: Future[float]
-    ) -> tuple[Order, FileFill]:
+    def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> tuple[Attempt, FileFill]:
         """What streams files to a target: begin the fill, then tell the story. May take a while, for 100,000 files."""
-        worker, size = get_worker(), self.pool.segment_bytes
-        drain = Drain(files.image, size, self._planner.admit(files.image, [target]), worker.background.submit)
+        loop, size = get_loop(), self.pool.segment_bytes
+        drain = Drain(files.image, size, self._planner.admit(files.image, [target]), loop.background.submit)
         fill = FileFill(
-            files, drain, order=next(self._orders), pool=self.pool, crew=worker.readers, clock=self._clock
+            files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=self._clock
         )
-        writers = worker.writers().submit
-        order = Order(
-            None, files.image, 0, [target], "all", drain, spans, None, call_seconds, fill, lambda _: writers
-        )
-        return order, fill
+        writers = loop.writers().submit
+        return Attempt(drain, [target], fill, spans, writers=lambda _: writers), fill
 
     @contextmanager
     def relieved_by(self, drain: Drain) -> Iterator[None]:
@@ -287,7 +274,7 @@ class Saver:
         """Plan the state and take its host memory now, touched and page-locked by several threads."""
         with self._trace.span("prewarm"):
             captured, _ = self._take(state, captured_as=captured_as)
-            self._planner.take_memory(captured, get_worker().copiers)
+            self._planner.take_memory(captured, get_loop().copiers)
             warm_up(captured.tensors)
 
     def warm(self, state: Any) -> Capture | None:
@@ -313,18 +300,18 @@ class Saver:
             )
 
     def _in_background(self, take: Callable[[Callable[[], bool]], None]) -> None:
-        worker = get_worker()
+        loop = get_loop()
 
         def run() -> None:
             # On this thread alone: once the interpreter exits, nobody ends a thread that begins.
             with suppress(Exception), self._trace.span("prewarm"):
-                take(lambda: not (self.is_closed or worker.stopped))
+                take(lambda: not (self.is_closed or loop.is_stopped))
 
-        worker.soon(lambda: worker.background.submit(run, lambda _: None))
+        loop.soon(lambda: loop.background.submit(run, lambda _: None))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
-        wait_for_saves(self.ledger.pending(), Wait("in wait()", ENDS_THE_WAIT), timeout)
+        wait_for_saves(self.ledger.saves(), Wait("in wait()", ENDS_THE_WAIT), timeout)
         self.ledger.raise_unseen()
 
     def close(self) -> None:
@@ -333,13 +320,13 @@ class Saver:
             return
         self.is_closed = True
         try:
-            wait_for_saves(self.ledger.pending(), Wait("in close()", GIVES_UP))
+            wait_for_saves(self.ledger.saves(), Wait("in close()", GIVES_UP))
         except KeyboardInterrupt:
-            abandon(self.ledger.pending(), "interrupted while it was waited for")
+            abandon(self.ledger.saves(), "interrupted while it was waited for")
             raise
         finally:
             self.pool.close()
-            self._carriers.stop()
+            self._writers.stop()
             self._close_trace()
         self.ledger.raise_unseen()
 
@@ -350,13 +337,8 @@ class Saver:
             except OSError as error:
                 warnings.warn(f"{self._trace_file!r} is incomplete: {error}", RuntimeWarning, stacklevel=4)
 
-    def check_going_on(self) -> None:
-        """Raise what ended the work in the background, if anything did."""
-        if self._given_up is not None:
-            raise self._given_up
-
-    def under_way(self) -> list[Place]:
-        """The places of saves that are not decided yet."""
+    def under_way(self) -> list[Slot]:
+        """The slots of saves that are not settled yet."""
         return self._admission.under_way()
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
@@ -381,21 +363,22 @@ class Saver:
         captured_as(captured)
         return ranks.divided(captured, joint) if ranks else (captured, None)
 
-    def _admit(self, place: Place, joint: Joint | None) -> bool:
-        """Take one of the places for saves under way, waiting for it or not. False: skip."""
+    def _admit(self, slot: Slot, joint: Joint | None) -> bool:
+        """Take one of the slots for saves under way, waiting for it or not. False: skip."""
+        note_exit_status()
         self._refuse_if_forked()
         self._refuse_if_closed()
-        wait = Wait(f"in save(){'' if place.step is None else f' of step {place.step}'}", ENDS_THE_CALL)
+        wait = Wait(f"in save(){'' if slot.step is None else f' of step {slot.step}'}", ENDS_THE_CALL)
 
         def goes_on() -> None:
             self._refuse_if_closed()
-            wait.goes_on(self.ledger.told_of_undecided)
+            wait.goes_on(self.ledger.progress)
 
         admission = self._admission
         if self._ranks is None or joint is None or not admission.may_skip:
-            return admission.enter(place, goes_on)
-        enters = self._ranks.enters(joint, lambda: admission.enter(place, goes_on))
-        return enters and (place.is_admitted or admission.enter(place, goes_on, must=True))
+            return admission.enter(slot, goes_on)
+        enters = self._ranks.enters(joint, lambda: admission.enter(slot, goes_on))
+        return enters and (slot.is_admitted or admission.enter(slot, goes_on, must=True))
 
     def _refuse_if_closed(self) -> None:
         if self.is_closed:
@@ -412,81 +395,3 @@ class Saver:
 
     def __repr__(self) -> str:
         return f"<Saver {len(self.under_way())}/{self._admission.max_in_flight} in flight, {self.pool!r}>"
-
-
-class _Fate(Enum):
-    """The life of a save that a caller has set up, as the loop's thread sees it."""
-
-    SET_UP = "nobody else knows of it"
-    STARTED = "its story is told"
-    ABANDONED = "the call of `save` has raised"
-
-
-class _Begun:
-    """A save that the caller's thread has set up. What others see of it is done on the loop's thread."""
-
-    def __init__(
-        self, saver: Saver, order: Order, snapshot: Snapshot, place: Place, device: torch.device | None
-    ) -> None:
-        worker = get_worker()
-        drain = order.drain
-        self.order, self.snapshot = order, snapshot
-        self.handle = SaveHandle(
-            step=order.step,
-            path=order.targets[0].path,
-            staging=snapshot.completion,
-            progress=lambda: drain.progress,
-            submit_callbacks=worker.callbacks.submit,
-        )
-        self._saver, self._place, self._device, self._worker = saver, place, device, worker
-        self._fate = _Fate.SET_UP  # on the loop's thread alone
-
-    def start(self) -> None:
-        """Begin its story; on the loop's thread."""
-        if self._fate is not _Fate.SET_UP:
-            return
-        self._fate = _Fate.STARTED
-        saver, order, worker = self._saver, self.order, self._worker
-        pending = Pending(self.handle, self._give_up, saver._exit_timeout, saver._bars)
-        order.turn = saver.ledger.follow(pending, self._leave)
-        relieve = order.drain.relieve
-        saver.pool.add_reliever(relieve)
-        pending.finished.add_done_callback(lambda _: saver.pool.remove_reliever(relieve))
-        if saver._trace_file is not None:
-            began, write = order.spans.begin, saver._trace_file.write
-            Future.add_done_callback(self.handle, lambda _: saver._trace.whole(f"save {order.step}", began))
-            pending.finished.add_done_callback(lambda _: worker.background.submit(write))
-        attempt = Attempt(order, worker.off_loop)
-        worker.start(pending, story(attempt), partial(self._afterwards, attempt))
-        saver.warm_for(order.drain.num_segments, self._device)
-
-    async def _afterwards(self, attempt: Attempt) -> None:
-        try:
-            await attempt.afterwards()
-        finally:
-            self._saver.ledger.missed(attempt.num_missed)
-
-    def abandon(self, cause: BaseException) -> None:
-        """The call of `save` has raised: nothing of it becomes visible, and its memory comes back."""
-        error = interrupted(cause)
-        with suppress(ClosedError):  # the interpreter is exiting: the drain gives it up
-            self._worker.soon(partial(self._end, error))
-        self.snapshot.give_up(error)
-
-    def _end(self, error: BaseException) -> None:
-        if self._fate is _Fate.STARTED:
-            self.handle.looked_at = True  # whoever called `save` knows
-            self.order.drain.fail(error)
-        else:
-            self._leave()
-        self._fate = _Fate.ABANDONED
-        if not self.order.call_seconds.done():
-            self.order.call_seconds.set_result(0.0)
-
-    def _give_up(self, error: BaseException) -> None:
-        """The process, or the user, waits for it no more."""
-        self._saver._given_up = error
-        self.order.drain.fail(error)
-
-    def _leave(self) -> None:
-        self._saver._admission.leave(self._place)

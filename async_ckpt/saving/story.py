@@ -10,25 +10,23 @@ ones. The story waits for the last, and decides what becomes of the archives.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
+from enum import Enum
 from types import TracebackType
 from typing import Final, Literal, Protocol, Self
 
 from ..errors import PeerFailedError, StorageUnavailableError
-from ..format.layout import Image
-from ..report import Progress, SaveReport
+from ..host.life import Life
+from ..host.loop import OffLoop
+from ..report import SaveReport
 from ..runs.manifest import Archive
 from ..spans import Spans
 from ..storage.pace import Pace
-from .delivery import Delivery, OffLoop, Target, ask_for_exception
+from .delivery import Delivery, Target, ask_for_exception
 from .drain import Drain, Submit
-from .groups import GroupDigest
 
 CommitRule = Literal["all", "any"]
-UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
 # How long a place that does not even open is waited for once the save could go on without it, or has failed.
 _OPEN_SECONDS: Final = 10.0
@@ -44,87 +42,74 @@ class Staging(Protocol):
     def stall_seconds(self) -> float: ...
 
 
-@dataclass(slots=True)
-class Order:
-    """One save, as it was planned."""
+class State(Enum):
+    """The life of a save. Bytes are written as soon as they are staged: WRITING begins when the last one is staged."""
 
-    step: int | None
-    layout: Image
-    num_tensors: int
-    targets: Sequence[Target]
-    rule: CommitRule
-    drain: Drain
-    spans: Spans
-    turn: Future[None] | None  # resolved when the save before this one has been decided
-    call_seconds: Future[float]  # resolved when the caller has its handle
-    staging: Staging
-    writers: Callable[[Target], Submit]
-    pace: Callable[[Target], Pace | None] = lambda _: None
-    unchanged_in: UnchangedIn = lambda _: ()  # of groups, by their digests; asked once it is committed
+    PLANNED = "planned"
+    STAGING = "staging"
+    WRITING = "writing"
+    DURABLE = "durable"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    ABANDONED = "abandoned"  # the call of `save` raised
 
 
-async def story(attempt: Attempt) -> SaveReport:
-    """Write, then commit. Raises what went wrong, after every trace of the attempt is gone."""
-    order, spans = attempt.order, attempt.order.spans
+_ENDS: Final = frozenset({State.FAILED, State.ABANDONED})
+_GOES: Final[Mapping[State, Collection[State]]] = {
+    State.PLANNED: {State.STAGING, *_ENDS},
+    State.STAGING: {State.WRITING, *_ENDS},
+    State.WRITING: {State.DURABLE, *_ENDS},
+    State.DURABLE: {State.COMMITTED, *_ENDS},
+    State.COMMITTED: (),
+    State.FAILED: (),
+    State.ABANDONED: (),
+}
+
+
+def new_life() -> Life[State]:
+    return Life(_GOES)
+
+
+async def story(attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, life: Life[State]) -> None:
+    """Write, then commit once `turn` has come: the save before this one is settled.
+
+    Raises what went wrong, after every trace of the attempt is gone.
+    """
     async with attempt:
-        with spans.span("write"):
-            await attempt.open()  # from here on segments go to the sinks, past the story
-            await asyncio.wrap_future(order.staging.completion)
+        with attempt.spans.span("write"):
+            await attempt.open(off_loop)  # from here on segments go to the sinks, past the story
+            await asyncio.wrap_future(attempt.staging.completion)
+            life.go(State.WRITING)
         while not attempt.is_committed:
-            with spans.span("write"):
+            with attempt.spans.span("write"):
                 durable = await attempt.durable()  # all, or the first
-            if order.turn is not None:
-                await asyncio.wrap_future(order.turn)
-            with spans.span("commit"):
+                life.go(State.DURABLE)
+            if turn is not None:
+                await asyncio.wrap_future(turn)
+            with attempt.spans.span("commit"):
                 agreed = await attempt.agree(durable)  # the other ranks too, if there are any
                 await attempt.commit(agreed)
-    return attempt.report(await asyncio.wrap_future(order.call_seconds))
-
-
-class Errand(Protocol):
-    """A save that others make than the stager: of files, or by somebody's function."""
-
-    path: str
-    staged: Future[None]  # resolved when the caller may change what is saved
-
-    @property
-    def progress(self) -> Progress: ...
-
-    def give_up(self, error: BaseException) -> None:
-        """The process, or the user, waits for it no more. From any thread."""
-
-    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
-        """Once `turn` has come, make it durable and visible; or raise what went wrong."""
-
-    def failed(self, error: BaseException) -> None:
-        """It has raised this: leave no trace of it. Blocks."""
-
-    async def afterwards(self, off_loop: OffLoop) -> None:
-        """It is true; clean up."""
-
-
-async def tell(errand: Errand, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
-    """Run it, and see that nothing of it stays if it fails."""
-    try:
-        return await errand.run(turn, off_loop)
-    except BaseException as error:
-        if not errand.staged.done():
-            errand.staged.set_exception(error)
-        try:
-            await off_loop(partial(errand.failed, error))
-        except Exception as another:
-            error.add_note(f"async_ckpt: cleaning up after it failed too: {another}")
-        raise
+        life.go(State.COMMITTED)
 
 
 class Attempt:
     """All deliveries of one save. When its block is left by an exception, nothing of it stays; on the loop."""
 
-    def __init__(self, order: Order, off_loop: OffLoop) -> None:
-        self.order = order
-        self._deliveries = [
-            Delivery(target, order.drain, order.spans, off_loop, self._may_miss) for target in order.targets
-        ]
+    def __init__(
+        self,
+        drain: Drain,
+        targets: Sequence[Target],
+        staging: Staging,
+        spans: Spans,
+        rule: CommitRule = "all",
+        *,
+        writers: Callable[[Target], Submit],
+        pace: Callable[[Target], Pace | None] = lambda _: None,
+    ) -> None:
+        """`writers` and `pace` say which threads write to a target, and how fast they may."""
+        self.drain, self.targets, self.staging, self.spans = drain, targets, staging, spans
+        self._rule, self._writers, self._pace = rule, writers, pace
+        self._deliveries: list[Delivery] = []  # from `open` on, in the order of the targets
 
     @property
     def is_committed(self) -> bool:
@@ -146,12 +131,12 @@ class Attempt:
             for delivery in self._deliveries:
                 await delivery.close()
             return
-        self.order.drain.fail(error)
+        self.drain.fail(error)
         for delivery in self._deliveries:
             await delivery.end_part(error)
         for delivery in self._deliveries:
             await delivery.refuse(error)
-        await asyncio.wrap_future(self.order.drain.idle)
+        await asyncio.wrap_future(self.drain.idle)
         for delivery in self._deliveries:
             if delivery.left_behind is None:
                 await delivery.take_back()
@@ -159,13 +144,16 @@ class Attempt:
         if left_behind:
             await asyncio.wait(left_behind, timeout=_OPEN_SECONDS)
 
-    async def open(self) -> None:
+    async def open(self, off_loop: OffLoop) -> None:
         """Begin the object everywhere, or under "any" wherever that is possible, and let the drain write to them.
 
         Raises what the save cannot do without.
         """
+        self._deliveries = [
+            Delivery(target, self.drain, self.spans, off_loop, self._may_miss) for target in self.targets
+        ]
         await self._begin_objects()
-        self.order.drain.check()
+        self.drain.check()
         errors = [delivery.error for delivery in self._deliveries if delivery.error is not None]
         for error in errors:
             if not self._may_miss(error) or len(errors) == len(self._deliveries):
@@ -174,12 +162,8 @@ class Attempt:
             if delivery.left_behind is not None:
                 delivery.error = delivery.lagging("does not answer")
         opened = [delivery for delivery in self._deliveries if delivery.error is None]
-        lanes = self.order.drain.open(
-            [
-                (d.sink, self.order.writers(d.target), self.order.pace(d.target))
-                for d in opened
-                if d.sink is not None
-            ]
+        lanes = self.drain.open(
+            [(d.sink, self._writers(d.target), self._pace(d.target)) for d in opened if d.sink is not None]
         )
         for delivery, lane in zip(opened, lanes, strict=True):
             delivery.begin(lane)
@@ -188,14 +172,14 @@ class Attempt:
         """Those that do not answer are left behind once the save can go on without them, or has failed."""
         tasks = {asyncio.create_task(delivery.open()): delivery for delivery in self._deliveries}
         # While nothing is open, it is idle for no other reason than a failure.
-        failed = asyncio.wrap_future(self.order.drain.idle)
+        failed = asyncio.wrap_future(self.drain.idle)
 
         def is_in_vain() -> bool:
             errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
             return failed.done() or not all(map(self._may_miss, errors))
 
         while (opening := [task for task in tasks if not task.done()]) and not is_in_vain():
-            enough = self.order.rule == "any" and any(d.sink is not None for d in self._deliveries)
+            enough = self._rule == "any" and any(d.sink is not None for d in self._deliveries)
             done, _ = await asyncio.wait(
                 [*opening, failed],
                 timeout=_OPEN_SECONDS if enough else None,
@@ -217,7 +201,7 @@ class Attempt:
         """Those at which all ranks have done their parts: all that are durable, or under "any" the first of those that are or
         will be. Raises as soon as that cannot be any more.
         """
-        for delivery in self._deliveries if self.order.rule == "any" else durable:
+        for delivery in self._deliveries if self._rule == "any" else durable:
             if delivery.part is None:
                 others = [other for other in self._deliveries if other is not delivery]
                 delivery.part = asyncio.create_task(delivery.take_part(self._archives[0], others))
@@ -236,7 +220,7 @@ class Attempt:
             if errors and len(errors) == len(running):
                 raise _worst(errors)
             arrived = [delivery for delivery in done if delivery.error is None]
-            if arrived and (self.order.rule == "any" or len(done) == len(running)):
+            if arrived and (self._rule == "any" or len(done) == len(running)):
                 return arrived
             assert pending, "every delivery ends in an error, or well"
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -260,7 +244,7 @@ class Attempt:
 
         Raises the first thing that went wrong; nothing of that makes the save less true.
         """
-        self.order.drain.decided()
+        self.drain.decided()
         errors: list[BaseException] = []
         late = [delivery for delivery in self._deliveries if not delivery.is_committed]
         for delivery in self._deliveries:
@@ -273,39 +257,45 @@ class Attempt:
         if errors:
             raise errors[0]
 
-    def report(self, call_seconds: float) -> SaveReport:
-        """What the caller is told."""
-        order = self.order
+    def report(
+        self,
+        call_seconds: float,
+        *,
+        step: int | None = None,
+        num_tensors: int = 0,
+        unchanged_groups: tuple[str, ...] = (),
+    ) -> SaveReport:
+        """The report of the save, for its caller."""
+        spans, staging = self.spans, self.staging
         target = next(delivery.target for delivery in self._deliveries if delivery.is_committed)
         destinations = tuple(delivery.destination() for delivery in self._deliveries)
         return SaveReport(
             status="committed",
-            step=order.step,
+            step=step,
             path=target.path,
-            num_bytes=order.layout.file_bytes + target.num_bytes_beside,
-            num_tensors=order.num_tensors,
-            stall_seconds=call_seconds + order.staging.stall_seconds,
-            stage_seconds=order.staging.stage_seconds,
-            write_seconds=order.spans.seconds["write"],
-            commit_seconds=order.spans.seconds["commit"],
-            total_seconds=order.spans.total(),
+            num_bytes=self.drain.file_bytes + target.num_bytes_beside,
+            num_tensors=num_tensors,
+            stall_seconds=call_seconds + staging.stall_seconds,
+            stage_seconds=staging.stage_seconds,
+            write_seconds=spans.seconds["write"],
+            commit_seconds=spans.seconds["commit"],
+            total_seconds=spans.total(),
             retries=sum(destination.retries for destination in destinations),
             destinations=destinations,
-            unchanged_groups=order.unchanged_in(order.drain.group_digests()),
+            unchanged_groups=unchanged_groups,
         )
 
     @property
     def _archives(self) -> tuple[Archive, ...]:
-        """What a manifest says of them, at every target."""
-        order = self.order
-        return (Archive(order.targets[0].name, order.layout.file_bytes, order.drain.digest),)
+        """The archive as a manifest names it, the same at every target."""
+        return (Archive(self.targets[0].name, self.drain.file_bytes, self.drain.digest),)
 
     def _may_miss(self, error: BaseException) -> bool:
         """Whether the save can do without a place that has this error: the place is away, and another may do."""
         is_unheard = (
             isinstance(error, PeerFailedError) and error.undecided
         )  # the rank that decides, at this place
-        return self.order.rule == "any" and (is_unheard or isinstance(error, StorageUnavailableError))
+        return self._rule == "any" and (is_unheard or isinstance(error, StorageUnavailableError))
 
 
 def _worst(errors: Sequence[BaseException]) -> BaseException:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ..errors import CheckpointError, StepExistsError, StorageUnavailableError
+from ..host.loop import OffLoop, get_loop
 from ..host.ranks import ranks
 from ..runs.manifest import Archive, Elsewhere, Manifest, OfRanks
 from ..runs.run import Run
@@ -27,10 +28,9 @@ from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
 from .agreement import Agreement, Alone, listen_again
 from .borrowed import Contents
-from .delivery import OffLoop, Target, Verify
+from .delivery import Target, Verify
 from .line import Line
 from .ranks import Joint, Ranks
-from .worker import get_worker
 
 Compression = Zstd | Literal["zstd"] | None
 
@@ -355,7 +355,7 @@ class StepTarget:
 
     def hangs(self, quiet: Future[None]) -> None:
         self._line.left_behind(self._run, quiet)
-        get_worker().note_hanging(quiet)
+        get_loop().note_hanging(quiet)
 
 
 def step_targets(

@@ -13,7 +13,7 @@ from ..storage.base import Storage
 from .lending import (
     SEGMENT_BYTES,
     SIZES,
-    Memory,
+    LentMemory,
     Promises,
     create,
     everything,
@@ -35,7 +35,7 @@ class ArchiveContract(Promises):
         self, storage: Storage, segment_bytes: int, num_bytes: int
     ) -> None:
         data = random_bytes(num_bytes)
-        memory = Memory(segment_bytes=segment_bytes)
+        memory = LentMemory(segment_bytes=segment_bytes)
         put_archive(storage, "folder/x.tar", data, memory)
 
         memory.assert_all_back()
@@ -44,7 +44,7 @@ class ArchiveContract(Promises):
 
     def test_an_object_appears_when_it_is_finished_and_not_before(self, storage: Storage) -> None:
         data = random_bytes(3 * SEGMENT_BYTES)
-        memory = Memory()
+        memory = LentMemory()
         sink = create(storage, "folder/x.tar", data, memory)
         for stage in ("created", "written"):
             if stage == "written":
@@ -64,7 +64,7 @@ class ArchiveContract(Promises):
     @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2]])
     def test_segments_may_come_in_any_order_from_any_thread(self, storage: Storage, order: list[int]) -> None:
         data = random_bytes(5 * SEGMENT_BYTES + PAGE_BYTES)
-        memory = Memory()
+        memory = LentMemory()
         sink = create(storage, "x.tar", data, memory)
         write(sink, data, memory, order=order)
         sink.finish()
@@ -75,7 +75,7 @@ class ArchiveContract(Promises):
 
     def test_segments_may_come_in_any_order_one_after_the_other(self, storage: Storage) -> None:
         data = random_bytes(4 * SEGMENT_BYTES)
-        memory = Memory()
+        memory = LentMemory()
         sink = create(storage, "x.tar", data, memory)
         for number in (2, 3, 1, 0):
             write(sink, data, memory, order=[number])
@@ -87,7 +87,7 @@ class ArchiveContract(Promises):
     def test_an_object_may_be_much_larger_than_the_memory_it_is_written_from(self, storage: Storage) -> None:
         data = random_bytes(10 * SEGMENT_BYTES + PAGE_BYTES)
         num_segments = 2 * storage.part_segments(len(data), SEGMENT_BYTES)
-        memory = Memory(num_segments)
+        memory = LentMemory(num_segments)
         put_archive(storage, "x.tar", data, memory)
 
         memory.assert_all_back()
@@ -98,7 +98,7 @@ class ArchiveContract(Promises):
         images = [random_bytes(2 * SEGMENT_BYTES + PAGE_BYTES, seed) for seed in range(3)]
 
         def upload(number: int) -> None:
-            put_archive(storage, f"folder/{number}", images[number], Memory())
+            put_archive(storage, f"folder/{number}", images[number], LentMemory())
 
         together(upload, range(3))
 
@@ -107,8 +107,8 @@ class ArchiveContract(Promises):
             assert same(self.content(storage, f"folder/{number}"), data)
 
     def test_a_finished_object_takes_the_place_of_the_one_before(self, storage: Storage) -> None:
-        put_archive(storage, "folder/x.tar", b"a" * PAGE_BYTES, Memory())
-        put_archive(storage, "folder/x.tar", b"b" * 2 * PAGE_BYTES, Memory())
+        put_archive(storage, "folder/x.tar", b"a" * PAGE_BYTES, LentMemory())
+        put_archive(storage, "folder/x.tar", b"b" * 2 * PAGE_BYTES, LentMemory())
 
         assert same(self.content(storage, "folder/x.tar"), b"b" * 2 * PAGE_BYTES)
         assert storage.names("folder") == ["x.tar"]
@@ -129,7 +129,7 @@ class ArchiveContract(Promises):
     def test_an_object_may_end_before_its_limit(
         self, storage: Storage, num_bytes: int, limit_bytes: int
     ) -> None:
-        data, memory = random_bytes(num_bytes), Memory()
+        data, memory = random_bytes(num_bytes), LentMemory()
         sink = storage.create(
             "folder/x.tar", num_bytes=limit_bytes, segment_bytes=SEGMENT_BYTES, max_segments=64, exact=False
         )
@@ -153,7 +153,7 @@ class ArchiveContract(Promises):
     @pytest.mark.parametrize("written", [[], [0], [2, 3], [0, 1, 2, 3]], ids=["none", "first", "last", "all"])
     def test_an_aborted_object_leaves_no_trace(self, storage: Storage, written: list[int]) -> None:
         data = random_bytes(3 * SEGMENT_BYTES + PAGE_BYTES)
-        memory = Memory()
+        memory = LentMemory()
         sink = create(storage, "folder/x.tar", data, memory)
         write(sink, data, memory, order=written)
         sink.abort()
@@ -167,8 +167,8 @@ class ArchiveContract(Promises):
         assert not list(self.uploads())
 
     def test_an_abort_leaves_the_object_that_was_there_before(self, storage: Storage) -> None:
-        put_archive(storage, "folder/x.tar", b"a" * PAGE_BYTES, Memory())
-        data, memory = random_bytes(2 * SEGMENT_BYTES), Memory()
+        put_archive(storage, "folder/x.tar", b"a" * PAGE_BYTES, LentMemory())
+        data, memory = random_bytes(2 * SEGMENT_BYTES), LentMemory()
         sink = create(storage, "folder/x.tar", data, memory)
         write(sink, data, memory, order=[0, 1])
         sink.abort()
@@ -178,7 +178,7 @@ class ArchiveContract(Promises):
         assert storage.names("folder") == ["x.tar"]
 
     def test_an_abort_after_the_end_harms_nothing(self, storage: Storage) -> None:
-        data, memory = random_bytes(2 * SEGMENT_BYTES), Memory()
+        data, memory = random_bytes(2 * SEGMENT_BYTES), LentMemory()
         sink = create(storage, "x.tar", data, memory)
         write(sink, data, memory, order=[0, 1])
         sink.finish()
@@ -193,7 +193,7 @@ class ArchiveContract(Promises):
     # --- memory -----------------------------------------------------------------------------------------------
 
     def test_all_memory_is_back_when_an_object_is_finished(self, storage: Storage) -> None:
-        data, memory = random_bytes(3 * SEGMENT_BYTES), Memory()
+        data, memory = random_bytes(3 * SEGMENT_BYTES), LentMemory()
         sink = create(storage, "x.tar", data, memory)
         write(sink, data, memory, order=[1, 0, 2])
         sink.finish()
@@ -206,7 +206,7 @@ class ArchiveContract(Promises):
     def test_a_sink_that_is_asked_for_memory_gives_only_what_it_no_longer_needs(
         self, storage: Storage
     ) -> None:
-        data, memory = random_bytes(4 * SEGMENT_BYTES + PAGE_BYTES), Memory()
+        data, memory = random_bytes(4 * SEGMENT_BYTES + PAGE_BYTES), LentMemory()
         sink = create(storage, "x.tar", data, memory)
         num_relieved = 0
         for number in range(5):
@@ -223,7 +223,7 @@ class ArchiveContract(Promises):
         assert same(self.content(storage, "x.tar"), data)
 
     def test_an_undisturbed_upload_has_no_retries(self, storage: Storage) -> None:
-        data, memory = random_bytes(3 * SEGMENT_BYTES), Memory()
+        data, memory = random_bytes(3 * SEGMENT_BYTES), LentMemory()
         sink = create(storage, "x.tar", data, memory)
         assert isinstance(sink.retryable, bool)
         write(sink, data, memory, order=[0, 1, 2])
@@ -240,7 +240,7 @@ class ArchiveContract(Promises):
     )
     def test_a_range_is_read_exactly(self, storage: Storage, offset: int, length: int) -> None:
         data = random_bytes(12288)
-        put_archive(storage, "x.tar", data, Memory())
+        put_archive(storage, "x.tar", data, LentMemory())
         target = bytearray(length)
         with storage.open("x.tar") as reader:
             assert reader.num_bytes == 12288
@@ -250,7 +250,7 @@ class ArchiveContract(Promises):
 
     def test_ranges_are_read_by_many_threads_at_once(self, storage: Storage) -> None:
         data = random_bytes(4 * SEGMENT_BYTES)
-        put_archive(storage, "x.tar", data, Memory())
+        put_archive(storage, "x.tar", data, LentMemory())
         target = bytearray(len(data))
         piece = MIB + PAGE_BYTES
         with storage.open("x.tar") as reader:
@@ -263,17 +263,17 @@ class ArchiveContract(Promises):
 
     @pytest.mark.parametrize("offset", [0, 4096, 12287, 12288, 20000])
     def test_reading_past_the_end_is_an_end_of_file(self, storage: Storage, offset: int) -> None:
-        put_archive(storage, "x.tar", random_bytes(12288), Memory())
+        put_archive(storage, "x.tar", random_bytes(12288), LentMemory())
         with storage.open("x.tar") as reader, pytest.raises(EOFError):
             reader.read_into(offset, memoryview(bytearray(12289)))
 
     def test_an_object_that_is_replaced_while_it_is_read_is_never_a_mixture(self, storage: Storage) -> None:
-        put_archive(storage, "x.tar", b"a" * 12288, Memory())
+        put_archive(storage, "x.tar", b"a" * 12288, LentMemory())
         target = bytearray(4096)
         with storage.open("x.tar") as reader:
             reader.read_into(0, memoryview(target))
             for data in (b"b" * 12288, b"c" * 4096):
-                put_archive(storage, "x.tar", data, Memory())
+                put_archive(storage, "x.tar", data, LentMemory())
                 try:
                     reader.read_into(4096, memoryview(target))
                     assert target == b"a" * 4096
@@ -281,7 +281,7 @@ class ArchiveContract(Promises):
                     pass  # it was noticed
 
     def test_a_reader_may_be_closed_twice(self, storage: Storage) -> None:
-        put_archive(storage, "x.tar", b"a" * PAGE_BYTES, Memory())
+        put_archive(storage, "x.tar", b"a" * PAGE_BYTES, LentMemory())
         with storage.open("x.tar") as reader:
             reader.close()
 

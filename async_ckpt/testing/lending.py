@@ -40,7 +40,7 @@ ODD_NAMES: Final = ["x y", "größe 検", "a+b", "100%", "%2F", "a#b", "a?b=c&d"
 class Loan:
     """A segment on loan, which counts its holders."""
 
-    def __init__(self, memory: Memory, segment: mmap.mmap) -> None:
+    def __init__(self, memory: LentMemory, segment: mmap.mmap) -> None:
         self.view = memoryview(segment)
         self._memory = memory
         self._segment = segment
@@ -66,7 +66,7 @@ class Loan:
             self._memory.changed.notify_all()
 
 
-class Memory:
+class LentMemory:
     """A pool of a few segments."""
 
     def __init__(self, num_segments: int = 8, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -101,13 +101,13 @@ def random_bytes(num_bytes: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(num_bytes)
 
 
-def create(storage: Storage, path: str, data: bytes, memory: Memory) -> Sink:
+def create(storage: Storage, path: str, data: bytes, memory: LentMemory) -> Sink:
     return storage.create(
         path, num_bytes=len(data), segment_bytes=memory.segment_bytes, max_segments=memory.num_segments
     )
 
 
-def put_archive(storage: Storage, path: str, data: bytes, memory: Memory) -> None:
+def put_archive(storage: Storage, path: str, data: bytes, memory: LentMemory) -> None:
     """A whole object, as a save writes it: filled in file order, written by several threads, never held up for long."""
     sink = create(storage, path, data, memory)
     try:
@@ -120,7 +120,7 @@ def put_archive(storage: Storage, path: str, data: bytes, memory: Memory) -> Non
         sink.close()
 
 
-def write(sink: Sink, data: bytes, memory: Memory, *, order: Iterable[int]) -> None:
+def write(sink: Sink, data: bytes, memory: LentMemory, *, order: Iterable[int]) -> None:
     """Write these segments, each when there is memory for it, by several threads."""
 
     def write(number: int, loan: Loan) -> None:

@@ -15,7 +15,7 @@ from .lending import (
     NUM_THREADS,
     ODD_NAMES,
     SEGMENT_BYTES,
-    Memory,
+    LentMemory,
     Promises,
     create,
     everything,
@@ -173,7 +173,7 @@ class ObjectContract(Promises):
         storage.replace("folder/deep/x", b"1")
         for folder in ("folder", "folder/deep", "folder/deep/x", "missing", "missing/too", ""):
             assert not storage.remove_if_empty(folder)
-        data, memory = random_bytes(2 * SEGMENT_BYTES), Memory()
+        data, memory = random_bytes(2 * SEGMENT_BYTES), LentMemory()
         sink = create(storage, "other/x.tar", data, memory)
         assert not storage.remove_if_empty("other")
         write(sink, data, memory, order=[0, 1])
@@ -189,7 +189,7 @@ class ObjectContract(Promises):
 
         def run(who: int) -> None:
             if who == 0:
-                put_archive(storage, "folder/x.tar", data, Memory())
+                put_archive(storage, "folder/x.tar", data, LentMemory())
             elif who == 1:
                 storage.put_new("folder/manifest", b"1")
             else:  # again and again, as if many processes came by
@@ -238,7 +238,7 @@ class ObjectContract(Promises):
             assert storage.sizes(folder) == {}
 
     def test_what_is_being_written_has_no_size_yet(self, storage: Storage) -> None:
-        data, memory = random_bytes(2 * SEGMENT_BYTES), Memory()
+        data, memory = random_bytes(2 * SEGMENT_BYTES), LentMemory()
         sink = create(storage, "folder/x.tar", data, memory)
         write(sink, data, memory, order=[0, 1])
         assert storage.sizes("") == {}
@@ -267,7 +267,7 @@ class ObjectContract(Promises):
     @pytest.mark.parametrize("name", ODD_NAMES)
     def test_a_name_may_have_any_character(self, storage: Storage, name: str) -> None:
         data = random_bytes(PAGE_BYTES)
-        put_archive(storage, f"{name}/{name}.tar", data, Memory())
+        put_archive(storage, f"{name}/{name}.tar", data, LentMemory())
         storage.put_new(f"{name}/{name}.json", b"1")
         storage.put_new(f"{name}/old", b"2")
         storage.move(f"{name}/old", f"{name}/{name}.txt")
@@ -301,7 +301,7 @@ class ObjectContract(Promises):
     # --- leftovers --------------------------------------------------------------------------------------------
 
     def test_an_object_that_is_being_written_is_never_swept(self, storage: Storage) -> None:
-        data, memory = random_bytes(3 * SEGMENT_BYTES), Memory()
+        data, memory = random_bytes(3 * SEGMENT_BYTES), LentMemory()
         sink = create(storage, "folder/x.tar", data, memory)
         write(sink, data, memory, order=[0, 1])
         found = storage.sweep("folder", storage.names("folder"), delete=True, decided=True)

@@ -19,17 +19,17 @@ from types import TracebackType
 from typing import Any, Final, Self, Unpack
 from urllib.parse import urlsplit
 
-from .exchange import (
+from .requests import (
     PATIENCE_SECONDS,
     PIECE_BYTES,
     STATUS,
     Act,
-    Cut,
-    Exchange,
     Fault,
-    Match,
+    HttpConnection,
+    ProxiedRequest,
     Request,
-    Stream,
+    RequestMatch,
+    ScriptedCut,
     completed_xml,
     error_xml,
     parse,
@@ -45,7 +45,7 @@ class FaultyProxy:
     Give the client `proxy.endpoint`, as in `{**server.options, "endpoint": proxy.endpoint}`. Signatures hold: they
     cover the Host that the client sends, and that is passed on.
 
-    A fault strikes the first `times` requests that match (see `Match`), or all of them. A request meets one fault at
+    A fault strikes the first `times` requests that match (see `RequestMatch`), or all of them. A request meets one fault at
     most: the first of those added that is not used up. Faults may be added and cleared at any time, from any thread;
     when the call returns, the next request meets the new script.
 
@@ -81,7 +81,7 @@ class FaultyProxy:
         """All requests so far, in the order in which they came."""
         return list(self._requests)
 
-    def count(self, **match: Unpack[Match]) -> int:
+    def count(self, **match: Unpack[RequestMatch]) -> int:
         """How many requests so far match."""
         return sum(map(predicate(match), self.requests))
 
@@ -94,17 +94,19 @@ class FaultyProxy:
 
     def refuse(self) -> Fault:
         """As if the server had gone: all connections are reset, and new ones refused, until it is cleared."""
-        fault = Fault(self, "refuse", Exchange.forward, None, {})
+        fault = Fault("refuse", ProxiedRequest.forward, None, {}, self._take_out)
         self._in_loop(self._set_refusals([*self._refusals, fault]))
         return fault
 
-    def cut_request(self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[Match]) -> Fault:
-        """Cut once so many bytes of the request's body have gone on; at 0, nothing of the request has.
+    def cut_request(
+        self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]
+    ) -> Fault:
+        """ScriptedCut once so many bytes of the request's body have gone on; at 0, nothing of the request has.
 
         Strikes only requests with more bytes than that.
         """
 
-        async def act(exchange: Exchange) -> bool:
+        async def act(exchange: ProxiedRequest) -> bool:
             return await exchange.forward(cut_request=after_bytes)
 
         meant = predicate(match)
@@ -117,38 +119,42 @@ class FaultyProxy:
         return self._add(f"cut request after {after_bytes} bytes", act, times, {"where": is_long})
 
     def cut_response(
-        self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[Match]
+        self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]
     ) -> Fault:
-        """Cut once the answer's head and so many bytes of its body have gone back; a shorter one passes."""
+        """ScriptedCut once the answer's head and so many bytes of its body have gone back; a shorter one passes."""
 
-        async def act(exchange: Exchange) -> bool:
+        async def act(exchange: ProxiedRequest) -> bool:
             return await exchange.forward(cut_response=after_bytes)
 
         return self._add(f"cut response after {after_bytes} bytes", act, times, match)
 
-    def lose_response(self, *, times: int | None = None, **match: Unpack[Match]) -> Fault:
+    def lose_response(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Let the server do as it is asked, and cut instead of passing its answer on."""
 
-        async def act(exchange: Exchange) -> bool:
+        async def act(exchange: ProxiedRequest) -> bool:
             return await exchange.forward(lose_response=True)
 
         return self._add("lose response", act, times, match)
 
-    def throttle(self, bytes_per_second: float, *, times: int | None = None, **match: Unpack[Match]) -> Fault:
+    def throttle(
+        self, bytes_per_second: float, *, times: int | None = None, **match: Unpack[RequestMatch]
+    ) -> Fault:
         """Pass the bodies of a request and of its answer on at this rate, each request for itself."""
 
-        async def act(exchange: Exchange) -> bool:
+        async def act(exchange: ProxiedRequest) -> bool:
             return await exchange.forward(bytes_per_second=bytes_per_second)
 
         return self._add(f"throttle to {bytes_per_second} bytes/s", act, times, match)
 
-    def delay(self, seconds: float | None, *, times: int | None = None, **match: Unpack[Match]) -> Fault:
+    def delay(
+        self, seconds: float | None, *, times: int | None = None, **match: Unpack[RequestMatch]
+    ) -> Fault:
         """Pass the request on after so long, or as soon as the fault is cleared; None: only then.
 
         Until then no more of its body is read than the system's buffers hold.
         """
 
-        async def act(exchange: Exchange) -> bool:
+        async def act(exchange: ProxiedRequest) -> bool:
             with suppress(TimeoutError):
                 await asyncio.wait_for(fault._cleared.wait(), seconds)
             return await exchange.forward()
@@ -156,10 +162,10 @@ class FaultyProxy:
         fault = self._add("hold" if seconds is None else f"delay {seconds} s", act, times, match)
         return fault
 
-    def black_hole(self, *, times: int | None = None, **match: Unpack[Match]) -> Fault:
+    def black_hole(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Read the request, pass nothing on, never answer: not even when the fault is cleared."""
 
-        async def act(exchange: Exchange) -> bool:
+        async def act(exchange: ProxiedRequest) -> bool:
             await exchange.swallow()
             await exchange.client.gone()
             return False
@@ -167,25 +173,25 @@ class FaultyProxy:
         return self._add("black hole", act, times, match)
 
     def answer(
-        self, code: str, *, status: int | None = None, times: int | None = None, **match: Unpack[Match]
+        self, code: str, *, status: int | None = None, times: int | None = None, **match: Unpack[RequestMatch]
     ) -> Fault:
         """Answer with this error of S3 ("SlowDown", "AccessDenied", …), and pass nothing on."""
         number = STATUS[code] if status is None else status
 
-        async def act(exchange: Exchange) -> bool:
+        async def act(exchange: ProxiedRequest) -> bool:
             if not exchange.waits_to_send:
                 await exchange.swallow()
             return await exchange.reply(number, error_xml(code, exchange.request))
 
         return self._add(f"answer {number} {code}", act, times, match)
 
-    def lose(self, *, times: int | None = None, **match: Unpack[Match]) -> Fault:
+    def lose(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Acknowledge with an e-tag, and pass nothing on: what the client takes for stored is lost.
 
         Fit for put_object, upload_part, complete_multipart_upload and delete_object.
         """
 
-        async def act(exchange: Exchange) -> bool:
+        async def act(exchange: ProxiedRequest) -> bool:
             etag = await exchange.swallow()
             if exchange.request.kind == "complete_multipart_upload":
                 return await exchange.reply(200, completed_xml(exchange.request, f'"{etag}-1"'))
@@ -195,8 +201,11 @@ class FaultyProxy:
 
         return self._add("lose", act, times, match)
 
-    def _add(self, name: str, act: Act, times: int | None, match: Match) -> Fault:
-        fault = Fault(self, name, act, times, match)
+    def _take_out(self, fault: Fault) -> None:
+        self._in_loop(self._remove(fault))
+
+    def _add(self, name: str, act: Act, times: int | None, match: RequestMatch) -> Fault:
+        fault = Fault(name, act, times, match, self._take_out)
 
         async def add() -> None:
             self._faults.append(fault)
@@ -272,12 +281,12 @@ class FaultyProxy:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        client = Stream(reader, writer)
+        client = HttpConnection(reader, writer)
         try:
             while await self._exchange(client):
                 pass
             client.close()
-        except (Cut, OSError, EOFError, asyncio.CancelledError):
+        except (ScriptedCut, OSError, EOFError, asyncio.CancelledError):
             # By the script, the client, the server, the end.
             client.reset()
         except BaseException as error:
@@ -286,7 +295,7 @@ class FaultyProxy:
         finally:
             self._connections.discard(task)
 
-    async def _exchange(self, client: Stream) -> bool:
+    async def _exchange(self, client: HttpConnection) -> bool:
         head = await client.head()
         if head is None:
             return False
@@ -294,7 +303,7 @@ class FaultyProxy:
         request = Request(method, target, headers)
         self._requests.append(request)
         fault = next((fault for fault in self._faults if fault._takes(request)), None)
-        exchange = Exchange(self._upstream, client, request, head)
+        exchange = ProxiedRequest(self._upstream, client, request, head)
         return await (fault._act(exchange) if fault else exchange.forward())
 
 

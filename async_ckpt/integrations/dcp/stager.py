@@ -21,8 +21,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from ...errors import UnsupportedStateError
+from ...host.loop import get_loop
 from ...host.threads import running_future
-from ...saving.worker import get_worker
 from ...spans import monotonic
 from ...spec import whole_bytes
 from ...staging.guard import unwrapped
@@ -82,7 +82,7 @@ class PinnedStager(AsyncStager):
             names,
             optimizers=self._optimizers,
             memory=self._memory,
-            crew=get_worker().copiers,
+            crew=get_loop().copiers,
             clock=monotonic,
             max_bytes=self._max_bytes,
             wording=Wording("the copy of a state dict that is staged", "response.staging_completion"),

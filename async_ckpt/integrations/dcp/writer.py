@@ -32,6 +32,7 @@ from ...runs.others import OF_DCP
 from ...runs.root import Root
 from ...runs.sweep import Sweeper
 from ...saving import default
+from ...saving.request import FileRequest
 from ...saving.targets import FileTarget
 from ...spans import wall_time
 from ...spec import RankFacts, Spread, TensorSpec, flag
@@ -158,7 +159,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         rank, world_size = plan.storage_data
         told, blobs = _taken(plan, planner, rank, world_size)
         target = _RankTarget(self._save.place.storage(), archive_name(rank, os.urandom(4).hex()))
-        report = default.files_saver().save(lambda: told, lambda: [target], step=None, guard=None).result()
+        report = default.files_saver().save(FileRequest(told, target)).result()
         assert target.archive is not None
         written = Written(rank, target.archive, blobs)
         sizes = {item.index: _num_bytes(item) for item in plan.items} or {_NOTHING: report.num_bytes}

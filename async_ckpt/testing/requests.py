@@ -15,13 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import Final, TypedDict
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
-
-if TYPE_CHECKING:
-    from .proxy import FaultyProxy
-
 
 PIECE_BYTES: Final = 256 * 1024
 _STEPS_PER_SECOND: Final = 20  # of a throttled body
@@ -91,7 +87,7 @@ class Request:
         return None if "transfer-encoding" in self.headers else int(self.headers.get("content-length", 0))
 
 
-class Match(TypedDict, total=False):
+class RequestMatch(TypedDict, total=False):
     """Which requests are meant: those of which everything that is given holds."""
 
     method: str
@@ -103,10 +99,13 @@ class Match(TypedDict, total=False):
 class Fault:
     """What the script does to the requests that match. Made by the methods of `FaultyProxy`."""
 
-    def __init__(self, proxy: FaultyProxy, name: str, act: Act, times: int | None, match: Match) -> None:
+    def __init__(
+        self, name: str, act: Act, times: int | None, match: RequestMatch, remove: Callable[[Fault], None]
+    ) -> None:
+        """`remove` takes it out of the script, on the proxy's thread."""
         self.name = name
         self.hits = 0  # how often it struck; written by the proxy's thread only
-        self._proxy = proxy
+        self._remove = remove
         self._act = act
         self._times = times
         self._matches = predicate(match)
@@ -120,7 +119,7 @@ class Fault:
 
     def clear(self) -> None:
         """It strikes no more, and what it holds up goes on. Idempotent."""
-        self._proxy._in_loop(self._proxy._remove(self))
+        self._remove(self)
 
     def __repr__(self) -> str:
         times = "" if self._times is None else f" of {self._times}"
@@ -134,14 +133,16 @@ class Fault:
         return True
 
 
-class Cut(Exception):
+class ScriptedCut(Exception):
     """The script cuts the connection here."""
 
 
-class Exchange:
+class ProxiedRequest:
     """One request and its answer on their way through. What handles it says whether the connection can go on."""
 
-    def __init__(self, upstream: tuple[str, int], client: Stream, request: Request, head: bytes) -> None:
+    def __init__(
+        self, upstream: tuple[str, int], client: HttpConnection, request: Request, head: bytes
+    ) -> None:
         self.client = client
         self.request = request
         self.waits_to_send = request.headers.get("expect", "").lower() == "100-continue"
@@ -158,8 +159,8 @@ class Exchange:
     ) -> bool:
         """To the server, and back."""
         if cut_request == 0:
-            raise Cut
-        server = Stream(*await asyncio.open_connection(*self._upstream, limit=PIECE_BYTES))
+            raise ScriptedCut
+        server = HttpConnection(*await asyncio.open_connection(*self._upstream, limit=PIECE_BYTES))
         request_body = _limited(self.client.body(self.request.headers), cut_request, bytes_per_second)
         sending = asyncio.create_task(self._send(server, request_body))
         answering = asyncio.create_task(self._answer(server, cut_response, bytes_per_second, lose_response))
@@ -184,7 +185,7 @@ class Exchange:
             answering.cancel()
             await asyncio.gather(sending, answering, return_exceptions=True)
 
-    async def _send(self, server: Stream, body: AsyncGenerator[bytes]) -> bool:
+    async def _send(self, server: HttpConnection, body: AsyncGenerator[bytes]) -> bool:
         await server.send(self._head)
         async for piece in body:
             try:
@@ -194,7 +195,7 @@ class Exchange:
         return True
 
     async def _answer(
-        self, server: Stream, cut_after: int | None, bytes_per_second: float | None, lose: bool
+        self, server: HttpConnection, cut_after: int | None, bytes_per_second: float | None, lose: bool
     ) -> bool:
         status = 0
         while status < 200:  # 100 Continue comes before the answer
@@ -216,7 +217,7 @@ class Exchange:
             if not lose:
                 await self.client.send(piece)
         if lose:
-            raise Cut
+            raise ScriptedCut
         return framed and version != "HTTP/1.0" and headers.get("connection", "").lower() != "close"
 
     async def reply(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bool:
@@ -243,7 +244,7 @@ class Exchange:
         return digest.hexdigest()
 
 
-class Stream:
+class HttpConnection:
     """One side of the proxy: a connection that speaks HTTP/1.1."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -315,7 +316,7 @@ async def _limited(
     async for piece in body:
         if cut_after is not None and num_passed + len(piece) > cut_after:
             yield piece[: cut_after - num_passed]
-            raise Cut
+            raise ScriptedCut
         num_passed += len(piece)
         if bytes_per_second is None:
             yield piece
@@ -353,7 +354,7 @@ def completed_xml(request: Request, etag: str) -> bytes:
     ).encode()
 
 
-def predicate(match: Match) -> Callable[[Request], bool]:
+def predicate(match: RequestMatch) -> Callable[[Request], bool]:
     target = re.compile(match.get("target", ""))
     where = match.get("where")
 
@@ -368,4 +369,4 @@ def predicate(match: Match) -> Callable[[Request], bool]:
     return matches
 
 
-Act = Callable[[Exchange], Awaitable[bool]]
+Act = Callable[[ProxiedRequest], Awaitable[bool]]

@@ -1,0 +1,142 @@
+"""The end of the process: every save under way is waited for, or given up, before the interpreter joins its threads.
+
+In: the saves that are under way. Out: their ends, a line on stderr for each that was lost, and the exit status.
+Knows nothing of: how a save is made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from contextlib import suppress
+from math import inf
+from typing import Any, Final, NoReturn
+
+from ..host.loop import Loop, existing_loop
+from ..host.waits import GIVES_UP, LIVENESS_SECONDS, Wait, wait_for
+from ..spans import monotonic
+from . import ledger
+from .handle import SaveHandle, name_of, progress_of
+from .ledger import abandon, all_saves
+from .save import Save
+
+# sysexits.h EX_TEMPFAIL: what could not be done now may succeed when the job is started again.
+EXIT_STATUS_SAVE_FAILED: Final = 75
+EXIT_STATUS_INTERRUPTED: Final = 130
+
+
+def drain_at_exit() -> None:
+    """Wait for every save under way, give up those that may not take longer, and say which were lost."""
+    loop = existing_loop()
+    if loop is None:
+        return
+    loop.hurry()
+    status = _wait_for_all(loop)
+    saves = all_saves()
+    stuck = [save.handle for save in saves if not save.finished.done()]
+    lost = [save.handle for save in saves if save.is_unseen]
+    for handle in lost:
+        error = handle.exception()
+        notes = getattr(error, "__notes__", [])
+        _say_lost(handle, "; ".join([f"{type(error).__name__}: {error}", *notes]))
+    for handle in stuck:
+        if not handle.done():
+            _say_lost(handle, "it was given up, but a call to its storage has not returned")
+            status = status or EXIT_STATUS_SAVE_FAILED
+    is_hanging = bool(stuck) or not _is_quiet(loop)
+    if status or lost or is_hanging:
+        _exit_with(status or (EXIT_STATUS_SAVE_FAILED if lost else 0), at_once=is_hanging)
+    loop.stop()
+
+
+def _wait_for_all(loop: Loop) -> int:
+    """Wait for all saves; the exit status for which the wait itself gives reason, 0 for none."""
+    begin = monotonic()
+    wait = Wait("at exit", GIVES_UP, say=say_on_stderr)
+    given_up: list[Save] = []
+
+    def waiting() -> list[Save]:
+        return [save for save in all_saves() if not save.finished.done() and save not in given_up]
+
+    try:
+        loop.sync()
+        while (saves := waiting()) and loop.is_alive:
+            seconds = monotonic() - begin
+            limit = min((s.exit_timeout for s in saves if s.exit_timeout is not None), default=inf)
+            if seconds > limit:
+                overdue = [save for save in saves if save.exit_timeout == limit]
+                abandon(overdue, f"the interpreter exits, and exit_timeout={limit} s have passed")
+                given_up.extend(overdue)
+            elif not wait_for(saves[0].finished, min(LIVENESS_SECONDS, limit - seconds)):
+                wait.goes_on(lambda: progress_of([save.handle for save in waiting()]))
+    except KeyboardInterrupt:
+        abandon(waiting(), "interrupted while the interpreter waited for it")
+        return EXIT_STATUS_INTERRUPTED
+    return 0
+
+
+def _is_quiet(loop: Loop) -> bool:
+    try:
+        return loop.is_quiet(ledger.LEAST_ABANDON_SECONDS)
+    except KeyboardInterrupt:
+        return False
+
+
+def _say_lost(handle: SaveHandle, why: str) -> None:
+    say_on_stderr(f"async_ckpt: {name_of(handle)} was not saved: {why}")
+
+
+def say_on_stderr(line: str) -> None:
+    """Print a line on stderr, if there is one."""
+    with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        if sys.stderr is not None:
+            print(line, file=sys.stderr, flush=True)
+
+
+_exit_code: Any = None
+
+
+def note_exit_status() -> None:
+    """Remember the argument of `sys.exit` from now on: Python tells no exit hook, and a status of the user's must stand."""
+    if getattr(sys.exit, "_notes_status", False):
+        return
+    really_exit = sys.exit
+
+    def noting_exit(status: Any = None, /) -> NoReturn:
+        global _exit_code
+        if threading.current_thread() is threading.main_thread():  # elsewhere it ends no process
+            _exit_code = status
+        really_exit(status)
+
+    noting_exit._notes_status = True  # type: ignore[attr-defined]
+    sys.exit = noting_exit
+
+
+def _exit_with(status: int, *, at_once: bool) -> None:
+    """Make the process end with this status, unless it ends with another non-zero one by itself."""
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or _exit_code not in (None, 0)
+    if failed and not at_once:
+        return
+    if failed:
+        status = _exit_code & 0xFF if isinstance(_exit_code, int) and _exit_code else 1
+
+    def last() -> None:
+        # Registered last, so called first: run all the others, then leave with our status.
+        atexit.unregister(last)
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError, AttributeError):
+                pass  # closed, broken or none: nothing more to say on it
+        os._exit(status)
+
+    if at_once:  # a thread is stuck in a call that does not return: joining it would hang
+        last()
+    atexit.register(last)
+
+
+# Before the interpreter joins its threads, and before the crews are stopped (their hook was registered earlier).
+threading._register_atexit(drain_at_exit)  # type: ignore[attr-defined]
