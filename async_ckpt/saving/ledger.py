@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,9 +17,11 @@ from math import nan
 from typing import Final
 
 from ..errors import ClosedError
+from ..host.threads import is_library_thread
+from ..host.waiting import ENDS_THE_WAIT, Wait
 from ..report import SaveReport
 from .handle import SaveHandle
-from .waiting import told
+from .waiting import name_of, told, wait_for_decisions
 from .worker import Pending, get_worker
 
 _LAST: Final = tuple(SaveReport("committed", None, "").as_dict("last_"))
@@ -81,17 +84,41 @@ class Ledger:
         """What the next save waits for, in words."""
         return told([pending.handle for pending in self.pending() if not pending.settled.done()])
 
+    def see_decided(self, reader: str, meanwhile: Callable[[], None], *, overwrites: bool = False) -> None:
+        """Return when all saves begun so far are decided, so that `reader` sees what they have committed. It goes on without
+        those that have failed, and warns of each of them. Those that were given up are not waited for, but their copies are if
+        the reader `overwrites` what may still be copied.
+
+        `meanwhile` is called now and then. Raises RuntimeError at once on a thread of this library, if a save is under way.
+        """
+        begun = self.pending()
+        undecided = [p for p in begun if not (p.handle.done() or p.is_given_up)]
+        if undecided and is_library_thread():
+            raise RuntimeError(
+                f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of async_ckpt must not: it would wait "
+                "for itself. Call it on another thread, or when no save is under way"
+            )
+        for pending in begun if overwrites else ():
+            pending.handle.staging_completion.exception()
+        wait_for_decisions(undecided, Wait(f"in {reader}", ENDS_THE_WAIT), meanwhile)
+        unseen = [handle for handle in self._unseen() if handle not in self._warned]
+        waited_for = [p.handle for p in undecided if has_failed(p.handle) and p.handle not in unseen]
+        for handle in (*waited_for, *unseen):
+            self._warn(handle, f"{reader} goes on without {name_of(handle)}, which was", _user_stacklevel())
+
     def warn_of_unseen(self, stacklevel: int) -> None:
         """Of each once."""
         for handle in self._unseen():
             if handle not in self._warned:
-                self._warned = [*self._warned[-8:], handle]
-                error = Future.exception(handle)
-                warnings.warn(
-                    f"{handle.path} was not saved: {type(error).__name__}: {error}",
-                    RuntimeWarning,
-                    stacklevel=stacklevel,
-                )
+                self._warn(handle, f"{handle.path} was", stacklevel + 1)
+
+    def _warn(self, handle: SaveHandle, who: str, stacklevel: int) -> None:
+        if handle not in self._warned:
+            self._warned = [*self._warned[-8:], handle]
+        error = Future.exception(handle)
+        warnings.warn(
+            f"{who} not saved: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=stacklevel
+        )
 
     def raise_unseen(self) -> None:
         """The first error that nobody has looked at; the others are noted in it."""
@@ -124,6 +151,20 @@ class Ledger:
         return f"<Ledger {self._num_committed} committed, {self._num_failed} failed>"
 
 
+def has_failed(handle: SaveHandle) -> bool:
+    """Whether it has ended in an error. This is no look at the error."""
+    return handle.done() and Future.exception(handle) is not None
+
+
 def _is_unseen(handle: SaveHandle) -> bool:
     """Whether it has failed, and nobody has looked."""
-    return handle.done() and Future.exception(handle) is not None and not handle.looked_at
+    return has_failed(handle) and not handle.looked_at
+
+
+def _user_stacklevel() -> int:
+    """The `stacklevel` for a warning of whoever calls the caller of this: the first line of code that is not this library's."""
+    level, frame = 2, sys._getframe(1)
+    package = __name__.partition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    return level

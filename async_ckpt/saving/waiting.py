@@ -6,12 +6,13 @@ In: saves under way. Out: their ends, and words for them. Knows nothing of: how 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..host.waiting import Wait, wait_for_all
+from ..host.pool import LIVENESS_SECONDS
+from ..host.waiting import Wait, wait_for, wait_for_all
 
 if TYPE_CHECKING:
     from .handle import SaveHandle
@@ -28,6 +29,18 @@ def wait_for_saves(pending: Sequence[Pending], wait: Wait, timeout: float | None
         [save.finished for save in pending], timeout, lambda: wait.goes_on(lambda: told(left()))
     ):
         raise TimeoutError(f"{(left() or [pending[-1].handle])[0]!r} is still under way after {timeout} s")
+
+
+def wait_for_decisions(pending: Sequence[Pending], wait: Wait, meanwhile: Callable[[], None]) -> None:
+    """Wait until each of these is committed, has failed, or was given up. `meanwhile` is called now and then."""
+
+    def left() -> list[SaveHandle]:
+        return [save.handle for save in pending if not save.handle.done()]
+
+    for save in pending:
+        while not (save.is_given_up or wait_for(save.handle, LIVENESS_SECONDS)):
+            wait.goes_on(lambda: told(left()))
+            meanwhile()
 
 
 def name_of(handle: SaveHandle) -> str:

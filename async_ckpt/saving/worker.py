@@ -68,6 +68,7 @@ class Pending:
         self.bars = bars
         self.settled = running_future()  # decided, so that the next save may commit
         self.finished = running_future()
+        self.is_given_up = False  # nobody waits for it any more: it may never end
 
     @property
     def abandon_seconds(self) -> float:
@@ -179,6 +180,8 @@ class Worker:
 
     def sync(self) -> None:
         """Return when the loop's thread has run all that was given to `soon` before."""
+        if threading.current_thread() is self._thread:  # it would wait for itself
+            return
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         with suppress(ClosedError):
             self.soon(lambda: done.put(None))
@@ -334,6 +337,7 @@ def _tell_loss(handle: SaveHandle, why: str) -> None:
 def abandon(pending: list[Pending], why: str) -> None:
     """Give saves up: nothing of them becomes visible. Returns when they have ended, or soon."""
     for save in pending:
+        save.is_given_up = True
         save.give_up(
             SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact")
         )
