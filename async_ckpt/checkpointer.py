@@ -19,9 +19,9 @@ from .errors import (
 from .loading.catch_up import catch_up
 from .loading.contents import Part
 from .loading.find import from_step
+from .loading.known import is_looked_into
 from .loading.load import Verify, check_verify
 from .loading.lots import Readers
-from .loading.match import is_looked_into
 from .loading.reading import RunReader
 from .loading.restore import restore_state
 from .loading.resume import resume

@@ -17,6 +17,7 @@ import torch
 
 from ..backends import device_of, has_plain_bytes, is_capturing, is_dense, is_on_host
 from ..spec import MIB
+from ..state.optimizers import all_of
 from ..state.sharded import local_part
 
 # Below this a copy costs less than keeping account of it.
@@ -67,7 +68,8 @@ def gate_of(optimizer: torch.optim.Optimizer) -> Gate:
 
 
 def unwrapped(guard: Any) -> Optimizers:
-    """The torch optimizers behind what the user passed as `guard`: one, several, or wrappers such as accelerate's.
+    """The torch optimizers that the user has passed as `guard`: one, several, containers of several, or wrappers such as
+    accelerate's. Of a container these are the optimizers that it steps, and itself if it has hooks: whichever is stepped, it waits.
 
     Raises TypeError for anything else.
     """
@@ -77,13 +79,15 @@ def unwrapped(guard: Any) -> Optimizers:
     found: list[torch.optim.Optimizer] = []
     for given in guard if several else (guard,):
         optimizer = _innermost(given)
-        if optimizer is None:
+        stepped = [] if optimizer is None else all_of(optimizer)
+        hooked = [one for one in stepped if _has_hooks(one)]
+        if not hooked:
             raise TypeError(
                 f"guard must be a torch optimizer, or several; got {type(given).__qualname__}. "
                 "Where no optimizer's step() changes the state, use handle.wait_staged() instead."
             )
-        found.append(optimizer)
-    return tuple(found)
+        found += hooked
+    return tuple({id(one): one for one in found}.values())
 
 
 def _innermost(given: Any) -> torch.optim.Optimizer | None:
@@ -98,24 +102,35 @@ def _innermost(given: Any) -> torch.optim.Optimizer | None:
     return given if inner is None and isinstance(given, torch.optim.Optimizer) else inner
 
 
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step() calls them: one that was never initialised as an optimizer has none."""
+    is_hooked = getattr(type(optimizer).step, "hooked", False)
+    return bool(is_hooked) and hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Which tensors may be copied after `save` has returned: large, dense ones in an optimizer's params and state. By the
     number of each, the optimizer's own tensor of this memory, which may be another object.
 
-    None while a stream is being captured into a graph, nor of an optimizer with `capturable` groups: replaying a
-    graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never deferred, nor
+    None while a stream is being captured into a graph, nor of an optimizer with `capturable` groups, also where a container has
+    it: replaying a graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never deferred, nor
     is what lies on a device without streams.
     """
     if not optimizers or is_capturing():
         return {}
     guarded: dict[int, torch.Tensor] = {}  # by address; of those that begin at the same one, the largest
+    captured: set[int] = set()  # addresses of what a graph may change
     for optimizer in optimizers:
-        if not any(group.get("capturable") for group in optimizer.param_groups):
-            for tensor in _params_and_state(optimizer):
-                if _is_large(tensor) and tensor.is_contiguous():
-                    other = guarded.setdefault(tensor.data_ptr(), tensor)
-                    if other is not tensor and tensor.nbytes > other.nbytes:
-                        guarded[tensor.data_ptr()] = tensor
+        is_captured = any(group.get("capturable") for group in optimizer.param_groups)
+        for tensor in _params_and_state(optimizer):
+            if is_captured:
+                captured.add(tensor.data_ptr())
+            elif _is_large(tensor) and tensor.is_contiguous():
+                other = guarded.setdefault(tensor.data_ptr(), tensor)
+                if other is not tensor and tensor.nbytes > other.nbytes:
+                    guarded[tensor.data_ptr()] = tensor
+    for address in captured:
+        guarded.pop(address, None)
     return {
         i: owner
         for i, tensor in enumerate(tensors)

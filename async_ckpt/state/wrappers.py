@@ -123,6 +123,11 @@ def plain_state_dict(module: torch.nn.Module) -> Any:
     return _plain_state(PlainNames(module), module.state_dict())
 
 
+def has_names(groups: Iterable[Any]) -> bool:
+    """Whether parameter groups say what their parameters are called."""
+    return any(isinstance(group, dict) and "param_names" in group for group in groups)
+
+
 def look_wrapped(names: Collection[str]) -> bool:
     """Whether names without a module look like those of a wrapper's state dict. A guess by words: to warn of, not to act on."""
     return (bool(names) and all(name.startswith("module.") for name in names)) or any(
@@ -143,8 +148,9 @@ class StateDicts:
         if isinstance(value, torch.nn.Module):
             return _plain_state(PlainNames(value), given)
         if isinstance(value, torch.optim.Optimizer) and isinstance(given, dict):
-            groups = given.get("param_groups", [])
-            if any("param_names" in group for group in groups):
+            groups = given.get("param_groups")
+            # A container's own groups may be fewer than those of the optimizers that it steps.
+            if isinstance(groups, list) and len(groups) == len(value.param_groups) and has_names(groups):
                 return {**given, "param_groups": list(map(self._group, groups, value.param_groups))}
         return given
 
@@ -159,7 +165,7 @@ class StateDicts:
 
     def _plain_name(self, parameter: torch.Tensor, name: str) -> str:
         assert self._names is not None
-        known = [plain for plain in self._names.get(id(parameter), ()) if _bare(plain) == _bare(name)]
+        known = [plain for plain in self._names.get(id(parameter), ()) if same_but_wrapped(plain, name)]
         return known[0] if len(known) == 1 else name
 
 
@@ -227,6 +233,11 @@ def live_metadata(module: torch.nn.Module, names: PlainNames, saved: dict[str, A
 def may_be_wrapped(names: Iterable[Any]) -> bool:
     """Whether one of these names has in it what a wrapper puts there."""
     return any(isinstance(name, str) and _bare(name) != name for name in names)
+
+
+def same_but_wrapped(one: str, other: str) -> bool:
+    """Whether two names are alike, but for what wrappers put there."""
+    return _bare(one) == _bare(other)
 
 
 def _attribute_of(cls: type) -> str | None:
