@@ -214,6 +214,55 @@ def test_a_state_of_another_form_is_taken_where_names_or_numbers_say_what_is_mea
     assert_goes_on_alike(before, live)
 
 
+class Silent(Lazy):
+    """Its optimizers know no names: they are those of the parts that it holds."""
+
+    def __init__(self, *parts: nn.Module, **how: Any) -> None:
+        super().__init__(*parts, **how)
+        self.parts = list(parts)
+        for group in [group for one in self.optimizers for group in one.param_groups]:
+            del group["param_names"]
+
+    def named(self, call: Callable[[Any], Any]) -> Any:
+        names = {p: name for part in self.parts for name, p in part.named_parameters()}
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        for group in groups:
+            group["param_names"] = [names[p] for p in group["params"]]
+        try:
+            return call(super())
+        finally:
+            for group in [group for one in self.optimizers for group in one.param_groups]:
+                del group["param_names"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.named(lambda above: above.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.named(lambda above: above.load_state_dict(state_dict))
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("into", [plain, Silent], ids=["plain", "a container"])
+def test_names_are_found_in_modules_that_something_beside_it_holds(tmp_path: Path, saved: str, into: Any):
+    kind, state_of = SAVED[saved]
+    before, live = Trainee(0, kind=kind), Trainee(1, kind=into)
+    async_ckpt.save(
+        {"model": Parts(*before.parts), "optimizer": state_of(before)}, tmp_path / "x.tar"
+    ).result()
+    restore({"model": Parts(*live.parts), "optimizer": live.optimizer}, tmp_path / "x.tar")
+    assert_goes_on_alike(before, live)
+
+
+def test_one_name_for_several_parameters_is_refused(tmp_path: Path):
+    before = nn.Linear(3, 3)
+    actor, critic = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW([actor.weight, critic.weight])
+    saved = {"state": {}, "param_groups": [{"params": ["weight"], "lr": 0.5}]}
+    async_ckpt.save({"actor": before, "critic": before, "optimizer": saved}, tmp_path / "x.tar").result()
+    with pytest.raises(StateMismatchError, match="several parameters of one name"):
+        restore({"actor": actor, "critic": critic, "optimizer": optimizer}, tmp_path / "x.tar")
+
+
 @pytest.mark.parametrize("saved", [name for name in SAVED if name != "numbered"])
 def test_an_optimizer_with_named_parameters_needs_no_module_beside_it(tmp_path: Path, saved: str):
     kind, state_of = SAVED[saved]

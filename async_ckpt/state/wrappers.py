@@ -170,7 +170,7 @@ class StateDicts:
 
 
 def names_of_parameters(state: Any) -> dict[int, set[str]]:
-    """The plain names that each parameter, by its id, has in the modules of a state."""
+    """The plain names that each parameter, by its id, has in the modules of a state, and in those that objects with a state dict hold."""
     names: dict[int, set[str]] = {}
     for module in _modules_in(state, set()):
         plain = PlainNames(module)
@@ -265,6 +265,8 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
         yield value
         return
     if not isinstance(value, dict | list | tuple | deque) and not is_record(value):
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            yield from _modules_held_by(value)
         return
     if id(value) in seen:
         return
@@ -272,6 +274,14 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
     inner = fields_of(value) if is_record(value) else value
     for item in inner.values() if isinstance(inner, dict) else inner:
         yield from _modules_in(item, seen)
+
+
+def _modules_held_by(value: Any) -> Iterator[torch.nn.Module]:
+    """Those that are its attributes, or in a list or a dict that is one: the parts of a model, say."""
+    for held in list(getattr(value, "__dict__", {}).values()):
+        inner = held.values() if isinstance(held, dict) else held
+        several = inner if isinstance(held, dict | list | tuple) else (held,)
+        yield from (one for one in several if isinstance(one, torch.nn.Module))
 
 
 def _bare(name: str) -> str:
