@@ -86,7 +86,8 @@ class RunReader:
         types: Iterable[type] = (),
         from_ranks: Mapping[str, int] | None = None,
     ) -> Any:
-        """Read the state of a step, by default the newest. Everything else is as for `async_ckpt.load`.
+        """Read the state of a step, by default the newest. Waits for saves that are under way, as `restore` does; everything else is
+        as for `async_ckpt.load`.
 
             weights = ckpt.load(100, select="model")["model"]
 
