@@ -28,11 +28,14 @@ model_of(state)(torch.ones(4, 13)).square().sum().backward()
 state["optimizer"].step()  # it goes on
 """
 LAYOUTS = {
-    "as they were": (4, "contained(fsdp_tp(2))", 4, "contained(fsdp_tp(2), steps=2)"),
+    "as they were": (
+        4,
+        "contained(fsdp_tp(2), several=True)",
+        4,
+        "contained(fsdp_tp(2), several=True, steps=2)",
+    ),
     "FSDP2 over TP to FSDP2": (4, "contained(fsdp_tp(2))", 3, "contained(fsdp(width=14))"),
-    "FSDP2 to one": (2, "contained(fsdp())", 1, "contained(trained(network()))"),
-    "fresh": (2, "contained(fsdp())", 2, "contained(fsdp(), steps=0)"),
-    "several optimizers": (2, "contained(fsdp(), several=True)", 2, "contained(fsdp(), several=True)"),
+    "FSDP2 to one": (2, "contained(fsdp())", 1, "contained(trained(network()), steps=0)"),
     "fresh, without state": (2, "contained(fsdp())", 2, "contained(fsdp(), Lazy, steps=0)"),
     "fresh, wrapped": (2, "fsdp()", 2, "contained(fsdp(), Wrapper, steps=0)"),
     "from numbers": (2, "fsdp()", 2, "contained(fsdp(), Lazy, steps=0)"),
