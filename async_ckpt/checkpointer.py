@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -19,9 +19,9 @@ from .errors import (
 from .loading.catch_up import catch_up
 from .loading.contents import Part
 from .loading.find import from_step
+from .loading.known import is_looked_into
 from .loading.load import Verify, check_verify
 from .loading.lots import Readers
-from .loading.match import is_looked_into
 from .loading.reading import RunReader
 from .loading.restore import restore_state
 from .loading.resume import resume
@@ -379,7 +379,8 @@ class AsyncCheckpointer(RunReader):
 
             start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
 
-        The memory that the first save needs is then allocated in the background, as by `prewarm`.
+        Saves of this checkpointer that are under way are waited for, and seen. Of one that fails there is a warning. The memory
+        that the first save needs is allocated in the background afterwards, as by `prewarm`.
 
         Everything is compared first: one error lists what is missing, unexpected, or of another shape or dtype, before
         anything is written. A module is matched by its own names first, then by those of the plain model, so it does
@@ -407,9 +408,9 @@ class AsyncCheckpointer(RunReader):
         """
         check_verify(verify)
         sharing = None if broadcast is None else Sharing(broadcast)
-        for save in self._saver.ledger.saves():
-            save.staged.exception()  # what is being copied must not be overwritten
         readers = Readers(*self._ranks.readers(from_ranks))
+
+        see_own_saves = partial(self._see_own_saves, "restore()", overwrites=True)
 
         def put_back(parts: Sequence[Part], sharing: Sharing | None) -> None:
             how = {"select": select, "strict": strict, "trust": trust, "verify": verify, "types": types}
@@ -421,6 +422,7 @@ class AsyncCheckpointer(RunReader):
         def read(step: int | None, sharing: Sharing | None) -> int | None:
             use = partial(put_back, sharing=sharing)
             if step is not None:
+                see_own_saves()
                 from_step(self._roots, step, use, verify=bool(verify), readers=readers)
                 return step
             found = resume(
@@ -429,6 +431,7 @@ class AsyncCheckpointer(RunReader):
                 verify=bool(verify),
                 readers=readers,
                 talk=self._ranks.talk(),
+                see_own_saves=see_own_saves,
                 fallback=flag("fallback", fallback),
                 passed_over=tell,
             )
@@ -443,7 +446,7 @@ class AsyncCheckpointer(RunReader):
                 warnings.warn(f"nothing was restored: {told}", RuntimeWarning, stacklevel=2)
             self._saver.warm(state)
             return None
-        newest = self.latest()
+        newest = self._roots.latest()
         self._line.restored(behind=newest is not None and step < newest)
         captured = self._saver.warm(state)
         if strict and select is None and isinstance(state, Mapping) and captured is not None:
@@ -456,6 +459,12 @@ class AsyncCheckpointer(RunReader):
         return step
 
     # --- parts ------------------------------------------------------------------------------------------------
+
+    def _see_own_saves(
+        self, reader: str, *, overwrites: bool = False, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        if self._saver.belongs_here:  # in a forked child, they are another process's
+            self._saver.ledger.see_decided(reader, meanwhile, overwrites=overwrites)
 
     def __repr__(self) -> str:
         under_way = [save.handle for save in self._saver.ledger.saves() if not save.handle.done()]

@@ -161,8 +161,8 @@ class ScriptedSink:
         return self._sink.relieve()
 
 
-def scripted(ckpt: AsyncCheckpointer) -> ScriptedStorage:
-    """Put a checkpointer on a scripted disk. The one place in the tests that reaches into its parts."""
-    disk = ScriptedStorage(ckpt.root)
-    ckpt._roots.runs[0]._root.storage = disk
+def scripted(ckpt: AsyncCheckpointer, number: int = 0) -> ScriptedStorage:
+    """Put a root of a checkpointer on a scripted disk. The one place in the tests that reaches into its parts."""
+    disk = ScriptedStorage(ckpt.roots[number])
+    ckpt._roots.runs[number]._root.storage = disk
     return disk

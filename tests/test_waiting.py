@@ -95,6 +95,8 @@ HOW_FAR = r"step 1 \(.*/step_00000001/rank_00000\.\w{8}\.tar\): 36% written, 4\.
         (lambda held: held.ckpt.wait(), r"in wait\(\)"),
         (lambda held: held.handle.result(), r"in result\(\)"),
         (lambda held: held.handle.exception(), r"in exception\(\)"),
+        (lambda held: held.ckpt.latest(), r"in latest\(\)"),
+        (lambda held: held.ckpt.restore(state_at(9, 11)), r"in restore\(\)"),
         (lambda held: held.ckpt.save(state_at(2), step=2), r"in save\(\) of step 2"),
     ],
 )

@@ -136,6 +136,8 @@ class Loop:
 
     def sync(self) -> None:
         """Return when the loop's thread has run all functions that were given to `soon` before."""
+        if threading.current_thread() is self._thread:  # it would wait for itself
+            return
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         with suppress(ClosedError):
             self.soon(lambda: done.put(None))

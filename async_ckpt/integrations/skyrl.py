@@ -19,6 +19,7 @@ import io
 import os
 import re
 import tarfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -353,9 +354,10 @@ class FSDPCheckpoints:
 
         The generators of each rank are restored only on as many ranks as have saved them; on others they go on as they are. Of a
         `client_state` that differs, each rank gets its own; on another number of ranks that raises StateMismatchError.
-        Raises NotCommittedError for a folder with neither our archives nor, where the next base has this method, SkyRL's files.
+        An earlier save that is under way is waited for; if it fails, that is a warning here, and `finalize_pending_saves` raises its
+        error. Raises NotCommittedError for a folder with neither our archives nor, where the next base has this method, SkyRL's files.
         """
-        self.finalize_pending_saves()
+        self._see_own_save()
         there = _archives_in(ckpt_dir)
         with contextlib.ExitStack() as stack:
             ckpt = stack.enter_context(AsyncCheckpointer(there)) if exists(there) else None
@@ -402,6 +404,13 @@ class FSDPCheckpoints:
             (ckpt, handle), self._saving = self._saving, None
             with ckpt:
                 handle.result()
+
+    def _see_own_save(self) -> None:
+        if self._saving is None or (error := self._saving[1].exception()) is None:
+            self.finalize_pending_saves()
+            return
+        told = f"{self._saving[1].path}, which was not saved: {type(error).__name__}: {error}"
+        warnings.warn(f"load_checkpoint() goes on without {told}", RuntimeWarning, stacklevel=3)
 
     def _parts(self, model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
         # SkyRL wraps the model of transformers.

@@ -95,6 +95,11 @@ class Contents:
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
         """Say what of which tensors is wanted, None for all of one, before any of it is asked for: it may have to be looked for."""
 
+    @property
+    def has_all_names(self) -> bool:
+        """Whether what it has no name for is not in the checkpoint."""
+        return True
+
     def need_names(self, *, everything: bool = False) -> None:
         """Say that all names have to be known, before one is said to be missing; or that `everything` is wanted."""
 

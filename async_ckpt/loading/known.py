@@ -7,11 +7,31 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from collections import deque
+from collections.abc import MutableMapping
+from typing import Any, Final
 
 import torch
 
+from ..state.optimizers import has_own
+from ..state.plain import is_record
 from ..state.sharded import local_part
+
+SEQUENCES: Final = list | tuple | deque
+
+
+def is_looked_into(live: Any) -> bool:
+    """Whether taking a state dict of it is nothing but looking: a plain module, a container, a tensor."""
+    return _is_structure(live) or is_plain_module(live)
+
+
+def is_filled_in_place(live: Any) -> bool:
+    """Whether it is the same object after a restore, with other contents."""
+    return _is_structure(live) or hasattr(live, "load_state_dict")
+
+
+def _is_structure(live: Any) -> bool:
+    return isinstance(live, torch.Tensor | MutableMapping | SEQUENCES) or is_record(live)
 
 
 def is_plain_module(live: Any) -> bool:
@@ -41,15 +61,16 @@ def _is_of_fully_shard(hook: Any) -> bool:
 
 def is_plain_optimizer(live: Any) -> bool:
     """One of torch's optimizers, or one that saves and loads like them."""
-    base = torch.optim.Optimizer
-    if not isinstance(live, base) or type(live).load_state_dict is not base.load_state_dict:
+    if not isinstance(live, torch.optim.Optimizer):
+        return False
+    if any(has_own(live, method) for method in ("state_dict", "load_state_dict")):
         return False
     hooks = (
         "_optimizer_load_state_dict_pre_hooks",
         "_optimizer_load_state_dict_post_hooks",
         "_optimizer_state_dict_post_hooks",
     )
-    return type(live).state_dict is base.state_dict and not any(getattr(live, name, None) for name in hooks)
+    return not any(getattr(live, name, None) for name in hooks)
 
 
 def is_optimizer_state(saved: Any) -> bool:

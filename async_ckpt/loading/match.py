@@ -13,7 +13,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, MutableMapping
 from enum import Enum
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -29,10 +29,12 @@ from ..state.sharded import Slicer, has_shards, is_of_megatron, is_sharded
 from ..state.slices import Ints
 from ..state.tree import SavedApart, SavedRecord, Stored, leaves, replaced
 from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
-from .by_name import is_by_name, numbered
+from .by_name import Taker
 from .contents import Contents
 from .fill import Wanted
 from .known import (
+    SEQUENCES,
+    is_filled_in_place,
     is_of_another_kind,
     is_on_device,
     is_optimizer_state,
@@ -40,8 +42,6 @@ from .known import (
     is_plain_optimizer,
     state_of_parameter,
 )
-
-_SEQUENCES: Final = list | tuple | deque
 
 
 class Match:
@@ -63,7 +63,7 @@ class Match:
         self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
         self._shares_a_name = True  # at the top, as far as there are names
         self._chosen = chosen  # what else is live was not asked for
-        self._lacks_chosen = False
+        self._lacks_chosen = self._lacks_own = False
         self._root = root
         self._slicer = Slicer()
         self._has_tensors = False  # of some this rank may hold nothing
@@ -77,7 +77,7 @@ class Match:
     @property
     def lacks_names(self) -> bool:
         """Whether something that is live, and was asked for, is not in the archive as far as that knows."""
-        return bool(self.missing) or self._lacks_chosen
+        return bool(self.missing) or self._lacks_chosen or self._lacks_own
 
     def raise_problems(self, strict: bool) -> None:
         missing, unexpected = (self.missing, self.unexpected) if strict else ([], [])
@@ -112,34 +112,63 @@ class Match:
         if is_plain_module(live):
             return self._module(live, saved, path)
         if isinstance(live, torch.optim.Optimizer):
-            try:
-                saved = self._by_number(live, saved, path)
-            except ValueError as error:
-                self.mismatched.append(f"{shown(path)} {error}")
-                return live
-        if is_plain_optimizer(live):
-            return self._optimizer(live, saved, path)
+            return self._any_optimizer(live, saved, path)
+        return self._object(live, saved, path)
+
+    def _object(self, live: Any, saved: Any, path: Path) -> Any:
         if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
             expected = self._as_live_expects(live, saved, path)
-            state = self._shards_of(live, expected)
-            value = self._materialized(expected) if state is None else self.visit(state, expected, path)
-            self.actions.append(lambda: live.load_state_dict(value))
-            return live
+            return self._loads(live, expected, self._own_state(live, expected), path)
         if _is_array(live) and isinstance(saved, Stored):
             return self._array(live, saved, path)
         if isinstance(live, Enum):  # as a namedtuple, its class is the live one
             return member_of(type(live), self._materialized(saved))
         return self._container(live, saved, path)
 
-    def _shards_of(self, live: Any, saved: Any) -> dict[Any, Any] | None:
+    def _loads(self, live: Any, expected: Any, state: dict[Any, Any] | None, path: Path) -> Any:
+        """Hand it over: the object's own `state`, filled, where it has some."""
+        value = self._materialized(expected) if state is None else self.visit(state, expected, path)
+        self.actions.append(lambda: live.load_state_dict(value))
+        return live
+
+    def _any_optimizer(self, live: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
+        """One of torch's is filled; to one with methods of its own is given what these take."""
+        try:
+            saved = self._with_empty_state(saved, path)
+            taker = Taker(live, saved, lambda: names_of_parameters(self._root))
+            saved = taker.takes(saved, is_of_some=lambda key: self.archive.is_of_some((*path, key)))
+            if is_plain_optimizer(live):
+                return self._optimizer(live, saved, path)
+            state = self._own_state(live, saved, lambda own: taker.with_room(own, saved, self._room_for))
+        except ValueError as error:
+            self.mismatched.append(f"{shown(path)} {error}")
+            return live
+        return self._loads(live, saved, state, path)
+
+    def _room_for(self, parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
+        """As optimizers make it: on the mesh of the parameter, cut alike. None for what is to be made as it was saved."""
+        if not (isinstance(saved, Stored) and saved.kind == "tensor" and is_sharded(parameter)):
+            return None
+        if tuple(parameter.shape) != self.archive.index.tensors[saved.number].shape:
+            return None
+        return torch.empty_like(parameter.detach(), dtype=self.archive.dtype(saved.number))
+
+    def _own_state(
+        self, live: Any, saved: Any, with_room: Callable[[Any], Any] = lambda state: state
+    ) -> dict[Any, Any] | None:
         """An object's own state dict, if it has shards: they are filled where they are, and handed back with the rest.
 
-        It is taken only for what ranks have shared, since taking it may do anything.
+        It is taken only of what several ranks have saved, and of an optimizer or what has tensors, since taking it may do anything. It
+        also tells whether it has what other ranks may have saved, such as those that had another stage of a pipeline.
         """
-        tensors = (leaf for leaf in leaves(saved) if isinstance(leaf, Stored) and leaf.kind == "tensor")
-        if not any(self.archive.index.tensors[leaf.number].spread for leaf in tensors):
+        tensors = [leaf for leaf in leaves(saved) if isinstance(leaf, Stored) and leaf.kind == "tensor"]
+        are_spread = any(self.archive.index.tensors[leaf.number].spread for leaf in tensors)
+        may_lack = not self.archive.has_all_names and (tensors or isinstance(live, torch.optim.Optimizer))
+        if not (are_spread or may_lack):
             return None
         state = live.state_dict()
+        self._lacks_own |= _has_more_names(state, saved)
+        state = with_room(state) if are_spread else None
         return state if isinstance(state, dict) and has_shards(state) else None
 
     def _container(self, live: Any, saved: Any, path: Path) -> Any:
@@ -148,14 +177,10 @@ class Match:
             return self._mapping(live, fields, path)
         if is_record(live) and isinstance(fields, dict):
             return self._record(live, fields, path)
-        if (
-            isinstance(live, _SEQUENCES)
-            and not isinstance(live, torch.Size)
-            and isinstance(saved, _SEQUENCES)
-        ):
+        if isinstance(live, SEQUENCES) and not isinstance(live, torch.Size) and isinstance(saved, SEQUENCES):
             return self._sequence(live, saved, path)
         if (isinstance(live, MutableMapping | list | deque) and len(live)) or (
-            is_record(live) and any(map(_is_filled_in_place, fields_of(live).values()))
+            is_record(live) and any(map(is_filled_in_place, fields_of(live).values()))
         ):
             self._differs(path, f"is {with_article(type(live).__qualname__)} here", saved)
             return live
@@ -229,11 +254,6 @@ class Match:
 
     def _as_live_expects(self, live: Any, saved: Any, path: Path) -> Any:
         """What was saved of an object, as its own `load_state_dict` wants it."""
-        if isinstance(live, torch.optim.Optimizer) and is_optimizer_state(saved):
-            groups = [
-                {k: v for k, v in group.items() if k != "param_names"} for group in saved["param_groups"]
-            ]
-            return {**saved, "param_groups": groups}
         if not (isinstance(live, torch.nn.Module) and isinstance(saved, dict)):
             return saved
         plain = PlainNames(live)
@@ -249,15 +269,10 @@ class Match:
             made._metadata = live_metadata(live, plain, metadata)  # type: ignore[attr-defined]
         return made
 
-    def _by_number(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
-        """What was saved of an optimizer, as that would have given it."""
-        if is_by_name(saved):
-            names = names_of_parameters(self._root)
-            return numbered(
-                saved, optimizer, names, is_of_some=lambda key: self.archive.is_of_some((*path, key))
-            )
+    def _with_empty_state(self, saved: Any, path: Path) -> Any:
+        """What was saved of an optimizer, with what torch.distributed.checkpoint leaves out because it is empty."""
         if isinstance(saved, dict) and "param_groups" in saved and "state" not in saved:
-            # torch.distributed.checkpoint leaves out what is empty; but something else may have been selected.
+            # Or something else was selected.
             below = (*path, "state")
             if not any(told.path[: len(below)] == below for told in self.archive.index.tensors):
                 return {**saved, "state": {}}
@@ -308,9 +323,8 @@ class Match:
                 tuple(now.shape),
                 dtype_name(now.dtype),
             ) == (told.shape, told.dtype)
-            if not fits and told.shape and is_sharded(param) and tuple(param.shape) == told.shape:
-                # As optimizers make it: on the same mesh, cut alike. No rank is asked.
-                now = torch.empty_like(param.detach(), dtype=self.archive.dtype(value.number))
+            if not fits and told.shape and (room := self._room_for(param, value)) is not None:
+                now = room
             elif not fits:
                 # As torch does: `step` stays on the host unless the update kernel reads it from the device.
                 device = param.device if key != "step" or step_on_device else torch.device("cpu")
@@ -376,7 +390,7 @@ class Match:
         if (
             len(live) != len(saved)
             and isinstance(live, list | deque)
-            and not any(map(_is_filled_in_place, live))
+            and not any(map(is_filled_in_place, live))
         ):
             self._set_items(live, self._materialized(list(saved)))  # a history that has grown, say
             return live
@@ -469,17 +483,11 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def is_looked_into(live: Any) -> bool:
-    """Whether taking a state dict of it is nothing but looking: a plain module, a container, a tensor."""
-    return _is_structure(live) or is_plain_module(live)
-
-
-def _is_filled_in_place(live: Any) -> bool:
-    return _is_structure(live) or hasattr(live, "load_state_dict")
-
-
-def _is_structure(live: Any) -> bool:
-    return isinstance(live, torch.Tensor | MutableMapping | _SEQUENCES) or is_record(live)
+def _has_more_names(live: Any, saved: Any) -> bool:
+    """Whether a key in these dicts of a live state is not in what was saved."""
+    if not (isinstance(live, dict) and isinstance(saved, dict)):
+        return False
+    return any(key not in saved or _has_more_names(value, saved[key]) for key, value in live.items())
 
 
 def _class_of(saved: Any) -> type:

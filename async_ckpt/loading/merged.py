@@ -79,7 +79,7 @@ class Merged(Contents):
         are_some: bool = False,
         has_all_names: bool = True,
     ) -> None:
-        self._are_some, self._has_all_names, self._is_of_anybody = are_some, has_all_names, ranks is None
+        self._are_some, self._knows_names, self._is_of_anybody = are_some, has_all_names, ranks is None
         super().__init__(Zeros(0), path=path)
         self._archives = self._by_rank(archives)
         rank, world_size = ranks or (None, None)
@@ -225,8 +225,12 @@ class Merged(Contents):
             num_tensors = sum(told.alias_of is None for told in self.index.tensors)
             raise OthersNeededError(self, gaps, wants_all=num_whole >= num_tensors)
 
+    @property
+    def has_all_names(self) -> bool:
+        return self._knows_names
+
     def need_names(self, *, everything: bool = False) -> None:
-        if not self._has_all_names:
+        if not self.has_all_names:
             raise OthersNeededError(self, wants_all=everything)
 
     def tree(

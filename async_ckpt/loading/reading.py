@@ -21,23 +21,31 @@ from .lots import Readers
 
 
 class RunReader:
-    """The reading side of a checkpointer. It changes nothing on storage."""
+    """The reading side of a checkpointer. It changes nothing on storage.
+
+    Each call but `steps` first waits for the saves that this checkpointer has under way, so that it sees what they commit. It
+    goes on without one that fails, with a warning. On a thread of the library it raises RuntimeError instead of waiting.
+    """
 
     root: str
     _roots: Roots
 
+    def _see_own_saves(self, reader: str) -> None:
+        """Return when what this object writes itself can be seen by `reader`."""
+
     def steps(self) -> list[int]:
-        """The committed steps, ascending.
+        """The steps that are committed by now, ascending. Unlike all other calls that read, it never waits for a save.
 
         ckpt.steps()  # [100, 200, 300]
         """
         return self._roots.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, or None.
+        """The newest committed step, or None. Waits for saves that are under way, as `restore` does.
 
         ckpt.latest()  # 300
         """
+        self._see_own_saves("latest()")
         return self._roots.latest()
 
     def records(self) -> dict[int, dict[str, Any]]:
@@ -45,6 +53,7 @@ class RunReader:
 
         ckpt.records()  # {100: {"loss": 0.7}, 200: {"loss": 0.5}, 300: {}}
         """
+        self._see_own_saves("records()")
         return {step: dict(made.record) if made else {} for step, made in self._roots.view().items()}
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
@@ -57,6 +66,7 @@ class RunReader:
         """
         if mode not in ("min", "max"):
             raise ValueError(f'mode must be "min" or "max", got {mode!r}')
+        self._see_own_saves("best()")
         commits = self._roots.view()
         found = best_of(list(commits), commits, (metric, mode, 1))
         if not found:
@@ -76,7 +86,8 @@ class RunReader:
         types: Iterable[type] = (),
         from_ranks: Mapping[str, int] | None = None,
     ) -> Any:
-        """Read the state of a step, by default the newest. Everything else is as for `async_ckpt.load`.
+        """Read the state of a step, by default the newest. Waits for saves that are under way, as `restore` does; everything else is
+        as for `async_ckpt.load`.
 
             weights = ckpt.load(100, select="model")["model"]
 
@@ -90,6 +101,7 @@ class RunReader:
 
         check_verify(verify)
         readers = Readers(None, from_ranks)
+        self._see_own_saves("load()")
         if step is not None:
             return from_step(self._roots, step, build, verify=verify, readers=readers)
         found = from_newest(self._roots, build, verify=verify, readers=readers)

@@ -39,6 +39,15 @@ class Talk(Protocol):
     def hear(self, keys: Sequence[str], what: str) -> list[str]:
         """The words of these keys, once they are said. Raises PeerFailedError where that takes too long."""
 
+    def take_time(self) -> None:
+        """This rank is about to say something, and not yet: the others are to wait longer. To be called now and then."""
+
+
+class SeeOwnSaves(Protocol):
+    """Returns when the saves that this rank has under way are decided; `meanwhile` is called now and then."""
+
+    def __call__(self, *, meanwhile: Callable[[], None] = ...) -> None: ...
+
 
 def resume(
     roots: Roots,
@@ -47,19 +56,24 @@ def resume(
     verify: bool,
     readers: Readers,
     talk: Talk | None,
+    see_own_saves: SeeOwnSaves,
     fallback: bool,
     passed_over: Callable[[int, CorruptCheckpointError], None],
 ) -> tuple[int, T] | None:
     """The newest committed step that can be read, and what `use` makes of it; None where nothing is committed.
 
+    The saves that each rank has under way are decided first: on rank 0 before it names a step.
+
     With `talk`, all ranks take the step that rank 0 names. One that finds it corrupt raises; with `fallback` it says so, and
     rank 0 names an older one to all. What else one raises then is PeerFailedError on the others.
     Raises CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
     """
+    if talk is None or talk.rank:
+        see_own_saves()
     if talk is None:
         return from_newest(roots, use, verify=verify, readers=readers, passed_over=passed_over)
     corrupt: dict[int, CorruptCheckpointError] = {}
-    while (step := _named(roots, talk, corrupt)) is not None:
+    while (step := _named(roots, talk, corrupt, see_own_saves)) is not None:
         try:
             made = from_step(roots, step, use, verify=verify, readers=readers)
         except CorruptCheckpointError as error:
@@ -84,11 +98,14 @@ def resume(
     return None
 
 
-def _named(roots: Roots, talk: Talk, corrupt: dict[int, CorruptCheckpointError]) -> int | None:
+def _named(
+    roots: Roots, talk: Talk, corrupt: dict[int, CorruptCheckpointError], see_own_saves: SeeOwnSaves
+) -> int | None:
     """The step that rank 0 names after these were found corrupt, once this rank sees it, too."""
     key = f"{len(corrupt)}/step"
     if talk.rank == 0:
         try:
+            see_own_saves(meanwhile=talk.take_time)
             found = _newest_but(roots, corrupt)
         except BaseException as error:
             talk.say(key, json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}))

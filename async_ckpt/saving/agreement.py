@@ -43,6 +43,7 @@ _LOOK_SECONDS: Final = {False: 0.5, True: 2.0}  # at a folder, and at a store
 _MAX_LOOKS_PER_SECOND: Final = 5500
 # A failure may be heard of later than a commit, so that most looks at a store are one request, and few ask the group's store.
 _LOOKS_PER_VERDICT: Final = 4
+_LOOKS_BEFORE_GROUP: Final = 12
 
 
 class Alone:
@@ -191,7 +192,7 @@ class Agreement:
             refused = [receipt for receipt in receipts.values() if not receipt.is_ok]
             if refused:
                 await off_loop(partial(self._raise_refusals, refused))
-            asks = number % _LOOKS_PER_VERDICT == _LOOKS_PER_VERDICT - 1
+            asks = _asks_group(number)
             said = await off_loop(partial(self._root.refusal, self._joint.attempt)) if asks else None
             if said is not None:  # by a rank that can write nothing here
                 self._joint.causes.append(said)
@@ -282,7 +283,7 @@ class Agreement:
                 decision = await off_loop(partial(self._exchange.decision, asks_for_verdict=asks_for_verdict))
                 if decision is None and asks_for_verdict and self._others:
                     decision = await off_loop(self._verdict_of_all)
-            if decision is None and number % _LOOKS_PER_VERDICT == _LOOKS_PER_VERDICT - 1:
+            if decision is None and _asks_group(number):
                 decision = await off_loop(partial(self._root.verdict, self._joint.attempt))
             if isinstance(decision, Manifest):
                 table = await off_loop(partial(self._table_after, decision))
@@ -400,6 +401,11 @@ class Agreement:
             self._joint.is_followed = True
             with suppress(CheckpointError, OSError):
                 await self._heard(off_loop, lambda: None, seconds)
+
+
+def _asks_group(number: int) -> bool:
+    """Whether a look is one of the few, after some seconds, that ask the group's store, too."""
+    return number >= _LOOKS_BEFORE_GROUP and number % _LOOKS_PER_VERDICT == 0
 
 
 def _looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:

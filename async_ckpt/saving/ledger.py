@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from math import nan
@@ -20,11 +22,12 @@ from typing import Final
 from ..errors import ClosedError, SaveAbandonedError
 from ..host.loop import get_loop
 from ..host.process import in_forked_child
-from ..host.waits import wait_for_all
+from ..host.threads import is_library_thread
+from ..host.waits import ENDS_THE_WAIT, Wait, wait_for_all
 from ..report import SaveReport
 from .bar import Bars
-from .handle import SaveHandle, progress_of
-from .save import Save
+from .handle import SaveHandle, name_of, progress_of
+from .save import Save, wait_for_decisions
 
 _LAST: Final = tuple(SaveReport("committed", None, "").as_dict("last_"))
 # How long abandoned saves may take to end their last writes. An exit with a timeout waits only for a tenth of that
@@ -130,17 +133,41 @@ class Ledger:
             if ledger is self and save.given_up is not None:
                 raise save.given_up
 
+    def see_decided(self, reader: str, meanwhile: Callable[[], None], *, overwrites: bool = False) -> None:
+        """Return when all saves begun so far are decided, so that `reader` sees what they have committed. It goes on without
+        those that have failed, and warns of each of them. Those that were given up are not waited for, but their copies are if
+        the reader `overwrites` what may still be copied.
+
+        `meanwhile` is called now and then. Raises RuntimeError at once on a thread of this library, if a save is under way.
+        """
+        begun = self.saves()
+        undecided = [save for save in begun if not (save.handle.done() or save.given_up)]
+        if undecided and is_library_thread():
+            raise RuntimeError(
+                f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of async_ckpt must not: it would wait "
+                "for itself. Call it on another thread, or when no save is under way"
+            )
+        for save in begun if overwrites else ():
+            save.staged.exception()
+        wait_for_decisions(undecided, Wait(f"in {reader}", ENDS_THE_WAIT), meanwhile)
+        unseen = [handle for handle in self._unseen() if handle not in self._warned]
+        waited_for = [save.handle for save in undecided if save.has_failed and save.handle not in unseen]
+        for handle in (*waited_for, *unseen):
+            self._warn(handle, f"{reader} goes on without {name_of(handle)}, which was", _user_stacklevel())
+
     def warn_of_unseen(self, stacklevel: int) -> None:
         """Warn of each failed save once."""
         for handle in self._unseen():
             if handle not in self._warned:
-                self._warned = [*self._warned[-8:], handle]
-                error = Future.exception(handle)
-                warnings.warn(
-                    f"{handle.path} was not saved: {type(error).__name__}: {error}",
-                    RuntimeWarning,
-                    stacklevel=stacklevel,
-                )
+                self._warn(handle, f"{handle.path} was", stacklevel + 1)
+
+    def _warn(self, handle: SaveHandle, who: str, stacklevel: int) -> None:
+        if handle not in self._warned:
+            self._warned = [*self._warned[-8:], handle]
+        error = Future.exception(handle)
+        warnings.warn(
+            f"{who} not saved: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=stacklevel
+        )
 
     def raise_unseen(self) -> None:
         """Raise the first error that nobody has looked at; the others are noted in it."""
@@ -187,3 +214,12 @@ def _abandon_seconds(save: Save) -> float:
     if save.exit_timeout is None:
         return _ABANDON_SECONDS
     return min(_ABANDON_SECONDS, max(LEAST_ABANDON_SECONDS, save.exit_timeout / 10))
+
+
+def _user_stacklevel() -> int:
+    """The `stacklevel` for a warning of whoever calls the caller of this: the first line of code that is not this library's."""
+    level, frame = 2, sys._getframe(1)
+    package = __name__.partition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    return level

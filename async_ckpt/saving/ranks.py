@@ -38,6 +38,7 @@ from ..state.sharded import Slicer, mesh_of
 from ..state.writers import Classes
 from .answers import Answers, in_words
 from .shared import SharedRoot
+from .talk import Talk
 from .values import SharedValues
 
 Differing: TypeAlias = Literal["keep", "fail"]
@@ -349,7 +350,7 @@ class Ranks:
             raise ValueError(
                 "with ranks=, there is no process group by which ranks could agree on the newest step; give step="
             )
-        return Talk(self, f"restore/{next(self._restores)}")
+        return Talk(world.rank, world.size, self._said, self._hear, f"restore/{next(self._restores)}")
 
     # --- the first save -----------------------------------------------------------------------------------
 
@@ -379,12 +380,21 @@ class Ranks:
         (text,) = self._hear(["classes"], "the first save of all ranks", where)
         return Table.unpacked(json.loads(text)).classes
 
-    def _hear(self, keys: Sequence[str], what: str, where: str = "save()") -> list[str]:
+    def _hear(
+        self,
+        keys: Sequence[str],
+        what: str,
+        where: str = "save()",
+        takes_time: Callable[[], bool] = lambda: False,
+    ) -> list[str]:
+        """What was said under these keys, once all of it was. `takes_time`: whoever is to say it has told just now that this takes
+        longer.
+        """
         wait, begin = Wait(f"in {where}", ENDS_THE_CALL), monotonic()
         looked = begin
 
         def go_on(seconds: float) -> None:
-            nonlocal looked
+            nonlocal begin, looked
             wait.goes_on(lambda: f"{what}; {NOT_ALONE}")
             if monotonic() - begin > MEETING_SECONDS:
                 late = [key.rpartition("/")[2] for key in keys if not self._said().is_said(key)]
@@ -396,6 +406,8 @@ class Ranks:
                 )
             if monotonic() - looked > _START_SECONDS:
                 looked = monotonic()
+                if takes_time():
+                    begin = looked
                 if self.world.is_over():
                     raise PeerFailedError(
                         f"waited for {what}, but rank 0 is at a later start of the ranks than this one; start all of them again",
@@ -479,17 +491,3 @@ def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str,
         data = b"".join(block_digest(block.cpu().numpy().data) for block in blocks)
         found.setdefault(what, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
     return found
-
-
-class Talk:
-    """The words of one restore, which all ranks call in the same order."""
-
-    def __init__(self, ranks: Ranks, prefix: str) -> None:
-        self._ranks, self._prefix = ranks, prefix
-        self.rank, self.size = ranks.world.rank, ranks.world.size
-
-    def say(self, key: str, word: str) -> None:
-        self._ranks._said().say(f"{self._prefix}/{key}", word)
-
-    def hear(self, keys: Sequence[str], what: str) -> list[str]:
-        return self._ranks._hear([f"{self._prefix}/{key}" for key in keys], what, "restore()")

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..host.loop import OffLoop, get_loop
 from ..host.threads import running_future
-from ..host.waits import Wait, wait_for_all
+from ..host.waits import LIVENESS_SECONDS, Wait, wait_for, wait_for_all
 from ..report import Progress, SaveReport
 from ..staging.snapshot import Snapshot
 from ..state.capture import Capture
@@ -96,8 +96,12 @@ class Save(ABC):
     @property
     def is_unseen(self) -> bool:
         """Whether it has failed and nobody has looked at its error."""
-        handle = self.handle
-        return handle.done() and Future.exception(handle) is not None and not handle.looked_at
+        return self.has_failed and not self.handle.looked_at
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended in an error. This is no look at the error."""
+        return self.handle.done() and Future.exception(self.handle) is not None
 
     def __repr__(self) -> str:
         return f"<Save of {name_of(self.handle)}: {self.life.now.value}>"
@@ -193,3 +197,15 @@ def wait_for_saves(saves: Sequence[Save], wait: Wait, timeout: float | None = No
     finished = [save.finished for save in saves]
     if not wait_for_all(finished, timeout, lambda: wait.goes_on(lambda: progress_of(left()))):
         raise TimeoutError(f"{(left() or [saves[-1].handle])[0]!r} is still under way after {timeout} s")
+
+
+def wait_for_decisions(saves: Sequence[Save], wait: Wait, meanwhile: Callable[[], None]) -> None:
+    """Wait until each of these is committed, has failed, or was given up. `meanwhile` is called now and then."""
+
+    def left() -> list[SaveHandle]:
+        return [save.handle for save in saves if not save.handle.done()]
+
+    for save in saves:
+        while not (save.given_up or wait_for(save.handle, LIVENESS_SECONDS)):
+            wait.goes_on(lambda: progress_of(left()))
+            meanwhile()

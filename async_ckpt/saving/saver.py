@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ClosedError, UnsupportedStateError
+from ..errors import ClosedError
 from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
@@ -283,7 +283,7 @@ class Saver:
         """
         if not self._keep_warm or self.is_closed or not self.belongs_here:
             return None
-        with suppress(UnsupportedStateError, ClosedError):
+        with suppress(Exception):  # of what a state dict may raise, the first save tells
             looks: list[Capture] = []
             captured, _ = self._take(state, captured_as=looks.append)
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))

@@ -21,6 +21,7 @@ from ..backends import device_of, has_plain_bytes, is_capturing, is_dense, is_on
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait
 from ..spans import Clock, Trace
 from ..spec import MIB
+from ..state.optimizers import all_of
 from ..state.sharded import local_part
 
 # The copy of a smaller tensor costs less than the account of it.
@@ -128,23 +129,26 @@ class StepBarrier:
 
 
 def unwrapped(guard: Any) -> Optimizers:
-    """The torch optimizers behind what the user passed as `guard`: one, several, or wrappers such as accelerate's.
+    """The torch optimizers that the user has passed as `guard`: one, several, containers of several, or wrappers such as
+    accelerate's. Of a container these are the optimizers that it steps, and itself if it has hooks: whichever is stepped, it waits.
 
     Raises TypeError for anything else.
     """
     if guard is None:
         return ()
     several = isinstance(guard, Iterable) and not isinstance(guard, torch.optim.Optimizer)
-    optimizers: list[torch.optim.Optimizer] = []
+    found: list[torch.optim.Optimizer] = []
     for wrapper in guard if several else (guard,):
         optimizer = _innermost(wrapper)
-        if optimizer is None:
+        stepped = [] if optimizer is None else all_of(optimizer)
+        hooked = [one for one in stepped if _has_hooks(one)]
+        if not hooked:
             raise TypeError(
                 f"guard must be a torch optimizer, or several; got {type(wrapper).__qualname__}. "
                 "Where no optimizer's step() changes the state, use handle.wait_staged() instead."
             )
-        optimizers.append(optimizer)
-    return tuple(optimizers)
+        found += hooked
+    return tuple({id(one): one for one in found}.values())
 
 
 def _innermost(wrapper: Any) -> torch.optim.Optimizer | None:
@@ -159,24 +163,35 @@ def _innermost(wrapper: Any) -> torch.optim.Optimizer | None:
     return wrapper if inner is None and isinstance(wrapper, torch.optim.Optimizer) else inner
 
 
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step() calls them: one that was never initialised as an optimizer has none."""
+    is_hooked = getattr(type(optimizer).step, "hooked", False)
+    return bool(is_hooked) and hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """The tensors that may be copied after `save` has returned: large, dense ones in an optimizer's params and state.
 
     By the number of each, the result has the optimizer's own tensor of the same memory, which may be another object.
     The result is empty while a stream is captured into a graph, and has no tensor of an optimizer with `capturable` groups:
-    replaying a graph runs no hooks. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never
+    replaying a graph runs no hooks; nor has it one of a container that holds such an optimizer. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never
     deferred, nor is a tensor on a device without streams.
     """
     if not optimizers or is_capturing():
         return {}
     guarded: dict[int, torch.Tensor] = {}  # by address: the largest tensor that begins there
+    captured: set[int] = set()  # addresses that a graph may change
     for optimizer in optimizers:
-        if not any(group.get("capturable") for group in optimizer.param_groups):
-            for tensor in _params_and_state(optimizer):
-                if _is_large(tensor) and tensor.is_contiguous():
-                    other = guarded.setdefault(tensor.data_ptr(), tensor)
-                    if other is not tensor and tensor.nbytes > other.nbytes:
-                        guarded[tensor.data_ptr()] = tensor
+        is_captured = any(group.get("capturable") for group in optimizer.param_groups)
+        for tensor in _params_and_state(optimizer):
+            if is_captured:
+                captured.add(tensor.data_ptr())
+            elif _is_large(tensor) and tensor.is_contiguous():
+                other = guarded.setdefault(tensor.data_ptr(), tensor)
+                if other is not tensor and tensor.nbytes > other.nbytes:
+                    guarded[tensor.data_ptr()] = tensor
+    for address in captured:
+        guarded.pop(address, None)
     return {
         i: owner
         for i, tensor in enumerate(tensors)

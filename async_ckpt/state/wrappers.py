@@ -123,6 +123,11 @@ def plain_state_dict(module: torch.nn.Module) -> Any:
     return _plain_state(PlainNames(module), module.state_dict())
 
 
+def has_names(groups: Iterable[Any]) -> bool:
+    """Whether parameter groups say what their parameters are called."""
+    return any(isinstance(group, dict) and "param_names" in group for group in groups)
+
+
 def look_wrapped(names: Collection[str]) -> bool:
     """Whether names without a module look like those of a wrapper's state dict. A guess by words: to warn of, not to act on."""
     return (bool(names) and all(name.startswith("module.") for name in names)) or any(
@@ -143,8 +148,9 @@ class StateDicts:
         if isinstance(value, torch.nn.Module):
             return _plain_state(PlainNames(value), given)
         if isinstance(value, torch.optim.Optimizer) and isinstance(given, dict):
-            groups = given.get("param_groups", [])
-            if any("param_names" in group for group in groups):
+            groups = given.get("param_groups")
+            # A container's own groups may be fewer than those of the optimizers that it steps.
+            if isinstance(groups, list) and len(groups) == len(value.param_groups) and has_names(groups):
                 return {**given, "param_groups": list(map(self._group, groups, value.param_groups))}
         return given
 
@@ -159,12 +165,12 @@ class StateDicts:
 
     def _plain_name(self, parameter: torch.Tensor, name: str) -> str:
         assert self._names is not None
-        known = [plain for plain in self._names.get(id(parameter), ()) if _bare(plain) == _bare(name)]
+        known = [plain for plain in self._names.get(id(parameter), ()) if same_but_wrapped(plain, name)]
         return known[0] if len(known) == 1 else name
 
 
 def names_of_parameters(state: Any) -> dict[int, set[str]]:
-    """The plain names that each parameter, by its id, has in the modules of a state."""
+    """The plain names that each parameter, by its id, has in the modules of a state, and in those that objects with a state dict hold."""
     names: dict[int, set[str]] = {}
     for module in _modules_in(state, set()):
         plain = PlainNames(module)
@@ -229,6 +235,11 @@ def may_be_wrapped(names: Iterable[Any]) -> bool:
     return any(isinstance(name, str) and _bare(name) != name for name in names)
 
 
+def same_but_wrapped(one: str, other: str) -> bool:
+    """Whether two names are alike, but for what wrappers put there."""
+    return _bare(one) == _bare(other)
+
+
 def _attribute_of(cls: type) -> str | None:
     """Where instances of a class hold what they wrap; None where it is no wrapper."""
     known = ((getattr(sys.modules.get(where), name, None), inner) for where, name, inner in _WRAPPERS)
@@ -254,6 +265,8 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
         yield value
         return
     if not isinstance(value, dict | list | tuple | deque) and not is_record(value):
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            yield from _modules_held_by(value)
         return
     if id(value) in seen:
         return
@@ -261,6 +274,14 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
     inner = fields_of(value) if is_record(value) else value
     for item in inner.values() if isinstance(inner, dict) else inner:
         yield from _modules_in(item, seen)
+
+
+def _modules_held_by(value: Any) -> Iterator[torch.nn.Module]:
+    """Those that are its attributes, or in a list or a dict that is one: the parts of a model, say."""
+    for held in list(getattr(value, "__dict__", {}).values()):
+        inner = held.values() if isinstance(held, dict) else held
+        several = inner if isinstance(held, dict | list | tuple) else (held,)
+        yield from (one for one in several if isinstance(one, torch.nn.Module))
 
 
 def _bare(name: str) -> str:

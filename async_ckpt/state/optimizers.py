@@ -1,0 +1,82 @@
+"""Optimizers that consist of others, and optimizers with a state dict of their own.
+
+In: optimizers. Out: the parts of one, its groups of parameters and their names, whose methods it uses. Knows nothing of: what was
+saved, steps.
+
+torchtitan has one container for the optimizers of all model parts, ZeroRedundancyOptimizer one for the part of this rank; accelerate
+wraps one. They are known by what they hold, not by what their attributes are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+Optimizer: TypeAlias = torch.optim.Optimizer
+
+
+def all_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Itself, and the optimizers that it steps, and those that these step."""
+    found: dict[int, Optimizer] = {}
+    _walk(optimizer, found)
+    return list(found.values())
+
+
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that do its work, in its order: itself where it steps no other."""
+    return [one for one in all_of(optimizer) if not _parts_held_by(one)]
+
+
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups of all its parts."""
+    return [group for part in parts_of(optimizer) for group in part.param_groups]
+
+
+def names_in(optimizer: Optimizer) -> dict[int, set[str]]:
+    """The names that its parameters have in their groups, by their ids; without those that nobody has given a name."""
+    names: dict[int, set[str]] = {}
+    for group in (*groups_of(optimizer), *_own_groups(optimizer)):
+        for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            names.setdefault(id(parameter), set()).add(name)
+    return names
+
+
+def has_own(optimizer: Optimizer, method: str) -> bool:
+    """Whether `state_dict` or `load_state_dict` is not that of torch: by its class, or by itself."""
+    return method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(Optimizer, method)
+
+
+def _walk(optimizer: Optimizer, found: dict[int, Optimizer]) -> None:
+    if id(optimizer) not in found:
+        found[id(optimizer)] = optimizer
+        for inner in _parts_held_by(optimizer):
+            _walk(inner, found)
+
+
+def _parts_held_by(optimizer: Optimizer) -> list[Optimizer]:
+    held: list[Optimizer] = []
+    for value in vars(optimizer).values():
+        several = value.values() if isinstance(value, Mapping) else value
+        candidates = several if isinstance(value, Mapping | list | tuple) else (value,)
+        held += (one for one in candidates if isinstance(one, Optimizer) and _is_part(one, optimizer))
+    return held
+
+
+def _is_part(inner: Optimizer, outer: Optimizer) -> bool:
+    """Whether one holds the other because it steps it: they have parameters in common, or the outer one has none itself."""
+    if inner is outer:
+        return False
+    groups = _own_groups(outer)
+    own = {id(parameter) for group in groups for parameter in group["params"]}
+    return not own or any(
+        id(parameter) in own for group in _own_groups(inner) for parameter in group["params"]
+    )
+
+
+def _own_groups(optimizer: Optimizer) -> Sequence[dict[str, Any]]:
+    groups = getattr(
+        optimizer, "param_groups", None
+    )  # a wrapper may never have been initialised as an optimizer
+    return groups if isinstance(groups, list) else ()
