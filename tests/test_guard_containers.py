@@ -16,7 +16,7 @@ from states import open_run
 from torch import nn
 
 from async_ckpt import AsyncCheckpointer
-from async_ckpt.staging import stager
+from async_ckpt.staging import snapshot as stager
 from async_ckpt.staging.guard import deferrable, unwrapped
 from async_ckpt.state.optimizers import parts_of
 

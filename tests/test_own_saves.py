@@ -16,7 +16,7 @@ from scripted_disk import ScriptedStorage, scripted
 from states import assert_is_state, open_run, state_at, weight
 
 from async_ckpt import AsyncCheckpointer, NotCommittedError, StorageUnavailableError
-from async_ckpt.staging import stager
+from async_ckpt.staging import snapshot as stager
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 
