@@ -24,8 +24,8 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from ..errors import ClosedError, SaveAbandonedError
 from ..host.pool import LIVENESS_SECONDS
-from ..host.process import in_forked_child
-from ..host.threads import Crew, Submits, Task, running_future, start_thread
+from ..host.process import in_forked_child, never_end
+from ..host.threads import Crew, Submits, Task, prepare_for_exit, running_future, start_thread
 from ..host.waiting import ENDS_THE_CALL, GIVES_UP, Wait, wait_for, wait_for_all
 from ..report import SaveReport
 from ..spans import monotonic
@@ -105,6 +105,7 @@ class Worker:
         self._lock = threading.Lock()
         self._pending: list[Pending] = []  # under _lock
         self._unseen: list[SaveHandle] = []  # ended in an error that nobody has looked at; under _lock
+        prepare_for_exit()
         self._loop = asyncio.new_event_loop()
         self._thread = start_thread("loop", self._run_loop)
 
@@ -402,6 +403,8 @@ def get_worker() -> Worker:
 def _forget_worker() -> None:
     """In a forked child: the thread that held the lock, if any, is not here to release it."""
     global _worker, _worker_lock
+    if _worker is not None:
+        never_end(_worker)  # its loop would close what wakes the parent's
     _worker, _worker_lock = None, threading.Lock()
 
 
