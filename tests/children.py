@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,11 @@ class Child:
         out, err = ((self._folder / name).read_text() for name in ("out", "err"))
         assert not told["hung"], f"the child did not end\n{out}\n{err}"
         return Ended(told["status"], out, err)
+
+
+def forks_on_purpose() -> None:
+    """For a script that forks while it has threads, of which Python 3.12 and later warn: what becomes of it is tested."""
+    warnings.filterwarnings("ignore", r".*multi-threaded, use of fork\(\)", DeprecationWarning)
 
 
 class Nursery:

@@ -496,6 +496,9 @@ def test_a_forked_child_neither_streams_nor_removes_its_parents_folder(out, nurs
     code = (
         HEAD
         + """
+import children
+children.forks_on_purpose()
+
 def in_child(what):
     child = os.fork()
     if child:

@@ -636,7 +636,8 @@ def test_a_process_that_exits_with_one_open_saves_what_it_was_told_to(guarded, t
 def test_in_a_forked_child_it_is_not_there(tmp_path, nursery):
     """Reading it would end the child."""
     script = """
-    import os, sys, torch, async_ckpt
+    import os, sys, children, torch, async_ckpt
+    children.forks_on_purpose()
     snap = async_ckpt.snapshot({"w": torch.ones(1000)})
     child = os.fork()
     if child == 0:

@@ -74,7 +74,11 @@ WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 INTO = ["compiled DDP", "DDP of a compiled layer", "checkpointed layer", "FSDP of a compiled layer"]
 # torch's own, of building FSDP on a machine without a GPU, and of how its state dict is taken.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:torch")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:torch",
+    "ignore::FutureWarning:torch",
+    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",  # torch.compile says so in that release
+)
 
 
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED.keys())

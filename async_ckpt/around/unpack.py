@@ -260,16 +260,25 @@ def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
 
 
 class _StrictTarInfo(tarfile.TarInfo):
-    """A header that is not what it should be is an error; `tarfile` takes some for the end."""
+    """Headers of which each that is not what it should be is an error, in its block or in what belongs to it.
+
+    `tarfile` takes some for the end of the archive; which ones, changes from one Python to the next.
+    """
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> _StrictTarInfo:
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
+            raise _DamagedError("it is cut off") from error
+        except tarfile.HeaderError as error:
+            raise _DamagedError(str(error)) from error
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> _StrictTarInfo:
-        try:
-            info = super().frombuf(buf, encoding, errors)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            raise
-        except tarfile.HeaderError as error:
-            raise _DamagedError("it is cut off" if len(buf) < tarfile.BLOCKSIZE else str(error)) from error
+        info = super().frombuf(buf, encoding, errors)
         if info.size < 0:
             raise _DamagedError("a header gives a negative size")
         return info

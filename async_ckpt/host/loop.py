@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
 from ..errors import ClosedError
-from .process import in_forked_child
-from .threads import Crew, Task, TaskQueue, start_thread
+from .process import in_forked_child, never_end
+from .threads import Crew, Task, TaskQueue, prepare_for_exit, start_thread
 from .waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait, wait_for_all
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ class Loop:
         self._writers: dict[str, Crew] = {}  # under _lock
         self._hanging: list[Future[None]] = []  # under _lock
         self._calls: set[Future[Any]] = set()  # of `off_loop` that have not returned; under _lock
+        prepare_for_exit()
         self._loop = asyncio.new_event_loop()
         self._thread = start_thread("loop", self._run)
 
@@ -235,4 +236,6 @@ def existing_loop() -> Loop | None:
 def _forget_loop() -> None:
     """In a forked child: the thread that held the lock, if any, is not here to release it."""
     global _loop, _loop_lock
+    if _loop is not None:
+        never_end(_loop)  # its end would close the descriptors that wake the parent's
     _loop, _loop_lock = None, threading.Lock()

@@ -5,8 +5,10 @@ In: functions that make a module's globals anew. Out: their calls, in each forke
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -40,6 +42,19 @@ class OnceInProcess(Generic[K, V]):
     def _forget(self) -> None:
         self._made: dict[K, V] = {}
         self._making = threading.Lock()
+
+
+def never_end(inherited: object) -> None:
+    """In a forked child: keep an object of the parent as it is until the child ends, and past the interpreter's end.
+
+    Its finalizers would speak on connections that the parent uses, unregister these from the parent's event loops,
+    which share their epoll instances with the child, or wait for threads that only the parent has.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        alive = finalizer.peek()
+        if alive is not None and alive[0] is inherited:
+            finalizer.detach()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
 
 
 def _forget_all() -> None:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from ..backends import claim_thread
+from .process import in_forked_child
 
 Task = Callable[[], None]
 
@@ -30,7 +31,9 @@ _BACKGROUND_NICENESS: Final = 10
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
-_IOPRIO_USUAL: Final = 0  # as the nice value says
+_IOPRIO_USUAL: Final = 0  # what the nice value says
+# More than the last saves of a script were seen to start at once.
+_NUM_RESERVED: Final = 64
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
 
@@ -53,11 +56,116 @@ class LibraryThread(threading.Thread):
         super().run()
 
 
-def start_thread(name: str, run: Task) -> LibraryThread:
-    """Begin to run a task on a thread of its own. Raises RuntimeError if the system has no thread left."""
-    thread = LibraryThread(target=run, name=f"async_ckpt-{name}", daemon=False)
-    thread.start()
+class Running(Protocol):
+    """A thread, or a task that one of the reserve runs."""
+
+    def is_alive(self) -> bool: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+
+def start_thread(name: str, run: Task, *, daemon: bool = False) -> Running:
+    """Begin to run this on a thread of its own. Raises RuntimeError when the system has none left.
+
+    A `daemon` is not waited for when the interpreter exits.
+    """
+    name = f"async_ckpt-{name}"
+    thread = LibraryThread(target=run, name=name, daemon=daemon)
+    try:
+        thread.start()
+    except RuntimeError:
+        running = None if daemon else _reserve.run(name, run)
+        if running is None:
+            raise
+        return running
     return thread
+
+
+class _Reserve:
+    """Threads that are started before they are needed, for the last saves of a Python that starts none while it exits.
+
+    One per process. Threads come back to it when what they ran has ended, and end with the crews.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_started = 0  # under _lock, like all below
+        self._num_idle = 0
+        self._is_over = False
+        self._tasks: queue.SimpleQueue[_Reserved | None] = queue.SimpleQueue()
+
+    def fill(self, num_threads: int) -> None:
+        """Have so many threads, as far as the system lets start them."""
+        with self._lock, suppress(RuntimeError):
+            while self._num_started < num_threads and not self._is_over:
+                LibraryThread(target=self._serve, name="async_ckpt-reserve", daemon=False).start()
+                self._num_started += 1
+                self._num_idle += 1
+
+    def run(self, name: str, run: Task) -> _Reserved | None:
+        """Run this on a thread of the reserve; None if all are in use."""
+        with self._lock:
+            if self._is_over or not self._num_idle:
+                return None
+            self._num_idle -= 1
+        reserved = _Reserved(name, run)
+        self._tasks.put(reserved)
+        return reserved
+
+    def _serve(self) -> None:
+        while (reserved := self._tasks.get()) is not None:
+            reserved.run()
+            del reserved
+            with self._lock:
+                self._num_idle += 1
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_over = True
+            num_threads = self._num_started
+        for _ in range(num_threads):
+            self._tasks.put(None)
+
+
+class _Reserved:
+    """What a thread of the reserve runs, as if the thread had been started for it."""
+
+    def __init__(self, name: str, run: Task) -> None:
+        self._name, self._run = name, run
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        threading.current_thread().name = self._name
+        try:
+            self._run()
+        except BaseException:
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        finally:
+            self._ended.set()
+
+    def is_alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._ended.wait(timeout)
+
+
+_reserve = _Reserve()
+
+
+def prepare_for_exit() -> None:
+    """Have the threads that what is under way may need while the interpreter exits.
+
+    Python 3.12.0 and 3.12.1 start none by then, not even for the hooks that run before the threads are joined.
+    """
+    if (3, 12, 0) <= sys.version_info < (3, 12, 2):
+        _reserve.fill(_NUM_RESERVED)
+
+
+@in_forked_child
+def _forget() -> None:
+    global _reserve
+    _reserve = _Reserve()
 
 
 def is_library_thread() -> bool:
@@ -241,6 +349,7 @@ def running_future() -> Future[Any]:
 def _stop_all() -> None:
     for crew in list(_crews):
         crew.stop(for_good=True)
+    _reserve.stop()
 
 
 # Runs before the interpreter joins its non-daemon threads; atexit would be too late.
