@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import StorageUnavailableError
 from ...host.life import Life
-from ...host.threads import LibraryThread, running_future, start_thread
+from ...host.threads import Running, running_future, start_thread
 from .. import retry, stores
 from ..base import Reader
 from .client import Client, GivenUpError
@@ -99,7 +99,7 @@ class ObjectSink:
         self._has_looked = False
         self._e_tag: str | None = None  # of ours, once the store has acknowledged it
         self._moved_at = self._timer.now()
-        self._thread: LibraryThread | None = None
+        self._thread: Running | None = None
 
     # --- from any thread --------------------------------------------------------------------------------------
 
