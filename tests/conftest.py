@@ -1,4 +1,5 @@
 """Fixtures that several test files ask for."""
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# What the modules beside the tests assert says what it has seen, as in a test.
+pytest.register_assert_rewrite("faulty", "children", "exported", "loans", "packing", "published", "states")
+
 import simulated
 import torch
 from accelerators import Accelerator, Cuda, Simulated

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -161,8 +160,10 @@ def test_an_index_is_what_was_written():
         checksums={"a": "c"},
         digests={"config.json": "d"},
     )
-    told = json.dumps({"metadata": {"total_size": 3, **anchor.metadata()}, "weight_map": dict(anchor.files)})
-    assert parse(told.encode(), 5) == anchor
+    data = delta.sealed(
+        {"metadata": {"total_size": 3, **anchor.metadata()}, "weight_map": dict(anchor.files)}
+    )
+    assert parse(data, 5) == anchor
     change = VersionIndex(
         6, {"a": "x.safetensors"}, base=5, encoding="xor", identity="j", base_identity="i", structure="s",
         digests={"x.safetensors": "d"},
