@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from racing import until
 from rank_oracle import run_of, saved
 from rank_states import numbered
 from states import open_run
@@ -140,7 +141,7 @@ def test_a_root_that_is_local_to_each_node_is_refused(worlds, has_group):
 INTRUDER = """
 with open_run(here.root) as ckpt:
     if "{who}" == "first" and here.rank == 0:
-        here.at("manifest", lambda: until(Path("{go}").exists), step=1)
+        here.at("manifest", lambda: (Path("{go}.wanted").touch(), until(Path("{go}").exists)), step=1)
     here.tell("ready") if here.rank else None
     here.save(ckpt, small(1), 1)
     here.save(ckpt, small(2 if "{who}" == "first" else 3), 2 if "{who}" == "first" else 3)
@@ -151,6 +152,7 @@ def test_of_two_trainings_in_one_folder_the_first_goes_on_and_the_other_is_told_
     script = "from pathlib import Path\nfrom racing import until\n" + INTRUDER
     go = tmp_path / "go"
     first = worlds.start(2, script.format(who="first", go=go))
+    until((tmp_path / "go.wanted").exists)
     second = worlds.start(2, script.format(who="second", go=go)).ended()
     go.touch()
     ended = first.ended()
