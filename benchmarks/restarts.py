@@ -25,10 +25,10 @@ from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Manifest, OfRanks, archive_name
 from async_ckpt.runs.receipts import Exchange, Receipt, Table
 from async_ckpt.runs.run import Run
+from async_ckpt.slicing.writers import Layout as StateLayout
 from async_ckpt.spec import BLOCK_BYTES
 from async_ckpt.state.capture import Capture, capture
 from async_ckpt.state.ranked import RankedStates
-from async_ckpt.state.writers import Layout as StateLayout
 
 from .fake_ranks import sharded, standing_at
 from .far_store import Bucket, FarStorage

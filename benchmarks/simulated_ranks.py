@@ -36,11 +36,11 @@ from async_ckpt.saving.borrowed import Contents
 from async_ckpt.saving.line import Line
 from async_ckpt.saving.saver import Saver
 from async_ckpt.saving.targets import step_targets
+from async_ckpt.slicing.sharded import Sliced, Slicer
+from async_ckpt.slicing.shares import MODULUS
+from async_ckpt.slicing.slices import Cut, Mesh, Slices
 from async_ckpt.state.capture import Capture, capture
 from async_ckpt.state.ranked import RankedStates
-from async_ckpt.state.sharded import Sliced, Slicer
-from async_ckpt.state.shares import MODULUS
-from async_ckpt.state.slices import Cut, Mesh, Slices
 
 from .far_store import Bucket, FarStorage, Traffic, VirtualLoop
 

@@ -24,9 +24,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from async_ckpt import UnsupportedStateError
-from async_ckpt.state.sharded import Sliced, Slicer
-from async_ckpt.state.shares import Holding, written
-from async_ckpt.state.slices import Rectangle, Slices
+from async_ckpt.slicing.sharded import Sliced, Slicer
+from async_ckpt.slicing.shares import Holding, written
+from async_ckpt.slicing.slices import Rectangle, Slices
 
 Tensors = dict[str, tuple[Any, tuple[int, ...]]]  # what a rank holds, and the global shape
 SIZES = range(1, 41)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slices import examples
 
-from async_ckpt.state.cover import Box, cover, runs
+from async_ckpt.slicing.cover import Box, cover, runs
 
 Ints = tuple[int, ...]
 

@@ -23,6 +23,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("host",),  # the host
     ("format",),  # bytes
     ("state",),  # meaning
+    ("slicing",),  # geometry
     ("backends",),  # devices
     ("spec", "report", "errors", "spans", "trace"),  # words
 ]

@@ -12,8 +12,8 @@ from async_ckpt.runs import coverage
 from async_ckpt.runs.coverage import check_coverage
 from async_ckpt.runs.receipts import Receipt
 from async_ckpt.saving.agreement import _looks
+from async_ckpt.slicing.slices import Slices
 from async_ckpt.state.ranked import RankedStates
-from async_ckpt.state.slices import Slices
 from benchmarks.simulated_ranks import KINDS, Saved, SimulatedWorld, captured
 
 TENSORS = 40

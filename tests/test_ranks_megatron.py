@@ -12,8 +12,8 @@ from states import open_run
 
 import async_ckpt
 from async_ckpt import UnsupportedStateError
+from async_ckpt.slicing.sharded import Slicer
 from async_ckpt.state.capture import capture
-from async_ckpt.state.sharded import Slicer
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 

@@ -18,10 +18,10 @@ import async_ckpt
 from async_ckpt import PerRank, UnsupportedStateError
 from async_ckpt.runs import layouts
 from async_ckpt.runs.coverage import check_coverage, own_names
+from async_ckpt.slicing.sharded import mesh_of as mesh_facts
+from async_ckpt.slicing.shares import MODULUS
 from async_ckpt.state.capture import capture
 from async_ckpt.state.ranked import RankedStates
-from async_ckpt.state.sharded import mesh_of as mesh_facts
-from async_ckpt.state.shares import MODULUS
 from async_ckpt.storage.local import LocalStorage
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")

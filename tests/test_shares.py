@@ -9,8 +9,7 @@ import pytest
 import torch
 from matrix_slices import block
 
-from async_ckpt.spec import KIB, MIB
-from async_ckpt.state.shares import (
+from async_ckpt.slicing.shares import (
     EVERYBODY_BYTES,
     EVERYBODY_TOTAL_BYTES,
     KNOWN_VERSIONS,
@@ -18,7 +17,8 @@ from async_ckpt.state.shares import (
     Holding,
     written,
 )
-from async_ckpt.state.slices import Cut, Mesh, Rectangle, Replicas, Slices
+from async_ckpt.slicing.slices import Cut, Mesh, Rectangle, Replicas, Slices
+from async_ckpt.spec import KIB, MIB
 
 VOCABULARY, HIDDEN, INNER, KEYS = 128_256, 2_048, 8_192, 512  # of Llama-3.2-1B, which ties its two embeddings
 

@@ -36,11 +36,11 @@ from ..saving.default import slices_saver
 from ..saving.delivery import OffLoop
 from ..saving.handle import SaveHandle
 from ..saving.targets import FileTarget
+from ..slicing.sharded import Slicer, is_sharded
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import SEGMENT_BYTES
 from ..state.dtypes import dtype_named
 from ..state.held import Held, tree_of
-from ..state.sharded import Slicer, is_sharded
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
 from ..storage.place import Place

@@ -19,8 +19,8 @@ from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format.index import VERSION, Index, Slice
 from ..host.memory import advise_huge_pages
 from ..runs.manifest import Manifest
+from ..slicing.cover import Box, Cover, cover, runs
 from ..spec import BLOCK_BYTES, DTYPES, Extent
-from ..state.cover import Box, Cover, cover, runs
 from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, Selector, selector, shown
 from ..state.tree import Stored, decode, top_keys

@@ -24,9 +24,9 @@ from ..format import dcp, digests
 from ..format.dcp import Blob, Lying, Told
 from ..format.index import Index, IndexedTensor, Member, Slice
 from ..host.threads import run_together
+from ..slicing.cover import Box, cover
 from ..spec import DTYPES, Extent, Spread
 from ..state import pickled
-from ..state.cover import Box, cover
 from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, shown
 from ..state.places import nested

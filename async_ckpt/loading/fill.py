@@ -22,10 +22,10 @@ from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
 from ..host.process import OnceInProcess
 from ..host.threads import Crew, run_together
+from ..slicing.cover import Box, Run, runs
+from ..slicing.slices import Ints
 from ..spec import BLOCK_BYTES, DTYPES, KIB, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
-from ..state.cover import Box, Run, runs
-from ..state.slices import Ints
 from .contents import CPU, Contents
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.

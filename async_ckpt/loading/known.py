@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..state.sharded import local_part
+from ..slicing.sharded import local_part
 
 
 def is_plain_module(live: Any) -> bool:

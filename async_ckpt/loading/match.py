@@ -18,6 +18,8 @@ from typing import Any, Final
 import torch
 
 from ..errors import StateMismatchError, UnsupportedStateError
+from ..slicing.sharded import Slicer, has_shards, is_of_megatron, is_sharded
+from ..slicing.slices import Ints
 from ..spec import with_article
 from ..state.capture import why_not
 from ..state.dtypes import dtype_name
@@ -25,8 +27,6 @@ from ..state.held import Held
 from ..state.keyed import keys_below, name_of
 from ..state.names import Path, Selector, dotted, shown
 from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
-from ..state.sharded import Slicer, has_shards, is_of_megatron, is_sharded
-from ..state.slices import Ints
 from ..state.tree import SavedApart, SavedRecord, Stored, leaves, replaced
 from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from .by_name import is_by_name, numbered

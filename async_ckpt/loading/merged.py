@@ -17,14 +17,14 @@ from typing import Any, Final, NoReturn
 from ..errors import CorruptCheckpointError
 from ..format import digests
 from ..format.index import Index, IndexedTensor, Member
+from ..slicing.cover import Box
+from ..slicing.slices import Cut, Mesh, Slices
+from ..slicing.writers import name_of
 from ..spec import Extent
-from ..state.cover import Box
 from ..state.merge import Choice, MergedSkeleton, UnknownChoiceError, merge
 from ..state.names import Path, Select, dotted, printable, shown
-from ..state.slices import Cut, Mesh, Slices
 from ..state.tree import SavedApart, Stored, leaves
 from ..state.values import is_within
-from ..state.writers import name_of
 from .contents import Contents, Covers, Groups, Source, sources_in
 from .joined import Zeros
 

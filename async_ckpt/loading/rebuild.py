@@ -16,11 +16,11 @@ from ..format.index import Index
 from ..host.threads import run_together
 from ..runs import layouts
 from ..runs.receipts import Table
-from ..state.cover import Box
+from ..slicing.cover import Box
+from ..slicing.slices import Mesh
+from ..slicing.writers import Layout, Writers, name_of
 from ..state.names import dotted
-from ..state.slices import Mesh
 from ..state.values import is_within
-from ..state.writers import Layout, Writers, name_of
 from ..storage.place import Anywhere
 from .find import committed_step
 from .lots import Named, open_archive

@@ -16,8 +16,8 @@ from math import prod
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from ..errors import UnsupportedStateError
+from ..slicing.cover import Box, cover
 from ..spec import BORROWED, DTYPES, PER_RANK, ROOT_MESH, Json
-from ..state.cover import Box, cover
 from ..state.values import is_within
 
 # How a tensor is cut, and the structures whose ranks have it so.

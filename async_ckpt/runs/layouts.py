@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..state.cover import Box
-from ..state.shares import KNOWN_VERSIONS
-from ..state.shares import VERSION as SHARES_VERSION
-from ..state.slices import Mesh
-from ..state.writers import Layout
+from ..slicing.cover import Box
+from ..slicing.shares import KNOWN_VERSIONS
+from ..slicing.shares import VERSION as SHARES_VERSION
+from ..slicing.slices import Mesh
+from ..slicing.writers import Layout
 from ..storage.base import Storage
 from .manifest import seal, unseal
 from .receipts import Table

@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 from ..errors import NotUnchangedError
 from ..runs.manifest import Archive, Elsewhere, Manifest
 from ..runs.run import Run
+from ..slicing.sharded import Slicer
 from ..spec import MIB, Json, TensorSpec
 from ..state.capture import Capture, Mark, capture
 from ..state.held import Held, is_leaf, part_of
-from ..state.sharded import Slicer
 from .planner import small_archive
 from .ranks import Joint
 

@@ -29,13 +29,13 @@ from ..host.ranks import Words, World, refuse_if_changed, world_of
 from ..host.waiting import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..runs.run import Run
+from ..slicing.sharded import Slicer, mesh_of
+from ..slicing.writers import Classes
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import RankFacts, flag
 from ..staging.device import dense_blocks
 from ..state.capture import Capture
 from ..state.ranked import RankedStates, Structure
-from ..state.sharded import Slicer, mesh_of
-from ..state.writers import Classes
 from .answers import Answers, in_words
 from .shared import SharedRoot
 from .values import SharedValues
@@ -68,7 +68,7 @@ class Joint:
     # Groups that are not saved again, and the steps that have them.
     borrowed: Mapping[str, int] = field(default_factory=dict)
     shared: SharedValues | None = None  # what all should have alike
-    balance: int = 0  # of what this rank writes, see `state.shares`
+    balance: int = 0  # of what this rank writes, see `slicing.shares`
     # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
     copies: dict[str, dict[str, str]] | None = None
     causes: list[Cause] = field(default_factory=list)

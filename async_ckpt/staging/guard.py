@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 import torch
 
 from ..backends import device_of, has_plain_bytes, is_capturing, is_dense, is_on_host
+from ..slicing.sharded import local_part
 from ..spec import MIB
-from ..state.sharded import local_part
 
 # Below this a copy costs less than keeping account of it.
 DEFERRED_BYTES: Final = MIB

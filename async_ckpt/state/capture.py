@@ -22,14 +22,14 @@ import torch
 
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
+from ..slicing.sharded import Slicer, is_sharded
+from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceOf, TensorSpec, with_article
 from .dtypes import dtype_name, is_describable
 from .held import Held, marks_of, tree_of
 from .keyed import KeyedTensors, refuse_others, with_keyed
 from .names import Path, Select, dotted, selector, shown
 from .rng import RngState
-from .sharded import Slicer, is_sharded
-from .slices import Slices
 from .tree import Encoder, is_omitted
 from .wrappers import StateDicts, plain_model
 

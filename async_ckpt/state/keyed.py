@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnsupportedStateError
+from ..slicing.sharded import Slicer, is_of_megatron, together
+from ..slicing.slices import Slices
 from ..spec import Json, with_article
 from .names import Path, shown
-from .sharded import Slicer, is_of_megatron, together
-from .slices import Slices
 from .tree import key_of
 
 

@@ -17,6 +17,9 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import torch
 
 from ..errors import UnsupportedStateError
+from ..slicing.sharded import Slicer
+from ..slicing.shares import Holding, balance, by_everybody, sharers, written
+from ..slicing.slices import Mesh, Rectangle, Replicas, Slices
 from ..spec import (
     BORROWED,
     DTYPES,
@@ -30,9 +33,6 @@ from ..spec import (
     by_tensor,
 )
 from .capture import Capture
-from .sharded import Slicer
-from .shares import Holding, balance, by_everybody, sharers, written
-from .slices import Mesh, Rectangle, Replicas, Slices
 from .values import is_within
 
 T = TypeVar("T")

@@ -33,14 +33,14 @@ from ...runs.root import Root
 from ...runs.sweep import Sweeper
 from ...saving import default
 from ...saving.targets import FileTarget
+from ...slicing.sharded import Sliced, Slicer, is_sharded
+from ...slicing.slices import Rectangle, Slices
 from ...spans import wall_time
 from ...spec import RankFacts, Spread, TensorSpec, flag
 from ...state.capture import capture
 from ...state.names import Path, shown
 from ...state.places import nested
 from ...state.ranked import Divided
-from ...state.sharded import Sliced, Slicer, is_sharded
-from ...state.slices import Rectangle, Slices
 from ...storage.base import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
 from .names import KEPT, kept_of, path_of
