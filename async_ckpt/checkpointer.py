@@ -44,7 +44,7 @@ from .spans import wall_time
 from .spec import Keep, flag, keep_of, whole_count
 from .staging.guard import INHERITED, unwrapped
 from .staging.held import refuse_guard
-from .state.capture import Capture
+from .state.captured import Capture
 from .state.names import Select
 from .storage.place import Anywhere
 
@@ -236,7 +236,7 @@ class AsyncCheckpointer(RunReader):
 
         def captured_as(captured: Capture) -> None:
             if guard is not INHERITED:
-                refuse_guard(captured.held, guard)
+                refuse_guard(captured.completions, guard)
             if joint is not None:
                 joint.borrowed = {lent.group: lent.step for lent in contents.borrowed}
             if select is None:  # what was saved in part is nothing to borrow from

@@ -73,7 +73,7 @@ def save(
         step=None,
         guard=guard,
         select=select,
-        captured_as=lambda captured: refuse_guard(captured.held, guard),
+        captured_as=lambda captured: refuse_guard(captured.completions, guard),
     )
 
 

@@ -27,7 +27,8 @@ from async_ckpt.runs.receipts import Exchange, Receipt, Table
 from async_ckpt.runs.run import Run
 from async_ckpt.slicing.writers import Layout as StateLayout
 from async_ckpt.spec import BLOCK_BYTES
-from async_ckpt.state.capture import Capture, capture
+from async_ckpt.state.capture import capture
+from async_ckpt.state.captured import Capture
 from async_ckpt.state.ranked import RankedStates
 
 from .fake_ranks import sharded, standing_at

@@ -39,7 +39,8 @@ from async_ckpt.saving.targets import step_targets
 from async_ckpt.slicing.sharded import Sliced, Slicer
 from async_ckpt.slicing.shares import MODULUS
 from async_ckpt.slicing.slices import Cut, Mesh, Slices
-from async_ckpt.state.capture import Capture, capture
+from async_ckpt.state.capture import capture
+from async_ckpt.state.captured import Capture
 from async_ckpt.state.ranked import RankedStates
 
 from .far_store import Bucket, FarStorage, Traffic, VirtualLoop

@@ -23,7 +23,8 @@ from async_ckpt.runs import layouts
 from async_ckpt.runs.manifest import Elsewhere, Manifest, OfRanks, parse
 from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from async_ckpt.spec import RankFacts
-from async_ckpt.state.capture import Capture, capture
+from async_ckpt.state.capture import capture
+from async_ckpt.state.captured import Capture
 from async_ckpt.state.ranked import RankedStates
 from async_ckpt.storage.local import LocalStorage
 

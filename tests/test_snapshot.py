@@ -28,7 +28,7 @@ from async_ckpt import AsyncCheckpointer, ClosedError, NotUnchangedError, RngSta
 from async_ckpt.saving import default
 from async_ckpt.staging import stager
 from async_ckpt.staging.stager import Snapshot
-from async_ckpt.state.held import module_of
+from async_ckpt.state.captured import module_of
 
 Pair = namedtuple("Pair", "left right")
 

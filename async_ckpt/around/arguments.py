@@ -22,7 +22,7 @@ import torch
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..state.capture import no_collection, why_not
-from ..state.held import Held, tree_of
+from ..state.captured import Held, tree_of
 
 _ATOMS: Final = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.FunctionType,

@@ -17,7 +17,7 @@ from ..saving.handle import SaveHandle
 from ..spans import Spans
 from ..staging.guard import unwrapped
 from ..staging.held import refuse_guard
-from ..state.held import Held
+from ..state.captured import Held
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
 from .folder import Asked, Export

@@ -16,7 +16,7 @@ from ..saving.delivery import OffLoop
 from ..saving.errand import CopyErrand
 from ..spans import Spans
 from ..staging.guard import Optimizers
-from ..state.held import Held
+from ..state.captured import Held
 from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.local import LocalStorage

@@ -22,8 +22,8 @@ from ..errors import UnsupportedStateError
 from ..slicing.sharded import is_of_fsdp1, local_part
 from ..spec import DTYPES, with_article
 from ..state.capture import why_not
+from ..state.captured import Held, module_of, tree_of
 from ..state.dtypes import dtype_name
-from ..state.held import Held, module_of, tree_of
 from ..state.wrappers import look_wrapped, plain_model, plain_state_dict
 
 CONFIG: Final = "config.json"

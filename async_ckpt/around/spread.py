@@ -39,8 +39,8 @@ from ..saving.targets import FileTarget
 from ..slicing.sharded import Slicer, is_sharded
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import SEGMENT_BYTES
+from ..state.captured import Held, tree_of
 from ..state.dtypes import dtype_named
-from ..state.held import Held, tree_of
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
 from ..storage.place import Place

@@ -22,8 +22,8 @@ from ..slicing.sharded import Slicer, has_shards, is_of_megatron, is_sharded
 from ..slicing.slices import Ints
 from ..spec import with_article
 from ..state.capture import why_not
+from ..state.captured import Held
 from ..state.dtypes import dtype_name
-from ..state.held import Held
 from ..state.keyed import keys_below, name_of
 from ..state.names import Path, Selector, dotted, shown
 from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of

@@ -39,8 +39,8 @@ from ..saving.errand import CopyErrand
 from ..spans import Spans
 from ..spec import MIB
 from ..staging.guard import Optimizers
+from ..state.captured import Held
 from ..state.dtypes import dtype_name
-from ..state.held import Held
 from ..storage.base import Sink, Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.disk import free_bytes_at, full, sync_folder, translated

@@ -32,7 +32,7 @@ from ..spans import Spans
 from ..spec import whole_bytes, whole_count
 from ..staging.guard import unwrapped
 from ..staging.held import refuse_guard
-from ..state.held import Held, module_of
+from ..state.captured import Held, module_of
 from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
 from .line import Line

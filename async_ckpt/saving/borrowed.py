@@ -19,8 +19,8 @@ from ..runs.manifest import Archive, Elsewhere, Manifest
 from ..runs.run import Run
 from ..slicing.sharded import Slicer
 from ..spec import MIB, Json, TensorSpec
-from ..state.capture import Capture, Mark, capture
-from ..state.held import Held, is_leaf, part_of
+from ..state.capture import capture
+from ..state.captured import Capture, Held, Mark, is_leaf, part_of
 from .planner import small_archive
 from .ranks import Joint
 

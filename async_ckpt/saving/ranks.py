@@ -34,7 +34,7 @@ from ..slicing.writers import Classes
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import RankFacts, flag
 from ..staging.device import dense_blocks
-from ..state.capture import Capture
+from ..state.captured import Capture
 from ..state.ranked import RankedStates, Structure
 from .answers import Answers, in_words
 from .shared import SharedRoot

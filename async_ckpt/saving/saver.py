@@ -27,7 +27,8 @@ from ..staging.device import first_device, warm_up
 from ..staging.files import FileFill, FilesImage
 from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
 from ..staging.stager import Snapshot, interrupted
-from ..state.capture import Capture, capture
+from ..state.capture import capture
+from ..state.captured import Capture
 from ..state.names import Select
 from ..state.ranked import Divided
 from ..storage.place import local_place
@@ -169,7 +170,7 @@ class Saver:
             may_drop=rule == "any" and len(targets) > 1,
             trace=self._trace,
         )
-        frozen = captured.held_tensors
+        frozen = captured.frozen
         if not self._planner.may_defer(drain.num_segments, layout, targets):
             optimizers, frozen = (), frozenset()
         what = f"the copy of {named(step, targets[0].path)}"
@@ -225,7 +226,7 @@ class Saver:
             check=drain.check,
             trace=self._trace,
             frozen=frozen,
-            after=[held.completion for held in captured.held],
+            after=captured.completions,
             what=what,
         )
 

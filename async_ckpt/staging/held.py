@@ -13,7 +13,7 @@ from typing import Any, Self
 from ..host.threads import Crew
 from ..spans import Clock
 from ..state.capture import capture
-from ..state.held import Held, Source, structure_of
+from ..state.captured import Held, Source, structure_of
 from .guard import Optimizers
 from .whole import HostCopy, HostMemory
 
@@ -40,7 +40,7 @@ class HeldSnapshot(Held):
     ) -> None:
         self._clock, self._began, self._call_seconds = clock, clock(), 0.0
         captured = capture(state)
-        if captured.held:
+        if captured.completions:
             raise TypeError("the state is, or contains, a snapshot already; use it directly")
         structure = structure_of(captured)  # refused before anything is copied
         names = [spec.dotted for spec in captured.specs]
@@ -96,7 +96,7 @@ def begin(held: HeldSnapshot) -> None:
     held._call_seconds = held._clock() - held._began
 
 
-def refuse_guard(held: Collection[Held], guard: Any) -> None:
+def refuse_guard(held: Collection[object], guard: Any) -> None:
     """Raises ValueError for a guard beside snapshots, whose copies were guarded, or were not."""
     if held and guard:
         raise ValueError(

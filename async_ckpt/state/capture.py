@@ -13,9 +13,9 @@ import logging
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,43 +25,18 @@ from ..errors import UnsupportedStateError
 from ..slicing.sharded import Slicer, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceOf, TensorSpec, with_article
+from .captured import Capture, Held, Mark, marks_of, tree_of
 from .dtypes import dtype_name, is_describable
-from .held import Held, marks_of, tree_of
 from .keyed import KeyedTensors, refuse_others, with_keyed
 from .names import Path, Select, dotted, selector, shown
 from .rng import RngState
 from .tree import Encoder, is_omitted
 from .wrappers import StateDicts, plain_model
 
-Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _log = logging.getLogger("async_ckpt")
 _known_types: weakref.WeakSet[type] = weakref.WeakSet()  # of leaves that were pickled before
 _DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """One state: `tensors[i]` holds the bytes of `specs[i]`. Aliases are listed, and stored once.
-
-    `marks[i]` are the address and the version counter of what the user gave; None for a copy that was made here.
-    `held` are the snapshots that are parts of it, and `held_tensors` the numbers of their tensors, which change no more
-    and have their bytes once the snapshots are complete.
-    """
-
-    specs: list[TensorSpec]
-    tensors: list[torch.Tensor]
-    skeleton: str
-    objects: bytes | None
-    marks: list[Mark | None]
-    held: tuple[Held, ...] = ()
-    held_tensors: frozenset[int] = frozenset()
-    modules: Mapping[Path, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
-    types: Collection[type] = ()
-    slices: Sequence[Slices] = ()
-    """What this rank holds of each tensor, by its number; empty where a state is of one process."""
-    per_rank: tuple[str, ...] = ()
-    """The names of what is each process's own: random generators."""
 
 
 def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) -> Capture:
@@ -92,8 +67,8 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
         skeleton,
         walk.pickled_leaves(),
         walk.marks,
-        tuple(walk.held),
-        frozenset(walk.held_tensors),
+        tuple(walk.completions),
+        frozenset(walk.frozen),
         walk.modules,
         encoder.types,
         walk.slices,
@@ -131,15 +106,15 @@ class _Walk:
         self._object_paths: list[str] = []
         self._at: dict[int, int] = {}  # the first tensor at an address
         self.modules: dict[Path, weakref.ref[torch.nn.Module]] = {}
-        self.held: list[Held] = []
-        self.held_tensors: set[int] = set()
-        self._held_marks: dict[int, Mark | None] = {}  # by the id of a tensor
+        self.completions: list[Future[None]] = []
+        self.frozen: set[int] = set()
+        self._frozen_marks: dict[int, Mark | None] = {}  # by the id of a tensor
 
     def contents(self, value: Any, path: Path) -> Any:
         """What is in an object that has a state dict."""
         if isinstance(value, Held):
-            self.held.append(value)
-            self._held_marks.update(marks_of(value))
+            self.completions.append(value.completion)
+            self._frozen_marks.update(marks_of(value))
             return tree_of(value)
         if isinstance(value, RngState):
             self.per_rank.append(dotted(path))
@@ -214,9 +189,9 @@ class _Walk:
         if pointer is None and (why := _spread_over_ranks(tensor) or why_not(tensor)):
             where = shown(path)
             raise UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
-        if id(tensor) in self._held_marks:
-            self.held_tensors.add(len(self.specs))
-            self.marks.append(self._held_marks[id(tensor)])
+        if id(tensor) in self._frozen_marks:
+            self.frozen.add(len(self.specs))
+            self.marks.append(self._frozen_marks[id(tensor)])
         else:
             self.marks.append((pointer, tensor._version) if pointer and not tensor.is_inference() else None)
         if not has_plain_bytes(tensor):

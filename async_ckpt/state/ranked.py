@@ -32,7 +32,7 @@ from ..spec import (
     TensorSpec,
     by_tensor,
 )
-from .capture import Capture
+from .captured import Capture
 from .values import is_within
 
 T = TypeVar("T")
@@ -141,8 +141,8 @@ class RankedStates:
             for i, within, is_nothing in plan.sources
         ]
         marks = [captured.marks[source.spec] for source in plan.sources]
-        held = frozenset(n for n, one in enumerate(plan.sources) if one.spec in captured.held_tensors)
-        made = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, held_tensors=held)
+        frozen = frozenset(n for n, one in enumerate(plan.sources) if one.spec in captured.frozen)
+        made = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, frozen=frozen)
         return Divided(made, plan.ranks, plan.small, plan.balance)
 
     def copies(self, captured: Capture) -> list[tuple[str, str, list[torch.Tensor]]]:

@@ -1,4 +1,4 @@
-"""A state as it was at one instant, with other tensors in the place of its own.
+"""A state of one instant as a value: the capture of it, and a view of copies of its tensors by name.
 
 In: a capture, and copies of its tensors. Out: parts of it by name, and plain containers. Knows nothing of: who copies.
 """
@@ -11,20 +11,45 @@ import operator
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 
 from ..errors import ClosedError
-from ..spec import with_article
+from ..slicing.slices import Slices
+from ..spec import TensorSpec, with_article
 from .dtypes import dtype_named
 from .names import Path, shown
 from .tree import SavedRecord, Stored, decode, replaced
 
-if TYPE_CHECKING:  # a capture may be of a state that was held before
-    from .capture import Capture, Mark
+Mark: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """One state, taken apart by `state.capture`: `tensors[i]` holds the bytes of `specs[i]`. A tensor with aliases is stored once.
+
+    `marks[i]` are the address and the version counter of the user's own tensor; None for a copy that was made here.
+    `completions` are those of the snapshots in the state, and `frozen` the numbers of their tensors: these tensors have
+    their bytes once the snapshots are complete, and change no more.
+    """
+
+    specs: list[TensorSpec]
+    tensors: list[torch.Tensor]
+    skeleton: str
+    objects: bytes | None
+    marks: list[Mark | None]
+    completions: tuple[Future[None], ...] = ()
+    frozen: frozenset[int] = frozenset()
+    modules: Mapping[Path, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
+    types: Collection[type] = ()
+    slices: Sequence[Slices] = ()
+    """The slices of each tensor that this rank holds, by the tensor's number; empty for a state of one process."""
+    per_rank: tuple[str, ...] = ()
+    """The names of values that each process has for itself: random generators."""
 
 
 def structure_of(captured: Capture) -> Any:
