@@ -25,7 +25,7 @@ from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Manifest, OfRanks, archive_name
 from async_ckpt.runs.receipts import Exchange, Receipt, Table
 from async_ckpt.runs.run import Run
-from async_ckpt.slicing.writers import Layout as StateLayout
+from async_ckpt.slicing.locator import Layout as StateLayout
 from async_ckpt.spec import BLOCK_BYTES
 from async_ckpt.state.capture import capture
 from async_ckpt.state.captured import Capture

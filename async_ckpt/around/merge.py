@@ -30,8 +30,8 @@ from ..saving.targets import FileTarget
 from ..spans import monotonic, wall_time
 from ..spec import BLOCK_BYTES, SEGMENT_BYTES, Json, TensorSpec
 from ..state.capture import pickled
-from ..state.merge import merge as merge_skeletons
 from ..state.names import shown
+from ..state.skeletons import merge as merge_skeletons
 from ..state.tree import SavedApart, leaves, top_keys
 from ..storage.append import Appender
 from ..storage.base import Storage

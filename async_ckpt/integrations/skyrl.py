@@ -37,8 +37,8 @@ from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
 from ..saving.waiting import wait_for_saves
 from ..saving.worker import Pending
+from ..state.containers import PerRank
 from ..state.names import shown
-from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..storage.place import Place
 from ..storage.url import Where, text_of

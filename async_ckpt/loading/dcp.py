@@ -27,9 +27,9 @@ from ..host.threads import run_together
 from ..slicing.cover import Box, cover
 from ..spec import DTYPES, Extent, Spread
 from ..state import pickled
+from ..state.containers import nested
 from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, shown
-from ..state.places import nested
 from ..state.tree import Encoder, Stored, replaced
 from ..storage.base import Reader, Storage
 from .contents import Contents, Groups, Source

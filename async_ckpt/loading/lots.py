@@ -5,7 +5,7 @@ Knows nothing of: runs, live objects.
 
 Which archives are needed is known only once it is known what is wanted. A rank of as many as have saved opens its own, and most
 find all there. Any other reader opens one of each kind, which know all names. What is in none of these is asked of the
-layout, by arithmetic (`slicing.writers`). Where that does not know it either, all archives are opened, if they are not too many.
+layout, by arithmetic (`slicing.locator`). Where that does not know it either, all archives are opened, if they are not too many.
 What a planner has shared out, by no arithmetic that is known here, is in no layout: all archives are opened.
 """
 
@@ -20,9 +20,9 @@ from ..errors import CheckpointError, CorruptCheckpointError
 from ..host.threads import run_together
 from ..runs import layouts
 from ..runs.manifest import Archive, missing
-from ..slicing.writers import Layout, Writers, name_of
-from ..state.merge import UnknownChoiceError
+from ..slicing.locator import Layout, Writers, name_of
 from ..state.names import shown
+from ..state.skeletons import UnknownChoiceError
 from ..storage.base import Storage
 from .contents import Groups, Part
 from .merged import Merged, OthersNeededError

@@ -18,13 +18,12 @@ from ..errors import CorruptCheckpointError
 from ..format import digests
 from ..format.index import Index, IndexedTensor, Member
 from ..slicing.cover import Box
+from ..slicing.locator import name_of
 from ..slicing.slices import Cut, Mesh, Slices
-from ..slicing.writers import name_of
 from ..spec import Extent
-from ..state.merge import Choice, MergedSkeleton, UnknownChoiceError, merge
-from ..state.names import Path, Select, dotted, printable, shown
+from ..state.names import Path, Select, dotted, is_within, printable, shown
+from ..state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
 from ..state.tree import SavedApart, Stored, leaves
-from ..state.values import is_within
 from .contents import Contents, Covers, Groups, Source, sources_in
 from .joined import Zeros
 

@@ -17,10 +17,9 @@ from ..host.threads import run_together
 from ..runs import layouts
 from ..runs.receipts import Table
 from ..slicing.cover import Box
+from ..slicing.locator import Layout, Writers, name_of
 from ..slicing.slices import Mesh
-from ..slicing.writers import Layout, Writers, name_of
-from ..state.names import dotted
-from ..state.values import is_within
+from ..state.names import dotted, is_within
 from ..storage.place import Anywhere
 from .find import committed_step
 from .lots import Named, open_archive

@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 from ..errors import UnsupportedStateError
 from ..slicing.cover import Box, cover
 from ..spec import BORROWED, DTYPES, PER_RANK, ROOT_MESH, Json
-from ..state.values import is_within
+from ..state.names import is_within
 
 # How a tensor is cut, and the structures whose ranks have it so.
 _Spread: TypeAlias = tuple[str, tuple[str, ...]]

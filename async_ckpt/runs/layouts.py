@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 from ..slicing.cover import Box
+from ..slicing.locator import Layout
 from ..slicing.shares import KNOWN_VERSIONS
 from ..slicing.shares import VERSION as SHARES_VERSION
 from ..slicing.slices import Mesh
-from ..slicing.writers import Layout
 from ..storage.base import Storage
 from .manifest import seal, unseal
 from .receipts import Table

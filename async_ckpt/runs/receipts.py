@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from ..errors import CorruptCheckpointError
 from ..format.digests import block_digest
-from ..slicing.writers import Classes
+from ..slicing.locator import Classes
 from ..storage.base import Storage
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, archive_name, missing, parse, seal, unseal

@@ -18,8 +18,8 @@ from ..runs.coverage import check_coverage, own_names
 from ..runs.manifest import OfRanks, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..runs.run import Run
+from ..slicing.locator import Classes, Layout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
-from ..slicing.writers import Classes, Layout
 from ..spec import DTYPES
 from .ranks import Joint, Ranks
 from .values import Values, apart, differing, lacking, values_of

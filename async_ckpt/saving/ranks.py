@@ -29,8 +29,8 @@ from ..host.ranks import Words, World, refuse_if_changed, world_of
 from ..host.waiting import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..runs.run import Run
+from ..slicing.locator import Classes
 from ..slicing.sharded import Slicer, mesh_of
-from ..slicing.writers import Classes
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import RankFacts, flag
 from ..staging.device import dense_blocks

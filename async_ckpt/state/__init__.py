@@ -1,3 +1,3 @@
 """Objects on one side, named tensors and a skeleton of plain values on the other."""
 
-from .per_rank import PerRank as PerRank
+from .containers import PerRank as PerRank

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 
@@ -41,6 +41,14 @@ def _reaches(name: str, pattern: str) -> bool:
 def dotted(path: Path) -> str:
     """The name of a path, as `select` matches it."""
     return ".".join(map(_text, path))
+
+
+def is_within(name: str, groups: Set[str]) -> bool:
+    """Whether a dotted name is one of these, or of something inside one of them. However many there are, it takes no longer."""
+    end = len(name) if groups else -1
+    while end >= 0 and name[:end] not in groups:
+        end = name.rfind(".", 0, end)
+    return end >= 0
 
 
 def shown(path: Path) -> str:

@@ -33,7 +33,7 @@ from ..spec import (
     by_tensor,
 )
 from .captured import Capture
-from .values import is_within
+from .names import is_within
 
 T = TypeVar("T")
 # Of most tensors a rank of many writes nothing: to cut that from each of them would take longer than all else.

@@ -21,10 +21,9 @@ import torch
 
 from ..errors import UnsupportedStateError
 from ..spec import Json
+from .containers import PerRank, Places
 from .dtypes import numpy_dtype
 from .names import Path, printable, shown
-from .per_rank import PerRank
-from .places import Places
 from .plain import (
     SCALARS,
     NotPlainError,

@@ -38,8 +38,8 @@ from ...slicing.slices import Rectangle, Slices
 from ...spans import wall_time
 from ...spec import RankFacts, Spread, TensorSpec, flag
 from ...state.capture import capture
+from ...state.containers import nested
 from ...state.names import Path, shown
-from ...state.places import nested
 from ...state.ranked import Divided
 from ...storage.base import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at

@@ -1,7 +1,7 @@
-"""One skeleton out of those that several ranks have saved of one state.
+"""The skeletons that several ranks have of one state: merged into one, and compared by their plain values.
 
-In: a skeleton for each rank. Out: a skeleton in which each tensor stands once, and whose number it is on each rank.
-Knows nothing of: files, tensors.
+In: a skeleton for each rank. Out: a skeleton in which each tensor stands once, with its number on each rank; plain values as
+text. Knows nothing of: files, tensors.
 
 Dicts are merged key by key: the stages of a pipeline have others. What is alike on all ranks that have it is one value,
 and a tensor is one tensor. Where values differ, or are said to be of each rank, they stay apart.
@@ -10,14 +10,13 @@ and a tensor is one tensor. Where values differ, or are said to be of each rank,
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..spec import Json
-from .names import Path, dotted, shown
+from .names import Path, dotted, is_within, shown
 from .tree import Apart, key_of
-from .values import is_within
 
 # Ranks whose nodes are alike, and the node.
 _Variant: TypeAlias = tuple[tuple[int, ...], Json]
@@ -246,3 +245,58 @@ def _grouped(nodes: Iterable[tuple[Any, Json]]) -> list[_Variant]:
 
 def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+# --- plain values ---------------------------------------------------------------------------------------------------
+
+
+def plain_leaves(skeleton: Json, objects: Callable[[int], str]) -> dict[str, str]:
+    """All values by their dotted names, and what is neither a dict nor a value: how long lists are, where tensors hang.
+
+    `objects` says what stands for the pickled object of a number. Two skeletons with the same leaves stand for states that
+    differ in nothing but their tensors.
+    """
+    return {
+        dotted(path): f"object {objects(found)}" if isinstance(found, int) else found
+        for path, found in _leaf_texts(skeleton, ())
+    }
+
+
+def _leaf_texts(node: Json, path: Path) -> Iterator[tuple[Path, str | int]]:
+    """Of an object, its number."""
+    kind = next(iter(node), None) if isinstance(node, dict) else None
+    if kind is None:
+        yield path, json.dumps(node)
+        return
+    value = node[kind]
+    if kind in ("dict", "ordered"):
+        yield from _entry_texts(value, path, kind)
+        if "metadata" in node:
+            yield (*path, "_metadata"), json.dumps(node["metadata"], sort_keys=True)
+    elif kind in ("list", "tuple"):
+        yield from _item_texts(value, path, kind)
+    elif kind == "deque":
+        yield from _item_texts(value[0], path, f"deque of {value[1]}")
+    elif kind == "namedtuple":
+        yield from _item_texts(value[2], path, f"namedtuple {value[0]}")
+    elif kind == "dataclass":
+        yield from _entry_texts(value[1], path, f"dataclass {value[0]}")
+    elif kind == "object":
+        yield path, int(value)
+    elif kind in _NUMBERED:  # but for their numbers, which depend on what else is in a state
+        yield path, json.dumps([kind, *(value[1:] if kind == "ndarray" else ())])
+    else:
+        yield path, json.dumps(node, sort_keys=True)
+
+
+def _entry_texts(items: Json, path: Path, kind: str) -> Iterator[tuple[Path, str | int]]:
+    if not items:
+        yield path, kind
+    for key, node in items:
+        yield from _leaf_texts(node, (*path, key_of(key)))
+
+
+def _item_texts(nodes: Json, path: Path, kind: str) -> Iterator[tuple[Path, str | int]]:
+    yield path, f"{kind} of {len(nodes)}"
+    for number, node in enumerate(nodes):
+        yield from _leaf_texts(node, (*path, number))

@@ -1,18 +1,48 @@
-"""Nested containers out of the flat names that torch.distributed.checkpoint gives to what is in them.
+"""The containers that a state has only where several ranks save it, and dicts and lists made of flat names.
 
-In: values, each with its path. Out: dicts and lists. Knows nothing of: files, tensors.
+In: values, each with its rank or its path. Out: mappings, dicts and lists. Knows nothing of: files, tensors.
 
-A path is text for the key of a dict, and a number for a place in a list. One rank of several may have a few items of a
-list, and others the rest: it keeps them as `Places`, which become a list where all of them have come together.
+A path, as torch.distributed.checkpoint gives it, is text for the key of a dict, and a number for a place in a list. One
+rank may have a few items of a list, and others the rest: each rank keeps its items as `Places`, which become a list once
+they are complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from .names import Path, shown
+
+
+class PerRank(Mapping[int, Any]):
+    """What several ranks have saved under one name, where each had a value of its own: rank -> value.
+
+        state = async_ckpt.load("runs/a")
+        state["rng"][3]  # that of rank 3
+
+    It cannot be changed. `async_ckpt.load(…, from_ranks={"rng": 3})` gives the value of rank 3 alone.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[int, Any]) -> None:
+        self._values = MappingProxyType(dict(values))
+
+    def __getitem__(self, rank: int) -> Any:
+        return self._values[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{rank}: {value!r:.60}" for rank, value in self._values.items())
+        return f"PerRank({{{told:.600}}})"
 
 
 class Places(dict[int, Any]):

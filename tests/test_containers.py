@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from async_ckpt.state.merge import merge
-from async_ckpt.state.places import Places, nested
+from async_ckpt.state.containers import Places, nested
+from async_ckpt.state.skeletons import merge
 from async_ckpt.state.tree import Encoder, decode
 
 
