@@ -25,7 +25,7 @@ from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Manifest, OfRanks, archive_name
 from async_ckpt.runs.receipts import Exchange, Receipt, Table
 from async_ckpt.runs.run import Run
-from async_ckpt.slicing.locator import Layout as StateLayout
+from async_ckpt.slicing.locator import StepLayout
 from async_ckpt.spec import BLOCK_BYTES
 from async_ckpt.state.capture import capture
 from async_ckpt.state.captured import Capture
@@ -108,7 +108,7 @@ def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
     told = [archives.get(archive_name(rank, _ATTEMPT), some) for rank in range(size)]
     receipts = [Receipt(rank, digest=one.digest, num_bytes=one.num_bytes) for rank, one in enumerate(told)]
     structure = RankedStates(0, size).structure(_captured(0, size, num_tensors))
-    layout = StateLayout({structure.digest: range(size)}, {structure.digest: structure.text})
+    layout = StepLayout({structure.digest: range(size)}, {structure.digest: structure.text})
     table = Table(layout.classes)
     of_ranks = OfRanks(
         exchange.put_archives(receipts),

@@ -20,7 +20,7 @@ _RECORD_BYTES: Final = 20 * tar.BLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TarEntry:
     """One member: what `kind` says (a type flag of `tarfile`), and for a file its runs of data.
 
     `runs` are (offset in the file, bytes); a file with holes has only what is between them.
@@ -48,7 +48,7 @@ class Tarball:
 
     digests = None
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[TarEntry]) -> None:
         self._literals: list[tuple[int, bytes]] = []
         self._extents: list[tuple[int, int, int]] = []  # offset, bytes, run
         self.runs: list[tuple[int, int]] = []  # (entry, offset in its file) of each run
@@ -58,7 +58,7 @@ class Tarball:
         self.file_bytes = align_up(at + tar.END_BYTES, _RECORD_BYTES)
         self._literals.append((at, bytes(self.file_bytes - at)))
 
-    def _add(self, number: int, entry: Entry, at: int) -> int:
+    def _add(self, number: int, entry: TarEntry, at: int) -> int:
         head = _header(entry)
         self._literals.append((at, head))
         begin = at = at + len(head)
@@ -103,7 +103,7 @@ def stays_inside(name: str, target: str) -> bool:
     return not target.startswith("/") and num_up <= depth and ".." not in parts[num_up:]
 
 
-def _header(entry: Entry) -> bytes:
+def _header(entry: TarEntry) -> bytes:
     """The member's header, and for a file with holes the map of what is between them, which belongs to its data."""
     plain = entry.kind == tarfile.REGTYPE and not entry.is_sparse and entry.num_bytes < 8**11
     if plain and entry.name.isascii() and len(entry.name) <= tar.MAX_NAME_BYTES and 0 <= entry.mtime < 8**11:
@@ -129,7 +129,7 @@ def _header(entry: Entry) -> bytes:
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape") + told
 
 
-def _map(entry: Entry) -> bytes:
+def _map(entry: TarEntry) -> bytes:
     """Decimal numbers, one a line: how many runs, then offset and length of each; an empty one says where the file ends."""
     runs = [*entry.runs]
     if not runs or sum(runs[-1]) < entry.num_bytes:

@@ -34,14 +34,14 @@ def _is_skippable(magic: bytes | bytearray) -> bool:
     return len(magic) == 4 and int.from_bytes(magic, "little") & ~0xF == _SKIPPABLE & ~0xF
 
 
-class Frame(NamedTuple):
+class ZstdFrame(NamedTuple):
     """The sizes of one frame in bytes."""
 
     compressed: int
     uncompressed: int
 
 
-def dump(frames: Sequence[Frame]) -> bytes:
+def dump(frames: Sequence[ZstdFrame]) -> bytes:
     """The table, as the last frame of a file. Raises ValueError for more frames than the format can tell."""
     if len(frames) > _MAX_FRAMES:
         raise ValueError(f"{len(frames):,} frames; a seek table holds {_MAX_FRAMES:,}")
@@ -60,7 +60,7 @@ def table_bytes(footer: bytes) -> int:
     return _HEADER.size + int(num_frames) * _entry_bytes(descriptor) + FOOTER_BYTES
 
 
-def parse(table: bytes, *, data_bytes: int) -> list[Frame]:
+def parse(table: bytes, *, data_bytes: int) -> list[ZstdFrame]:
     """The frames that a table tells of, which must fill the `data_bytes` before it. Raises ValueError."""
     if len(table) < _HEADER.size + FOOTER_BYTES or len(table) != table_bytes(table[-FOOTER_BYTES:]):
         raise ValueError("the seek table is cut off")
@@ -68,7 +68,8 @@ def parse(table: bytes, *, data_bytes: int) -> list[Frame]:
         raise ValueError("the seek table does not begin where it should")
     step = _entry_bytes(_FOOTER.unpack(table[-FOOTER_BYTES:])[1])
     frames = [
-        Frame(*_ENTRY.unpack_from(table, at)) for at in range(_HEADER.size, len(table) - FOOTER_BYTES, step)
+        ZstdFrame(*_ENTRY.unpack_from(table, at))
+        for at in range(_HEADER.size, len(table) - FOOTER_BYTES, step)
     ]
     if sum(frame.compressed for frame in frames) != data_bytes:
         raise ValueError("the seek table does not describe the frames in the file")

@@ -39,7 +39,7 @@ from ..saving.errand import CopyErrand
 from ..spans import Spans
 from ..spec import MIB
 from ..staging.guard import Optimizers
-from ..state.captured import Held
+from ..state.captured import SnapshotView
 from ..state.dtypes import dtype_name
 from ..storage.base import Sink, Storage
 from ..storage.bulk import Parcel, copy
@@ -70,7 +70,7 @@ class Publication(CopyErrand):
         weights: Weights,
         beside: Mapping[str, bytes],
         acknowledged: int | None,
-        held: Held | None,
+        held: SnapshotView | None,
         optimizers: Optimizers,
         spans: Spans,
         called: Future[float],

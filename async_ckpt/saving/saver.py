@@ -30,7 +30,7 @@ from ..staging.stager import Snapshot, interrupted
 from ..state.capture import capture
 from ..state.captured import Capture
 from ..state.names import Select
-from ..state.ranked import Divided
+from ..state.ranked import RankShare
 from ..storage.place import local_place
 from ..trace import TraceFile
 from .admission import Admission, OnOverlap, Place
@@ -383,7 +383,7 @@ class Saver:
         captured_as: Callable[[Capture], None] = lambda _: None,
     ) -> tuple[Capture, RankFacts | None]:
         """What of a state is written here; with several ranks, only what falls to this one."""
-        if isinstance(state, Divided):  # others have planned it
+        if isinstance(state, RankShare):  # others have planned it
             return state.captured, state.ranks
         ranks = self._ranks
         captured = capture(state, select, slicer=ranks.slicer if ranks else None)

@@ -109,7 +109,7 @@ def _with(values: Ints, dim: int, value: int) -> Ints:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-class Run(NamedTuple):
+class StridedCopy(NamedTuple):
     """`length` bytes from byte `source` on go to byte `target`; and so on, `times` times, each some steps further."""
 
     source: int
@@ -124,12 +124,12 @@ class Run(NamedTuple):
         """From its first byte to its last."""
         return (self.times - 1) * self.source_step + self.length
 
-    def within(self, begin: int, end: int) -> Iterator[Run]:
+    def within(self, begin: int, end: int) -> Iterator[StridedCopy]:
         """Those of its bytes that lie in bytes [begin, end) of the source."""
         if self.times == 1:
             first, last = max(begin, self.source), min(end, self.source + self.length)
             if first < last:
-                yield Run(first, self.target + first - self.source, last - first)
+                yield StridedCopy(first, self.target + first - self.source, last - first)
             return
         # The first that ends behind `begin`, and the first that begins at `end` or later.
         first = max(0, (begin - self.source - self.length) // self.source_step + 1)
@@ -137,7 +137,7 @@ class Run(NamedTuple):
         while first < last and (one := self._one(first)).source < begin:
             yield from one.within(begin, end)
             first += 1
-        cut: list[Run] = []
+        cut: list[StridedCopy] = []
         while first < last and (one := self._one(last - 1)).source + self.length > end:
             cut += one.within(begin, end)
             last -= 1
@@ -146,17 +146,17 @@ class Run(NamedTuple):
             yield self._replace(source=one.source, target=one.target, times=last - first)
         yield from cut
 
-    def apart(self) -> Iterator[Run]:
+    def apart(self) -> Iterator[StridedCopy]:
         """Each of them on its own."""
         yield from map(self._one, range(self.times))
 
-    def _one(self, number: int) -> Run:
-        return Run(
+    def _one(self, number: int) -> StridedCopy:
+        return StridedCopy(
             self.source + number * self.source_step, self.target + number * self.target_step, self.length
         )
 
 
-def runs(box: Box, source: Box, target: Box, item_bytes: int) -> Iterator[Run]:
+def strided_copies(box: Box, source: Box, target: Box, item_bytes: int) -> Iterator[StridedCopy]:
     """How a box of a tensor is copied from a larger one to another, each of them dense, row by row."""
     length, source_step, target_step = item_bytes, item_bytes, item_bytes
     begin, into = 0, 0
@@ -180,4 +180,4 @@ def runs(box: Box, source: Box, target: Box, item_bytes: int) -> Iterator[Run]:
     (count, *step), *outer = steps or [(1, 0, 0)]
     for numbers in product(*(range(n) for n, _, _ in outer)):
         moved = [sum(n * one[of] for n, one in zip(numbers, outer, strict=True)) for of in (1, 2)]
-        yield Run(begin + moved[0], into + moved[1], length, count, *step)
+        yield StridedCopy(begin + moved[0], into + moved[1], length, count, *step)

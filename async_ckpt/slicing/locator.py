@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..spec import DTYPES
 from .cover import Box, cover
-from .shares import Holding, Line, by_everybody, lines, sharers
+from .shares import Holding, ReplicatedBytes, by_everybody, replicated_bytes, sharers
 from .slices import Cut, Ints, Mesh, Replicas, Slices
 
 # Ranks, ascending, by the digest of the structure that their states have.
@@ -25,7 +25,7 @@ Classes: TypeAlias = Mapping[str, Sequence[int]]
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
-class Layout(NamedTuple):
+class StepLayout(NamedTuple):
     """What the ranks of a step have saved.
 
     `structures` are the texts of `state.ranked.Structure`, by digest. Ranks of a structure in `shared` have each written a
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     apart: Mapping[int, Mapping[str, Sequence[Box]]] = _NOTHING
 
 
-class _Told(NamedTuple):
+class _StructureLine(NamedTuple):
     """A line of a structure; `spread` is JSON."""
 
     item_bytes: int
@@ -61,20 +61,20 @@ def name_of(path: Iterable[Any]) -> str:
     return "\x1f".join(map(str, path))
 
 
-class Writers:
+class ShardLocator:
     """Says who has written what, for one layout. `aliases` are the names of tensors that are tied to others, for one that does not
     tell of any itself.
     """
 
-    def __init__(self, layout: Layout, aliases: Collection[str] = ()) -> None:
+    def __init__(self, layout: StepLayout, aliases: Collection[str] = ()) -> None:
         self._layout = layout
         self._structure_of = {rank: digest for digest, ranks in layout.classes.items() for rank in ranks}
-        self._tensors, self._tied = dict[str, dict[str, _Told]](), dict[str, dict[str, str]]()
+        self._tensors, self._tied = dict[str, dict[str, _StructureLine]](), dict[str, dict[str, str]]()
         for digest in layout.classes:
             self._tensors[digest], self._tied[digest] = _parsed(layout.structures[digest])
         self._aliases = frozenset() if any(self._tied.values()) else frozenset(aliases)
         # Tensors that are spread alike, and the structures that have them.
-        self._alike: dict[str, dict[_Told, tuple[str, ...]]] = {}
+        self._alike: dict[str, dict[_StructureLine, tuple[str, ...]]] = {}
         for digest, tensors in self._tensors.items():
             for name, told in tensors.items():
                 alike = self._alike.setdefault(name, {})
@@ -152,7 +152,7 @@ class Writers:
     def _of_cut(
         self,
         name: str,
-        told: _Told,
+        told: _StructureLine,
         digests: tuple[str, ...],
         boxes: tuple[Box, ...],
         preferred: Collection[int],
@@ -188,7 +188,7 @@ class Writers:
         for rank in {*alone[:1], *(rank for rank in alone if rank in preferred)}:
             yield from ((rank, Box(one.global_offsets, one.sizes)) for one in slices.rectangles)
 
-    def _line(self, name: str, rank: int) -> tuple[Line | None, Mesh | None]:
+    def _line(self, name: str, rank: int) -> tuple[ReplicatedBytes | None, Mesh | None]:
         """What a rank shares of a tensor, and with whom; nothing where it writes all that it holds."""
         if rank not in self._mates.get(self._structure_of[rank], ()):
             return None, None
@@ -196,7 +196,7 @@ class Writers:
         replicas = shared.get(name)
         return (None, None) if replicas is None else (found.get(replicas), replicas.ranks)
 
-    def _lines_at(self, rank: int) -> tuple[dict[str, Replicas], dict[Replicas, Line]]:
+    def _lines_at(self, rank: int) -> tuple[dict[str, Replicas], dict[Replicas, ReplicatedBytes]]:
         """As the rank itself divides what it holds alike with others; see `state.ranked`."""
         digest = self._structure_of[rank]
         mates = self._layout.shared[digest]
@@ -216,7 +216,7 @@ class Writers:
             for name, one in holdings.items()
             if one.replicas.size > 1 and name not in everybody
         }
-        return shared, lines(holdings, everybody)
+        return shared, replicated_bytes(holdings, everybody)
 
     def _is_tied(self, name: str, rank: int) -> bool:
         """Whether a rank has written nothing under this name, for it has it under another."""
@@ -224,7 +224,7 @@ class Writers:
 
     # --- what is where ----------------------------------------------------------------------------------------
 
-    def _slices(self, name: str, told: _Told, rank: int) -> Slices | None:
+    def _slices(self, name: str, told: _StructureLine, rank: int) -> Slices | None:
         """What a rank holds of a tensor; None where that does not follow from anything."""
         if told.is_plain:
             return Slices.plain(told.shape)
@@ -275,13 +275,13 @@ class Writers:
         return found
 
 
-def _parsed(text: str) -> tuple[dict[str, _Told], dict[str, str]]:
+def _parsed(text: str) -> tuple[dict[str, _StructureLine], dict[str, str]]:
     """The tensors of a structure, and which of them are tied to which."""
-    found, tied = dict[str, _Told](), dict[str, str]()
+    found, tied = dict[str, _StructureLine](), dict[str, str]()
     for line in text.splitlines():
         name, dtype, shape, spread, *to = json.loads(line)
         if dtype in DTYPES:
-            found[name] = _Told(DTYPES[dtype][0], tuple(shape), json.dumps(spread))
+            found[name] = _StructureLine(DTYPES[dtype][0], tuple(shape), json.dumps(spread))
             if to:
                 tied[name] = to[0]
     return found, tied

@@ -37,7 +37,7 @@ _MANY_SPECS = 100_000  # remembered; a state has one for each shape and way to c
 _Known: TypeAlias = tuple[Slices, Ints | None]  # and the shape that a DTensor's local tensor has here
 
 
-class Sliced(NamedTuple):
+class LocalShards(NamedTuple):
     """What this rank holds of one tensor: for each of the rectangles the plain tensor with its elements.
 
     `key` is the name that the tensor has on all ranks, where it brings one along (Megatron's); else its path is.
@@ -116,7 +116,7 @@ class Slicer:
         self._meshes: dict[Any, Mesh] = {}
         self._specs: dict[Any, _Known] = {}
 
-    def slice(self, value: Any, *, name: str) -> Sliced:
+    def slice(self, value: Any, *, name: str) -> LocalShards:
         """What is held here of a tensor.
 
         Raises UnsupportedStateError, which begins with `name`, for a DTensor that is Partial, or placed in a way that is
@@ -131,9 +131,9 @@ class Slicer:
         if is_of_megatron(value):
             return _of_megatron(value, name)
         slices = Slices.plain(value.shape)
-        return Sliced(slices, (value,) if slices.rectangles else ())
+        return LocalShards(slices, (value,) if slices.rectangles else ())
 
-    def _of_dtensor(self, tensor: Any, name: str) -> Sliced:
+    def _of_dtensor(self, tensor: Any, name: str) -> LocalShards:
         spec, local = tensor._spec, tensor._local_tensor
         if spec not in self._specs:
             if len(self._specs) >= _MANY_SPECS:
@@ -150,7 +150,7 @@ class Slicer:
                 f"{slices.mesh and slices.mesh.shape} puts {shape} of {slices.global_shape} here; redistribute() it to Shard "
                 "or Replicate, or declare its slices as torch's CheckpointableTensor does",
             )
-        return Sliced(slices, _parts(local, slices.rectangles))
+        return LocalShards(slices, _parts(local, slices.rectangles))
 
     def _as_numbered(self, slices: Slices) -> Slices:
         """The same; where the mesh calls this rank by another number, what the mesh says of others is not to be believed."""
@@ -171,7 +171,7 @@ class Slicer:
             mesh=mesh,
         )
 
-    def _of_sharded_tensor(self, tensor: Any, name: str) -> Sliced:
+    def _of_sharded_tensor(self, tensor: Any, name: str) -> LocalShards:
         """FSDP1's. A shard may be one itself, where it is applied over tensor parallelism."""
         rectangles: list[Rectangle] = []
         parts: list[torch.Tensor] = []
@@ -186,7 +186,7 @@ class Slicer:
                 moved = _sum(offsets, rectangle.global_offsets)
                 rectangles.append(Rectangle(moved, (0,) * len(moved), rectangle.sizes))
                 parts.append(part)
-        return Sliced(_given(tensor.metadata().size, rectangles, name), tuple(parts))
+        return LocalShards(_given(tensor.metadata().size, rectangles, name), tuple(parts))
 
 
 def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
@@ -251,7 +251,7 @@ def _counts_strided(spec: Any, mesh: Mesh, dim: int) -> bool:
     return counted is None or counted[dim] == shards
 
 
-def _of_declared(tensor: torch.Tensor, name: str) -> Sliced:
+def _of_declared(tensor: torch.Tensor, name: str) -> LocalShards:
     """A tensor with the attributes of torch 2.14's `CheckpointableTensor`, set by whoever made it."""
     shape, *lists = (getattr(tensor, attribute) for attribute in _DECLARED)
     offsets, local_offsets, sizes = ([tuple(map(int, one)) for one in many] for many in lists)
@@ -265,10 +265,10 @@ def _of_declared(tensor: torch.Tensor, name: str) -> Sliced:
     for rectangle in rectangles:
         if not _is_inside(rectangle.local_offsets, rectangle.sizes, tensor.shape):
             raise _refused(name, f"{rectangle} is not inside of its shape {tuple(tensor.shape)}")
-    return Sliced(_given(shape, rectangles, name), _parts(tensor, rectangles))
+    return LocalShards(_given(shape, rectangles, name), _parts(tensor, rectangles))
 
 
-def together(sliced: Sequence[Sliced], *, name: str) -> tuple[Slices, tuple[torch.Tensor, ...]]:
+def joined(sliced: Sequence[LocalShards], *, name: str) -> tuple[Slices, tuple[torch.Tensor, ...]]:
     """What is held of one tensor in several places. What other ranks write counts only if nothing else is here.
 
     Raises UnsupportedStateError, which begins with `name`, for slices of different tensors, and for those that overlap.
@@ -282,7 +282,7 @@ def together(sliced: Sequence[Sliced], *, name: str) -> tuple[Slices, tuple[torc
     return slices, tuple(part for _, part in held)
 
 
-def _of_megatron(sharded: Any, name: str) -> Sliced:
+def _of_megatron(sharded: Any, name: str) -> LocalShards:
     """Megatron's ShardedTensor, no tensor itself: `data` is the block at `global_offset`, or a range of its elements."""
     data, added = sharded.data, getattr(sharded, "prepend_axis_num", 0)
     if data is None:
@@ -313,7 +313,7 @@ def _of_megatron(sharded: Any, name: str) -> Sliced:
     replica = sharded.replica_id
     is_copy = any(replica) if isinstance(replica, Iterable) else bool(replica)
     slices = _given(sharded.global_shape, [one for one, _ in held], name, is_copy=is_copy)
-    return Sliced(slices, tuple(part for _, part in held), sharded.key)
+    return LocalShards(slices, tuple(part for _, part in held), sharded.key)
 
 
 def _given(

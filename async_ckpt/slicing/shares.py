@@ -41,7 +41,7 @@ class Holding(NamedTuple):
     replicas: Replicas
 
 
-class Piece(NamedTuple):
+class ReplicatedPiece(NamedTuple):
     """A rectangle of a tensor, and where it lies in a line."""
 
     name: str
@@ -50,10 +50,10 @@ class Piece(NamedTuple):
     at: int
 
 
-class Line(NamedTuple):
+class ReplicatedBytes(NamedTuple):
     """All that one set of ranks holds alike, laid end to end."""
 
-    pieces: list[Piece]
+    pieces: list[ReplicatedPiece]
     num_bytes: int = 0
 
     def share(self, number: int, shares: int) -> Iterator[tuple[str, Rectangle]]:
@@ -74,7 +74,7 @@ class Line(NamedTuple):
                     if part is not None:
                         yield number, part
 
-    def _part(self, piece: Piece, number: int, shares: int) -> Rectangle | None:
+    def _part(self, piece: ReplicatedPiece, number: int, shares: int) -> Rectangle | None:
         first, last = self.num_bytes * number // shares, self.num_bytes * (number + 1) // shares
         _, rectangle, num_bytes, at = piece
         if num_bytes < CUT_BYTES:
@@ -86,7 +86,7 @@ class Line(NamedTuple):
         return _rows(rectangle, dim, start, stop) if start < stop else None
 
 
-def written(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rectangle, ...]]:
+def rectangles_to_write(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rectangle, ...]]:
     """For each tensor that this rank holds, by its name, the rectangles of it that it writes: all, some or none of them.
 
     Over the ranks of a set, which must hold the same under the same names, every element is written once; small tensors
@@ -97,7 +97,7 @@ def written(holdings: Mapping[str, Holding]) -> dict[str, tuple[Rectangle, ...]]
     for name, (slices, _, replicas) in holdings.items():
         if not slices.is_copy and (name in everybody or replicas.size == 1):
             taken[name].extend(slices.rectangles)
-    for replicas, line in lines(holdings, everybody).items():
+    for replicas, line in replicated_bytes(holdings, everybody).items():
         for name, rectangle in line.share(replicas.number, replicas.size):
             taken[name].append(rectangle)
     return {name: tuple(rectangles) for name, rectangles in taken.items()}
@@ -125,9 +125,9 @@ def _weight(name: str, rectangle: Rectangle) -> int:
     return weight
 
 
-def lines(holdings: Mapping[str, Holding], everybody: set[str]) -> dict[Replicas, Line]:
-    """The lines that a rank has a share in, by the ranks that it shares with; without what `everybody` writes."""
-    found: dict[Replicas, list[Piece]] = {}
+def replicated_bytes(holdings: Mapping[str, Holding], everybody: set[str]) -> dict[Replicas, ReplicatedBytes]:
+    """The bytes that a rank has a share in, by the ranks that it shares with; without what `everybody` writes."""
+    found: dict[Replicas, list[ReplicatedPiece]] = {}
     ends: dict[Replicas, int] = {}
     for name in sorted(holdings):
         slices, item_bytes, replicas = holdings[name]
@@ -135,9 +135,9 @@ def lines(holdings: Mapping[str, Holding], everybody: set[str]) -> dict[Replicas
             continue
         for one in slices.rectangles:
             at, num_bytes = ends.get(replicas, 0), one.num_elements * item_bytes
-            found.setdefault(replicas, []).append(Piece(name, one, num_bytes, at))
+            found.setdefault(replicas, []).append(ReplicatedPiece(name, one, num_bytes, at))
             ends[replicas] = at + num_bytes
-    return {replicas: Line(pieces, ends[replicas]) for replicas, pieces in found.items()}
+    return {replicas: ReplicatedBytes(pieces, ends[replicas]) for replicas, pieces in found.items()}
 
 
 def sharers(slices: Slices, rank: int, mates: Sequence[int], root: Mesh | None = None) -> Replicas:

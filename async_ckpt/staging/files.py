@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Protocol
 
 from ..errors import StorageUnavailableError, TornSnapshotError, UnsupportedStateError
 from ..format.layout import Image, SegmentPlan
-from ..format.tarball import Entry, stays_inside
+from ..format.tarball import TarEntry, stays_inside
 from ..host.limits import num_cpus
 from ..host.pool import Lease, SegmentPool
 from ..host.threads import Crew, running_future
@@ -42,12 +42,12 @@ class Source(NamedTuple):
     mtime_ns: int
 
 
-def scan(folder: Path) -> tuple[list[Entry], list[Source]]:
+def scan(folder: Path) -> tuple[list[TarEntry], list[Source]]:
     """Every member of a folder, itself first, in the order of names; and the file behind each.
 
     Raises UnsupportedStateError for what no archive can give back: devices, pipes, links that lead out of the folder.
     """
-    entries: list[Entry] = []
+    entries: list[TarEntry] = []
     sources: list[Source] = []
     first_names: dict[tuple[int, int], str] = {}
     for path, name, found in _walk(str(folder), ".", os.lstat(folder)):
@@ -73,10 +73,10 @@ def _walk(path: str, name: str, found: os.stat_result) -> Iterator[tuple[str, st
             todo += [(e.path, f"{name}/{e.name}", e.stat(follow_symlinks=False)) for e in inside]
 
 
-def _entry(path: str, name: str, found: os.stat_result, first_names: dict[tuple[int, int], str]) -> Entry:
+def _entry(path: str, name: str, found: os.stat_result, first_names: dict[tuple[int, int], str]) -> TarEntry:
     mode, mtime = stat.S_IMODE(found.st_mode), int(found.st_mtime)
     if stat.S_ISDIR(found.st_mode):
-        return Entry(name, tarfile.DIRTYPE, mode, mtime)
+        return TarEntry(name, tarfile.DIRTYPE, mode, mtime)
     if stat.S_ISLNK(found.st_mode):
         target = os.readlink(path)
         if not stays_inside(name, target):
@@ -84,7 +84,7 @@ def _entry(path: str, name: str, found: os.stat_result, first_names: dict[tuple[
                 f"{path} is a link to {target}, which may lead out of the folder; copy the file in instead",
                 path=path,
             )
-        return Entry(name, tarfile.SYMTYPE, mode, mtime, link=target)
+        return TarEntry(name, tarfile.SYMTYPE, mode, mtime, link=target)
     if not stat.S_ISREG(found.st_mode):
         raise UnsupportedStateError(
             f"{path} is neither a file, a folder nor a link; remove it, then pack again", path=path
@@ -92,8 +92,8 @@ def _entry(path: str, name: str, found: os.stat_result, first_names: dict[tuple[
     if found.st_nlink > 1:
         first = first_names.setdefault((found.st_dev, found.st_ino), name)
         if first != name:
-            return Entry(name, tarfile.LNKTYPE, mode, mtime, link=first)
-    return Entry(name, tarfile.REGTYPE, mode, mtime, found.st_size, runs=_runs(path, found))
+            return TarEntry(name, tarfile.LNKTYPE, mode, mtime, link=first)
+    return TarEntry(name, tarfile.REGTYPE, mode, mtime, found.st_size, runs=_runs(path, found))
 
 
 def _runs(path: str, found: os.stat_result) -> tuple[tuple[int, int], ...]:

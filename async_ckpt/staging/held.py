@@ -13,12 +13,12 @@ from typing import Any, Self
 from ..host.threads import Crew
 from ..spans import Clock
 from ..state.capture import capture
-from ..state.captured import Held, Source, structure_of
+from ..state.captured import SnapshotCopies, SnapshotView, structure_of
 from .guard import Optimizers
 from .whole import HostCopy, HostMemory
 
 
-class HeldSnapshot(Held):
+class HeldSnapshot(SnapshotView):
     """A whole state as it was at one instant, in host memory. `async_ckpt.snapshot` returns it.
 
         with async_ckpt.snapshot({"model": model}) as snap:
@@ -56,7 +56,7 @@ class HeldSnapshot(Held):
         )
         self.num_bytes = copy.num_bytes
         # Of what it shares with its parts, so that none of them is left without its memory.
-        source = Source(captured, copy.tensors, copy.completion)
+        source = SnapshotCopies(captured, copy.tensors, copy.completion)
         self._release = weakref.finalize(source, copy.release_by_finalizer)
         self._release.atexit = False
         self._copy = copy

@@ -25,7 +25,7 @@ from ..errors import UnsupportedStateError
 from ..slicing.sharded import Slicer, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceOf, TensorSpec, with_article
-from .captured import Capture, Held, Mark, marks_of, tree_of
+from .captured import Capture, Mark, SnapshotView, marks_of, tree_of
 from .dtypes import dtype_name, is_describable
 from .keyed import KeyedTensors, refuse_others, with_keyed
 from .names import Path, Select, dotted, selector, shown
@@ -47,7 +47,7 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
     Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
     quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that no pickle takes.
     """
-    walk = _Walk(state, slicer)
+    walk = _CaptureWalk(state, slicer)
     try:
         with no_collection():
             chosen = selector(select)
@@ -92,7 +92,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Walk:
+class _CaptureWalk:
     def __init__(self, state: Any, slicer: Slicer | None) -> None:
         self._state_dicts = StateDicts(state)
         self._slicer = slicer
@@ -112,7 +112,7 @@ class _Walk:
 
     def contents(self, value: Any, path: Path) -> Any:
         """What is in an object that has a state dict."""
-        if isinstance(value, Held):
+        if isinstance(value, SnapshotView):
             self.completions.append(value.completion)
             self._frozen_marks.update(marks_of(value))
             return tree_of(value)

@@ -23,7 +23,7 @@ from ..slicing.slices import Slices
 from ..spec import TensorSpec, with_article
 from .dtypes import dtype_named
 from .names import Path, shown
-from .tree import SavedRecord, Stored, decode, replaced
+from .tree import SavedRecord, StoredLeaf, decode, replaced
 
 Mark: TypeAlias = tuple[int, int]
 
@@ -53,11 +53,11 @@ class Capture:
 
 
 def structure_of(captured: Capture) -> Any:
-    """The state, with a `Stored` for what is not in the skeleton itself. Raises TypeError for two classes of one name."""
+    """The state, with a `StoredLeaf` for what is not in the skeleton itself. Raises TypeError for two classes of one name."""
     return decode(json.loads(captured.skeleton), types=captured.types)[0]
 
 
-class Source:
+class SnapshotCopies:
     """What all parts of one snapshot share: the copies, until it is closed."""
 
     def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
@@ -96,7 +96,7 @@ class Source:
         copies = self.copies()
         objects: list[Any] = []
 
-        def give(stored: Stored) -> Any:
+        def give(stored: StoredLeaf) -> Any:
             if stored.kind == "object":
                 objects[:] = objects or self._objects()
                 return objects[stored.number]
@@ -111,7 +111,7 @@ class Source:
         return replaced(structure, give)
 
 
-class Held:
+class SnapshotView:
     """A snapshot, or a part of one: a state as it was at one instant, with its tensors on the host.
 
         snap["model"]["weight"]  # a tensor; snap["model"] is a part
@@ -120,7 +120,7 @@ class Held:
     state, and read it in the background. All readers share its tensors, so they must not be written to.
     """
 
-    def __init__(self, source: Source, structure: Any, path: Path = ()) -> None:
+    def __init__(self, source: SnapshotCopies, structure: Any, path: Path = ()) -> None:
         self._source, self._structure, self._path = source, structure, path
 
     @property
@@ -221,7 +221,7 @@ class Held:
 # --- for those who read them, in this library ---------------------------------------------------------------------
 
 
-def module_of(held: Held) -> torch.nn.Module | None:
+def module_of(held: SnapshotView) -> torch.nn.Module | None:
     """The live module whose state this is, without wrappers; None if there is none. Raises ReferenceError if it is gone."""
     known = held._source.modules.get(held._path)
     module = None if known is None else known()
@@ -232,17 +232,17 @@ def module_of(held: Held) -> torch.nn.Module | None:
     return module
 
 
-def marks_of(held: Held) -> Mapping[int, Mark | None]:
+def marks_of(held: SnapshotView) -> Mapping[int, Mark | None]:
     """What each tensor was when it was copied, by the id of the copy."""
     return held._source.marks()
 
 
-def tree_of(held: Held) -> Any:
+def tree_of(held: SnapshotView) -> Any:
     """The state in plain containers, at once: its tensors have their bytes when `completion` has resolved."""
     return held._source.filled(held._structure)
 
 
-def is_leaf(held: Held) -> bool:
+def is_leaf(held: SnapshotView) -> bool:
     """Whether it is one tensor, or one value."""
     structure = held._structure
     return isinstance(structure, torch.Size) or not isinstance(
@@ -250,7 +250,7 @@ def is_leaf(held: Held) -> bool:
     )
 
 
-def part_of(held: Held, key: Any) -> Held:
+def part_of(held: SnapshotView, key: Any) -> SnapshotView:
     """The part of this name or number. Raises KeyError or IndexError, and TypeError if it has no parts."""
     entries = held._entries
     is_named = isinstance(entries, dict)
@@ -262,4 +262,4 @@ def part_of(held: Held, key: Any) -> Held:
         there = ", ".join(map(repr, entries)) if is_named else f"{len(entries)} entries"
         kind = IndexError if isinstance(error, IndexError) else KeyError
         raise kind(f"{key!r} is not in {shown(held._path)}; there are {there:.300}") from None
-    return Held(held._source, inner, (*held._path, key))
+    return SnapshotView(held._source, inner, (*held._path, key))

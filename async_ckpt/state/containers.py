@@ -3,7 +3,7 @@
 In: values, each with its rank or its path. Out: mappings, dicts and lists. Knows nothing of: files, tensors.
 
 A path, as torch.distributed.checkpoint gives it, is text for the key of a dict, and a number for a place in a list. One
-rank may have a few items of a list, and others the rest: each rank keeps its items as `Places`, which become a list once
+rank may have a few items of a list, and others the rest: each rank keeps its items as `ListItems`, which become a list once
 they are complete.
 """
 
@@ -45,7 +45,7 @@ class PerRank(Mapping[int, Any]):
         return f"PerRank({{{told:.600}}})"
 
 
-class Places(dict[int, Any]):
+class ListItems(dict[int, Any]):
     """Some of the items of a list, by their places."""
 
     def as_list(self) -> Any:
@@ -54,7 +54,7 @@ class Places(dict[int, Any]):
 
 
 def nested(entries: Iterable[tuple[Path, Any]], *, are_all: bool = True) -> dict[str, Any]:
-    """Put values where their paths lead. With `are_all` there are no others anywhere, and `Places` become lists.
+    """Put values where their paths lead. With `are_all` there are no others anywhere, and `ListItems` become lists.
 
     Raises ValueError where one path leads through the value of another, or a number stands beside the key of a dict.
     """
@@ -65,7 +65,7 @@ def nested(entries: Iterable[tuple[Path, Any]], *, are_all: bool = True) -> dict
         inside = root
         for key, following in pairwise(path):
             if key not in inside and _fits(key, inside):
-                new: dict[Any, Any] = Places() if isinstance(following, int) else {}
+                new: dict[Any, Any] = ListItems() if isinstance(following, int) else {}
                 inside[key] = new
                 made[id(new)] = new, inside, key
             inside = inside.get(key, root)
@@ -75,13 +75,13 @@ def nested(entries: Iterable[tuple[Path, Any]], *, are_all: bool = True) -> dict
             raise _contradicted(path)
         inside[path[-1]] = value
     for container, outside, key in reversed(made.values()):
-        if are_all and isinstance(container, Places):
+        if are_all and isinstance(container, ListItems):
             outside[key] = container.as_list()
     return root
 
 
 def _fits(key: Any, container: dict[Any, Any]) -> bool:
-    return isinstance(key, int) is isinstance(container, Places)
+    return isinstance(key, int) is isinstance(container, ListItems)
 
 
 def _contradicted(path: Path) -> ValueError:

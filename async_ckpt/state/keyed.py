@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnsupportedStateError
-from ..slicing.sharded import Slicer, is_of_megatron, together
+from ..slicing.sharded import Slicer, is_of_megatron, joined
 from ..slicing.slices import Slices
 from ..spec import Json, with_article
 from .names import Path, shown
 from .tree import key_of
 
 
-class Keyed(NamedTuple):
+class KeyedTensor(NamedTuple):
     """What is here of one tensor, under its name."""
 
     path: Path
@@ -53,7 +53,7 @@ class KeyedTensors:
         refuse_others(value, path)
         return False
 
-    def tensors(self) -> Iterator[Keyed]:
+    def tensors(self) -> Iterator[KeyedTensor]:
         """Each once. Raises UnsupportedStateError, naming where it lies, for slices that contradict each other."""
         assert self._slicer is not None or not self._found
         for name, values in self._found.items():
@@ -61,8 +61,8 @@ class KeyedTensors:
             dtypes = {one.data.dtype for one in values.values()}
             if len(dtypes) > 1:
                 raise _refused(name, f"its slices are {', '.join(sorted(map(str, dtypes)))}")
-            slices, parts = together(sliced, name=shown(name))
-            yield Keyed(name, slices, parts, dtypes.pop())
+            slices, parts = joined(sliced, name=shown(name))
+            yield KeyedTensor(name, slices, parts, dtypes.pop())
 
 
 def refuse_others(value: Any, path: Path) -> None:

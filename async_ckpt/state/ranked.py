@@ -18,7 +18,7 @@ import torch
 
 from ..errors import UnsupportedStateError
 from ..slicing.sharded import Slicer
-from ..slicing.shares import Holding, balance, by_everybody, sharers, written
+from ..slicing.shares import Holding, balance, by_everybody, rectangles_to_write, sharers
 from ..slicing.slices import Mesh, Rectangle, Replicas, Slices
 from ..spec import (
     BORROWED,
@@ -54,7 +54,7 @@ class Structure(NamedTuple):
     digest: str
 
 
-class _Source(NamedTuple):
+class _WriteSource(NamedTuple):
     """Where what is written comes from: a spec of the captured state, and what of its tensor; None for all of it."""
 
     spec: int
@@ -62,7 +62,7 @@ class _Source(NamedTuple):
     is_nothing: bool = False
 
 
-class Divided(NamedTuple):
+class RankShare(NamedTuple):
     """What one rank writes of a state."""
 
     captured: Capture
@@ -75,7 +75,7 @@ class Divided(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Look:
+class _Inventory:
     """What a state of this rank looks like. `specs` and `slices` are those of the last capture that looked like it."""
 
     specs: list[TensorSpec]
@@ -87,11 +87,11 @@ class _Look:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    look: _Look
+class _WritePlan:
+    look: _Inventory
     mates: Sequence[int]
     specs: list[TensorSpec]
-    sources: list[_Source]
+    sources: list[_WriteSource]
     ranks: RankFacts
     small: Mapping[str, int]
     copies: Sequence[tuple[str, str, list[int]]]  # what of it, name, captured specs
@@ -108,8 +108,8 @@ class RankedStates:
         """`root` is a mesh of which those of all tensors are parts: it tells which of these have copies of each other."""
         self.rank, self.world_size, self._root = rank, world_size, root
         self.slicer = Slicer(rank)
-        self._look: _Look | None = None
-        self._plan: _Plan | None = None
+        self._look: _Inventory | None = None
+        self._plan: _WritePlan | None = None
 
     def structure(
         self,
@@ -128,7 +128,7 @@ class RankedStates:
 
     def divided(
         self, captured: Capture, mates: Sequence[int] = (), per_rank: tuple[str, ...] = ()
-    ) -> Divided:
+    ) -> RankShare:
         """What this rank writes of what it has captured; `mates` are all ranks that are known to have the same structure.
 
         If this rank is none of them, it writes all that it holds.
@@ -143,7 +143,7 @@ class RankedStates:
         marks = [captured.marks[source.spec] for source in plan.sources]
         frozen = frozenset(n for n, one in enumerate(plan.sources) if one.spec in captured.frozen)
         made = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, frozen=frozen)
-        return Divided(made, plan.ranks, plan.small, plan.balance)
+        return RankShare(made, plan.ranks, plan.small, plan.balance)
 
     def copies(self, captured: Capture) -> list[tuple[str, str, list[torch.Tensor]]]:
         """The tensors of the state that was divided last of which other ranks may have the same: what of it, its name, and
@@ -157,7 +157,7 @@ class RankedStates:
         mesh = slices.mesh
         return mesh is None or slices.replicas().size > 1 or mesh.size < self.world_size
 
-    def _looked_at(self, captured: Capture, per_rank: tuple[str, ...]) -> _Look:
+    def _looked_at(self, captured: Capture, per_rank: tuple[str, ...]) -> _Inventory:
         """The last look, if the state still looks like that."""
         look = self._look
         if (
@@ -170,11 +170,11 @@ class RankedStates:
         look.specs, look.slices = captured.specs, captured.slices  # to be compared again, these cost nothing
         return look
 
-    def _planned(self, captured: Capture, look: _Look, given: Sequence[int]) -> _Plan:
+    def _planned(self, captured: Capture, look: _Inventory, given: Sequence[int]) -> _WritePlan:
         mates = given if self.rank in given else [self.rank]
         names, tensors, per_rank = look.names, look.tensors, frozenset(look.per_rank)
-        sharing = _Remembered(lambda slices: sharers(slices, self.rank, mates, self._root))
-        has_others = _Remembered(self._has_others)
+        sharing = _AnswersBySlices(lambda slices: sharers(slices, self.rank, mates, self._root))
+        has_others = _AnswersBySlices(self._has_others)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
         holdings: dict[bool, dict[str, Holding]] = {False: {}, True: {}}  # what is shared, and what is not
         for number, slices in enumerate(captured.slices):
@@ -185,7 +185,7 @@ class RankedStates:
                     Replicas() if number in own else sharing(slices),
                 )
         # What a rank has for itself must not change what it takes of the rest: others have more of their own, or less.
-        taken = written(holdings[False]) | written(holdings[True])
+        taken = rectangles_to_write(holdings[False]) | rectangles_to_write(holdings[True])
         everybody = by_everybody(holdings[False])
         small: dict[str, int] = {}
         copies = []
@@ -196,7 +196,7 @@ class RankedStates:
                 copies.append((_boxes(slices), names[number], tensors[primary]))
         meshes: dict[Mesh, int] = {}
         specs: list[TensorSpec] = []
-        sources: list[_Source] = []
+        sources: list[_WriteSource] = []
         first: dict[int, int] = {}  # of the captured specs, in the new ones
         for number, slices in enumerate(captured.slices):
             here = tensors[number]
@@ -212,17 +212,17 @@ class RankedStates:
                 specs.append(
                     spec._replace(shape=rectangle.sizes, of=told._replace(offsets=rectangle.global_offsets))
                 )
-                sources.append(_Source(i, within))
+                sources.append(_WriteSource(i, within))
             if not ours:
                 alias = None if spec.alias_of is None else first[spec.alias_of]
                 specs.append(spec._replace(shape=(0,), alias_of=alias, of=told))
-                sources.append(_Source(here[0], None, is_nothing=True))
+                sources.append(_WriteSource(here[0], None, is_nothing=True))
         facts = tuple(MeshFacts(mesh.start, mesh.shape, mesh.stride, mesh.ranks) for mesh in meshes)
         ranks = RankFacts(self.rank, self.world_size, facts)
-        return _Plan(look, given, specs, sources, ranks, small, copies, balance(holdings[False], taken))
+        return _WritePlan(look, given, specs, sources, ranks, small, copies, balance(holdings[False], taken))
 
 
-class _Remembered(Generic[T]):
+class _AnswersBySlices(Generic[T]):
     """What is asked of slices and follows from their mesh and cuts alone: most tensors of a state have the same, and its
     answers may list many ranks.
     """
@@ -253,7 +253,7 @@ def _primary(number: int, captured: Capture, tensors: Sequence[list[int]]) -> in
     return number if of is None else of.number
 
 
-def _look_at(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -> _Look:
+def _look_at(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -> _Inventory:
     tensors, own = by_tensor(captured.specs), frozenset(per_rank)
     names = ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in tensors]  # the same on all ranks
     if len(set(names)) < len(names):
@@ -282,7 +282,7 @@ def _look_at(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) ->
         tied = [] if primary == number else [names[primary]]
         lines.append(_in_short([name, dtype, slices.global_shape, spread, *tied]))
     structure = _digested("\n".join(sorted(lines)))
-    return _Look(captured.specs, captured.slices, per_rank, names, tensors, structure)
+    return _Inventory(captured.specs, captured.slices, per_rank, names, tensors, structure)
 
 
 def _digested(text: str) -> Structure:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..spec import Json
 from .names import Path, dotted, is_within, shown
-from .tree import Apart, key_of
+from .tree import NodesByRank, key_of
 
 # Ranks whose nodes are alike, and the node.
 _Variant: TypeAlias = tuple[tuple[int, ...], Json]
@@ -80,7 +80,7 @@ def merge(
     With `groups`, only these top-level entries. Raises UnknownChoiceError for the choice of a rank that has no such value,
     ValueError where the skeletons contradict themselves, and any error for one that is malformed.
     """
-    walk = _Walk(num_tensors, frozenset(per_rank), choice, groups)
+    walk = _MergeWalk(num_tensors, frozenset(per_rank), choice, groups)
     variants = _grouped(skeletons.items())
     if len(variants) == 1 and not per_rank and not choice.from_ranks:
         return walk.as_it_is(*variants[0])
@@ -88,7 +88,7 @@ def merge(
     return MergedSkeleton(node, walk.tensors, walk.objects, walk.of_some, walk.names, walk.apart)
 
 
-class _Walk:
+class _MergeWalk:
     def __init__(
         self,
         num_tensors: Mapping[int, int],
@@ -204,11 +204,11 @@ class _Walk:
         chosen = self._choice.of(path, by_rank)
         if chosen is not None:
             return self._own(chosen, by_rank[chosen], path)
-        return Apart({rank: self._own(rank, by_rank[rank], path) for rank in sorted(by_rank)})
+        return NodesByRank({rank: self._own(rank, by_rank[rank], path) for rank in sorted(by_rank)})
 
     def _own(self, rank: int, node: Json, path: Path) -> Json:
         """What one rank has, with the numbers that its tensors have here."""
-        walk = _Walk(self._num_tensors, frozenset(), _NO_CHOICE)
+        walk = _MergeWalk(self._num_tensors, frozenset(), _NO_CHOICE)
         walk.tensors, walk.objects, walk._number = self.tensors, self.objects, self._number
         return walk.merge([((rank,), node)], path)
 

@@ -21,7 +21,7 @@ import torch
 
 from ..errors import UnsupportedStateError
 from ..spec import Json
-from .containers import PerRank, Places
+from .containers import ListItems, PerRank
 from .dtypes import numpy_dtype
 from .names import Path, printable, shown
 from .plain import (
@@ -118,7 +118,7 @@ class Encoder:
         if items is _OMITTED:
             return _OMITTED
         if not isinstance(value, OrderedDict):
-            return {"places" if isinstance(value, Places) else "dict": items}
+            return {"places" if isinstance(value, ListItems) else "dict": items}
         # What `Module.state_dict` hangs on its result; modules read their version from it when they load.
         metadata = getattr(value, "_metadata", None)
         if not isinstance(metadata, dict):
@@ -170,7 +170,7 @@ class Encoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredLeaf:
     """A leaf that is not in the skeleton itself: entry `number` of its kind.
 
     "tensor" and "bytes" are numbered together, "object" apart. An "ndarray" is a tensor too; `descr` and `shape`
@@ -214,14 +214,14 @@ class SavedRecord:
     fields: dict[str, Any]
 
 
-class Apart(NamedTuple):
+class NodesByRank(NamedTuple):
     """A node for each rank, where ranks have values of their own: in merged skeletons, never in a file."""
 
     nodes: Mapping[int, Json]
 
 
 @dataclass(frozen=True, slots=True)
-class SavedApart:
+class ValuesByRank:
     """What each rank has saved of its own: rank -> value. `path` is for people."""
 
     values: dict[int, Any]
@@ -230,8 +230,8 @@ class SavedApart:
 
 def decode(
     node: Json, *, types: Iterable[type] = (), keep: Callable[[Path], bool] | None = None
-) -> tuple[Any, list[Stored]]:
-    """The structure back from its skeleton, with a `Stored` where the archive has more to say; and all of these.
+) -> tuple[Any, list[StoredLeaf]]:
+    """The structure back from its skeleton, with a `StoredLeaf` where the archive has more to say; and all of these.
 
     A namedtuple becomes its class if that is among `types`, else a plain tuple; likewise an enum's member, else its
     value, and a dataclass's instance, which is a `SavedRecord` at first, else a dict. Leaves whose path `keep` turns
@@ -291,15 +291,15 @@ def _malformed(error: Exception) -> ValueError:
 
 
 def replaced(
-    value: Any, give: Callable[[Stored], Any], of_ranks: Callable[[SavedApart], Any] | None = None
+    value: Any, give: Callable[[StoredLeaf], Any], of_ranks: Callable[[ValuesByRank], Any] | None = None
 ) -> Any:
-    """A copy of a decoded structure with every `Stored` replaced by what `give` has for it.
+    """A copy of a decoded structure with every `StoredLeaf` replaced by what `give` has for it.
 
     What ranks have of their own becomes a `PerRank`, or what `of_ranks` has for it.
     """
-    if isinstance(value, Stored):
+    if isinstance(value, StoredLeaf):
         return give(value)
-    if isinstance(value, SavedApart):
+    if isinstance(value, ValuesByRank):
         if of_ranks is not None:
             return of_ranks(value)
         return PerRank({rank: replaced(item, give) for rank, item in value.values.items()})
@@ -323,9 +323,9 @@ def replaced(
     return value
 
 
-def leaves(value: Any) -> Iterator[Stored | SavedApart]:
-    """Every `Stored` in a decoded structure, and what ranks have of their own, as it is."""
-    if isinstance(value, Stored | SavedApart):
+def leaves(value: Any) -> Iterator[StoredLeaf | ValuesByRank]:
+    """Every `StoredLeaf` in a decoded structure, and what ranks have of their own, as it is."""
+    if isinstance(value, StoredLeaf | ValuesByRank):
         yield value
     elif isinstance(value, SavedRecord):
         yield from leaves(value.fields)
@@ -337,11 +337,11 @@ def leaves(value: Any) -> Iterator[Stored | SavedApart]:
 class _Decoder:
     def __init__(self, types: dict[str, type], keep: Callable[[Path], bool] | None) -> None:
         self._types, self._keep = types, keep
-        self.stored: list[Stored] = []
+        self.stored: list[StoredLeaf] = []
 
     def decode(self, node: Json, path: Path = ()) -> Any:
         if not isinstance(node, dict):
-            if isinstance(node, Apart):
+            if isinstance(node, NodesByRank):
                 return self._apart(node, path)
             if isinstance(node, list):
                 raise ValueError("a bare list in the skeleton")
@@ -372,10 +372,10 @@ class _Decoder:
             return self._leaf(lambda: self._store(kind, number, *how, path=where), path)
         return self._leaf(lambda: plain_value(kind, value), path)
 
-    def _apart(self, apart: Apart, path: Path) -> Any:
+    def _apart(self, apart: NodesByRank, path: Path) -> Any:
         values = {rank: self.decode(node, path) for rank, node in apart.nodes.items()}
         kept = {rank: value for rank, value in values.items() if value is not _OMITTED}
-        return SavedApart(kept, path) if kept else _OMITTED
+        return ValuesByRank(kept, path) if kept else _OMITTED
 
     def _namedtuple(self, value: Json, path: Path) -> Any:
         name, fields, nodes = value
@@ -413,10 +413,10 @@ class _Decoder:
 
     def _store(
         self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()
-    ) -> Stored:
+    ) -> StoredLeaf:
         if type(number) is not int or number < 0:
             raise ValueError(f"{number!r:.50} does not number a leaf")
-        self.stored.append(Stored(kind, number, descr, shape, path))
+        self.stored.append(StoredLeaf(kind, number, descr, shape, path))
         return self.stored[-1]
 
     def _leaf(self, make: Callable[[], Any], path: Path) -> Any:
@@ -436,7 +436,7 @@ class _Decoder:
             raise ValueError("the places in a list are no numbers")
         if ordered.keys() == set(range(len(items))):
             return self._items(ordered.values(), path)
-        return self._dict(items, path, Places())
+        return self._dict(items, path, ListItems())
 
     def _items(self, nodes: Json, path: Path) -> Any:
         values = [self.decode(node, (*path, i)) for i, node in enumerate(nodes)]

@@ -173,14 +173,14 @@ def names_of_parameters(state: Any) -> dict[int, set[str]]:
     return names
 
 
-class Pairs(NamedTuple):
+class NamePairs(NamedTuple):
     """Which saved name belongs to each live one, and what could belong to several, for people."""
 
     saved: dict[str, str]
     ambiguous: list[str]
 
 
-def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> Pairs:
+def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> NamePairs:
     """Find the saved name of each live one, of which `live` has the plain names too.
 
     A checkpoint of the same model, or of the plain one, has exactly these names or those. Of any other, a name that is
@@ -190,9 +190,9 @@ def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> Pairs:
     names = {name for name in saved if isinstance(name, str)}
     own = {name: plain for name, plain in live.items() if isinstance(name, str)}
     if names == own.keys():
-        return Pairs({name: name for name in own}, [])
+        return NamePairs({name: name for name in own}, [])
     if names == {*own.values()}:
-        return Pairs(own, [])
+        return NamePairs(own, [])
     found = {(name, told) for name, plain in own.items() for told in {name, plain} & names}
     lives, saves = Counter(name for name, _ in found), Counter(told for _, told in found)
     ambiguous = [(name, told) for name, told in found if lives[name] > 1 or saves[told] > 1]
@@ -206,7 +206,7 @@ def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> Pairs:
             found.add(likes[0])
         else:
             ambiguous += likes
-    return Pairs(dict(found), _described(ambiguous))
+    return NamePairs(dict(found), _described(ambiguous))
 
 
 def live_metadata(module: torch.nn.Module, names: PlainNames, saved: dict[str, Any]) -> dict[str, Any]:
