@@ -1,9 +1,10 @@
-"""Which ranks have written some part of a tensor, by arithmetic: a reader need not look into the archives of all.
+"""The ranks that wrote a part of a tensor, by arithmetic, so that a reader need not open the archives of all ranks.
 
-In: how the states of the ranks look, and by which table they shared what they hold alike. Out: ranks. Knows nothing of: files.
+In: the structures of the ranks' states, and the table by which they divided replicated tensors. Out: ranks.
+Knows nothing of: files.
 
-What comes out is advice. Where a tensor lies is what the index of an archive says; a rank that is named here and has written
-nothing of it costs a look, and where all that are named do not have everything, others are looked into.
+The result is advice: only the index of an archive says where a tensor lies. A rank that is named here without having
+the part costs a look at its archive; if the named ranks do not have everything, other archives are opened.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from .cover import Box, cover
 from .shares import Holding, ReplicatedBytes, by_everybody, replicated_bytes, sharers
 from .slices import Cut, Ints, Mesh, Replicas, Slices
 
-# Ranks, ascending, by the digest of the structure that their states have.
+# Ranks, ascending, by the digest of their states' structure.
 Classes: TypeAlias = Mapping[str, Sequence[int]]
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 class StepLayout(NamedTuple):
-    """What the ranks of a step have saved.
+    """The structures of the ranks of a step, and how the ranks divided replicated tensors. Read from the step's
+    layout file.
 
-    `structures` are the texts of `state.ranked.Structure`, by digest. Ranks of a structure in `shared` have each written a
-    share of what all the ranks hold alike that are named there; all others, all that they hold. `root` is the mesh of which
-    those of all tensors are parts. What ranks in `apart` have written is no such share: it is given, by rank and name.
+    `structures` are the texts of `state.ranked.Structure`, by digest. If a structure is in `shared`, each of its
+    ranks wrote a share of what the ranks listed there hold alike; all other ranks wrote all that they hold. `root` is
+    the mesh that the meshes of all tensors are parts of. `apart` lists boxes by rank and name, for ranks that wrote
+    no such share.
     """
 
     classes: Classes
@@ -40,8 +43,8 @@ class StepLayout(NamedTuple):
     apart: Mapping[int, Mapping[str, Sequence[Box]]] = _NOTHING
 
 
-class _StructureLine(NamedTuple):
-    """A line of a structure; `spread` is JSON."""
+class _TensorLine(NamedTuple):
+    """One tensor of a structure; `spread` is JSON."""
 
     item_bytes: int
     shape: Ints
@@ -57,118 +60,123 @@ class _StructureLine(NamedTuple):
 
 
 def name_of(path: Iterable[Any]) -> str:
-    """What a tensor is called in a structure."""
+    """The name of a tensor in a structure."""
     return "\x1f".join(map(str, path))
 
 
 class ShardLocator:
-    """Says who has written what, for one layout. `aliases` are the names of tensors that are tied to others, for one that does not
-    tell of any itself.
+    """Finds the ranks that wrote parts of tensors, for one layout.
+
+    `aliases` are the names of tensors that are tied to others, for a layout that does not list any itself.
     """
 
     def __init__(self, layout: StepLayout, aliases: Collection[str] = ()) -> None:
         self._layout = layout
         self._structure_of = {rank: digest for digest, ranks in layout.classes.items() for rank in ranks}
-        self._tensors, self._tied = dict[str, dict[str, _StructureLine]](), dict[str, dict[str, str]]()
+        self._tensors, self._tied = dict[str, dict[str, _TensorLine]](), dict[str, dict[str, str]]()
         for digest in layout.classes:
             self._tensors[digest], self._tied[digest] = _parsed(layout.structures[digest])
         self._aliases = frozenset() if any(self._tied.values()) else frozenset(aliases)
-        # Tensors that are spread alike, and the structures that have them.
-        self._alike: dict[str, dict[_StructureLine, tuple[str, ...]]] = {}
+        # Tensors that are spread alike, and the structures that contain them.
+        self._alike: dict[str, dict[_TensorLine, tuple[str, ...]]] = {}
         for digest, tensors in self._tensors.items():
-            for name, told in tensors.items():
+            for name, line in tensors.items():
                 alike = self._alike.setdefault(name, {})
-                alike[told] = (*alike.get(told, ()), digest)
+                alike[line] = (*alike.get(line, ()), digest)
         self._mates = {digest: frozenset(mates) for digest, mates in layout.shared.items()}
-        # Most tensors have the same meshes, cuts and shapes.
+        # Cached, since most tensors have the same meshes, cuts and shapes.
         self._meshes, self._place = cache(self._meshes_of), cache(self._place_of)
         self._at, self._touched = cache(_slices_at), cache(self._coordinates)
-        self._lines = cache(self._lines_at)
+        self._replicated = cache(self._replicated_at)
 
     def representatives(self, preferred: float = 0.0) -> set[int]:
-        """A rank for each set of tensors that ranks have; of those that have the same, the one as far into them as said, from 0
-        to less than 1.
+        """One rank for each set of tensors that ranks have.
+
+        `preferred`, from 0 to less than 1, is its place among those ranks.
         """
-        found: dict[frozenset[Any], list[int]] = {}
+        alike: dict[frozenset[Any], list[int]] = {}
         for digest, ranks in self._layout.classes.items():
             tensors = self._tensors[digest].items()
-            look = frozenset((name, told.shape, told.is_cut) for name, told in tensors)
-            found.setdefault(look, []).extend(ranks)
-        return {sorted(ranks)[int(preferred * len(ranks))] for ranks in found.values()}
+            shapes = frozenset((name, line.shape, line.is_cut) for name, line in tensors)
+            alike.setdefault(shapes, []).extend(ranks)
+        return {sorted(ranks)[int(preferred * len(ranks))] for ranks in alike.values()}
 
     def having(
         self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()
     ) -> tuple[set[int], bool]:
-        """Ranks whose archives have all of these boxes, and whether that follows for all of them.
+        """Ranks whose archives have all of these boxes, and True if that is certain for each box.
 
-        Of ranks that have the same, one that is `preferred`, else the lowest.
+        Among ranks with the same, one that is `preferred` is taken, else the lowest.
         """
         ranks: set[int] = set()
         is_all = True
         for name, boxes in wanted.items():
-            found = self._candidates(name, boxes, preferred)
-            found.sort(key=lambda one: (one[0] not in preferred, one[0]))
+            candidates = self._candidates(name, boxes, preferred)
+            candidates.sort(key=lambda candidate: (candidate[0] not in preferred, candidate[0]))
             for box in boxes:
-                there = [(rank, common) for rank, held in found if (common := held.common(box))]
-                moved = [Box(_minus(common.offsets, box.offsets), common.sizes) for _, common in there]
+                parts = [(rank, part) for rank, held in candidates if (part := held.common(box))]
+                moved = [Box(_minus(part.offsets, box.offsets), part.sizes) for _, part in parts]
                 taken, missing = cover(box.sizes, moved)
-                ranks |= {there[number][0] for number, _ in taken}
+                ranks |= {parts[number][0] for number, _ in taken}
                 is_all = is_all and not missing
         return ranks, is_all
 
     def boxes_of(self, rank: int) -> dict[str, set[Box]]:
-        """What a rank has written of each tensor."""
-        found: dict[str, set[Box]] = {}
-        for name, told in self._tensors[self._structure_of[rank]].items():
+        """The boxes that a rank wrote of each tensor."""
+        boxes: dict[str, set[Box]] = {}
+        for name, line in self._tensors[self._structure_of[rank]].items():
             if not self._is_tied(name, rank):
-                candidates = self._candidates(name, [Box.whole(told.shape)], {rank})
-                found[name] = {box for other, box in candidates if other == rank and box.num_elements}
-        return found
+                candidates = self._candidates(name, [Box.whole(line.shape)], {rank})
+                boxes[name] = {box for other, box in candidates if other == rank and box.num_elements}
+        return boxes
 
-    # --- who may have something of a tensor -----------------------------------------------------------------
+    # --- the ranks that may have a part of a tensor ---------------------------------------------------------
 
     def _candidates(
         self, name: str, boxes: Sequence[Box], preferred: Collection[int]
     ) -> list[tuple[int, Box]]:
-        """Ranks with what they have written of a tensor, as far as it touches one of these boxes. Of those that have all of the
-        same, the lowest and what is preferred.
+        """Ranks with the parts of a tensor that they wrote, as far as these touch one of the boxes.
+
+        Of ranks that all wrote the same, only the lowest and the preferred ones.
         """
-        found: list[tuple[int, Box]] = []
-        for rank, tensors_of in self._layout.apart.items():
-            found += [(rank, box) for box in tensors_of.get(name, ())]
-        for told, digests in self._alike.get(name, {}).items():
-            if told.is_cut:
-                found += self._of_cut(name, told, digests, tuple(boxes), preferred)
+        candidates: list[tuple[int, Box]] = []
+        for rank, tensors in self._layout.apart.items():
+            candidates += [(rank, box) for box in tensors.get(name, ())]
+        for line, digests in self._alike.get(name, {}).items():
+            if line.is_cut:
+                candidates += self._of_cut(name, line, digests, tuple(boxes), preferred)
                 continue
             for digest in digests:
                 ranks = self._layout.classes[digest]
-                if told.is_plain:
-                    found += self._of_set(name, ranks, Slices.plain(told.shape), preferred)
+                if line.is_plain:
+                    candidates += self._of_set(name, ranks, Slices.plain(line.shape), preferred)
                 else:
-                    held = json.loads(told.spread)["held"]
-                    found += [(rank, Box(tuple(at), tuple(sizes))) for rank in ranks for at, sizes in held]
-        return found
+                    held = json.loads(line.spread)["held"]
+                    candidates += [
+                        (rank, Box(tuple(at), tuple(sizes))) for rank in ranks for at, sizes in held
+                    ]
+        return candidates
 
     def _of_cut(
         self,
         name: str,
-        told: _StructureLine,
+        line: _TensorLine,
         digests: tuple[str, ...],
         boxes: tuple[Box, ...],
         preferred: Collection[int],
     ) -> Iterator[tuple[int, Box]]:
-        for mesh in self._meshes(told.spread, digests):
-            cuts = _cuts(told.spread)
+        for mesh in self._meshes(line.spread, digests):
+            cuts = _cuts(line.spread)
             free = [dim for dim in range(len(mesh.shape)) if dim not in {cut.mesh_dim for cut in cuts}]
-            for coordinate in self._touched(told.shape, cuts, mesh.shape, boxes):
+            for coordinate in self._touched(line.shape, cuts, mesh.shape, boxes):
                 ranks = mesh.along(free, coordinate).all_ranks() if free else [mesh.rank_at(coordinate)]
-                slices = self._at(coordinate, told.shape, cuts, mesh)
+                slices = self._at(coordinate, line.shape, cuts, mesh)
                 yield from self._of_set(name, ranks, slices, preferred)
 
     def _of_set(
         self, name: str, ranks: Sequence[int], slices: Slices, preferred: Collection[int]
     ) -> Iterator[tuple[int, Box]]:
-        """Of ranks that hold the same."""
+        """The candidates among ranks that hold the same slices."""
         alone: list[int] = []
         seen: set[int] = set()
         for rank in ranks:
@@ -176,74 +184,70 @@ class ShardLocator:
                 continue
             stored = self._tied[self._structure_of[rank]].get(
                 name, name
-            )  # it is read from what it is tied to
-            line, replicas = self._line(stored, rank)
-            if line is None or replicas is None:
+            )  # a tied tensor is stored under another name
+            replicated, replicas = self._shared_by(stored, rank)
+            if replicated is None or replicas is None:
                 alone.append(rank)
                 continue
             others = replicas.all_ranks()
             seen.update(others)
-            for number, part in line.writers(stored, len(others)):
-                yield others[number], Box(part.global_offsets, part.sizes)
+            for number, part in replicated.writers(stored, len(others)):
+                yield others[number], Box.of(part)
         for rank in {*alone[:1], *(rank for rank in alone if rank in preferred)}:
-            yield from ((rank, Box(one.global_offsets, one.sizes)) for one in slices.rectangles)
+            yield from ((rank, Box.of(rectangle)) for rectangle in slices.rectangles)
 
-    def _line(self, name: str, rank: int) -> tuple[ReplicatedBytes | None, Mesh | None]:
-        """What a rank shares of a tensor, and with whom; nothing where it writes all that it holds."""
+    def _shared_by(self, name: str, rank: int) -> tuple[ReplicatedBytes | None, Mesh | None]:
+        """The bytes that a rank shares, and the ranks that share them; None for a tensor that it writes alone."""
         if rank not in self._mates.get(self._structure_of[rank], ()):
             return None, None
-        shared, found = self._lines(rank)
+        shared, replicated = self._replicated(rank)
         replicas = shared.get(name)
-        return (None, None) if replicas is None else (found.get(replicas), replicas.ranks)
+        return (None, None) if replicas is None else (replicated.get(replicas), replicas.ranks)
 
-    def _lines_at(self, rank: int) -> tuple[dict[str, Replicas], dict[Replicas, ReplicatedBytes]]:
-        """As the rank itself divides what it holds alike with others; see `state.ranked`."""
+    def _replicated_at(self, rank: int) -> tuple[dict[str, Replicas], dict[Replicas, ReplicatedBytes]]:
+        """The replicated tensors of a rank and their bytes, computed as by the rank itself in `state.ranked`."""
         digest = self._structure_of[rank]
         mates = self._layout.shared[digest]
         sharing: dict[tuple[Any, Any, Any], Replicas] = {}
         holdings: dict[str, Holding] = {}
-        for name, told in self._tensors[digest].items():
-            slices = self._slices(name, told, rank)
+        for name, line in self._tensors[digest].items():
+            slices = self._slices(name, line, rank)
             if slices is None or self._is_tied(name, rank):
                 continue
             key = slices.mesh, slices.cuts, slices.coordinate
             if key not in sharing:
                 sharing[key] = sharers(slices, rank, mates, self._layout.root)
-            holdings[name] = Holding(slices, told.item_bytes, sharing[key])
+            holdings[name] = Holding(slices, line.item_bytes, sharing[key])
         everybody = by_everybody(holdings)
         shared = {
-            name: one.replicas
-            for name, one in holdings.items()
-            if one.replicas.size > 1 and name not in everybody
+            name: holding.replicas
+            for name, holding in holdings.items()
+            if holding.replicas.size > 1 and name not in everybody
         }
         return shared, replicated_bytes(holdings, everybody)
 
     def _is_tied(self, name: str, rank: int) -> bool:
-        """Whether a rank has written nothing under this name, for it has it under another."""
+        """True if a rank wrote nothing under this name, because the tensor is tied to one of another name."""
         return name in self._aliases or name in self._tied[self._structure_of[rank]]
 
-    # --- what is where ----------------------------------------------------------------------------------------
+    # --- slices and places ------------------------------------------------------------------------------------
 
-    def _slices(self, name: str, told: _StructureLine, rank: int) -> Slices | None:
-        """What a rank holds of a tensor; None where that does not follow from anything."""
-        if told.is_plain:
-            return Slices.plain(told.shape)
-        place = self._place(told.spread, self._alike[name][told], rank) if told.is_cut else None
-        return place and self._at(place[1], told.shape, _cuts(told.spread), place[0])
+    def _slices(self, name: str, line: _TensorLine, rank: int) -> Slices | None:
+        """The slices of a tensor that a rank holds; None where they follow from nothing."""
+        if line.is_plain:
+            return Slices.plain(line.shape)
+        place = self._place(line.spread, self._alike[name][line], rank) if line.is_cut else None
+        return place and self._at(place[1], line.shape, _cuts(line.spread), place[0])
 
     def _place_of(self, spread: str, digests: tuple[str, ...], rank: int) -> tuple[Mesh, Ints] | None:
-        """The mesh that a rank is in, and where in it."""
+        """The mesh that a rank is in, and its coordinate there."""
         for mesh in self._meshes(spread, digests):
-            if rank in (ranks := mesh.all_ranks()):
-                at, coordinate = ranks.index(rank), list[int]()
-                for size in reversed(mesh.shape):
-                    at, step = divmod(at, size)
-                    coordinate.insert(0, step)
-                return mesh, tuple(coordinate)
+            if (coordinate := mesh.coordinate_of(rank)) is not None:
+                return mesh, coordinate
         return None
 
     def _meshes_of(self, spread: str, digests: tuple[str, ...]) -> list[Mesh]:
-        """The meshes of this shape that these ranks are in: the lowest rank that is in none yet begins the next one."""
+        """The meshes of this shape that the ranks form: the lowest rank that is in none yet begins the next mesh."""
         _, shape, stride, listed, is_inside = json.loads(spread)
         if not is_inside:
             return []
@@ -252,39 +256,39 @@ class ShardLocator:
         left = {rank for digest in digests for rank in self._layout.classes[digest]}
         # A mesh may run downwards.
         least = sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if step < 0)
-        found: list[Mesh] = []
+        meshes: list[Mesh] = []
         for rank in sorted(left):
             if rank in left:
                 mesh = Mesh(rank - least, tuple(shape), tuple(stride))
-                if left.issuperset(there := mesh.all_ranks()):
-                    left.difference_update(there)
-                    found.append(mesh)
-        return found
+                if left.issuperset(ranks := mesh.all_ranks()):
+                    left.difference_update(ranks)
+                    meshes.append(mesh)
+        return meshes
 
     def _coordinates(
         self, shape: Ints, cuts: tuple[Cut, ...], mesh_shape: Ints, boxes: tuple[Box, ...]
     ) -> list[Ints]:
-        """Where in a mesh something of these boxes is held; of copies, the first."""
-        cut = {one.mesh_dim for one in cuts}
+        """The coordinates in a mesh that hold a part of these boxes; of replicas only the first."""
+        dims_cut = {cut.mesh_dim for cut in cuts}
         mesh = Mesh(0, mesh_shape, (1,) * len(mesh_shape))
-        found = []
-        for coordinate in product(*(range(n if dim in cut else 1) for dim, n in enumerate(mesh_shape))):
-            held = self._at(coordinate, shape, cuts, mesh).rectangles
-            if any(Box(one.global_offsets, one.sizes).common(box) for one in held for box in boxes):
-                found.append(coordinate)
-        return found
+        coordinates = []
+        for coordinate in product(*(range(n if dim in dims_cut else 1) for dim, n in enumerate(mesh_shape))):
+            rectangles = self._at(coordinate, shape, cuts, mesh).rectangles
+            if any(Box.of(rectangle).common(box) for rectangle in rectangles for box in boxes):
+                coordinates.append(coordinate)
+        return coordinates
 
 
-def _parsed(text: str) -> tuple[dict[str, _StructureLine], dict[str, str]]:
-    """The tensors of a structure, and which of them are tied to which."""
-    found, tied = dict[str, _StructureLine](), dict[str, str]()
-    for line in text.splitlines():
-        name, dtype, shape, spread, *to = json.loads(line)
+def _parsed(text: str) -> tuple[dict[str, _TensorLine], dict[str, str]]:
+    """The tensors of a structure, and for each tied tensor the name of the stored one."""
+    tensors, tied = dict[str, _TensorLine](), dict[str, str]()
+    for row in text.splitlines():
+        name, dtype, shape, spread, *to = json.loads(row)
         if dtype in DTYPES:
-            found[name] = _StructureLine(DTYPES[dtype][0], tuple(shape), json.dumps(spread))
+            tensors[name] = _TensorLine(DTYPES[dtype][0], tuple(shape), json.dumps(spread))
             if to:
                 tied[name] = to[0]
-    return found, tied
+    return tensors, tied
 
 
 @lru_cache(1 << 12)

@@ -1,7 +1,7 @@
-"""A state, taken apart: its tensors, their specs, and the skeleton that they were cut out of.
+"""A state, taken apart into its tensors, their specs, and the skeleton that they were cut out of.
 
-In: whatever the user passed to `save`. Out: a `Capture`. Knows nothing of: where it goes.
-Runs on the caller's thread, so it costs no more than a few microseconds per tensor, and copies no tensor's bytes.
+In: the state that the user passed to `save`. Out: a `Capture`. Knows nothing of: where it goes.
+`capture` runs on the caller's thread, so it costs no more than a few microseconds per tensor, and copies no tensor's bytes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from .wrappers import StateDicts, plain_model
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _log = logging.getLogger("async_ckpt")
-_known_types: weakref.WeakSet[type] = weakref.WeakSet()  # of leaves that were pickled before
+_known_types: weakref.WeakSet[type] = weakref.WeakSet()  # types of leaves that were pickled before
 _DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) -> Capture:
     """Take a state apart; with `select`, only the part of it with these names.
 
-    With `slicer`, the state is one that several ranks hold: of each tensor all slices that are here are told, whoever
-    is to write them.
+    With `slicer`, several ranks hold the state together: the capture has all slices on this rank, whichever rank is to
+    write them.
     Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
-    quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that no pickle takes.
+    quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that cannot be pickled.
     """
     walk = _CaptureWalk(state, slicer)
     try:
@@ -78,10 +78,10 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python's collector from running.
+    """Keep Python's garbage collector from running.
 
-    A walk over 100,000 tensors makes as many objects that all stay, and sets off full collections of garbage that is
-    not there: a quarter of its time, or half.
+    A walk over 100,000 tensors makes as many objects that all stay, and sets off full collections that find no garbage
+    and take a quarter of its time, or half.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -111,7 +111,7 @@ class _CaptureWalk:
         self._frozen_marks: dict[int, Mark | None] = {}  # by the id of a tensor
 
     def contents(self, value: Any, path: Path) -> Any:
-        """What is in an object that has a state dict."""
+        """The contents of an object with a state dict."""
         if isinstance(value, SnapshotView):
             self.completions.append(value.completion)
             self._frozen_marks.update(marks_of(value))
@@ -138,13 +138,13 @@ class _CaptureWalk:
         return {"object": len(self._objects) - 1}
 
     def _sliced(self, tensor: torch.Tensor, path: Path) -> int:
-        """The number of a tensor of which other ranks may have more, or the same."""
+        """The number of a tensor of which other ranks may hold other shards, or replicas."""
         assert self._slicer is not None
         slices, parts, _ = self._slicer.slice(tensor, name=shown(path))
         return self._with_slices(slices, parts, tensor.dtype, path)
 
     def keyed_tensors(self, chosen: Callable[[Path], bool] | None) -> dict[Path, int]:
-        """The numbers of those that have names of their own, by these."""
+        """The numbers of tensors that bring their names along, by these names."""
         return {
             path: self._with_slices(slices, parts, dtype, path)
             for path, slices, parts, dtype in self.keyed.tensors()
@@ -174,7 +174,7 @@ class _CaptureWalk:
         return number
 
     def _tied_to(self, slices: Slices, parts: Sequence[torch.Tensor]) -> int | None:
-        """The first slice of an earlier tensor that has the very same memory, and is cut alike."""
+        """The first slice of an earlier tensor with the very same memory and the same slices."""
         pointer = _pointer(parts[0]) if parts else None
         other = None if pointer is None else self._at.get(pointer)
         of = None if other is None else self.specs[other].of
@@ -187,8 +187,7 @@ class _CaptureWalk:
         name = _DTYPE_NAMES.get(tensor.dtype, "")
         pointer = _pointer(tensor) if name in DTYPES else None
         if pointer is None and (why := _spread_over_ranks(tensor) or why_not(tensor)):
-            where = shown(path)
-            raise UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
+            raise UnsupportedStateError(f"{shown(path)}: {why}; nothing was written", path=shown(path))
         if id(tensor) in self._frozen_marks:
             self.frozen.add(len(self.specs))
             self.marks.append(self._frozen_marks[id(tensor)])
@@ -239,46 +238,46 @@ class _CaptureWalk:
         return {"ndarray": [self._bytes(raw, path, "uint8", (raw.size,)), descr, list(shape)]}
 
     def pickled_leaves(self) -> bytes | None:
-        """The leaves that are not plain data, by torch.save; None when there are none."""
+        """The leaves that are not plain data, pickled by torch.save; None if there are none."""
         if not self._objects:
             return None
         try:
             data = pickled(self._objects)
         except Exception:
-            for value, where in zip(self._objects, self._object_paths, strict=True):
+            for value, name in zip(self._objects, self._object_paths, strict=True):
                 try:
                     pickled(value)
                 except Exception as error:
                     raise UnsupportedStateError(
-                        f"{where}: {with_article(type(value).__qualname__)} cannot be pickled ({error}); "
+                        f"{name}: {with_article(type(value).__qualname__)} cannot be pickled ({error}); "
                         "leave it out, or give it a state_dict()",
-                        path=where,
+                        path=name,
                     ) from error
             raise
-        self._tell_what_needs_trust(data)
+        self._warn_of_trust(data)
         return data
 
-    def _tell_what_needs_trust(self, data: bytes) -> None:
-        """Now rather than at the load, when it is too late to leave it out. Once for each type."""
+    def _warn_of_trust(self, data: bytes) -> None:
+        """Warn of leaves that will need trust=True, once for each type: at the load it is too late to leave them out."""
         new: dict[type, tuple[Any, str]] = {}
-        for value, where in zip(self._objects, self._object_paths, strict=True):
+        for value, name in zip(self._objects, self._object_paths, strict=True):
             if type(value) not in _known_types:
-                new.setdefault(type(value), (value, where))
+                new.setdefault(type(value), (value, name))
         _known_types.update(new)
         if not new or not _needs_trust(data):
             return
-        for value, where in new.values():
+        for value, name in new.values():
             if _needs_trust(pickled(value)):
                 _log.warning(
                     "async_ckpt: %s is %s, which is pickled: loading it will need trust=True. Store text or numbers instead "
                     "to avoid this",
-                    where,
+                    name,
                     with_article(type(value).__qualname__),
                 )
 
 
 def _pointer(tensor: torch.Tensor) -> int | None:
-    """The address of an ordinary tensor's bytes; None when it has none, or is not ordinary."""
+    """The address of an ordinary tensor's bytes; None if it has none, or is not ordinary."""
     if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     try:
@@ -288,7 +287,7 @@ def _pointer(tensor: torch.Tensor) -> int | None:
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors at one address are the same one, tied; not merely views that begin alike."""
+    """True if two tensors at one address are tied, rather than views that begin at the same byte."""
     return (a.shape, a.dtype, a.stride(), a.device, a.is_conj(), a.is_neg()) == (
         b.shape, b.dtype, b.stride(), b.device, b.is_conj(), b.is_neg()
     )  # fmt: skip
@@ -334,14 +333,14 @@ def why_not(tensor: torch.Tensor) -> str | None:
 
 
 def pickled(value: Any) -> bytes:
-    """By torch.save."""
+    """The value, pickled by torch.save."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def _needs_trust(data: bytes) -> bool:
-    """Whether torch's weights-only unpickler refuses it. Nothing of it is loaded: that may be large, or on a device."""
+    """True if torch's weights-only unpickler refuses the data. The data is not loaded: it may be large, or on a device."""
     try:
         return bool(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
     except pickle.UnpicklingError:  # it holds an integer of hundreds of digits
