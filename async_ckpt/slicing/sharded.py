@@ -122,9 +122,8 @@ class Slicer:
     def slice(self, value: Any, *, name: str) -> LocalShards:
         """The shards of a tensor on this rank.
 
-        Raises UnsupportedStateError, with a message that begins with `name`, for a DTensor that is Partial, has an
-        unknown placement, or another local shape than its placements give; and for slices that contradict their
-        tensor.
+        Raises UnsupportedStateError, whose message begins with `name`, for a DTensor that is Partial, has an unknown
+        placement, or another local shape than its placements give; and for slices that contradict their tensor.
         """
         if _is_a(value, "torch.distributed.tensor", "DTensor"):
             return self._of_dtensor(value, name)
@@ -275,8 +274,7 @@ def _of_declared(tensor: torch.Tensor, name: str) -> LocalShards:
 def joined(sliced: Sequence[LocalShards], *, name: str) -> tuple[Slices, tuple[torch.Tensor, ...]]:
     """The shards of one tensor from several places of a state, as one. Copies count only if there is nothing else.
 
-    Raises UnsupportedStateError, with a message that begins with `name`, for slices of different tensors or that
-    overlap.
+    Raises UnsupportedStateError, whose message begins with `name`, for slices of different tensors or that overlap.
     """
     shapes = sorted({shards.slices.global_shape for shards in sliced})
     if len(shapes) > 1:

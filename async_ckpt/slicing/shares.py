@@ -143,8 +143,7 @@ def replicated_bytes(holdings: Mapping[str, Holding], everybody: set[str]) -> di
 
 
 def sharers(slices: Slices, rank: int, mates: Sequence[int], root: Mesh | None = None) -> Replicas:
-    """The ranks that hold the same slices of a tensor as this one, among its `mates`: ranks known to have the same
-    structure.
+    """The ranks that hold the same slices of a tensor as this one, among `mates` known to have the same structure.
 
     `root` is a mesh that the meshes of all tensors are parts of.
     """

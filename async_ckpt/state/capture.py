@@ -1,7 +1,7 @@
 """A state, taken apart into its tensors, their specs, and the skeleton that they were cut out of.
 
-In: the state that the user passed to `save`. Out: a `Capture`. Knows nothing of: where it goes.
-`capture` runs on the caller's thread, so it costs no more than a few microseconds per tensor, and copies no tensor's bytes.
+In: the state that the user passed to `save`. Out: a `Capture`. Knows nothing of: where it goes. `capture` runs on the
+caller's thread, so it costs no more than a few microseconds per tensor, and copies no tensor's bytes.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class _CaptureWalk:
         return data
 
     def _warn_of_trust(self, data: bytes) -> None:
-        """Warn of leaves that will need trust=True, once for each type: at the load it is too late to leave them out."""
+        """Warn of leaves that will need trust=True, once for each type, while they can still be left out."""
         new: dict[type, tuple[Any, str]] = {}
         for value, name in zip(self._objects, self._object_paths, strict=True):
             if type(value) not in _known_types:
@@ -340,7 +340,10 @@ def pickled(value: Any) -> bytes:
 
 
 def _needs_trust(data: bytes) -> bool:
-    """True if torch's weights-only unpickler refuses the data. The data is not loaded: it may be large, or on a device."""
+    """True if torch's weights-only unpickler refuses the data.
+
+    The data is not loaded: it may be large, or on a device.
+    """
     try:
         return bool(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
     except pickle.UnpicklingError:  # it holds an integer of hundreds of digits

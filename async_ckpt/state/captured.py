@@ -30,7 +30,8 @@ Mark: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """One state, taken apart by `state.capture`: `tensors[i]` holds the bytes of `specs[i]`. A tensor with aliases is stored once.
+    """One state, taken apart by `state.capture`: `tensors[i]` holds the bytes of `specs[i]`. A tensor with aliases is
+    stored once.
 
     `marks[i]` are the address and the version counter of the user's own tensor; None for a copy that was made here.
     `completions` are those of the snapshots in the state, and `frozen` the numbers of their tensors: these tensors have
@@ -53,7 +54,10 @@ class Capture:
 
 
 def structure_of(captured: Capture) -> Any:
-    """The state, with a `StoredLeaf` for each leaf outside of the skeleton. Raises TypeError for two classes of one name."""
+    """The state, with a `StoredLeaf` for each leaf outside of the skeleton.
+
+    Raises TypeError for two classes of one name.
+    """
     return decode(json.loads(captured.skeleton), types=captured.types)[0]
 
 
@@ -125,7 +129,7 @@ class SnapshotView:
 
     @property
     def completion(self) -> Future[None]:
-        """A future that is done when every byte has been copied. It raises TornSnapshotError if a tensor changed too early.
+        """A future that is done when all bytes are copied. It raises TornSnapshotError if a tensor changed too early.
 
         snap.completion.result(timeout=60)  # seconds
         """
@@ -167,7 +171,10 @@ class SnapshotView:
         return entries
 
     def __getitem__(self, key: Any) -> Any:
-        """A part; or a tensor or a value, after waiting for `completion`. Raises KeyError, IndexError and ClosedError."""
+        """A part; or a tensor or a value, after waiting for `completion`.
+
+        Raises KeyError, IndexError and ClosedError.
+        """
         inner = part_of(self, key)
         return inner.state_dict() if is_leaf(inner) else inner
 

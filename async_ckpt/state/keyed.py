@@ -1,9 +1,9 @@
-"""Megatron's objects in a state: a tensor brings along the name that it has on all ranks, wherever in the state it lies.
+"""Megatron's ShardedTensors in a state: each brings along its name on all ranks, wherever in the state it lies.
 
-In: leaves of a state. Out: the tensors among them, each under its name; and skeletons with these. Knows nothing of: other ranks.
+In: leaves of a state. Out: the tensors among them by name, and skeletons with these. Knows nothing of: other ranks.
 
-On a stage of a pipeline, `model.layers.0.weight` is another layer than on the first, or a row of the tensor of all layers. So
-such a tensor is an entry of the group that it lies in, called by its key; slices of one key are one tensor.
+On a later stage of a pipeline, `model.layers.0.weight` is another layer than on the first, or a row of the tensor of
+all layers. So a ShardedTensor becomes an entry of its group under its key, and the slices of one key are one tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tree import key_of
 
 
 class KeyedTensor(NamedTuple):
-    """What is here of one tensor, under its name."""
+    """The slices of one ShardedTensor on this rank, under its name."""
 
     path: Path
     slices: Slices
@@ -31,14 +31,17 @@ class KeyedTensor(NamedTuple):
 
 
 class KeyedTensors:
-    """Those of one state, as they are met."""
+    """Collects the ShardedTensors of one state during a capture."""
 
     def __init__(self, slicer: Slicer | None) -> None:
         self._slicer = slicer
-        self._found: dict[Path, dict[Path, Any]] = {}  # by name, and then by where it lies
+        self._tensors: dict[Path, dict[Path, Any]] = {}  # by name, then by path in the live state
 
     def take(self, value: Any, path: Path) -> bool:
-        """Whether it is one. Raises UnsupportedStateError for Megatron's objects that are no tensors yet, or none at all."""
+        """True if the value is a ShardedTensor, which is then kept.
+
+        Raises UnsupportedStateError for Megatron's objects that are no tensors.
+        """
         if is_of_megatron(value):
             if not path or not isinstance(value.key, str):
                 raise _refused(path, f"a ShardedTensor called {value.key!r:.100} must be an entry of a dict")
@@ -48,17 +51,19 @@ class KeyedTensors:
                     "a ShardedTensor is spread over ranks, each of which has a part of it; save it on every rank with an "
                     "AsyncCheckpointer, in a process group",
                 )
-            self._found.setdefault(name_of(value, path), {})[path] = value
+            self._tensors.setdefault(name_of(value, path), {})[path] = value
             return True
         refuse_others(value, path)
         return False
 
     def tensors(self) -> Iterator[KeyedTensor]:
-        """Each once. Raises UnsupportedStateError, naming where it lies, for slices that contradict each other."""
-        assert self._slicer is not None or not self._found
-        for name, values in self._found.items():
-            sliced = [self._slicer.slice(one, name=shown(at)) for at, one in values.items() if self._slicer]
-            dtypes = {one.data.dtype for one in values.values()}
+        """Each tensor once. Raises UnsupportedStateError, naming its path, for slices that contradict each other."""
+        assert self._slicer is not None or not self._tensors
+        for name, values in self._tensors.items():
+            sliced = [
+                self._slicer.slice(value, name=shown(at)) for at, value in values.items() if self._slicer
+            ]
+            dtypes = {value.data.dtype for value in values.values()}
             if len(dtypes) > 1:
                 raise _refused(name, f"its slices are {', '.join(sorted(map(str, dtypes)))}")
             slices, parts = joined(sliced, name=shown(name))
@@ -66,29 +71,29 @@ class KeyedTensors:
 
 
 def refuse_others(value: Any, path: Path) -> None:
-    """Raises UnsupportedStateError for Megatron's objects that are no tensors yet, or none at all."""
+    """Raise UnsupportedStateError for Megatron's objects that are no tensors."""
     if why := _why_not(value):
         raise _refused(path, f"{with_article(type(value).__name__)} {why}")
 
 
 def name_of(value: Any, path: Path) -> Path:
-    """Where in the saved state Megatron's tensor is, which lies there in the live one."""
+    """The path in the saved state of a ShardedTensor at `path` in the live state."""
     return (*path[:-1][:1], value.key)
 
 
 def keys_below(value: Any, *, deep: bool) -> set[str]:
-    """The keys of Megatron's tensors in a dict, and with `deep` in dicts below it."""
-    found: set[str] = set()
+    """The keys of the ShardedTensors in a dict, and with `deep` in dicts below it."""
+    keys: set[str] = set()
     for item in value.values():
         if is_of_megatron(item):
-            found.add(item.key)
+            keys.add(item.key)
         elif deep and isinstance(item, Mapping):
-            found |= keys_below(item, deep=True)
-    return found
+            keys |= keys_below(item, deep=True)
+    return keys
 
 
 def with_keyed(node: Json, numbers: Mapping[Path, int]) -> Json:
-    """A skeleton, and in it these tensors by their names. Raises UnsupportedStateError where there is something else already."""
+    """A skeleton with these tensors added by name. Raises UnsupportedStateError if a name is taken already."""
     for name, number in numbers.items():
         items = _items_of(node, name)
         for key in name[:-1]:
@@ -115,7 +120,7 @@ def _items_of(node: Json, name: Path) -> Any:
 
 
 def _why_not(value: Any) -> str | None:
-    """Why one of Megatron's other objects cannot be stored, and what to do; None for what is none."""
+    """The reason why one of Megatron's other objects cannot be stored, and a remedy; None for any other value."""
     if all(hasattr(value, name) for name in ("key", "data", "build_fn", "merge_fn", "replica_id")):
         return "makes ShardedTensors, and is none; replace it by its build(), as apply_factories() does for a whole state"
     if all(hasattr(value, name) for name in ("key", "data", "global_shape", "global_offset", "replica_id")):

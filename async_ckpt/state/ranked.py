@@ -1,6 +1,6 @@
-"""What one of several ranks writes of a state, and how the state looks to all of them.
+"""The part of a state that one of several ranks writes, and the state's structure as all of them see it.
 
-In: captured states of this rank, and which ranks have states alike. Out: captured states with what this rank writes.
+In: captured states of this rank, and the ranks with the same structure. Out: captured states with the part to write.
 Knows nothing of: other ranks' states, files.
 """
 
@@ -17,6 +17,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import torch
 
 from ..errors import UnsupportedStateError
+from ..slicing.locator import name_of
 from ..slicing.sharded import Slicer
 from ..slicing.shares import Holding, balance, by_everybody, rectangles_to_write, sharers
 from ..slicing.slices import Mesh, Rectangle, Replicas, Slices
@@ -36,18 +37,17 @@ from .captured import Capture
 from .names import is_within
 
 T = TypeVar("T")
-# Of most tensors a rank of many writes nothing: to cut that from each of them would take longer than all else.
+# One of many ranks writes nothing of most tensors. Cutting an empty part from each would take longer than all else.
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 _in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Structure(NamedTuple):
-    """How a rank's state looks, without its values: alike on all ranks whose states differ in nothing but these. All that who
-    writes what follows from is in it.
+    """A rank's state without its values, as text: equal on ranks whose states differ only in values.
 
-    `text` has a line for each tensor: its path, dtype and global shape, how it is cut, and the shape of the mesh; and to which
-    other one it is tied, where something of it is here. No rank is named in it, but for those of a mesh that is no regular
-    grid, and of the root mesh.
+    It has all facts that the division among ranks depends on. `text` has a line for each tensor: path, dtype, global
+    shape, cuts and the shape of the mesh; for a tied tensor with slices here also the other tensor's name. Ranks are
+    not named, except in the root mesh and in a mesh that is no regular grid.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Structure(NamedTuple):
 
 
 class _WriteSource(NamedTuple):
-    """Where what is written comes from: a spec of the captured state, and what of its tensor; None for all of it."""
+    """The source of a part to write: a captured spec, and the part of its tensor; None for the whole tensor."""
 
     spec: int
     within: tuple[slice, ...] | None
@@ -63,20 +63,20 @@ class _WriteSource(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What one rank writes of a state."""
+    """The part of a state that one rank writes. Made by `RankedStates.divided` for each save."""
 
     captured: Capture
     ranks: RankFacts | None
-    """What its index says of it; None where it has all of the state."""
+    """The facts about ranks for the index of its archive; None if the archive has all of the state."""
     small: Mapping[str, int] = MappingProxyType({})
-    """The numbers of the specs of small tensors that every rank writes for itself, by their dotted names."""
+    """The specs, by number, of small tensors that every rank writes for itself, by dotted name."""
     balance: int = 0
-    """See `shares.balance`: by it rank 0 sees that the ranks have left nothing out."""
+    """The result of `shares.balance`, by which rank 0 sees that the ranks have left nothing out."""
 
 
 @dataclass(slots=True)
 class _Inventory:
-    """What a state of this rank looks like. `specs` and `slices` are those of the last capture that looked like it."""
+    """The tensors of a capture and its structure. `specs` and `slices` are those of the last capture equal to it."""
 
     specs: list[TensorSpec]
     slices: Sequence[Slices]
@@ -88,27 +88,29 @@ class _Inventory:
 
 @dataclass(frozen=True, slots=True)
 class _WritePlan:
-    look: _Inventory
+    """The parts that this rank writes of captures with one inventory."""
+
+    inventory: _Inventory
     mates: Sequence[int]
     specs: list[TensorSpec]
     sources: list[_WriteSource]
     ranks: RankFacts
     small: Mapping[str, int]
-    copies: Sequence[tuple[str, str, list[int]]]  # what of it, name, captured specs
+    copies: Sequence[tuple[str, str, list[int]]]  # slices as text, name, captured specs
     balance: int
 
 
 class RankedStates:
-    """The states of one rank of several, seldom others than the one before. From one thread at a time.
+    """Divides the states of one rank of several, most of which equal the one before. Used by one thread at a time.
 
-    It divides among the ranks what they hold alike; only those that are known to have the same structure share.
+    Ranks that are known to have the same structure share the writing of what they hold alike.
     """
 
     def __init__(self, rank: int, world_size: int, root: Mesh | None = None) -> None:
-        """`root` is a mesh of which those of all tensors are parts: it tells which of these have copies of each other."""
+        """`root` is a mesh that the meshes of all tensors are parts of; it tells which meshes hold replicas."""
         self.rank, self.world_size, self._root = rank, world_size, root
         self.slicer = Slicer(rank)
-        self._look: _Inventory | None = None
+        self._inventory: _Inventory | None = None
         self._plan: _WritePlan | None = None
 
     def structure(
@@ -117,66 +119,74 @@ class RankedStates:
         per_rank: tuple[str, ...] = (),
         borrowed: Mapping[str, int] = MappingProxyType({}),
     ) -> Structure:
-        """`per_rank` are the names of what each rank has for itself: of that, nothing else is part of this. `borrowed` groups are
-        not saved again: they are those of the steps that are given with them.
+        """The structure of a captured state.
+
+        `per_rank` are the names of values that each rank has for itself; the structure has only these names.
+        `borrowed` are groups that are not saved again, with the steps that they are taken from.
         """
-        made = self._looked_at(captured, per_rank).structure
+        structure = self._inventory_of(captured, per_rank).structure
         if not borrowed:
-            return made
+            return structure
         lines = [json.dumps([group, BORROWED, [step], None]) for group, step in sorted(borrowed.items())]
-        return _digested("\n".join([*lines, made.text]))
+        return _digested("\n".join([*lines, structure.text]))
 
     def divided(
         self, captured: Capture, mates: Sequence[int] = (), per_rank: tuple[str, ...] = ()
     ) -> RankShare:
-        """What this rank writes of what it has captured; `mates` are all ranks that are known to have the same structure.
+        """The part of a captured state that this rank writes. `mates` are all ranks known to have the same structure.
 
         If this rank is none of them, it writes all that it holds.
         """
-        look, plan = self._looked_at(captured, per_rank), self._plan
-        if plan is None or plan.look is not look or plan.mates != mates:
-            plan = self._plan = self._planned(captured, look, mates)
+        inventory, plan = self._inventory_of(captured, per_rank), self._plan
+        if plan is None or plan.inventory is not inventory or plan.mates != mates:
+            plan = self._plan = self._planned(captured, inventory, mates)
         tensors = [
             _NOTHING if is_nothing else _narrowed(captured.tensors[i], within)
             for i, within, is_nothing in plan.sources
         ]
         marks = [captured.marks[source.spec] for source in plan.sources]
-        frozen = frozenset(n for n, one in enumerate(plan.sources) if one.spec in captured.frozen)
-        made = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, frozen=frozen)
-        return RankShare(made, plan.ranks, plan.small, plan.balance)
+        frozen = frozenset(n for n, source in enumerate(plan.sources) if source.spec in captured.frozen)
+        written = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, frozen=frozen)
+        return RankShare(written, plan.ranks, plan.small, plan.balance)
 
     def copies(self, captured: Capture) -> list[tuple[str, str, list[torch.Tensor]]]:
-        """The tensors of the state that was divided last of which other ranks may have the same: what of it, its name, and
-        the slices that are here. Small ones are not among them: every rank writes those.
+        """The tensors with possible replicas in the state that was divided last: slices as text, name, and parts.
+
+        Small tensors, which every rank writes, are not among them.
         """
         assert self._plan is not None
-        return [(what, name, [captured.tensors[i] for i in specs]) for what, name, specs in self._plan.copies]
+        return [
+            (boxes, name, [captured.tensors[i] for i in specs]) for boxes, name, specs in self._plan.copies
+        ]
 
     def _has_others(self, slices: Slices) -> bool:
-        """Whether ranks may have the same of a tensor as this one, as far as can be known."""
+        """True if other ranks may hold the same slices of a tensor, as far as is known here."""
         mesh = slices.mesh
         return mesh is None or slices.replicas().size > 1 or mesh.size < self.world_size
 
-    def _looked_at(self, captured: Capture, per_rank: tuple[str, ...]) -> _Inventory:
-        """The last look, if the state still looks like that."""
-        look = self._look
+    def _inventory_of(self, captured: Capture, per_rank: tuple[str, ...]) -> _Inventory:
+        """The inventory of a capture: the last one, if the state has not changed in structure."""
+        last = self._inventory
         if (
-            look is None
-            or look.per_rank != per_rank
-            or look.specs != captured.specs
-            or look.slices != captured.slices
+            last is None
+            or last.per_rank != per_rank
+            or last.specs != captured.specs
+            or last.slices != captured.slices
         ):
-            look = self._look = _look_at(captured, per_rank, self._root)
-        look.specs, look.slices = captured.specs, captured.slices  # to be compared again, these cost nothing
-        return look
+            last = self._inventory = _taken_of(captured, per_rank, self._root)
+        last.specs, last.slices = captured.specs, captured.slices  # the same objects are compared at no cost
+        return last
 
-    def _planned(self, captured: Capture, look: _Inventory, given: Sequence[int]) -> _WritePlan:
+    def _planned(self, captured: Capture, inventory: _Inventory, given: Sequence[int]) -> _WritePlan:
         mates = given if self.rank in given else [self.rank]
-        names, tensors, per_rank = look.names, look.tensors, frozenset(look.per_rank)
-        sharing = _AnswersBySlices(lambda slices: sharers(slices, self.rank, mates, self._root))
-        has_others = _AnswersBySlices(self._has_others)
+        names, tensors, per_rank = inventory.names, inventory.tensors, frozenset(inventory.per_rank)
+        sharing = _SliceCache(lambda slices: sharers(slices, self.rank, mates, self._root))
+        has_others = _SliceCache(self._has_others)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
-        holdings: dict[bool, dict[str, Holding]] = {False: {}, True: {}}  # what is shared, and what is not
+        holdings: dict[bool, dict[str, Holding]] = {
+            False: {},
+            True: {},
+        }  # by whether each rank has it for itself
         for number, slices in enumerate(captured.slices):
             if captured.specs[tensors[number][0]].alias_of is None:
                 holdings[number in own][names[number]] = Holding(
@@ -184,48 +194,48 @@ class RankedStates:
                     DTYPES[captured.specs[tensors[number][0]].dtype][0],
                     Replicas() if number in own else sharing(slices),
                 )
-        # What a rank has for itself must not change what it takes of the rest: others have more of their own, or less.
+        # Values per rank must not change the division of the rest: other ranks may have more of them, or fewer.
         taken = rectangles_to_write(holdings[False]) | rectangles_to_write(holdings[True])
         everybody = by_everybody(holdings[False])
         small: dict[str, int] = {}
         copies = []
         for number, slices in enumerate(captured.slices):
-            primary = _primary(number, captured, tensors)  # others may not have tied it
+            primary = _primary(number, captured, tensors)  # on other ranks the tensor may not be tied
             is_compared = not own.intersection((number, primary)) and names[primary] not in everybody
             if is_compared and slices.rectangles and has_others(slices):
                 copies.append((_boxes(slices), names[number], tensors[primary]))
         meshes: dict[Mesh, int] = {}
         specs: list[TensorSpec] = []
         sources: list[_WriteSource] = []
-        first: dict[int, int] = {}  # of the captured specs, in the new ones
+        first: dict[int, int] = {}  # the place of a tensor's first captured spec among the new specs
         for number, slices in enumerate(captured.slices):
-            here = tensors[number]
-            spec = captured.specs[here[0]]
+            numbers = tensors[number]
+            spec = captured.specs[numbers[0]]
             assert spec.of is not None
-            first[here[0]] = len(specs)
-            told = SliceOf(number, slices.global_shape, None, _spread(slices, meshes))
+            first[numbers[0]] = len(specs)
+            of = SliceOf(number, slices.global_shape, None, _spread(slices, meshes))
             ours = () if spec.alias_of is not None else taken[names[number]]
             if names[number] in everybody and number not in own and ours:
                 small[_shown(names[number])] = len(specs)
             for rectangle in ours:
-                i, within = _place(rectangle, slices.rectangles, here)
+                i, within = _place(rectangle, slices.rectangles, numbers)
                 specs.append(
-                    spec._replace(shape=rectangle.sizes, of=told._replace(offsets=rectangle.global_offsets))
+                    spec._replace(shape=rectangle.sizes, of=of._replace(offsets=rectangle.global_offsets))
                 )
                 sources.append(_WriteSource(i, within))
             if not ours:
                 alias = None if spec.alias_of is None else first[spec.alias_of]
-                specs.append(spec._replace(shape=(0,), alias_of=alias, of=told))
-                sources.append(_WriteSource(here[0], None, is_nothing=True))
+                specs.append(spec._replace(shape=(0,), alias_of=alias, of=of))
+                sources.append(_WriteSource(numbers[0], None, is_nothing=True))
         facts = tuple(MeshFacts(mesh.start, mesh.shape, mesh.stride, mesh.ranks) for mesh in meshes)
         ranks = RankFacts(self.rank, self.world_size, facts)
-        return _WritePlan(look, given, specs, sources, ranks, small, copies, balance(holdings[False], taken))
+        return _WritePlan(
+            inventory, given, specs, sources, ranks, small, copies, balance(holdings[False], taken)
+        )
 
 
-class _AnswersBySlices(Generic[T]):
-    """What is asked of slices and follows from their mesh and cuts alone: most tensors of a state have the same, and its
-    answers may list many ranks.
-    """
+class _SliceCache(Generic[T]):
+    """A function of slices that depends on their mesh and cuts alone, cached: most tensors of a state have the same."""
 
     def __init__(self, ask: Callable[[Slices], T]) -> None:
         self._ask, self._answers = ask, dict[Any, T]()
@@ -242,20 +252,20 @@ def _shown(name: str) -> str:
 
 
 def _boxes(slices: Slices) -> str:
-    """What of a tensor is here: whoever has the same of it must have the same values."""
-    return _in_short([[one.global_offsets, one.sizes] for one in slices.rectangles])
+    """The rectangles of a tensor as text. Ranks with the same text must have the same values."""
+    return _in_short([[rectangle.global_offsets, rectangle.sizes] for rectangle in slices.rectangles])
 
 
 def _primary(number: int, captured: Capture, tensors: Sequence[list[int]]) -> int:
-    """The number of the tensor that this one is tied to, or else its own."""
+    """The number of the tensor that a tensor is tied to, otherwise its own."""
     alias = captured.specs[tensors[number][0]].alias_of
     of = None if alias is None else captured.specs[alias].of
     return number if of is None else of.number
 
 
-def _look_at(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -> _Inventory:
+def _taken_of(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -> _Inventory:
     tensors, own = by_tensor(captured.specs), frozenset(per_rank)
-    names = ["\x1f".join(map(str, captured.specs[here[0]].path)) for here in tensors]  # the same on all ranks
+    names = [name_of(captured.specs[numbers[0]].path) for numbers in tensors]
     if len(set(names)) < len(names):
         shown = _shown(next(name for name, count in Counter(names).items() if count > 1))
         raise UnsupportedStateError(
@@ -266,18 +276,18 @@ def _look_at(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) ->
     lines = [_in_short([name, PER_RANK, [], None]) for name in per_rank]
     if root is not None:
         lines.append(_in_short(["", ROOT_MESH, root, None]))
-    for number, (name, here, slices) in enumerate(zip(names, tensors, captured.slices, strict=True)):
+    for number, (name, numbers, slices) in enumerate(zip(names, tensors, captured.slices, strict=True)):
         if is_within(_shown(name), own):
             continue
         mesh = slices.mesh
         spread: Any = None
         if slices.cuts is None:
-            # Of a copy, another rank must have what it is a copy of.
+            # A copy is not listed: another rank must have the original.
             held = () if slices.is_copy else slices.rectangles
-            spread = {"held": [[one.global_offsets, one.sizes] for one in held]}
+            spread = {"held": [[rectangle.global_offsets, rectangle.sizes] for rectangle in held]}
         elif mesh is not None:
             spread = [slices.cuts, mesh.shape, mesh.stride, mesh.ranks, slices.coordinate is not None]
-        dtype = captured.specs[here[0]].dtype
+        dtype = captured.specs[numbers[0]].dtype
         primary = _primary(number, captured, tensors)
         tied = [] if primary == number else [names[primary]]
         lines.append(_in_short([name, dtype, slices.global_shape, spread, *tied]))
@@ -291,7 +301,7 @@ def _digested(text: str) -> Structure:
 
 def _spread(slices: Slices, meshes: dict[Mesh, int]) -> Spread | None:
     if slices.cuts is None:
-        held = tuple((one.global_offsets, one.sizes) for one in slices.rectangles)
+        held = tuple((rectangle.global_offsets, rectangle.sizes) for rectangle in slices.rectangles)
         return Spread(None, 0, held)
     if slices.mesh is None:
         return None
@@ -302,7 +312,7 @@ def _spread(slices: Slices, meshes: dict[Mesh, int]) -> Spread | None:
 def _place(
     rectangle: Rectangle, held: Sequence[Rectangle], specs: Sequence[int]
 ) -> tuple[int, tuple[slice, ...] | None]:
-    """Which of the slices that are here it is in, and what of that it is."""
+    """The spec of the slice that contains a rectangle, and the rectangle's place in it; None for all of it."""
     for whole, spec in zip(held, specs, strict=True):
         begins = [a - b for a, b in zip(rectangle.global_offsets, whole.global_offsets, strict=True)]
         ends = [begin + size for begin, size in zip(begins, rectangle.sizes, strict=True)]
