@@ -1,8 +1,8 @@
-"""`index.json`, the first member: what the archive holds and where, known before its first byte is written.
+"""`index.json`, the first member: the contents of the archive and their places, known before its first byte is written.
 
-In: the plan of an archive. Out: its text; and from a text that may lie, an index that holds together.
-Knows nothing of: files, torch. Nothing is allocated on the text's word: every extent lies inside the file,
-no two overlap, and so all tensors together are never larger than the file itself.
+In: the plan of an archive. Out: its text; and from an untrusted text, a consistent index. Knows nothing of: files,
+torch. An index that passes can cause no large allocation: every extent lies inside the file and no two overlap, so
+all tensors together are never larger than the file.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MEMBER: Final = "index.json"
 OBJECTS: Final = "objects.pt"
 FORMAT: Final = "async_ckpt"
 VERSION: Final = 1
-# More than anybody has; what says so is damaged, or lies.
+# A limit that no real run reaches. An index with more ranks is damaged or forged.
 MAX_RANKS: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One tar entry: `data` is where its payload lies in the file; its header is the 512 bytes before that."""
+    """One tar entry: `data` is the extent of its payload in the file, which follows its header of 512 bytes."""
 
     name: str
     data: Extent
 
 
 class Slice(NamedTuple):
-    """What a member holds of a tensor, under which name; `extent` counts from the start of the file.
+    """A rectangle of a tensor in a member, at `offsets` and of `sizes`, row by row.
 
-    It is the rectangle of the tensor that begins at `offsets` and has `sizes`, row by row.
+    `extent` is its place in the file.
     """
 
     member: int
@@ -49,8 +49,9 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexedTensor:
-    """One tensor of an archive, and where it lies: in one slice, or, of a state that several ranks have saved, in those
-    that this rank has written. `shape` is that of the whole tensor.
+    """One tensor of an archive: in one slice, or, in a state of several ranks, in the slices that this rank wrote.
+
+    `shape` is the shape of the whole tensor.
     """
 
     path: tuple[Any, ...]
@@ -67,23 +68,26 @@ class IndexedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What an archive says of itself, checked for sense."""
+    """The contents of an archive as its index lists them, after all checks of `parse`."""
 
     step: int | None
     members: tuple[Member, ...]
     tensors: tuple[IndexedTensor, ...]
     stored: tuple[tuple[IndexedTensor, ...], ...]  # by member; without aliases
     skeleton: Json
-    digests: Member  # empty, at the end, in a file that has none
+    digests: Member  # empty, at the end, in a file without digests
     file_bytes: int
-    ranks: RankFacts | None = None  # of a state that several ranks have saved
+    ranks: RankFacts | None = None  # in a state of several ranks
 
     def member(self, name: str) -> Member | None:
         return next((m for m in self.members if m.name == name), None)
 
 
 def row(path: tuple[Any, ...], **facts: Json) -> str:
-    """One tensor's line of the index; keys that JSON cannot hold appear as text (the skeleton has the real ones)."""
+    """The line of one tensor in the index.
+
+    Keys that JSON cannot hold appear as text; the skeleton has the real keys.
+    """
     names = [key if isinstance(key, int | str) else str(key) for key in path]
     return json.dumps({"path": names, **facts}, separators=(",", ":"))
 
@@ -98,18 +102,18 @@ def dump(
 ) -> bytes:
     """The text of the index. It may be padded with spaces.
 
-    `members` are the names and sizes of everything between the index and the digests; `rows` and `skeleton` are
-    JSON already, since the first stays the same from save to save.
+    `members` are the names and sizes of all members between the index and the digests. `rows` and `skeleton` are JSON
+    already, since the rows stay the same from save to save.
     """
-    told = "" if ranks is None else f'"ranks":{json.dumps(ranks, separators=(",", ":"))},'
+    rank_facts = "" if ranks is None else f'"ranks":{json.dumps(ranks, separators=(",", ":"))},'
     return (
-        f'{{"format":"{FORMAT}","version":{VERSION},"step":{json.dumps(step)},{told}'
+        f'{{"format":"{FORMAT}","version":{VERSION},"step":{json.dumps(step)},{rank_facts}'
         f'"members":{json.dumps(members, separators=(",", ":"))},"tensors":[\n{rows}\n],"skeleton":{skeleton}}}\n'
     ).encode()
 
 
 def digests_member(end_of_members: int) -> tuple[Member, int]:
-    """Where the digests lie when all other members end here (padded), and the size of the whole file."""
+    """The member of the digests if all other members end here (padded), and the size of the whole file."""
     covered = end_of_members + tar.BLOCK
     member = Member(digests.MEMBER, Extent(covered, digests.num_bytes(covered)))
     end = align_up(member.data.end, tar.BLOCK)
@@ -117,9 +121,9 @@ def digests_member(end_of_members: int) -> tuple[Member, int]:
 
 
 def places_of_digests(file_bytes: int) -> list[Member]:
-    """Where the digests may lie in a file of this size, whatever its index says: at one of up to eight places.
+    """The up to eight places of the digests that a file of this size allows, whatever its index says.
 
-    In every version they are the last member, behind which only padding follows.
+    In every version the digests are the last member, followed only by padding.
     """
 
     def size_of_file(num_blocks: int) -> int:
@@ -132,10 +136,10 @@ def places_of_digests(file_bytes: int) -> list[Member]:
 
 
 def parse(text: bytes, *, path: str) -> Index:
-    """Read an index that may be damaged, or may lie.
+    """Read an index that may be damaged or forged.
 
-    Raises CorruptCheckpointError where it does not hold together, FormatVersionError when it is from the future, or a
-    damaged byte says so: the caller compares its digest before it believes that.
+    Raises CorruptCheckpointError for an inconsistent index, and FormatVersionError for one of a later version. A
+    damaged byte may look like a later version, so the caller compares the digest first.
     """
     try:
         raw = json.loads(text)
@@ -174,31 +178,31 @@ def parse(text: bytes, *, path: str) -> Index:
 def of_safetensors(
     head: bytes, *, name: str, file_bytes: int, skeleton: Callable[[list[str]], Json], path: str
 ) -> Index:
-    """The index of a bare safetensors file, made from its header, which may lie.
+    """The index of a bare safetensors file, made from its untrusted header.
 
-    Tensors hang by their names at the top, in the order of the header; behind them, as aliases, the names that its
-    metadata ties to one of these. `skeleton` is asked for that of a dict with these names. Raises CorruptCheckpointError.
+    Tensors are at the top by their names, in the order of the header. After them come, as aliases, the names that the
+    metadata ties to one of them. `skeleton` makes that of a dict with these names. Raises CorruptCheckpointError.
     """
     base = 8 + int.from_bytes(head[:8], "little")
     try:
         table, metadata = safetensors.parse_foreign_header(head)
         if safetensors.has_pieces(path, metadata):
             raise CorruptCheckpointError(f"{path}: {safetensors.PIECES}", path=path)
-        end = base + max((told.end for told in table.values()), default=0)
+        end = base + max((entry.end for entry in table.values()), default=0)
         if end > file_bytes:
             raise _Lie(f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated")
         rows: list[dict[str, Json]] = []
-        for key, told in table.items():
-            dtype, shape = safetensors.loaded_as(told.code, told.shape)
-            piece = {"member": 0, "name": key, "extent": [base + told.begin, told.end - told.begin]}
+        for key, entry in table.items():
+            dtype, shape = safetensors.loaded_as(entry.code, entry.shape)
+            piece = {"member": 0, "name": key, "extent": [base + entry.begin, entry.end - entry.begin]}
             rows.append({"path": [key], "dtype": dtype, "shape": shape, "slices": [piece]})
         numbers = {key: number for number, key in enumerate(table)}
         ties = {other: of for other, of in dict(metadata).items() if of in numbers and other not in numbers}
         rows += [{"path": [other], "alias": numbers[of]} for other, of in ties.items()]
         member = Member(name, Extent(0, file_bytes))
         tensors = tuple(_tensors(rows, [member]))
-        num_told = sum(piece.extent.length for t in tensors if t.alias_of is None for piece in t.slices)
-        if base + num_told != file_bytes:
+        num_listed = sum(piece.extent.length for t in tensors if t.alias_of is None for piece in t.slices)
+        if base + num_listed != file_bytes:
             raise _Lie("some bytes belong to no tensor")
     except (_Lie, ValueError, TypeError, OverflowError) as error:
         raise CorruptCheckpointError(
@@ -211,7 +215,7 @@ def of_safetensors(
 
 
 class _Lie(Exception):
-    pass
+    """The index contradicts itself, or the file."""
 
 
 def _count(value: Json) -> int:
@@ -277,7 +281,7 @@ def _tensors(raw: Json, members: list[Member], ranks: RankFacts | None = None) -
         dtype = row["dtype"]
         if dtype not in DTYPES:
             raise _Lie(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
-        # Each number first: a product of thousands of long ones takes minutes.
+        # Each number is checked before the product: one of thousands of long numbers takes minutes.
         if len(row["shape"]) > 64 or not all(_count(n) < 2**63 for n in row["shape"]):
             raise _Lie(f"tensor {path!r:.200} has an absurd shape")
         shape = tuple(row["shape"])
@@ -314,14 +318,15 @@ def _spread(raw: Json, shape: tuple[int, ...], ranks: RankFacts | None) -> Sprea
         return Spread(None, 0, tuple(_rectangle(_counts(at), _counts(sizes), shape) for at, sizes in held))
     if _count(mesh) >= len(ranks.meshes):
         raise _Lie(f"a tensor is spread over mesh {mesh!r:.50}, which it does not have")
-    made = tuple((_count(dim), _count(mesh_dim), _count(runs)) for dim, mesh_dim, runs in cuts)
+    counts = tuple((_count(dim), _count(mesh_dim), _count(runs)) for dim, mesh_dim, runs in cuts)
     num_dims = len(ranks.meshes[mesh].shape)
-    along = {mesh_dim for _, mesh_dim, _ in made}
-    if any(dim >= len(shape) or mesh_dim >= num_dims or not 0 < runs < 2**31 for dim, mesh_dim, runs in made):
+    if any(
+        dim >= len(shape) or mesh_dim >= num_dims or not 0 < runs < 2**31 for dim, mesh_dim, runs in counts
+    ):
         raise _Lie(f"a tensor of shape {shape} has the cuts {cuts!r:.200}")
-    if len(along) < len(made):
+    if len({mesh_dim for _, mesh_dim, _ in counts}) < len(counts):
         raise _Lie(f"the cuts {cuts!r:.200} cut twice along one dimension of a mesh")
-    return Spread(made, mesh)
+    return Spread(counts, mesh)
 
 
 def _rectangle(
@@ -350,7 +355,7 @@ def _slice(raw: Json, path: tuple[Any, ...], shape: tuple[int, ...], members: li
 
 
 def check_member_header(index: Index, member: int, data: bytes, *, path: str) -> None:
-    """Compare a member's own safetensors header with the index: the two must tell the same story.
+    """Compare a member's own safetensors header with the index: the two must agree.
 
     `data` begins at the member's first byte. Raises CorruptCheckpointError.
     """
@@ -364,14 +369,15 @@ def check_member_header(index: Index, member: int, data: bytes, *, path: str) ->
         raise CorruptCheckpointError(
             f"{path}: {index.members[member].name} is not as long as the index says", path=path
         )
-    told = {
+    expected = {
         name: (*safetensors.stored_as(t.dtype, sizes), extent.offset - base, extent.end - base)
         for t in index.stored[member]
         for at, name, extent, _, sizes in t.slices
         if at == member
     }
-    if told != table:
-        wrong = sorted(name for name in told.keys() | table.keys() if told.get(name) != table.get(name))
+    if expected != table:
+        names = expected.keys() | table.keys()
+        wrong = sorted(name for name in names if expected.get(name) != table.get(name))
         raise CorruptCheckpointError(
             f"{path}: index and {index.members[member].name} disagree about {wrong[:5]!r:.500}", path=path
         )
