@@ -203,10 +203,10 @@ def test_by_the_sum_of_what_ranks_have_written_it_is_seen_that_something_is_miss
 SLIP = """
 from async_ckpt.state import ranked
 
-real = ranked.written
+real = ranked.rectangles_to_write
 for step in (1, 2):
     if here.rank == 1 and step == 2:
-        ranked.written = lambda holdings: {name: () for name in real(holdings)}
+        ranked.rectangles_to_write = lambda holdings: {name: () for name in real(holdings)}
     with open_run(here.root) as ckpt:
         here.save(ckpt, {"whole": numbered(300, 1000)}, step)
 """
