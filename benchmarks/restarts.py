@@ -29,7 +29,7 @@ from async_ckpt.slicing.locator import StepLayout
 from async_ckpt.spec import BLOCK_BYTES
 from async_ckpt.state.capture import capture
 from async_ckpt.state.captured import Capture
-from async_ckpt.state.ranked import RankedStates
+from async_ckpt.state.division import StateDivider
 
 from .fake_ranks import sharded, standing_at
 from .far_store import Bucket, FarStorage
@@ -85,7 +85,7 @@ def _captured(rank: int, size: int, num_tensors: int) -> Capture:
 
 def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
     """The archive of a rank; the folder that it is in."""
-    divided = RankedStates(rank, size).divided(_captured(rank, size, num_tensors), range(size))
+    divided = StateDivider(rank, size).divided(_captured(rank, size, num_tensors), range(size))
     layout = lay_out(
         TensorPlan(divided.captured.specs),
         skeleton=divided.captured.skeleton,
@@ -107,7 +107,7 @@ def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
     some = next(iter(archives.values()))
     told = [archives.get(archive_name(rank, _ATTEMPT), some) for rank in range(size)]
     receipts = [Receipt(rank, digest=one.digest, num_bytes=one.num_bytes) for rank, one in enumerate(told)]
-    structure = RankedStates(0, size).structure(_captured(0, size, num_tensors))
+    structure = StateDivider(0, size).structure(_captured(0, size, num_tensors))
     layout = StepLayout({structure.digest: range(size)}, {structure.digest: structure.text})
     table = Table(layout.classes)
     of_ranks = OfRanks(

@@ -41,7 +41,7 @@ from async_ckpt.slicing.shares import MODULUS
 from async_ckpt.slicing.slices import Cut, Mesh, Slices
 from async_ckpt.state.capture import capture
 from async_ckpt.state.captured import Capture
-from async_ckpt.state.ranked import RankedStates
+from async_ckpt.state.division import StateDivider
 
 from .far_store import Bucket, FarStorage, Traffic, VirtualLoop
 
@@ -151,7 +151,7 @@ class SimulatedWorld:
         self._bucket, self._loop = Bucket(), VirtualLoop()
         here = captured(kind, 0, size, num_tensors)
         self._store = dist.HashStore()  # type: ignore[attr-defined]
-        structure = RankedStates(0, size).structure(here).digest
+        structure = StateDivider(0, size).structure(here).digest
         for rank in range(size):
             self._store.set(f"scale/structure/{rank}", structure)
         self._rank_0 = _Rank(self, 0, here)
@@ -261,7 +261,7 @@ class SimulatedWorld:
         found = []
         for rank in range(_SHARDS):
             here = captured(self.kind, rank, self.size, self._num_tensors)
-            states = RankedStates(rank, self.size)
+            states = StateDivider(rank, self.size)
             states.divided(here, range(self.size))
             found.append(_told(states.copies(here)))
         return found

@@ -24,7 +24,7 @@ from ..spec import with_article
 from ..state.capture import why_not
 from ..state.captured import SnapshotView
 from ..state.dtypes import dtype_name
-from ..state.keyed import keys_below, name_of
+from ..state.megatron import keys_below, name_of
 from ..state.names import Path, Selector, dotted, shown
 from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
 from ..state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced

@@ -35,7 +35,7 @@ from ..spans import TIMEKEEPER, monotonic
 from ..spec import RankFacts, flag
 from ..staging.device import dense_blocks
 from ..state.captured import Capture
-from ..state.ranked import RankedStates, Structure
+from ..state.division import StateDivider, Structure
 from .answers import Answers, in_words
 from .shared import SharedRoot
 from .values import SharedValues
@@ -124,7 +124,7 @@ class Ranks:
         self._has_met = False
         self._met = EMPTY  # what was known of the ranks before the first decision
         self._per_rank: tuple[str, ...] = ()  # of the state by which they met ahead of it
-        self._states: RankedStates | None = None
+        self._states: StateDivider | None = None
         # Changed on the loop's thread alone, entries at a time.
         self._tables: dict[int, Table] = {}  # that follow from the decision of the save of this number
         self._num_decided: Counter[int] = Counter()  # attempts, by step
@@ -309,11 +309,11 @@ class Ranks:
         """Whether it is known that not all ranks see the same at this root."""
         return run in self._roots and self._roots[run].is_apart
 
-    def _ranked(self) -> RankedStates | None:
+    def _ranked(self) -> StateDivider | None:
         """None in a process that is no part of anything: then tensors are all that they are."""
         world = self.world
         if self._states is None and (world.has_group or not world.is_one):
-            self._states = RankedStates(world.rank, world.size, self.root_mesh)
+            self._states = StateDivider(world.rank, world.size, self.root_mesh)
         return self._states
 
     def answers_of_rank_0(

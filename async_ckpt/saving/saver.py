@@ -29,8 +29,8 @@ from ..staging.guard import Optimizers, deferrable, gate_of, unwrapped
 from ..staging.stager import Snapshot, interrupted
 from ..state.capture import capture
 from ..state.captured import Capture
+from ..state.division import RankShare
 from ..state.names import Select
-from ..state.ranked import RankShare
 from ..storage.place import local_place
 from ..trace import TraceFile
 from .admission import Admission, OnOverlap, Place

@@ -30,7 +30,7 @@ class StepLayout(NamedTuple):
     """The structures of the ranks of a step, and how the ranks divided replicated tensors. Read from the step's
     layout file.
 
-    `structures` are the texts of `state.ranked.Structure`, by digest. If a structure is in `shared`, each of its
+    `structures` are the texts of `state.division.Structure`, by digest. If a structure is in `shared`, each of its
     ranks wrote a share of what the ranks listed there hold alike; all other ranks wrote all that they hold. `root` is
     the mesh that the meshes of all tensors are parts of. `apart` lists boxes by rank and name, for ranks that wrote
     no such share.
@@ -205,7 +205,7 @@ class ShardLocator:
         return (None, None) if replicas is None else (replicated.get(replicas), replicas.ranks)
 
     def _replicated_at(self, rank: int) -> tuple[dict[str, Replicas], dict[Replicas, ReplicatedBytes]]:
-        """The replicated tensors of a rank and their bytes, computed as by the rank itself in `state.ranked`."""
+        """The replicated tensors of a rank and their bytes, computed as by the rank itself in `state.division`."""
         digest = self._structure_of[rank]
         mates = self._layout.shared[digest]
         sharing: dict[tuple[Any, Any, Any], Replicas] = {}

@@ -2,8 +2,8 @@
 
 - `capture.py` takes a state apart; `captured.py` has the result, and views of snapshots.
 - `tree.py` makes skeletons and decodes them, with values of `plain.py` and `dtypes.py`, and names of `names.py`.
-- `ranked.py` divides a state among ranks, `skeletons.py` merges theirs, `containers.py` has values per rank.
-- `wrappers.py`: names behind DDP and FSDP; `keyed.py`: Megatron's tensors; `rng.py`: random generators.
+- `division.py` divides a state among ranks, `skeletons.py` merges theirs, `containers.py` has values per rank.
+- `wrappers.py`: names behind DDP and FSDP; `megatron.py`: ShardedTensors; `rng.py`: random generators.
 - `pickled.py` reads untrusted pickles, `canonical.py` compares those of several ranks.
 """
 

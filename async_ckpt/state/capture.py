@@ -27,7 +27,7 @@ from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceOf, TensorSpec, with_article
 from .captured import Capture, Mark, SnapshotView, marks_of, tree_of
 from .dtypes import dtype_name, is_describable
-from .keyed import KeyedTensors, refuse_others, with_keyed
+from .megatron import MegatronTensors, refuse_others, with_megatron
 from .names import Path, Select, dotted, selector, shown
 from .rng import RngState
 from .tree import Encoder, is_omitted
@@ -51,9 +51,9 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
     try:
         with no_collection():
             chosen = selector(select)
-            encoder = Encoder(walk.leaf, chosen, walk.contents, walk.keyed.take)
-            node, keyed = encoder.encode(state), walk.keyed_tensors(chosen)
-            node = with_keyed({"dict": []} if is_omitted(node) and keyed else node, keyed)
+            encoder = Encoder(walk.leaf, chosen, walk.contents, walk.megatron.take)
+            node, numbers = encoder.encode(state), walk.megatron_tensors(chosen)
+            node = with_megatron({"dict": []} if is_omitted(node) and numbers else node, numbers)
             if is_omitted(node):
                 raise KeyError(f"select={select!r} matches nothing in the state")
             if chosen is not None and chosen.unused:
@@ -96,7 +96,7 @@ class _CaptureWalk:
     def __init__(self, state: Any, slicer: Slicer | None) -> None:
         self._state_dicts = StateDicts(state)
         self._slicer = slicer
-        self.keyed = KeyedTensors(slicer)
+        self.megatron = MegatronTensors(slicer)
         self.slices: list[Slices] = []
         self.per_rank: list[str] = []
         self.specs: list[TensorSpec] = []
@@ -143,11 +143,11 @@ class _CaptureWalk:
         slices, parts, _ = self._slicer.slice(tensor, name=shown(path))
         return self._with_slices(slices, parts, tensor.dtype, path)
 
-    def keyed_tensors(self, chosen: Callable[[Path], bool] | None) -> dict[Path, int]:
+    def megatron_tensors(self, chosen: Callable[[Path], bool] | None) -> dict[Path, int]:
         """The numbers of tensors that bring their names along, by these names."""
         return {
             path: self._with_slices(slices, parts, dtype, path)
-            for path, slices, parts, dtype in self.keyed.tensors()
+            for path, slices, parts, dtype in self.megatron.tensors()
             if chosen is None or chosen(path)
         }
 

@@ -39,8 +39,8 @@ from ...spans import wall_time
 from ...spec import RankFacts, Spread, TensorSpec, flag
 from ...state.capture import capture
 from ...state.containers import nested
+from ...state.division import RankShare
 from ...state.names import Path, shown
-from ...state.ranked import RankShare
 from ...storage.base import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
 from .names import KEPT, kept_of, path_of

@@ -63,7 +63,7 @@ class _WriteSource(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """The part of a state that one rank writes. Made by `RankedStates.divided` for each save."""
+    """The part of a state that one rank writes. Made by `StateDivider.divided` for each save."""
 
     captured: Capture
     ranks: RankFacts | None
@@ -100,7 +100,7 @@ class _WritePlan:
     balance: int
 
 
-class RankedStates:
+class StateDivider:
     """Divides the states of one rank of several, most of which equal the one before. Used by one thread at a time.
 
     Ranks that are known to have the same structure share the writing of what they hold alike.

@@ -21,7 +21,7 @@ from .names import Path, shown
 from .tree import key_of
 
 
-class KeyedTensor(NamedTuple):
+class MegatronTensor(NamedTuple):
     """The slices of one ShardedTensor on this rank, under its name."""
 
     path: Path
@@ -30,7 +30,7 @@ class KeyedTensor(NamedTuple):
     dtype: torch.dtype
 
 
-class KeyedTensors:
+class MegatronTensors:
     """Collects the ShardedTensors of one state during a capture."""
 
     def __init__(self, slicer: Slicer | None) -> None:
@@ -56,7 +56,7 @@ class KeyedTensors:
         refuse_others(value, path)
         return False
 
-    def tensors(self) -> Iterator[KeyedTensor]:
+    def tensors(self) -> Iterator[MegatronTensor]:
         """Each tensor once. Raises UnsupportedStateError, naming its path, for slices that contradict each other."""
         assert self._slicer is not None or not self._tensors
         for name, values in self._tensors.items():
@@ -67,7 +67,7 @@ class KeyedTensors:
             if len(dtypes) > 1:
                 raise _refused(name, f"its slices are {', '.join(sorted(map(str, dtypes)))}")
             slices, parts = joined(sliced, name=shown(name))
-            yield KeyedTensor(name, slices, parts, dtypes.pop())
+            yield MegatronTensor(name, slices, parts, dtypes.pop())
 
 
 def refuse_others(value: Any, path: Path) -> None:
@@ -92,7 +92,7 @@ def keys_below(value: Any, *, deep: bool) -> set[str]:
     return keys
 
 
-def with_keyed(node: Json, numbers: Mapping[Path, int]) -> Json:
+def with_megatron(node: Json, numbers: Mapping[Path, int]) -> Json:
     """A skeleton with these tensors added by name. Raises UnsupportedStateError if a name is taken already."""
     for name, number in numbers.items():
         items = _items_of(node, name)
