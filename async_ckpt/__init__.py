@@ -90,6 +90,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
         PeerFailedError as PeerFailedError,
         SaveAbandonedError as SaveAbandonedError,
         StateMismatchError as StateMismatchError,
+        RunTakenError as RunTakenError,
         StepBehindError as StepBehindError,
         UnsafeArchiveError as UnsafeArchiveError,
         UnsupportedStateError as UnsupportedStateError,

@@ -366,6 +366,8 @@ class AsyncCheckpointer(RunReader):
             self._saver.close()
         finally:
             self._notice.close()
+            if self._saver.belongs_here:
+                self._roots.close()
 
     def __enter__(self) -> Self:
         return self

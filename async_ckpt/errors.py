@@ -120,6 +120,18 @@ class StepBehindError(CheckpointError):
     newest: int
 
 
+class RunTakenError(CheckpointError):
+    """Another process has the run: it has begun to save there since, or it is alive and began before.
+
+    `host`, `pid` and `since` (seconds since the epoch, by its clock) tell which; the steps that it commits count.
+    """
+
+    path: str
+    host: str
+    pid: int
+    since: float
+
+
 class PeerFailedError(CheckpointError):
     """Another rank could not do its part of the checkpoint, or did not say in time that it has.
 

@@ -49,6 +49,14 @@ def from_now(seconds: float) -> datetime:
     return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
+def shown_time(seconds: float) -> str:
+    """Seconds since the epoch, for people; a text that says so for a number that is no time."""
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):
+        return "an unknown time"
+
+
 def before(moment: datetime, seconds: float) -> datetime:
     """`moment` minus `seconds`."""
     return moment - timedelta(seconds=seconds)

@@ -266,6 +266,12 @@ class FarStorage:
             self.names(folder)  # for their age: nothing is old
         return []
 
+    def hold(self, path: str) -> Callable[[], None]:  # noqa: ARG002
+        return lambda: None
+
+    def is_held(self, path: str) -> bool:  # noqa: ARG002
+        return False
+
     def sweep_uploads(self) -> list[str]:
         return []
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from racing import until
-from states import SEGMENT, open_run
+from states import SEGMENT, is_start, open_run
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Place
@@ -36,7 +36,8 @@ class Bucket:
         return Place(self.url(path), options={**self.server.options, **options}, engine=engine)
 
     def keys(self) -> list[str]:
-        return self.server.keys(self.name)
+        """All objects, but for those that tell which processes have had a run."""
+        return [key for key in self.server.keys(self.name) if not is_start(key.rpartition("/")[2])]
 
     def uploads(self) -> list[str]:
         return self.server.uploads(self.name)
@@ -89,7 +90,8 @@ class OnServer(RunAt):
     def names(self) -> list[str]:
         # One that was tried again is aborted by a thread of its own.
         until(lambda: self._bucket.uploads() == [])
-        return [key.removeprefix("runs/a/") for key in self._bucket.keys()]  # noqa: SIM118
+        names = (key.removeprefix("runs/a/") for key in self._bucket.keys())  # noqa: SIM118
+        return [name for name in names if not is_start(name)]
 
     def read(self, name: str) -> bytes:
         return self._bucket.read(f"runs/a/{name}")
@@ -103,11 +105,8 @@ class InMemory(RunAt):
     def names(self) -> list[str]:
         from fsspec.implementations.memory import MemoryFileSystem
 
-        return sorted(
-            path.removeprefix(f"{self._root}/")
-            for path in MemoryFileSystem.store
-            if path.startswith(self._root)
-        )
+        names = (p.removeprefix(f"{self._root}/") for p in MemoryFileSystem.store if p.startswith(self._root))
+        return sorted(name for name in names if not is_start(name))
 
     def read(self, name: str) -> bytes:
         from fsspec.implementations.memory import MemoryFileSystem

@@ -79,7 +79,8 @@ def assert_loads(folder: Path, wanted: Tensors, cls: Any) -> None:
 def assert_only(folder: Path, *names: str) -> None:
     """Nothing else is in the folder, or stays there: what was exchanged is removed once the handle has resolved."""
     until(lambda: not any(name.startswith(".") for name in os.listdir(folder)))
-    assert sorted(os.listdir(folder)) == sorted(names)
+    # A publisher leaves a mark where versions have taken the place of others.
+    assert sorted(name for name in os.listdir(folder) if not name.startswith("replaced.")) == sorted(names)
 
 
 @pytest.fixture

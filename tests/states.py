@@ -65,10 +65,16 @@ def restored(ckpt: AsyncCheckpointer, saved: Any, live: Any, **how: Any) -> Any:
     return live
 
 
+def is_start(name: str) -> bool:
+    """Whether a file in a run's root tells which process has the run; it stays there."""
+    return name.startswith("start-") and name.endswith(".json")
+
+
 def names_below(root: str | os.PathLike[str]) -> list[str]:
-    """Every file below a folder."""
+    """Every file below a folder, but for those that tell which processes have had the run."""
     top = Path(root)
-    return sorted(str(path.relative_to(top)) for path in top.rglob("*") if not path.is_dir())
+    files = (path for path in top.rglob("*") if not (path.is_dir() or is_start(path.name)))
+    return sorted(str(path.relative_to(top)) for path in files)
 
 
 def records(root: Path) -> list[dict]:

@@ -13,7 +13,7 @@ import torch
 from archives import forge_manifest
 from racing import until
 from scripted_disk import scripted
-from states import assert_is_state, names_below, open_run, state_at
+from states import assert_is_state, is_start, names_below, open_run, state_at
 
 import async_ckpt
 from async_ckpt import (
@@ -59,7 +59,8 @@ def test_a_tracker_holds_what_its_readers_parse_and_reads_back(tmp_path, options
     save(tmp_path, 400, 500, keep=1, **options)
 
     assert (tmp_path / tracker).read_text() == text
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([folder, tracker, "checkpoints.jsonl"])
+    found = sorted(path.name for path in tmp_path.iterdir() if not is_start(path.name))
+    assert found == sorted([folder, tracker, "checkpoints.jsonl"])
     with open_run(tmp_path, **options) as ckpt:
         assert_is_state(ckpt.load(), 500)
         ckpt.save(state_at(501), step=501).result()
@@ -198,14 +199,14 @@ def test_a_slow_process_does_not_move_the_tracker_back_even_for_a_moment(tmp_pat
 
 SAVING = """
 import os, sys
-from async_ckpt import Naming, StepBehindError, StepExistsError
+from async_ckpt import Naming, RunTakenError, StepBehindError, StepExistsError
 from states import open_run, state_at
 
 with open_run(sys.argv[1], naming=Naming(tracker="latest_ckpt_global_step.txt")) as ckpt:
     for step in range(int(sys.argv[2]), 40, 3):
         try:
             ckpt.save(state_at(step), step=step).result()
-        except (StepBehindError, StepExistsError):
+        except (RunTakenError, StepBehindError, StepExistsError):
             pass
 os._exit(0)  # how an interpreter ends is for other tests
 """
@@ -219,7 +220,7 @@ def test_a_tracker_that_several_processes_write_is_only_ever_seen_to_rise(tmp_pa
     def last_is_seen() -> bool:
         if tracker.exists():
             seen.append(int(tracker.read_text()))
-        return 39 in seen[-1:]
+        return bool({37, 38, 39} & {*seen[-1:]})  # the last step of the one that has the run
 
     until(last_is_seen)
     assert [(ended.status, ended.err) for ended in [child.ended() for child in children]] == [(0, "")] * 3

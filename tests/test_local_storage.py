@@ -530,14 +530,16 @@ with open_run(root) as ckpt:
         try:
             ckpt.save(state_at(step, 5), step=step).result()
             print(step, flush=True)
-        except async_ckpt.StepBehindError:
+        except (async_ckpt.StepBehindError, async_ckpt.RunTakenError):
             pass
 os._exit(0)  # how an interpreter ends is for other tests
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_two_processes_that_save_into_one_root_lose_nothing_that_either_committed(tmp_path, nursery):
+def test_of_two_processes_that_save_into_one_root_nothing_is_lost_that_either_was_told_is_committed(
+    tmp_path, nursery
+):
     root = tmp_path / "run"
     children = [nursery.start(TWO, root, first) for first in (0, 1)]
     ended = [child.ended() for child in children]

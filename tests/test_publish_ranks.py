@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported import assert_same, weights_in
+from exported import assert_only, assert_same, weights_in
 from published import files_below
 from rank_worlds import Worlds
 from slices import ALL
@@ -25,11 +25,13 @@ from async_ckpt import (
     UnsupportedStateError,
 )
 from async_ckpt.around.hub import Weights
-from async_ckpt.format.delta import INDEX
+from async_ckpt.format.delta import INDEX, sealed
 from async_ckpt.host.threads import Crew
+from async_ckpt.publishing import ranks as publishing_ranks
+from async_ckpt.publishing import subscriber as publishing_subscriber
 from async_ckpt.publishing.ranks import Whole, assembled, own_slices
 from async_ckpt.publishing.replica import MemoryReplica
-from async_ckpt.publishing.versions import Where
+from async_ckpt.publishing.source import State, Where
 from async_ckpt.slicing.cover import Box
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -166,7 +168,8 @@ def test_ranks_of_two_starts_are_never_mixed_and_what_other_worlds_have_left_goe
     index = out / "rank_00001_of_00002" / "weight_v000002" / INDEX
     told = json.loads(index.read_text())
     told["metadata"]["async_ckpt"]["start"] = "another"
-    index.write_text(json.dumps(told))
+    del told["metadata"]["async_ckpt"]["digest"]
+    index.write_bytes(sealed(told))
 
     assert Subscriber(out).versions() == [1]
     # On both ranks, though one of them has a version 2.
@@ -183,9 +186,90 @@ def test_ranks_of_two_starts_are_never_mixed_and_what_other_worlds_have_left_goe
         publisher.publish(network(), 4).result()
     assert Subscriber(out).versions() == [3, 4]
     assert Subscriber(out).pull(network()).version == 4
-    assert sorted(path.name for path in out.iterdir()) == [
-        "publisher.json", "weight_v000003", "weight_v000004"
-    ]  # fmt: skip
+    assert_only(out, "publisher.json", "weight_v000003", "weight_v000004")
+
+
+# The next start publishes versions 3 and 4 again, with other weights; then all of what it has is compared.
+AGAIN = """
+import async_ckpt
+from async_ckpt import Place
+model = fsdp()["model"]
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.to_local().fill_(7.0 + here.rank)
+keep_full(model, here.root + "-again.pt")
+publisher = async_ckpt.Publisher({out}, anchor_every=3, on_rollback="retire")
+for version in {versions}:
+    publisher.publish(model, version).result()
+    here.meet(f"again{{version}}")
+publisher.close()
+"""
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["disk", "store"])
+def test_a_pull_never_mixes_two_starts(
+    worlds: Worlds, s3, bucket: str, tmp_path: Path, monkeypatch, store: bool
+):
+    """Rank 1's version is replaced between the reading of rank 0's slices and of its own."""
+    place = Place(f"s3://{bucket}/weights", options=s3.options) if store else Place(str(tmp_path / "out"))
+    text = f"Place({place.url!r}, options={s3.options if store else {}})"
+    published(worlds, 2, "fsdp()", text, versions=[1, 2, 3])
+    subscriber, model, num_read = Subscriber(place), network(), 0
+    real = publishing_subscriber.bring
+
+    def bring(replica, versions, target, crew):
+        nonlocal num_read
+        found = real(replica, versions, target, crew)
+        num_read += 1
+        if num_read == 1:
+            worlds.run(2, AGAIN.format(out=text, versions=[3]))
+        return found
+
+    monkeypatch.setattr(publishing_subscriber, "bring", bring)
+    report = subscriber.pull(model)
+    again = dict(torch.load(f"{worlds.root}-again.pt"))
+    assert report.version == 3
+    assert_same(dict(model.state_dict()), again)
+    subscriber.pull(tmp_path / "local")
+    assert_same(weights_in(tmp_path / "local"), again)
+
+
+def test_slices_whose_digests_are_not_those_of_one_start_are_refused(
+    worlds: Worlds, tmp_path: Path, monkeypatch
+):
+    """As where a rank's index was exchanged for another one without a trace."""
+    out = tmp_path / "out"
+    published(worlds, 2, "fsdp()", out, versions=[1, 2])
+    model = network()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    monkeypatch.setattr(
+        publishing_ranks.RankLines,
+        "were_replaced",
+        lambda *_: False,  # what is read stays as it was
+    )
+    monkeypatch.setattr(
+        publishing_subscriber,
+        "bring",
+        lambda replica, *_: (replica.note(State(2, "another", "", {})), ([], 0))[1],
+    )
+    with pytest.raises(CorruptCheckpointError, match="was published again while it was read"):
+        Subscriber(out).pull(model)
+    assert_same(dict(model.state_dict()), before)
+
+
+def test_a_subscriber_that_lives_on_sees_what_ranks_have_published_again(worlds: Worlds, tmp_path: Path):
+    out = tmp_path / "out"
+    published(worlds, 2, "fsdp()", out, versions=[1, 2, 3, 4])
+    with Subscriber(out) as subscriber:
+        model, watch = network(), subscriber.watch(poll_seconds=0.01)
+        assert next(watch) == subscriber.pull(model).version == 4
+        worlds.run(2, AGAIN.format(out=repr(str(out)), versions=[3]))
+        assert subscriber.versions() == [1, 2, 3]
+        assert next(watch) == subscriber.pull(model).version == 3
+        worlds.run(2, AGAIN.format(out=repr(str(out)), versions=[3, 4]))
+        assert subscriber.versions() == [1, 2, 3, 4]
+        assert next(watch) == subscriber.pull(model).version == 4
+        assert_same(dict(model.state_dict()), dict(torch.load(f"{worlds.root}-again.pt")))
 
 
 OTHERWISE = """

@@ -121,7 +121,7 @@ def test_the_cause_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with open_run(tmp_path) as one, open_run(tmp_path) as two, scripted(two) as disk:
-        stop = disk.stop("put_new")
+        stop = disk.stop("put_new", "manifest.json")
         handle = two.save(state_at(1), step=1)
         stop.wait_reached()
         one.save(state_at(1), step=1).result()

@@ -76,6 +76,34 @@ def test_a_rank_whose_disk_is_full_is_named_to_all_others(worlds, rank):
     assert_whole(worlds, 1, 3)
 
 
+# As a file system that is mounted read-only there: neither an archive, nor a word of its own.
+READ_ONLY = """
+import errno
+from async_ckpt import StorageUnavailableError
+error = StorageUnavailableError("read-only file system", path="x")
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    if here.rank == {rank}:
+        for point in ("write", "receipt", "verdict", "manifest"):
+            here.at(point, lambda: here.fail(error), step=2)
+    for step in (2, 3):
+        here.save(ckpt, small(step), step)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_can_write_nothing_at_the_root_says_so_to_the_others_at_once(worlds, rank):
+    ended = worlds.run(2, READ_ONLY.format(rank=rank))
+
+    want = ["PeerFailedError"] * 2
+    want[rank] = "StorageUnavailableError"
+    assert column(ended, 1, "error") == want
+    assert f"rank {rank}: StorageUnavailableError: read-only" in ended[1 - rank].saves[1]["text"]
+    assert ended[1 - rank].saves[1]["rank"] == rank
+    assert not ended[1 - rank].saves[1]["undecided"]
+    assert column(ended, 2, "status") == ["committed"] * 2
+
+
 SLOW = """
 with open_run(here.root) as ckpt:
     if here.rank == 0:
@@ -200,12 +228,14 @@ def test_a_root_that_is_away_while_the_decision_is_waited_for_is_asked_again(wor
 
 UNSAID = """
 from async_ckpt import StorageUnavailableError
+from async_ckpt.saving.shared import SharedRoot
 away = StorageUnavailableError("not now", path="x")
 with open_run(here.root) as ckpt:
     here.save(ckpt, small(1), 1)
     if here.rank == 1:
         here.at("write", lambda: here.fail(OSError("broken")), step=2)
     here.at("receipt" if here.rank == 1 else "verdict", lambda: here.fail(away), step=2)
+    SharedRoot._say = lambda *_: False  # nor by the group's store, which is gone
     here.expire(lambda: True)
     here.save(ckpt, small(2), 2)
     here.save(ckpt, small(2), 2)

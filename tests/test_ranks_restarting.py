@@ -146,3 +146,54 @@ def test_ranks_that_count_each_other_differently_commit_nothing(worlds: Worlds, 
             assert (one.saves[0]["error"], one.saves[0]["undecided"]) == ("PeerFailedError", False)
             assert f"rank {odd}: CheckpointError" in one.saves[0]["text"]
     assert open_run(worlds.root).steps() == []
+
+
+# A disk without locks, or a store: nothing tells the new world that the old one lives.
+STALLED = """
+from pathlib import Path
+from racing import until
+from async_ckpt.storage.local import LocalStorage
+LocalStorage.hold = lambda *_: lambda: None
+with open_run(here.root) as ckpt:
+    for step in (1, 2):
+        here.save(ckpt, small(step), step)
+    if here.rank == 0:
+        here.at("{point}", lambda: (here.say("stalled"), until(Path("{go}").exists)), step=10)
+    here.save(ckpt, small(10), 10)
+    here.save(ckpt, small(11), 11)
+"""
+NEW_WORLD = """
+from async_ckpt.storage.local import LocalStorage
+LocalStorage.hold = lambda *_: lambda: None
+with open_run(here.root) as ckpt:
+    state = small(0)
+    here.tell(ckpt.restore(state))
+    for step in (3, 4):
+        here.save(ckpt, state, step)
+    {then}
+    for step in (5, 6):
+        here.save(ckpt, state, step)
+"""
+
+
+@pytest.mark.parametrize("point", ["receipt", "manifest"])
+def test_a_world_that_wakes_after_another_has_gone_on_commits_nothing_that_counts(worlds, tmp_path, point):
+    go, woken = tmp_path / "go", tmp_path / "woken"
+    old = worlds.start(2, STALLED.format(point=point, go=go))
+    old.wait_for("stalled")
+    waits = "from pathlib import Path; from racing import until; here.meet('half'); here.say('half'); "
+    new = worlds.start(2, NEW_WORLD.format(then=waits + f"until(Path({str(woken)!r}).exists)"))
+    new.wait_for("half")
+    go.touch()
+    ended = old.ended()
+    woken.touch()
+
+    assert [save.get("status") for one in new.ended() for save in one.saves] == ["committed"] * 8
+    assert ended[0].saves[2]["error"] == "RunTakenError"
+    assert f"process {new.children[0].pid} on" in ended[0].saves[2]["text"]
+    assert ended[0].saves[3]["error"] == "RunTakenError"
+    if point == "receipt":  # else the other rank may have seen the manifest
+        assert ended[1].saves[2]["error"] == "PeerFailedError"
+        assert "rank 0: RunTakenError" in ended[1].saves[2]["text"]
+    with open_run(worlds.root) as ckpt:
+        assert ckpt.steps() == [1, 2, 3, 4, 5, 6]

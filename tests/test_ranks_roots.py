@@ -136,7 +136,7 @@ def test_a_root_that_is_local_to_each_node_is_refused(worlds, has_group):
         assert open_run(worlds.root / f"node{rank}").steps() == []
 
 
-# Two trainings have been given one folder. The second commits while the first is about to.
+# Two trainings have been given one folder. The second begins while the first is about to commit.
 INTRUDER = """
 with open_run(here.root) as ckpt:
     if "{who}" == "first" and here.rank == 0:
@@ -147,7 +147,7 @@ with open_run(here.root) as ckpt:
 """
 
 
-def test_of_two_trainings_in_one_folder_one_commits_a_step_and_the_other_is_told(worlds, tmp_path):
+def test_of_two_trainings_in_one_folder_the_first_goes_on_and_the_other_is_told_by_name(worlds, tmp_path):
     script = "from pathlib import Path\nfrom racing import until\n" + INTRUDER
     go = tmp_path / "go"
     first = worlds.start(2, script.format(who="first", go=go))
@@ -155,13 +155,13 @@ def test_of_two_trainings_in_one_folder_one_commits_a_step_and_the_other_is_told
     go.touch()
     ended = first.ended()
 
-    assert [save.get("status") for one in second for save in one.saves] == ["committed"] * 4
-    told = [one.saves[0] for one in ended]
-    assert [one["error"] for one in told] == ["StepExistsError", "PeerFailedError"]
-    assert "another writer" in told[0]["text"]
-    assert "rank 0: StepExistsError" in told[1]["text"]
-    assert "step 2 is below the committed step 3" in ended[0].saves[1]["text"]
-    assert_committed(worlds.root, [1, 3])
+    assert [save.get("status") for one in ended for save in one.saves] == ["committed"] * 4
+    for number in (0, 1):
+        told = [one.saves[number] for one in second]
+        assert [one["error"] for one in told] == ["RunTakenError", "PeerFailedError"]
+        assert f"process {first.children[0].pid} on" in told[0]["text"]
+        assert "rank 0: RunTakenError" in told[1]["text"]
+    assert_committed(worlds.root, [1, 2])
 
 
 def test_a_world_of_another_size_goes_on(worlds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def test_a_run_looks_as_the_manual_says(tmp_path):
         report = ckpt.save(state_at(500), step=500).result()
 
     archive = report.path.rpartition("/")[2]
+    (start,) = (path.name for path in tmp_path.glob("start-*"))
+    assert re.fullmatch(r"start-00000001\.[0-9a-f]{8}\.500\.json", start)
     assert names_below(tmp_path) == [
         "checkpoints.jsonl",
         "latest",

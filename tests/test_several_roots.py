@@ -420,7 +420,7 @@ def test_a_root_that_hangs_when_it_is_opened_is_not_asked_again_until_it_has_ans
             stop.release()
             quiet = ckpt._line._hanging[ckpt._roots.runs[1]]
             assert all(future.exception(PATIENCE) is None for future in quiet)
-            assert names_below(roots[1]) == []
+            assert leftovers(roots[1]) == []
         monkeypatch.undo()
         ckpt.save(state_at(3), step=3).result()
         ckpt.wait()
@@ -438,7 +438,7 @@ def test_an_archive_that_is_finished_when_nobody_waits_for_it_any_more_is_taken_
             stop.release()
             quiet = ckpt._line._hanging[ckpt._roots.runs[1]]
             assert all(future.exception(PATIENCE) is None for future in quiet)
-        assert names_below(roots[1]) == []
+        assert leftovers(roots[1]) == []
         ckpt.save(state_at(2), step=2).result()
         ckpt.wait()
     for root in roots:
@@ -457,7 +457,7 @@ def test_all_does_not_wait_for_a_root_that_hangs_when_another_has_refused_the_sa
         stop.release()
         quiet = ckpt._line._hanging[ckpt._roots.runs[1 - place]]
         assert all(future.exception(PATIENCE) is None for future in quiet)
-        assert [names_below(root) for root in roots] == [[], []]
+        assert [leftovers(root) for root in roots] == [[], []]
 
 
 def test_a_failed_save_leaves_no_complaint_of_asyncio(roots, caplog):

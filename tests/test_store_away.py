@@ -330,6 +330,8 @@ def test_one_writer_in_each_of_two_processes_and_one_step(bucket, s3, nursery, p
                 ckpt.save(state_at(int(sys.argv[3])), step=1).result()
             except async_ckpt.StepExistsError:
                 print("exists")
+            except async_ckpt.RunTakenError:
+                print("taken")
             else:
                 print("committed")
     """
@@ -340,11 +342,13 @@ def test_one_writer_in_each_of_two_processes_and_one_step(bucket, s3, nursery, p
     held.clear()
     ends = [child.ended() for child in children]
     assert [end.err for end in ends] == ["", ""]
-    assert sorted(end.out.strip() for end in ends) == ["committed", "exists"]
-    winner = 10 + [end.out.strip() for end in ends].index("committed")
+    told = [end.out.strip() for end in ends]
+    # The one that began first is not told that it has committed, since the other has the run by then.
+    assert sorted(told) in (["committed", "exists"], ["exists", "taken"])
+    winner = 10 + (told[0] == "exists")
     with open_run(bucket.place("run")) as ckpt:
         assert_is_state(ckpt.load(1), winner)
-    assert len(bucket.keys()) == 4
+    assert len([key for key in bucket.keys() if key.endswith(".tar")]) == 1  # noqa: SIM118
 
 
 # --- the end of the process -----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from disks import mounted, needs_mount
 from exported import assert_loads, assert_same, gpt2, spoil, state_of
 from published import Line, changed, files_below, weights_below
 from racing import Call, until
+from safetensors.torch import load_file, save_file
 from slices import one_in
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
@@ -23,6 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 import transformers
 
 from async_ckpt import (
+    CheckpointError,
     ClosedError,
     CorruptCheckpointError,
     NotCommittedError,
@@ -34,9 +36,9 @@ from async_ckpt import (
     StorageUnavailableError,
     Subscriber,
 )
-from async_ckpt.format.delta import INDEX, checksum
+from async_ckpt.format.delta import INDEX, checksum, sealed
 from async_ckpt.publishing import folder as folders
-from async_ckpt.publishing import versions
+from async_ckpt.publishing import source
 from async_ckpt.storage.place import storage_at
 
 LAST = 4
@@ -57,11 +59,12 @@ def local(tmp_path: Path) -> Path:
 
 
 def edit(folder: Path, change: Any) -> None:
-    """Change what an index says."""
+    """Change what an index says, and what it says of itself."""
     path = folder / INDEX
     told = json.loads(path.read_text())
     change(told)
-    path.write_text(json.dumps(told))
+    ours = told["metadata"].get("async_ckpt", {})
+    path.write_bytes(sealed(told) if ours.pop("digest", None) else json.dumps(told).encode())
 
 
 def as_others_write(folder: Path) -> None:
@@ -204,6 +207,69 @@ def test_a_poll_of_a_bucket_is_one_request(bucket, proxy, s3, monkeypatch):
     asked.clear()
     assert subscriber.versions() == [1, 2]
     assert asked == ["names"]
+
+
+# --- an index that lies -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [1, 2], ids=["anchor", "delta"])
+def test_of_an_index_no_flipped_bit_makes_other_weights(line, local, tmp_path, version):
+    """Every bit is refused, or what is pulled is the version: one in a few here, all of them with ASYNC_CKPT_MATRICES=all."""
+    path = line.folder(version) / INDEX
+    data = path.read_bytes()
+    line.subscriber().pull(local, 1)
+    for number in range(0, 8 * len(data), one_in(211)):
+        path.write_bytes(
+            data[: number // 8] + bytes([data[number // 8] ^ 1 << number % 8]) + data[number // 8 + 1 :]
+        )
+        into = tmp_path / f"{number}" if version == 1 else local
+        try:
+            line.subscriber().pull(into, version)
+        except CheckpointError:
+            if into == local:
+                line.assert_is(1, local)
+            continue
+        line.assert_is(version, into)
+        if into == local:  # it was in what others would have written
+            shutil.rmtree(local)
+            path.write_bytes(data)
+            line.subscriber().pull(local, 1)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"weight_map": {}},
+        {"metadata": {}, "weight_map": {}},
+        {"metadata": None, "weight_map": {"other": "model-00001.safetensors"}},
+        {"weight_map": [1]},
+        {"metadata": {"async_ckpt": {}}, "weight_map": {}},
+        {"metadata": {"async_ckpt": 5}, "weight_map": {}},
+        {"metadata": [], "weight_map": {"a\ud800": "x.safetensors"}},
+    ],
+)
+def test_an_index_in_the_place_of_a_deltas_makes_no_weights_of_its_frames(line, local, index):
+    line.subscriber().pull(local, 1)
+    (line.folder(2) / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError):
+        line.subscriber().pull(local, 2)
+    line.assert_is(1, local)
+    told = json.loads((line.folder(3) / INDEX).read_text())
+    (line.folder(3) / INDEX).write_text(json.dumps({"weight_map": told["weight_map"]}))
+    with pytest.raises(CorruptCheckpointError, match="it holds the frames of a delta"):
+        line.subscriber().pull(local.with_name("new"), 3)
+
+
+def test_bytes_behind_the_tensors_of_an_anchor_are_refused(tmp_path, local):
+    folder = tmp_path / "weights" / "weight_v000001"
+    folder.mkdir(parents=True)
+    save_file({"weight": torch.ones(5)}, folder / "model.safetensors")
+    with open(folder / "model.safetensors", "ab") as file:
+        file.write(b"more")
+    assert Subscriber(tmp_path / "weights").versions() == []
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"weight": "model.safetensors"}}))
+    with pytest.raises(CorruptCheckpointError, match="4 bytes behind its tensors"):
+        Subscriber(tmp_path / "weights").pull(local)
 
 
 # --- what is wrong with versions ----------------------------------------------------------------------------------
@@ -691,6 +757,58 @@ def test_a_folder_that_was_harmed_meanwhile_begins_with_an_anchor_again(harm, li
     assert subscriber.pull(local, 3).num_versions == 0
 
 
+def a_copy(local: Path, outside: Path) -> None:
+    shutil.copyfile(local / "model.safetensors", local / "zz_backup.safetensors")
+
+
+def a_link_beside(local: Path, outside: Path) -> None:
+    shutil.copyfile(local / "model.safetensors", outside)
+    (local / "zz_link.safetensors").symlink_to(outside)
+
+
+def a_link_instead(local: Path, outside: Path) -> None:
+    os.rename(local / "model.safetensors", outside)
+    (local / "model.safetensors").symlink_to(outside)
+
+
+def another_name(local: Path, outside: Path) -> None:
+    os.link(local / "model.safetensors", outside)
+
+
+@pytest.mark.parametrize("harm", [a_copy, a_link_beside, a_link_instead, another_name])
+def test_a_delta_changes_no_file_but_those_of_versions(line, local, tmp_path, harm):
+    outside = tmp_path / "outside.safetensors"
+    line.subscriber().pull(local, 1)
+    harm(local, outside)
+    kept = {path: path.read_bytes() for path in (outside, local / "zz_backup.safetensors") if path.exists()}
+    for version in (2, 3):
+        assert line.subscriber().pull(local, version).version == version
+        weights = load_file(local / "model.safetensors")
+        assert_same(weights, {name: line.were[version][name] for name in weights})
+        assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_a_version_writes_nothing_behind_a_link(tmp_path, local):
+    config = tmp_path / "config"
+    (config / "additional_chat_templates").mkdir(parents=True)
+    (config / "additional_chat_templates/tool.jinja").write_text("new")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    with Publisher(tmp_path / "weights") as publisher:
+        publisher.publish({"weight": torch.ones(9)}, 1, config).result()
+    (local / ".weight_sync").mkdir(parents=True)
+    (local / "additional_chat_templates").symlink_to(outside)
+    with pytest.raises(StorageUnavailableError, match="is a link; make it a folder"):
+        Subscriber(tmp_path / "weights").pull(local)
+    assert list(outside.iterdir()) == []
+    shutil.rmtree(local)
+    local.mkdir()
+    (local / ".weight_sync").symlink_to(outside)
+    with pytest.raises(FileExistsError, match="is a link; make it a folder"):
+        Subscriber(tmp_path / "weights").pull(local)
+    assert list(outside.iterdir()) == []
+
+
 def test_files_of_the_user_stay_in_the_folder_and_those_of_versions_go(tmp_path, local):
     config = tmp_path / "config"
     (config / "additional_chat_templates").mkdir(parents=True)
@@ -755,7 +873,7 @@ def test_a_folder_may_be_where_a_disk_is_mounted(line, tmp_path):
 
 
 def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(line, local, monkeypatch):
-    real = versions.Source.open
+    real = source.Source.open
 
     def open_(self: Any, file: str) -> Any:
         monkeypatch.undo()
@@ -763,8 +881,10 @@ def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(
         return real(self, file)
 
     subscriber = line.subscriber()
-    monkeypatch.setattr(versions.Source, "open", open_)
-    with pytest.raises(CorruptCheckpointError, match="missing, or was deleted meanwhile"):
+    monkeypatch.setattr(source.Source, "open", open_)
+    with pytest.raises(
+        NotCommittedError, match="version 1 is not there, and version 2 is a delta against it"
+    ):
         subscriber.pull(local)
     with Line(line.root, line.model) as again:
         again.publish(5)
@@ -777,12 +897,14 @@ def test_a_bucket_that_loses_an_object_says_which(bucket, s3, local):
     with Line(place) as line:
         line.publish(1, 2)
     storage = storage_at(place)
-    data = storage.read("weight_v000002/model-00001.safetensors")[0]
+    (file,) = (name for name in storage.sizes("weight_v000002") if name.endswith("/model-00001.safetensors"))
+    file = f"weight_v000002/{file}"
+    data = storage.read(file)[0]
     line.subscriber().pull(local, 1)
     for harm, told in [
-        (lambda: storage.delete("weight_v000002/model-00001.safetensors"), "missing, or was deleted"),
+        (lambda: storage.delete(file), "missing, or was deleted"),
         (
-            lambda: storage.replace("weight_v000002/model-00001.safetensors", data[:-9]),
+            lambda: storage.replace(file, data[:-9]),
             "not those that were published",
         ),
     ]:
@@ -790,7 +912,7 @@ def test_a_bucket_that_loses_an_object_says_which(bucket, s3, local):
         with pytest.raises(CorruptCheckpointError, match=told):
             line.subscriber().pull(local)
         line.assert_is(1, local)
-    storage.replace("weight_v000002/model-00001.safetensors", data)
+    storage.replace(file, data)
     line.subscriber().pull(local)
     line.assert_is(2, local)
     assert checksum(data)

@@ -109,12 +109,13 @@ def _head(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> bytes
     return safetensors.header(entries, metadata, header_bytes_modulo=_HEADER_MODULO, at=0)
 
 
-def index_of(shards: Sequence[Shard], **more: Any) -> bytes:
-    """The index of several files, with more in its metadata."""
+def index_of(shards: Sequence[Shard], where: Mapping[str, str] | None = None, /, **more: Any) -> bytes:
+    """The index of several files, with more in its metadata; `where` says in which file each tensor is, if not by its shard."""
     tensors = [tensor for shard in shards for tensor in shard.tensors.values()]
     numbers = {
         "total_size": sum(tensor.nbytes for tensor in tensors),
         "total_parameters": sum(tensor.numel() for tensor in tensors),
     }
-    where = {name: shard.name for shard in shards for name in shard.tensors}
+    if where is None:
+        where = {name: shard.name for shard in shards for name in shard.tensors}
     return json_bytes({"metadata": {**numbers, **more}, "weight_map": where})

@@ -32,6 +32,7 @@ MAX_VERSION: Final = 10**18 - 1
 _CHECKSUMS: Final = "xxh3-128"
 _COMPRESSION: Final = "zstd"
 _OURS: Final = "async_ckpt"
+_ATTEMPT: Final = re.compile(r"files\.[0-9a-f]{8}")
 _FOLDER: Final = re.compile(r"weight_v(\d{6,18})")
 
 
@@ -112,6 +113,17 @@ class VersionIndex:
     # Where each rank publishes what it holds: by which start of them all, and what part of a tensor each tensor is.
     start: str = ""
     slices: Mapping[str, SliceOf] = field(default_factory=dict)
+    attempt: str = ""  # the folder within, in which all other files are; empty on a disk
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its files begin with in the folder of the version."""
+        return f"{self.attempt}/" if self.attempt else ""
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """The file of each tensor, by its name, as other programs read it."""
+        return {name: self.prefix + file for name, file in self.files.items()}
 
     @property
     def is_anchor(self) -> bool:
@@ -125,6 +137,8 @@ class VersionIndex:
         """What goes under "metadata"."""
         ours: dict[str, Any] = {"identity": self.identity, "structure": self.structure}
         ours["digests"] = dict(self.digests)
+        if self.attempt:
+            ours["attempt"] = self.attempt
         if self.start:
             ours |= {"start": self.start, "slices": dict(self.slices)}
         told: dict[str, Any] = {"version": f"{self.version:06d}", "checksum_format": _CHECKSUMS}
@@ -140,25 +154,55 @@ class VersionIndex:
 
 def dump_delta(index: VersionIndex) -> bytes:
     """The index of a delta. That of an anchor is one of Hugging Face, with more in its metadata."""
-    told = {"metadata": index.metadata(), "weight_map": dict(index.files)}
-    return (json.dumps(told, indent=2, sort_keys=True) + "\n").encode()
+    return sealed({"metadata": index.metadata(), "weight_map": index.weight_map})
+
+
+def sealed(told: Mapping[str, Any]) -> bytes:
+    """An index of ours as text, with a digest of all else in it."""
+    plain = json.loads(json.dumps(told))
+    plain["metadata"][_OURS]["digest"] = _digest_of(plain)
+    return (json.dumps(plain, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _digest_of(told: Mapping[str, Any]) -> str:
+    """Of all that an index says, however it is spaced."""
+    return checksum(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _unseal(told: Any) -> None:
+    """Take the digest out of an index of ours. Raises ValueError unless it is that of all else."""
+    ours = told["metadata"][_OURS]
+    digest = ours.pop("digest", "")
+    if digest != _digest_of(told):
+        raise ValueError(
+            "it does not match its own digest, or an earlier version of async_ckpt has written it"
+        )
 
 
 def parse(data: bytes, version: int) -> VersionIndex:
     """The index of what the folder of this version holds. Raises ValueError when it does not hold together."""
     try:
         told = json.loads(data)
+        if _OURS in (told.get("metadata") or {}):
+            _unseal(told)
         files, metadata = dict(told["weight_map"]), dict(told.get("metadata") or {})
         ours = dict(metadata.get(_OURS) or {})
         digests = {str(name): str(digest) for name, digest in dict(ours.get("digests") or {}).items()}
         checksums = {str(name): str(digest) for name, digest in dict(ours.get("checksums") or {}).items()}
         texts = {key: str(ours.get(key, "")) for key in ("identity", "structure", "base_identity", "start")}
         slices = {str(key): SliceOf.parsed(one) for key, one in dict(ours.get("slices") or {}).items()}
+        attempt = str(ours.get("attempt") or "")
+        if attempt and not is_attempt(attempt):
+            raise ValueError(f"{attempt!r:.100} is no attempt")
+        if attempt:
+            files = {str(name): _without(file, f"{attempt}/") for name, file in files.items()}
         number = int(metadata.get("version", version))
         is_delta = "delta_encoding" in metadata
         base = int(metadata["base_version"]) if is_delta else None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not the index of a version ({error!r:.200})") from error
+    if not (files or identity_is_of_nothing(texts["identity"], base)):
+        raise ValueError("it names no tensors")
     for file in (*files.values(), *digests):
         if not stays_inside(file):
             raise ValueError(f"{file!r:.300} is not the name of a file of its folder")
@@ -174,8 +218,25 @@ def parse(data: bytes, version: int) -> VersionIndex:
         checksums=checksums,
         digests=digests,
         slices=slices,
+        attempt=attempt,
         **texts,
     )
+
+
+def identity_is_of_nothing(identity: str, base: int | None) -> bool:
+    """Whether an index of ours may name no tensors: that of a delta without a change, or of a rank that has none."""
+    return bool(identity) or base is not None
+
+
+def _without(file: object, prefix: str) -> str:
+    if not isinstance(file, str) or not file.startswith(prefix):
+        raise ValueError(f"{file!r:.300} is not a file of its attempt")
+    return file.removeprefix(prefix)
+
+
+def is_attempt(name: str) -> bool:
+    """Whether the files of one attempt at a version lie in a folder of this name."""
+    return _ATTEMPT.fullmatch(name) is not None
 
 
 def _refuse_foreign(metadata: Mapping[str, Any], base: int, version: int) -> None:

@@ -27,6 +27,7 @@ from ..runs.receipts import archives_in, archives_of, attempt_of_all
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
+from ..runs.starts import Commit, out_of_line, parted
 from ..state.names import Selector, shown
 from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
@@ -397,7 +398,14 @@ def _retired(storage: Storage, names: Sequence[str], folders: Sequence[tuple[int
     def made(step: int) -> Iterable[Manifest | None]:
         return (_made(storage, name) for number, name in folders if number == step)
 
-    return taken_out(filter(None, map(parse_intent, names)), made)
+    gone = taken_out(filter(None, map(parse_intent, names)), made)
+    starts = parted(sorted(names))[1]
+
+    def committed(step: int) -> Commit | None:
+        counting = (one for one in made(step) if one is not None and one.attempt != gone.get(step))
+        return next((Commit(one.attempt, one.start) for one in counting), None)
+
+    return {**out_of_line(sorted({step for step, _ in folders}), starts, committed), **gone}
 
 
 def _made(storage: Storage, folder: str) -> Manifest | None:

@@ -9,10 +9,12 @@ their places when all of them are there and compared.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,7 +33,7 @@ from ..storage.disk import free_bytes_at, full, preallocate, pwrite, remove_if_e
 from ..storage.scratch import files_in
 from .difference import checksum_of
 from .replica import Damaged, other_model
-from .versions import Anchor, Source, State
+from .source import Anchor, Source, State
 
 try:
     import fcntl
@@ -73,6 +75,10 @@ class FolderReplica:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
+        if (self.folder / _SYNC).is_symlink():
+            raise FileExistsError(
+                f"{self.folder / _SYNC} is a link; make it a folder, or pull into another one"
+            )
         with translated(self.folder):
             (self.folder / _SYNC).mkdir(parents=True, exist_ok=True)
             fd = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o666)
@@ -170,7 +176,9 @@ class FolderReplica:
         """Put these files in the place of those of the version before; each at once. After an error that one is there again."""
         before, names = self._state, {path.relative_to(new).as_posix() for path in files_in(new)}
         known = self._files()
-        gone = {*known} | {path.name for pattern in _WEIGHTS for path in self.folder.glob(pattern)}
+        gone = {*known} or {path.name for pattern in _WEIGHTS for path in self.folder.glob(pattern)}
+        for name in gone | names:
+            _refuse_links_above(self.folder, name)
         self.note(None)
         _write(self.folder / _FILES, known | dict.fromkeys(names, 0))
         aside: list[str] = []
@@ -215,12 +223,20 @@ class FolderReplica:
         files = self._files()
         for name, num_bytes in files.items():
             try:
-                found = os.path.getsize(self.folder / name)
+                _refuse_links_above(self.folder, name)
+                found = os.lstat(self.folder / name)
             except OSError:
                 return False
-            if name.endswith(".safetensors") and found != num_bytes:
+            if name.endswith(".safetensors") and (
+                not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes
+            ):
                 return False
         return bool(files)
+
+    def _weight_files(self) -> list[str]:
+        """The files with weights that versions have put there; where another receiver has, all that there are."""
+        known = self._files() or {path.name for path in self.folder.glob("*.safetensors")}
+        return sorted(name for name in known if name.endswith(".safetensors"))
 
     @staticmethod
     def _copy_others(source: Source, into: Path) -> int:
@@ -269,10 +285,12 @@ class FolderReplica:
         found: dict[str, torch.Tensor] = {}
         maps: list[mmap.mmap] = []
         try:
-            for path in sorted(self.folder.glob("*.safetensors")):
+            for name in self._weight_files():
+                path = self.folder / name
                 try:
+                    _own_alone(self.folder, name, self.folder / _SYNC)
                     regions = _regions_in(path, maps)
-                except ValueError as error:
+                except (ValueError, OSError) as error:
                     raise Damaged(f"{path} is damaged ({error})", path=str(path)) from error
                 found |= {n: region for n, region in regions.items() if names is None or n in names}
                 regions.clear()
@@ -302,10 +320,39 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
+def _refuse_links_above(folder: Path, name: str) -> None:
+    """Raises FileExistsError where a folder between these two is a link: what it leads to is not this folder's."""
+    for parent in Path(name).parents:
+        if parent != Path() and (folder / parent).is_symlink():
+            raise FileExistsError(f"{folder / parent} is a link; make it a folder, or pull into another one")
+
+
+def _own_alone(folder: Path, name: str, temp: Path) -> None:
+    """See that a file has no other name, and is no link: what is changed in place must change nowhere else.
+
+    A file that has another name is copied. Raises OSError for what is no file, or is not there.
+    """
+    _refuse_links_above(folder, name)
+    path = folder / name
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.ELOOP, "it is a link, or no file", str(path))
+    if found.st_nlink > 1:
+        copy = temp / "copy"
+        try:
+            shutil.copyfile(path, copy, follow_symlinks=False)
+            os.replace(copy, path)
+        finally:
+            copy.unlink(missing_ok=True)
+
+
 def _regions_in(path: Path, maps: list[mmap.mmap]) -> dict[str, torch.Tensor]:
     """The bytes of each tensor in a file, which is mapped to memory for it. Raises ValueError for what is no such file."""
-    with open(path, "r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 0)
+    fd = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        mapped = mmap.mmap(fd, 0)
+    finally:
+        os.close(fd)
     maps.append(mapped)
     begin = 8 + int.from_bytes(mapped[:8], "little")
     rows, _ = safetensors.parse_foreign_header(mapped[:begin])

@@ -30,7 +30,8 @@ from ..storage.base import Storage
 from ..storage.place import Place
 from .ranks import RankLines, Start
 from .replica import MemoryReplica, bring
-from .versions import Ownership, State, Versions, Where
+from .source import State, Where
+from .versions import Ownership, Versions, mark_replaced
 
 _log: Final = logging.getLogger("async_ckpt")
 
@@ -61,6 +62,7 @@ class Line:
         self._newest_elsewhere: int | None = None  # in other lines at the root, once it was looked for
         self._version = 0  # the one that was prepared last
         self._retired: list[Versions] = []  # the lines in which it takes the place of others
+        self._has_replaced = False  # since the last version that was durable
         # Not all of them: the training has the better claim, and is slowed by whoever reads memory beside it.
         self.crew = Crew("encode", max(1, num_cpus() // 2), background=True)
         self._anchor_every, self._max_bytes = anchor_every, max_bytes
@@ -162,9 +164,18 @@ class Line:
     def retire(self) -> None:
         """Delete what the version that was prepared takes the place of."""
         for line in self._retired if self._is_first else self._retired[:1]:
-            line.delete([number for number in line.numbers() if number >= self._version])
+            gone = [number for number in line.numbers() if number >= self._version]
+            line.delete(gone, token=self.ownership.token, check=self.ownership.check)
         if self._retired:
             self._retired, self._newest_elsewhere = [], None
+            self._has_replaced = True
+            mark_replaced(self._ranks.storage)
+
+    def mark_replaced(self) -> None:
+        """A version is durable that has taken the place of others: have readers look again."""
+        if self._has_replaced:
+            self._has_replaced = False
+            mark_replaced(self._ranks.storage)
 
     @property
     def _is_first(self) -> bool:
@@ -221,19 +232,20 @@ class Line:
         if not there:
             return
         oldest = there[-self.keep :][0]
-        self._retain_from(oldest, self.versions)
+        token = self.ownership.token
+        self._retain_from(oldest, self.versions, token)
         if self._is_first:
             for name, line in self._ranks.elsewhere(self._size).items():
-                if line.numbers() and not self._retain_from(oldest, line):
+                if line.numbers() and not self._retain_from(oldest, line, token):
                     self._ranks.remove(name)
 
     @staticmethod
-    def _retain_from(oldest: int, line: Versions) -> list[int]:
+    def _retain_from(oldest: int, line: Versions, token: str) -> list[int]:
         """Delete what is older, and needed by none of the others; what is left."""
         there = line.numbers()
         needed = line.needed_by([number for number in there if number >= oldest])
         gone = [number for number in there if number not in needed and line.is_ours(number)]
-        line.delete(gone)
+        line.delete(gone, token=token)
         return [number for number in there if number not in gone]
 
     def close(self) -> None:

@@ -7,9 +7,11 @@ One publication at a time has the `Line`, which says what a version may be again
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ import xxhash
 
 from ..around.hub import Weights
 from ..around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of, shards_of
-from ..errors import UnsupportedStateError
+from ..errors import CheckpointError, StepExistsError, UnsupportedStateError
 from ..format import safetensors
 from ..format.delta import (
     INDEX,
@@ -30,6 +32,7 @@ from ..format.delta import (
     dump_delta,
     folder_of,
     identity_of,
+    sealed,
     structure_of,
 )
 from ..host.threads import Crew, running_future
@@ -49,7 +52,7 @@ from ..storage.scratch import Scratch
 from .difference import checksum_of, encode, overwritten_bytes
 from .line import Line
 from .replica import MemoryReplica
-from .versions import State
+from .source import State
 
 # Of frames: so many are in memory until a file of them is written, beside those of the tensors being encoded.
 _FILE_BYTES: Final = 256 * MIB
@@ -78,6 +81,8 @@ class Publication(CopyErrand):
     ) -> None:
         names, tensors = list(weights.tensors), list(weights.tensors.values())
         self._folder = folder_of(version)
+        # In a store nothing can be renamed: files of a publisher that has lost the root must not be those of another one.
+        self._attempt = f"files.{os.urandom(4).hex()}" if line.storage.remote else ""
         super().__init__(
             line.storage.locate(self._folder),
             [] if held is not None else tensors,
@@ -95,6 +100,7 @@ class Publication(CopyErrand):
         copies = tensors if held is not None else self.copy.tensors
         self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
         self._made: tuple[VersionIndex, State, bytes] | None = None
+        self._is_put = False  # the index may be there
         self.ended: Future[None] = running_future()  # of one that was published: what is not kept is deleted
 
     @property
@@ -106,6 +112,9 @@ class Publication(CopyErrand):
         await off_loop(self._write_version)
 
     def failed(self, error: BaseException) -> None:
+        if self._attempt and not self._is_put:
+            with suppress(CheckpointError):
+                self._line.versions.discard(self._version, self._attempt)
         self._let_go()
         self._line.is_clean = False
         super().failed(error)
@@ -142,8 +151,8 @@ class Publication(CopyErrand):
         storage = self._line.storage
         if storage.remote:
             self._line.retire()
-            self._line.versions.begin(self._version)
-            return storage, f"{self._folder}/"
+            self._line.versions.begin(self._version, token=self._line.ownership.token)
+            return storage, f"{self._folder}/{self._attempt}/"
         root = Path(storage.locate(""))
         self._scratch = Scratch(root, "weight_v")
         return LocalStorage(self._scratch.folder), ""
@@ -169,9 +178,10 @@ class Publication(CopyErrand):
             digests={name: checksum(data) for name, data in self._small.items()},
             start=self._start(),
             slices=self._slices,
+            attempt=self._attempt,
         )
         state = State(self._version, identity, structure, checksums)
-        return index, state, index_of(shards, **index.metadata())
+        return index, state, sealed(json.loads(index_of(shards, index.weight_map, **index.metadata())))
 
     def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
         """Write the files, several parts at once, and take the checksums of the tensors meanwhile."""
@@ -233,6 +243,7 @@ class Publication(CopyErrand):
             digests=digests,
             start=self._start(),
             slices=self._slices,
+            attempt=self._attempt,
         )
         return index, state, dump_delta(index)
 
@@ -287,8 +298,17 @@ class Publication(CopyErrand):
         assert self._made is not None
         line, storage, (index, state, data) = self._line, self._line.storage, self._made
         line.ownership.check()
+        self._is_put = True
         if self._scratch is None:
-            storage.put_new(f"{self._folder}/{INDEX}", data)
+            try:
+                storage.put_new(f"{self._folder}/{INDEX}", data)
+            except FileExistsError as error:
+                self._is_put = False
+                raise StepExistsError(
+                    f"{self.path}: another Publisher has published this version meanwhile; it is kept",
+                    step=self._version,
+                ) from error
+            line.ownership.check()  # who has lost the root meanwhile must not take it for a version of this line
         else:
             LocalStorage(self._scratch.folder).replace(INDEX, data)
             target = Path(storage.locate(self._folder))
@@ -298,6 +318,7 @@ class Publication(CopyErrand):
                 sync_folder(target.parent)
         self._num_bytes += len(data)
         line.published(index, state, self._weights.tensors)
+        line.mark_replaced()
         self._let_go()
         line.crew.stop()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Final, NamedTuple
@@ -31,7 +31,7 @@ from ..staging.device import as_integers
 from ..state.dtypes import dtype_name, dtype_named
 from ..storage.place import Place
 from .replica import MemoryReplica
-from .versions import Versions
+from .versions import Versions, marks_in
 
 # How long a first publication waits for rank 0 to begin its own.
 MEETING_SECONDS: Final = 600.0
@@ -149,13 +149,31 @@ class Whole(NamedTuple):
     slices: list[tuple[int, str, Box]]
 
 
+class WholeVersion(NamedTuple):
+    """A version of one start of all ranks, as their indices say: what is read by these must have their identities."""
+
+    number: int
+    identity: str
+    indices: list[VersionIndex]
+    tensors: dict[str, Whole]
+
+    def compare(self, rank: int, identity: str, where: str) -> None:
+        """Raises CorruptCheckpointError where a rank's weights are not those that its index told of."""
+        if identity != self.indices[rank].identity:
+            raise CorruptCheckpointError(
+                f"{where}: version {self.number} was published again while it was read; pull it again",
+                path=where,
+            )
+
+
 class RankLines:
     """The versions of all ranks at one root. One caller at a time."""
 
     def __init__(self, place: Place) -> None:
-        self._place, self._storage = place, place.storage()
+        self._place, self.storage = place, place.storage()
         self._lines: dict[tuple[int, int], Versions] = {}
         self._whole: dict[int, int] = {}  # versions that all ranks of a world have, and its size
+        self._marks: frozenset[str] = frozenset()  # in the listing by which these are known
 
     def line(self, rank: int, size: int) -> Versions:
         key = rank, size
@@ -166,7 +184,12 @@ class RankLines:
     def sizes(self, names: Iterable[str] | None = None) -> dict[int, int]:
         """The versions that are whole, ascending, and of how many ranks each is. `names` are those at the root."""
         whole: dict[int, int] = {}
-        for size, begun in worlds_in(self._storage.names("") if names is None else names).items():
+        there = [*(self.storage.names("") if names is None else names)]
+        if (
+            marks_in(there) != self._marks
+        ):  # versions have taken the place of others: nothing known before counts
+            self._marks, self._whole, self._lines = marks_in(there), {}, {}
+        for size, begun in worlds_in(there).items():
             if len(begun) < size:
                 continue
             for number in self.line(0, size).numbers():
@@ -177,8 +200,8 @@ class RankLines:
 
     def elsewhere(self, size: int | None) -> dict[str, Versions]:
         """The lines at the root that are not of a world of this size (with None, of all worlds), by their folders."""
-        lines = {} if size is None else {"": Versions(self._storage)}
-        for other, begun in worlds_in(self._storage.names("")).items():
+        lines = {} if size is None else {"": Versions(self.storage)}
+        for other, begun in worlds_in(self.storage.names("")).items():
             if other != size:
                 lines |= {folder_of_rank(rank, other): self.line(rank, other) for rank in begun}
         return lines
@@ -186,22 +209,22 @@ class RankLines:
     def remove(self, folder: str) -> None:
         """What is left of a line in which there are no versions any more."""
         if folder:
-            self._storage.delete_all(folder)
+            self.storage.delete_all(folder)
 
     def newest_elsewhere(self, size: int | None) -> int:
         """The newest version of these, as far as the first ranks have it; -1 if there is none."""
-        others = (other for other in worlds_in(self._storage.names("")) if other != size)
+        others = (other for other in worlds_in(self.storage.names("")) if other != size)
         numbers = [number for other in others for number in self.line(0, other).numbers()]
         numbers += self.plain_numbers() if size is not None else []
         return max(numbers, default=-1)
 
     def plain_numbers(self) -> list[int]:
         """The versions at the root of models that were not spread."""
-        return Versions(self._storage).numbers()
+        return Versions(self.storage).numbers()
 
     def _is_whole(self, number: int, size: int) -> bool:
         paths = [f"{folder_of_rank(rank, size)}/{folder_of(number)}/{INDEX}" for rank in range(1, size)]
-        if len(self._storage.existing(paths)) < len(paths):
+        if len(self.storage.existing(paths)) < len(paths):
             return False
         try:
             return len({index.start for index in self.indices(number, size)}) == 1
@@ -212,10 +235,18 @@ class RankLines:
         """What each rank says of a version. Raises NotCommittedError, CorruptCheckpointError."""
         return [self.line(rank, size).read(number, fresh=fresh) for rank in range(size)]
 
-    def tensors(self, number: int, size: int) -> dict[str, Whole]:
-        """The tensors of the model at a version, each covered once. Raises CorruptCheckpointError for one that is not."""
+    def look_at(self, number: int, size: int) -> WholeVersion:
+        """A version as all ranks say now. Raises as above, for two starts, and for tensors that are not covered."""
+        indices = self.indices(number, size, fresh=True)
+        if len({index.start for index in indices}) > 1:
+            raise self._corrupt(number, "ranks have published it in two starts of the training")
+        identity = identity_of({str(rank): index.identity for rank, index in enumerate(indices)})
+        return WholeVersion(number, identity, indices, self._tensors(number, indices))
+
+    def _tensors(self, number: int, indices: Sequence[VersionIndex]) -> dict[str, Whole]:
+        """The tensors of the model, each covered once."""
         found: dict[str, Whole] = {}
-        for rank, index in enumerate(self.indices(number, size)):
+        for rank, index in enumerate(indices):
             for key, told in index.slices.items():
                 whole = found.setdefault(told.name, Whole(told.dtype, told.global_shape, []))
                 if (whole.dtype, whole.shape) != (told.dtype, told.global_shape):
@@ -227,15 +258,12 @@ class RankLines:
                 raise self._corrupt(number, f"no rank has published {name}{missing[0]}")
         return dict(sorted(found.items()))
 
-    def identity(self, number: int, size: int) -> str:
-        """One digest of what all ranks have published as a version, as they say now. Raises as above, and for two starts."""
-        indices = self.indices(number, size, fresh=True)
-        if len({index.start for index in indices}) > 1:
-            raise self._corrupt(number, "ranks have published it in two starts of the training")
-        return identity_of({str(rank): index.identity for rank, index in enumerate(indices)})
+    def were_replaced(self, number: int, size: int) -> bool:
+        """Whether what one of the ranks has published is gone, or another version by now."""
+        return any(self.line(rank, size).were_replaced([number]) for rank in range(size))
 
     def _corrupt(self, number: int, why: str) -> CorruptCheckpointError:
-        where = self._storage.locate("")
+        where = self.storage.locate("")
         return CorruptCheckpointError(
             f"{where}: version {number}: {why}; publish it from all ranks", path=where
         )

@@ -23,7 +23,8 @@ from ..host.threads import Crew
 from ..staging.device import dense_blocks
 from ..state.dtypes import dtype_named
 from .difference import NotTheBase, apply
-from .versions import Anchor, Frame, Source, State, Versions, Where
+from .source import Anchor, Frame, Source, State, Where
+from .versions import Versions
 
 _ALIGNMENT: Final = 64
 _log: Final = logging.getLogger("async_ckpt")

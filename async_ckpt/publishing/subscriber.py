@@ -5,6 +5,7 @@ In: a root with versions. Out: a folder or a module that has one of them. Knows 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -12,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import torch
 
-from ..errors import ClosedError, NotCommittedError
+from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
 from ..format.delta import VersionIndex
 from ..report import PullReport
 from ..saving.default import held_memory
@@ -26,9 +27,15 @@ from ..spans import Spans
 from ..storage.place import Anywhere, local_place, written_at
 from .folder import FolderReplica
 from .module import fill, refuse_misfit
-from .ranks import RankLines, assembled
+from .ranks import RankLines, WholeVersion, assembled
 from .replica import MemoryReplica, Replica, bring, new_crew
-from .versions import Anchor, Source, State, Versions
+from .source import Anchor, Source, State
+from .versions import Versions
+
+# How often a pull begins again when versions take the place of those that it reads.
+_TRIES: Final = 10
+
+_log: Final = logging.getLogger("async_ckpt")
 
 
 class Subscriber:
@@ -50,6 +57,7 @@ class Subscriber:
         self._versions, self._lines = Versions(place.storage()), RankLines(place)
         self._sizes: dict[int, int] = {}  # of versions that ranks have published, how many
         self._slices: dict[int, dict[int, MemoryReplica]] = {}  # what these hold, in memory
+        self._read: set[int] = set()  # the versions that the pull under way reads
         self._crew = new_crew()
         self._closed = threading.Event()
         # Host memory of each module that was pulled into. One caller of `pull` at a time has it.
@@ -112,21 +120,39 @@ class Subscriber:
         try:
             # Whatever the caller's mode is: tensors of ours are plain ones on the host.
             with torch.inference_mode(False), torch.device("cpu"):
-                target = self._target(number)
-                size = self._sizes.get(target)
-                if size is None:
-                    done = self._pull(self._replica(into), target, into)
-                else:
-                    done = self._pull_of_ranks(into, target, size)
+                target, done = self._pull_newest(into, number)
         finally:
             self._crew.stop()
             self._pulling.release()
         base, num_versions, num_bytes = done
         return PullReport(target, base, num_versions, num_bytes, spans.total())
 
+    def _pull_newest(
+        self, into: str | os.PathLike[str] | torch.nn.Module, number: int | None
+    ) -> tuple[int, _Done]:
+        """Pull a version, and begin again where versions have taken the place of those that were being read."""
+        for has_more in reversed(range(_TRIES)):
+            target = self._target(number)
+            size = self._sizes.get(target)
+            try:
+                if size is None:
+                    return target, self._pull(self._replica(into), target, into)
+                return target, self._pull_of_ranks(into, target, size)
+            except (CorruptCheckpointError, NotCommittedError) as error:
+                if not (has_more and self._were_replaced(target, size)):
+                    raise
+                _log.info("%s; it was replaced meanwhile, and is pulled again", error)
+        raise AssertionError("the last try returns or raises")
+
+    def _were_replaced(self, target: int, size: int | None) -> bool:
+        if size is not None:
+            return self._lines.were_replaced(target, size)
+        return self._versions.were_replaced(self._read)
+
     def _pull(self, replica: Replica, target: int, into: object) -> _Done:
         with replica.locked():
             before = replica.state
+            self._read = {index.version for index in self._versions.chain(target, before)} | {target}
             chain, num_bytes = bring(replica, self._versions, target, self._crew)
             if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
                 fill(into, {n: replica.tensor(n) for n in replica.tensors}, self._named(target))
@@ -136,39 +162,44 @@ class Subscriber:
         """Bring the slices of each rank to the version, in memory; then put whole tensors together."""
         folder = None if isinstance(into, torch.nn.Module) else self._folder(into)
         with nullcontext() if folder is None else folder.locked():
-            identity = self._lines.identity(target, size)
+            version = self._lines.look_at(target, size)
             before = None if folder is None else folder.state
             if (
                 folder is not None
                 and before is not None
-                and (before.version, before.identity) == (target, identity)
+                and (before.version, before.identity) == (target, version.identity)
             ):
                 return _Done(target, 0, 0)
-            tensors = self._lines.tensors(target, size)
             if isinstance(into, torch.nn.Module):
-                told = {name: (whole.dtype, whole.shape) for name, whole in tensors.items()}
-                refuse_misfit(into, told, self._named(target))
+                given = {name: (whole.dtype, whole.shape) for name, whole in version.tensors.items()}
+                refuse_misfit(into, given, self._named(target))
             base, num_versions, num_bytes = None, 0, 0
             for rank in range(size):
                 line, replica = self._lines.line(rank, size), self._slices_of(rank, size)
                 held = replica.state
                 chain, num_read = bring(replica, line, target, self._crew)
+                version.compare(rank, replica.state.identity if replica.state else "", line.root)
                 base, num_versions, num_bytes = (
                     _base(held, chain),
                     max(num_versions, len(chain)),
                     num_bytes + num_read,
                 )
-            whole = {name: assembled(one, self._slices[size]) for name, one in tensors.items()}
+            tensors = version.tensors.items()
             if isinstance(into, torch.nn.Module):
+                whole = {name: assembled(one, self._slices[size]) for name, one in tensors}
                 fill(into, whole, self._named(target))
             elif folder is not None:
-                folder.become(whole, target, identity, self._beside(target, size))
+                beside = self._beside(version, size)
+                whole = {name: assembled(one, self._slices[size]) for name, one in tensors}
+                folder.become(whole, target, version.identity, beside)
         return _Done(base, num_versions, num_bytes)
 
-    def _beside(self, target: int, size: int) -> dict[str, bytes]:
+    def _beside(self, version: WholeVersion, size: int) -> dict[str, bytes]:
         """Config, tokenizer and the like, of the anchor that the version is built on; rank 0 has published them."""
         line = self._lines.line(0, size)
-        source = Source(line.storage, line.chain(target, None)[0])
+        chain = line.chain(version.number, None)
+        version.compare(0, chain[-1].identity, line.root)
+        source = Source(line.storage, chain[0])
         return {name: bytes(source.read(name)) for name in source.other_files()}
 
     def _slices_of(self, rank: int, size: int) -> MemoryReplica:
@@ -196,15 +227,27 @@ class Subscriber:
         return self._watch(poll_seconds)
 
     def _watch(self, poll_seconds: float) -> Iterator[int]:
-        seen: int | None = None
+        seen: tuple[int, str] | None = None
         while not self._closed.is_set():
             newest = max(self._numbers(), default=None)
-            # Also a lower one: a training that was set back publishes in another root, or deletes what was ahead.
-            if newest is not None and newest != seen:
-                seen = newest
-                yield newest
+            # Also a lower one, or the same anew: a training that was set back publishes in another root, or deletes what was
+            # ahead.
+            found = None if newest is None else (newest, self._identity(newest))
+            if found is not None and found != seen:
+                seen = found
+                yield found[0]
             else:
                 self._closed.wait(poll_seconds)
+
+    def _identity(self, version: int) -> str:
+        """By which a version is told from another one of the same number; nothing is asked while it is known."""
+        size = self._sizes.get(version)
+        try:
+            if size is None:
+                return self._versions.read(version).identity
+            return "".join(index.identity for index in self._lines.indices(version, size))
+        except CheckpointError:
+            return ""
 
     def close(self) -> None:
         """End every `watch`, and give the memory back. May be called again, from any thread.

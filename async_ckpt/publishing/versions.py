@@ -9,63 +9,59 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import xxhash
-
 from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
-from ..format import safetensors
 from ..format.delta import (
     INDEX,
     VersionIndex,
-    checksum,
     folder_of,
-    identity_of,
+    is_attempt,
     parse,
-    stays_inside,
-    structure_of,
     version_of,
 )
-from ..host.threads import Crew
-from ..spec import DTYPES, MIB
-from ..storage.base import Reader, Storage
+from ..storage.base import Storage
 from ..storage.disk import sync_folder, translated
-from ..storage.locks import temps_of
+from ..storage.locks import TEMP_SUFFIX, temps_of
 from ..storage.scratch import Scratch
+from .source import Source, State
 
-_CHUNK_BYTES: Final = 4 * MIB
 # Which publisher adds versions: the one that has written this last.
 _OWNER: Final = "publisher.json"
-# In a store: which folders it is about to fill or to delete.
-_UNFINISHED: Final = "unfinished.json"
+# In a store: which folders a publisher is about to fill or to delete, each publisher by its token.
+_UNFINISHED: Final = re.compile(r"unfinished(\.[0-9a-f]{16})?\.json")
+# Whenever versions take the place of others, a publisher leaves such a mark in the root, and takes older ones away: whoever
+# lists the root then believes nothing that was read before.
+_MARK: Final = re.compile(r"replaced\.[0-9a-f]{16}\.json")
 # What others publish as a full version may be this alone.
 _SINGLE: Final = "model.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Which weights somebody has: `checksums` of all tensors by name."""
+class _Known(NamedTuple):
+    """An index that was read, its version in the storage, and what a disk knows it by."""
 
-    version: int
-    identity: str
-    structure: str
-    checksums: dict[str, str] = field(repr=False)
+    told: VersionIndex
+    version: str
+    stamp: object
 
-    def is_base_of(self, index: VersionIndex) -> bool:
-        """Whether a delta can be applied to them."""
-        return self.version == index.base and index.base_identity in ("", self.identity)
 
-    def is_version(self, index: VersionIndex) -> bool:
-        """Whether these are its weights already."""
-        return self.version == index.version and index.identity in ("", self.identity)
+def marks_in(names: Iterable[str]) -> frozenset[str]:
+    """The marks of replaced versions among the names in a root."""
+    return frozenset(filter(_MARK.fullmatch, names))
+
+
+def mark_replaced(root: Storage) -> None:
+    """Have readers believe nothing that they have read at this root before."""
+    older = marks_in(root.names(""))
+    root.put_new(f"replaced.{os.urandom(8).hex()}.json", b"{}\n")
+    root.delete_many(sorted(older))
 
 
 class Versions:
@@ -73,7 +69,9 @@ class Versions:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._known: dict[int, VersionIndex] = {}  # of versions that were there; under _lock
+        # Versions that were there, each with what its index was known by then; under _lock.
+        self._known: dict[int, _Known] = {}
+        self._marks: frozenset[str] = frozenset()  # in the last listing; under _lock
         self._lock = threading.Lock()
 
     @property
@@ -84,10 +82,14 @@ class Versions:
         """The versions that are whole, ascending: one listing, unless the names there are given, and a question for each
         that was not seen before.
         """
-        there = self.storage.names("") if names is None else names
+        there = [*(self.storage.names("") if names is None else names)]
         found = {number for name in there if (number := version_of(name)) is not None}
         with self._lock:
-            self._known = {number: index for number, index in self._known.items() if number in found}
+            before, self._marks = self._marks, marks_in(there)
+            kept = self._known if before == self._marks else {}
+            self._known = {
+                n: known for n, known in kept.items() if n in found and known.stamp == self._stamp(n)
+            }
             known = set(self._known)
         asked = {f"{folder_of(number)}/{INDEX}": number for number in sorted(found - known)}
         seen = {asked[path] for path in (self.storage.existing(list(asked)) if asked else ())}
@@ -115,10 +117,12 @@ class Versions:
         with self._lock:
             known = None if fresh else self._known.get(number)
         path = f"{folder_of(number)}/{INDEX}"
-        if known is not None:
-            return known
+        if known is not None and known.stamp == self._stamp(number):
+            return known.told
         try:
-            index = parse(self.storage.read(path)[0], number)
+            stamp = self._stamp(number)
+            data, version = self.storage.read(path)
+            index = parse(data, number)
         except FileNotFoundError:
             bare = self._bare(number)
             if bare is not None:
@@ -136,8 +140,30 @@ class Versions:
                 f"{where}: {error}; fetch or publish it again", path=where
             ) from error
         with self._lock:
-            self._known[number] = index
+            self._known[number] = _Known(index, version, stamp)
         return index
+
+    def _stamp(self, number: int) -> object:
+        """What tells of an index on a disk that it is the same file; None in a store, where marks in the root do."""
+        if self.storage.remote:
+            return None
+        with suppress(OSError):
+            told = os.stat(Path(self.root) / folder_of(number) / INDEX)
+            return told.st_ino, told.st_mtime_ns, told.st_size
+        return None
+
+    def were_replaced(self, numbers: Iterable[int]) -> bool:
+        """Whether one of these versions, as it was read last, is gone or another one by now."""
+        for number in numbers:
+            with self._lock:
+                known = self._known.get(number)
+            try:
+                version = self.storage.read(f"{folder_of(number)}/{INDEX}")[1]
+            except FileNotFoundError:
+                return True
+            if known is None or known.version != version:
+                return True
+        return False
 
     def chain(self, target: int, state: State | None) -> list[VersionIndex]:
         """What to apply to a state, or from nothing on, to have a version: in this order. Empty if it is there already.
@@ -195,15 +221,18 @@ class Versions:
                     break
         return needed
 
-    def delete(self, numbers: Sequence[int]) -> None:
+    def delete(
+        self, numbers: Sequence[int], *, token: str = "", check: Callable[[], None] = lambda: None
+    ) -> None:
         """Each at once, or the index first, so that nobody takes what is left for a version; the newest first, whose base it
-        is not.
+        is not. `check` raises where the publisher with this token may delete nothing any more.
         """
         if numbers:
-            self.begin(*numbers)
+            self.begin(*numbers, token=token)
         for number in sorted(numbers, reverse=True):
             with self._lock:
                 self._known.pop(number, None)
+            check()
             if self.storage.remote:
                 self.storage.delete(f"{folder_of(number)}/{INDEX}")
                 self.storage.delete_all(folder_of(number))
@@ -217,28 +246,44 @@ class Versions:
             os.replace(root / name, scratch.folder)
             sync_folder(root)
 
-    def begin(self, *numbers: int) -> None:
+    def begin(self, *numbers: int, token: str) -> None:
         """Say that the folders of these versions are of no use without their index, before one of them is without.
 
         On a disk there are no such folders: they are renamed to their place, and from it.
         """
         if self.storage.remote:
-            self.storage.replace(_UNFINISHED, json.dumps({"versions": sorted(numbers)}).encode() + b"\n")
+            told = json.dumps({"versions": sorted(numbers)}).encode() + b"\n"
+            self.storage.replace(f"unfinished.{token}.json", told)
 
     def delete_unfinished(self) -> None:
-        """Delete what a publisher has begun and not finished, and nothing else. Only for their owner."""
+        """Delete what publishers have begun and not finished, and nothing else. Only for the owner of the root.
+
+        Of a version that is there, these are the files of other attempts, which an overtaken publisher has written late.
+        """
         if not self.storage.remote:
             return
-        try:
-            begun = [int(number) for number in json.loads(self.storage.read(_UNFINISHED)[0])["versions"]]
-        except FileNotFoundError:
-            return
-        except (ValueError, KeyError, TypeError):
-            begun = []  # nobody can tell
         there = set(self.numbers())
-        for number in begun:
-            if number not in there:
-                self.storage.delete_all(folder_of(number))
+        for name in filter(_UNFINISHED.fullmatch, self.storage.names("")):
+            try:
+                begun = [int(number) for number in json.loads(self.storage.read(name)[0])["versions"]]
+            except (FileNotFoundError, ValueError, KeyError, TypeError):
+                begun = []  # nobody can tell
+            for number in begun:
+                if number not in there:
+                    self.storage.delete_all(folder_of(number))
+                elif self.is_ours(number):
+                    self._delete_other_attempts(number)
+            self.storage.delete(name)
+
+    def _delete_other_attempts(self, number: int) -> None:
+        own = self.read(number).attempt
+        for name in self.storage.names(folder_of(number)):
+            if is_attempt(name) and name != own:
+                self.storage.delete_all(f"{folder_of(number)}/{name}")
+
+    def discard(self, number: int, attempt: str) -> None:
+        """Delete what an attempt that has failed has written to a store."""
+        self.storage.delete_all(f"{folder_of(number)}/{attempt}")
 
 
 class Ownership:
@@ -246,13 +291,18 @@ class Ownership:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        told = {"token": os.urandom(8).hex(), "host": socket.gethostname(), "pid": os.getpid()}
+        self.token = os.urandom(8).hex()
+        told = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
         self._told = json.dumps(told, sort_keys=True).encode() + b"\n"
         self.is_taken = False
 
     def take(self) -> None:
         """Whoever has it has lost it."""
-        left = [] if self._storage.remote else temps_of(_OWNER, self._storage.names(""))
+        names = [] if self._storage.remote else self._storage.names("")
+        left = [
+            *temps_of(_OWNER, names),
+            *(n for n in names if n.startswith(".replaced.") and n.endswith(TEMP_SUFFIX)),
+        ]
         self._storage.sweep("", left, delete=True)  # of those that were killed in the next line
         self._storage.replace(_OWNER, self._told)
         self.is_taken = True
@@ -272,179 +322,3 @@ class Ownership:
                 f"{root}: another Publisher has begun to publish here ({other:.200}); give each one a root of its own. "
                 "If all ranks publish the same model, let rank 0 do it alone"
             )
-
-
-# --- what is in one of them ---------------------------------------------------------------------------------------
-
-
-class Where(NamedTuple):
-    """One tensor in a safetensors file of a version, or of a folder."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int  # from the beginning of the file
-    num_bytes: int
-
-
-class Frame(NamedTuple):
-    """One tensor of a delta."""
-
-    file: str
-    data: memoryview
-    checksum: str  # of the new bytes
-
-
-class Source:
-    """The files of one version."""
-
-    def __init__(self, storage: Storage, index: VersionIndex) -> None:
-        self.storage, self.index = storage, index
-        self.folder = folder_of(index.version)
-        self.where = storage.locate(self.folder)
-
-    def open(self, file: str) -> Reader:
-        """Raises CorruptCheckpointError if it is missing."""
-        try:
-            return self.storage.open(f"{self.folder}/{file}")
-        except (FileNotFoundError, IsADirectoryError) as error:
-            raise self.corrupt(file, "it is missing, or was deleted meanwhile") from error
-
-    def other_files(self) -> list[str]:
-        """Config, tokenizer and the like."""
-        known = {*self.index.tensor_files, INDEX}
-        names = self.index.digests or self.storage.sizes(self.folder)  # which other writers do not list
-        return [name for name in names if name not in known and stays_inside(name)]
-
-    def read(self, file: str) -> memoryview:
-        """A small file, compared with its digest."""
-        with self.open(file) as reader:
-            data = memoryview(bytearray(reader.num_bytes))
-            reader.read_into(0, data)
-        self._compare(file, data)
-        return data
-
-    def whole(self, file: str, crew: Crew) -> memoryview:
-        """All of a file, by several reads at once, compared with its digest."""
-        with self.open(file) as reader:
-            blob = memoryview(bytearray(reader.num_bytes))
-            parts = range(0, len(blob), _CHUNK_BYTES)
-            crew.run_all(partial(reader.read_into, at, blob[at : at + _CHUNK_BYTES]) for at in parts)
-        self._compare(file, blob)
-        return blob.toreadonly()
-
-    def _compare(self, file: str, data: memoryview) -> None:
-        wanted = self.index.digests.get(file)
-        if wanted is not None and checksum(data) != wanted:
-            raise self.corrupt(file, "its bytes are not those that were published")
-
-    def _header(
-        self, file: str, data: memoryview
-    ) -> tuple[dict[str, safetensors.Row], Mapping[str, str], int]:
-        """What the header says, and where the data begins. `data` is the beginning of the file, up to there at least."""
-        try:
-            if not safetensors.begins(data):
-                raise ValueError("it is not a safetensors file")
-            rows, metadata = safetensors.parse_foreign_header(bytes(data[: _header_bytes(data)]))
-        except ValueError as error:
-            raise self.corrupt(file, str(error)) from error
-        return rows, metadata, _header_bytes(data)
-
-    def frames(self, file: str, blob: memoryview) -> Iterator[tuple[str, Frame]]:
-        """The tensors in a file of a delta."""
-        rows, wanted, begin = self._header(file, blob)
-        for name, row in rows.items():
-            data = blob[begin + row.begin : begin + row.end]
-            if row.code != "U8" or row.shape != [row.end - row.begin] or len(data) != row.end - row.begin:
-                raise self.corrupt(file, f"{name!a:.200} is no frame in it")
-            if name not in wanted:
-                raise self.corrupt(file, f"it has no checksum of {name!a:.200}")
-            yield name, Frame(file, data, str(wanted[name]))
-
-    def tensors(self) -> dict[str, Where]:
-        """Where the tensors of an anchor lie."""
-        found: dict[str, Where] = {}
-        for file in self.index.tensor_files:
-            found.update(self.held_in(file))
-        if found.keys() != self.index.files.keys():
-            raise self.corrupt(INDEX, "it names other tensors than its files hold")
-        return found
-
-    def held_in(self, file: str) -> dict[str, Where]:
-        """Where the tensors in one of the files lie."""
-        with self.open(file) as reader:
-            return dict(self._tensors_in(file, reader))
-
-    def _tensors_in(self, file: str, reader: Reader) -> Iterator[tuple[str, Where]]:
-        head = memoryview(bytearray(min(8, reader.num_bytes)))
-        reader.read_into(0, head)
-        if len(head) == 8 and int.from_bytes(head, "little") <= safetensors.MAX_HEADER_BYTES:
-            head = memoryview(bytearray(min(_header_bytes(head), reader.num_bytes)))
-            reader.read_into(0, head)
-        rows, _, begin = self._header(file, head)
-        for name, row in rows.items():
-            try:
-                dtype, shape = safetensors.loaded_as(row.code, row.shape)
-            except ValueError as error:
-                raise self.corrupt(file, f"{name!a:.200}: {error}") from error
-            num_bytes = prod(shape) * DTYPES[dtype][0]
-            if num_bytes != row.end - row.begin or begin + row.end > reader.num_bytes:
-                raise self.corrupt(file, f"it is too short for {name!a:.200}, or cut off")
-            yield name, Where(file, dtype, tuple(shape), begin + row.begin, num_bytes)
-
-    def corrupt(self, file: str, why: str, *, tensors: tuple[str, ...] = ()) -> CorruptCheckpointError:
-        where = f"{self.where}/{file}"
-        return CorruptCheckpointError(
-            f"{where}: {why}; what was here before is still here: publish an anchor, or pull another version",
-            path=where,
-            tensors=tensors,
-        )
-
-
-def _header_bytes(begin: memoryview) -> int:
-    return 8 + int.from_bytes(begin[:8], "little")
-
-
-class Anchor:
-    """A full version, to be read once."""
-
-    def __init__(self, source: Source, crew: Crew) -> None:
-        self.source, self._crew = source, crew
-        self.tensors = source.tensors()
-        self.structure = structure_of((n, w.dtype, w.shape) for n, w in self.tensors.items())
-        if source.index.structure not in ("", self.structure):
-            raise source.corrupt(
-                INDEX, "its files hold tensors of other names, dtypes or shapes than it tells of"
-            )
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(where.num_bytes for where in self.tensors.values())
-
-    def read(self, put: Callable[[str, int, memoryview], None]) -> State:
-        """Give all tensors to `put`, a piece at a time, each tensor from one thread; what they are."""
-        told, found = self.source.index.checksums, dict.fromkeys(self.tensors, "")
-        readers = {file: self.source.open(file) for file in self.source.index.tensor_files}
-
-        def copy(name: str) -> None:
-            where, digest = self.tensors[name], xxhash.xxh3_128()
-            chunk = memoryview(bytearray(min(_CHUNK_BYTES, where.num_bytes)))
-            for at in range(0, where.num_bytes, _CHUNK_BYTES):
-                part = chunk[: where.num_bytes - at]
-                readers[where.file].read_into(where.begin + at, part)
-                digest.update(part)
-                put(name, at, part)
-            found[name] = digest.hexdigest()
-            if told and found[name] != told.get(name):
-                raise self.source.corrupt(
-                    where.file, f"{name}: its bytes are not those that were published", tensors=(name,)
-                )
-
-        try:
-            self._crew.run_all(
-                partial(copy, name) for name in sorted(found, key=lambda n: -self.tensors[n].num_bytes)
-            )
-        finally:
-            for reader in readers.values():
-                reader.close()
-        return State(self.source.index.version, identity_of(found), self.structure, found)

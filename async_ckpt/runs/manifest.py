@@ -31,6 +31,7 @@ _RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
 _HEAD: Final = b'{"digest": "'
 _AFTER_DIGEST: Final = b'",\n'
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{8}")
+_START: Final = re.compile(r"\d{8,18}\.[0-9a-f]{8}")
 
 
 def retired_name() -> str:
@@ -119,6 +120,7 @@ class Manifest:
 
     `replaces` are the attempts at this step that stood here before, the last first: a root that holds one of those was away.
     `record` is the user's: plain JSON data, whose marks `rolling` and `ttl_seconds` retention obeys.
+    `start` names the start of the run that committed it (see `starts`); it is empty for what older versions and other tools write.
     `retires` are the newer commits that left the run with this one. A commit of several ranks has `ranks` instead of
     `archives`, so that it does not grow with them.
     """
@@ -133,6 +135,7 @@ class Manifest:
     elsewhere: tuple[Elsewhere, ...] = ()
     retires: tuple[Retired, ...] = ()
     ranks: OfRanks | None = None
+    start: str = ""
 
     @property
     def own_names(self) -> list[str]:
@@ -201,6 +204,7 @@ def parse(data: bytes, *, path: str) -> Manifest:
             ),
             tuple(Retired(int(r["step"]), r["attempt"] and _attempt(r["attempt"])) for r in raw["retires"]),
             ranks,
+            _start(raw.get("start", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not a manifest ({error!r:.300})", path=path) from error
@@ -251,6 +255,12 @@ def _archive(raw: Mapping[str, Any]) -> Archive:
 def _attempt(raw: object) -> str:
     if not isinstance(raw, str) or not _ATTEMPT.fullmatch(raw):
         raise ValueError(f"{raw!r:.300} is not an attempt")
+    return raw
+
+
+def _start(raw: object) -> str:
+    if not isinstance(raw, str) or (raw and not _START.fullmatch(raw)):
+        raise ValueError(f"{raw!r:.300} is no start of a run")
     return raw
 
 

@@ -139,6 +139,15 @@ class Verdict:
     causes: tuple[Cause, ...]
     table: Table = EMPTY
 
+    def packed(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"attempt": self.attempt, "causes": self.causes, "table": self.table.packed()}
+
+    @classmethod
+    def unpacked(cls, raw: Mapping[str, Any]) -> Self:
+        causes = tuple(Cause(int(rank), str(error)) for rank, error in raw["causes"])
+        return cls(str(raw["attempt"]), causes, Table.unpacked(raw["table"]))
+
 
 class Exchange:
     """The objects of one attempt at a step, at one root. Blocking calls."""
@@ -207,14 +216,12 @@ class Exchange:
             return None
         except ValueError as error:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
-        causes = tuple(Cause(int(rank), str(error)) for rank, error in raw["causes"])
-        return Verdict(str(raw["attempt"]), causes, Table.unpacked(raw["table"]))
+        return Verdict.unpacked(raw)
 
     def put_verdict(self, verdict: Verdict) -> None:
         """Create-only: an attempt is decided once."""
-        told = {"attempt": verdict.attempt, "causes": verdict.causes, "table": verdict.table.packed()}
         try:
-            self.storage.put_new(self._verdict_of(self.attempt), seal(told))
+            self.storage.put_new(self._verdict_of(self.attempt), seal(verdict.packed()))
         except FileExistsError:
             pass
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,6 +27,7 @@ from .manifest import Archive, Manifest, intent_name, parse_intent, retired_name
 from .naming import STEP_FORMAT, folder_pattern
 from .others import newest_named_otherwise
 from .retention import Commits
+from .starts import Commit, Start, out_of_line, parted
 
 # A writer that keeps one step deletes it with its next save: whoever reads that slowly comes too late many times.
 TRIES: Final = 100
@@ -41,6 +42,7 @@ class Listing(NamedTuple):
 
     steps: list[int]
     intents: list[tuple[int, str]]
+    starts: list[Start] = []  # noqa: RUF012 - never changed
 
     def has(self, step: int) -> bool:
         at = bisect_left(self.steps, step)
@@ -48,7 +50,7 @@ class Listing(NamedTuple):
 
     def having(self, step: int) -> Listing:
         """The same with this step, whose folder may be younger."""
-        return self if self.has(step) else Listing(sorted([*self.steps, step]), self.intents)
+        return self if self.has(step) else self._replace(steps=sorted([*self.steps, step]))
 
 
 class Root:
@@ -68,6 +70,10 @@ class Root:
         self._parsed: dict[str, int] = {}  # the step that a name in the root stands for; -1: none
         self._said: set[str] = set()  # warnings that are given once
         # Replaced as a whole, by any thread:
+        self.starts: list[Start] = []  # of the last listing
+        self.outside: dict[
+            int, str
+        ] = {}  # attempts, by step, that do not count as what lies at other roots shows
         self.listing: Listing | None = None  # the last one, and what was committed or deleted here since
 
     def folder(self, step: int) -> str:
@@ -87,7 +93,8 @@ class Root:
 
     def relist(self) -> Listing:
         """List the root: one request. What was seen before is not parsed again: there may be thousands of steps."""
-        names = self.storage.names("")
+        names, starts = parted(self.storage.names(""))
+        self.starts = starts
         intents: list[tuple[int, str]] = []
         try:
             steps = list(map(self._parsed.__getitem__, names))
@@ -96,7 +103,7 @@ class Root:
         if len(self._parsed) > 2 * len(names) + 100:  # most of these were deleted since
             self._parsed = {}
         steps.sort()
-        listing = self.listing = Listing(steps[bisect_left(steps, 0) :], intents)
+        listing = self.listing = Listing(steps[bisect_left(steps, 0) :], intents, starts)
         return listing
 
     def _parse(self, name: str, intents: list[tuple[int, str]]) -> int:
@@ -137,15 +144,28 @@ class Root:
         """The commits of a listing, ascending. `tolerant`: one that cannot be read now is left out."""
         gone = self.retiring(listing.intents)
         self.forget(gone)
+        found: dict[int, Manifest | None] = {}
+        if list(self.known) != listing.steps:
+            unknown = [step for step in listing.steps if step not in self.known]
+            found = self.look_up(unknown, tolerant=tolerant)
+            found = {step: made for step, made in found.items() if not is_out(step, made, gone)}
+            self.note({step: made for step, made in found.items() if made is not None})
+            self.forget(self.known.keys() - {*listing.steps})
         known = self.known
+        stale = out_of_line(list(known), listing.starts, lambda step: commit_of(known.get(step)))
+        stale |= {
+            step: attempt
+            for step, attempt in self.outside.items()
+            if is_out(step, known.get(step), self.outside)
+        }
+        if stale:
+            self.forget(stale)
+            known = self.known
         if list(known) == listing.steps:
             return known
-        found = self.look_up([step for step in listing.steps if step not in known], tolerant=tolerant)
-        found = {step: made for step, made in found.items() if not is_out(step, made, gone)}
-        self.note({step: made for step, made in found.items() if made is not None})
-        self.forget(self.known.keys() - {*listing.steps})
-        known = self.known
-        return Commits({s: known.get(s) for s in listing.steps if s in known or s in found})
+        return Commits(
+            {s: known.get(s) for s in listing.steps if s in known or (s in found and s not in stale)}
+        )
 
     def note(self, seen: Mapping[int, Manifest]) -> None:
         """These are committed."""
@@ -206,11 +226,20 @@ class Root:
             for task in tasks:
                 task()
 
-    def newest(self, steps: Sequence[int], gone: Mapping[int, str]) -> int | None:
-        """The last of these steps, given in ascending order, that is committed."""
-        for step in reversed(steps):
-            if self.storage.exists(self.manifest_path(step)) and not self.is_retired(step, gone):
-                return step
+    def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
+        """The last of these steps, given in ascending order, that is committed and counts; of all steps by default."""
+        gone = self.retiring(listing.intents)
+        has_asked = False
+        for step in reversed(listing.steps if steps is None else steps):
+            if not self.storage.exists(self.manifest_path(step)) or self.is_retired(step, gone):
+                continue
+            if not has_asked:  # this one, and none above it, is committed
+                has_asked = True
+                lower = listing.steps[: bisect_right(listing.steps, step)]
+                gone = {**self.stale(listing, gone, lower), **gone}
+                if self.is_retired(step, gone):
+                    continue
+            return step
         return None
 
     def read(self, step: int, *, say: bool = True) -> tuple[Manifest, str]:
@@ -240,6 +269,34 @@ class Root:
     def retiring(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
         """What announced rollbacks have taken out of the run, as far as exactly the announced attempt stands committed."""
         return taken_out(intents, lambda step: [self.find(step)])
+
+    def out(self, listing: Listing, steps: Sequence[int] | None = None) -> dict[int, str]:
+        """The attempts, by step, that do not count: announced rollbacks have retired them, or a later start goes on below them.
+
+        `steps` are those that are committed, where that is known.
+        """
+        gone = self.retiring(listing.intents)
+        return {**self.stale(listing, gone, listing.steps if steps is None else steps), **gone}
+
+    def stale(self, listing: Listing, gone: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
+        """The commits of processes that had lost the run. Reads at most the newest where that is of the latest start."""
+
+        def committed(step: int) -> Commit | None:
+            made = self.known.get(step) or self.find(step)
+            return None if is_out(step, made, gone) else commit_of(made)
+
+        found = out_of_line(steps, listing.starts, committed) if listing.starts else {}
+        return {**self.outside, **found}
+
+    def retire(self, stale: Mapping[int, str]) -> None:
+        """Rename the manifests of commits that do not count, so that their steps are free again."""
+        for step in sorted(stale, reverse=True):
+            made, folder = self.find(step), self.folder(step)
+            if made is not None and made.attempt == stale[step]:
+                with suppress(FileNotFoundError):
+                    self.storage.move(f"{folder}/{manifest.NAME}", f"{folder}/{retired_name()}")
+        self.outside = {step: attempt for step, attempt in self.outside.items() if step not in stale}
+        self.forget(stale)
 
     def is_retired(self, step: int, gone: Mapping[int, str]) -> bool:
         return step in gone and is_out(step, self.find(step), gone)
@@ -278,10 +335,14 @@ class Root:
         def committed(listing: Listing) -> list[int]:
             paths = {self.manifest_path(step): step for step in listing.steps}
             found = [paths[path] for path in self.storage.existing(list(paths))]
-            gone = self.retiring(listing.intents)
+            gone = self.out(listing, found)
             return [step for step in found if not self.is_retired(step, gone)]
 
         return self.settled(committed)
+
+
+def commit_of(made: Manifest | None) -> Commit | None:
+    return None if made is None else Commit(made.attempt, made.start)
 
 
 def is_out(step: int, made: Manifest | None, gone: Mapping[int, str]) -> bool:

@@ -22,6 +22,7 @@ from .manifest import Manifest
 from .naming import Naming
 from .retention import Commits
 from .run import Run
+from .starts import Commit, out_of_line
 
 T = TypeVar("T")
 
@@ -64,6 +65,20 @@ class Roots:
                         f"{there}"
                     )
         return told
+
+    def close(self) -> None:
+        """This process saves nothing more there."""
+        for run in self.runs:
+            run.close()
+
+    def settle(self) -> None:
+        """Tell each run which of its commits do not count, as far as the other roots that answer show."""
+        answers: dict[Run, list[int]] = {}
+        for run in self.runs:
+            with suppress(CheckpointError):
+                answers[run] = run.steps()
+        with suppress(CheckpointError):
+            self._without_retired(answers)
 
     def steps(self) -> list[int]:
         """The steps committed at any root that answers, ascending."""
@@ -137,6 +152,29 @@ class Roots:
             # A root that was away while a rollback took the step out of the run at another.
             if others and self._is_retired(step, those[0], others):
                 del holders[step]
+        return self._in_line(holders, found)
+
+    def _in_line(self, holders: dict[int, list[Run]], runs: Iterable[Run]) -> dict[int, list[Run]]:
+        """Without commits of processes that had lost the run, as the starts that any root knows and the steps of all show."""
+
+        def committed(step: int) -> Commit | None:
+            return next(filter(None, (run.commit_of(step) for run in holders[step])), None)
+
+        out: dict[int, str] = {}
+        for run in runs:  # the order of two starts is known where both are listed
+            out |= out_of_line(sorted(holders), run.starts, committed)
+        for step, attempt in out.items():
+            sound = []
+            for run in holders[step]:
+                one = run.commit_of(step)
+                if one is not None and one.attempt == attempt:
+                    run.note_outside(step, attempt)
+                else:
+                    sound.append(run)
+            if sound:
+                holders[step] = sound
+            else:
+                del holders[step]
         return holders
 
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run]) -> bool:
@@ -194,6 +232,7 @@ def opened(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, c
         inner = next((name for name in folders if name != outer and name.startswith(outer)), None)
         if inner is not None:
             raise ValueError(f"the root {inner} lies inside the root {outer}; put them side by side")
+    opening = os.urandom(4).hex()
     return Roots(
         [
             Run(
@@ -202,6 +241,7 @@ def opened(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, c
                 step_format=naming.step_format,
                 tracker=naming.tracker,
                 keep=keep if place.keep is None else keep_of(place.keep),
+                opening=opening,
             )
             for storage, place in zip(storages, places, strict=True)
         ]

@@ -17,6 +17,7 @@ save. That no other process has committed since is told by the version of the jo
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from ..errors import (
     NotCommittedError,
     StepBehindError,
     StepExistsError,
+    StorageUnavailableError,
 )
 from ..spans import Clock
 from ..spec import Keep
@@ -37,7 +39,8 @@ from .manifest import Archive, Elsewhere, Manifest, OfRanks, Retired, intent_nam
 from .naming import STEP_FORMAT, TRACKER, tracker_of
 from .others import foreign_kind, foreign_steps, newest_named_otherwise, not_whole
 from .retention import Commits, doomed_by, lacking, unheard_metric
-from .root import Listing, Root
+from .root import Listing, Root, commit_of
+from .starts import NUM_KEPT, Commit, Start, refuse_if_alive, tenure_of
 from .sweep import Sweeper, is_ours
 
 
@@ -52,11 +55,16 @@ class Run:
         step_format: str = STEP_FORMAT,
         tracker: tuple[str, str] | str | None = TRACKER,
         keep: Keep | None = None,
+        opening: str = "",
     ) -> None:
+        """`opening` is a random text that stands for the checkpointer, the same at all of its roots."""
+        self._opening = opening or os.urandom(4).hex()
         self._root = Root(storage, step_format)
         named = tracker_of(tracker, step_format)
         self.keep = keep or Keep()
         self._clock = clock
+        self._tenure = tenure_of(storage.locate(""))
+        self._start: Start | None = None  # of this process, from the first save on
         self._announcer = Announcer(self._root, named)
         self._sweeper = Sweeper(self._root)
 
@@ -82,6 +90,24 @@ class Run:
         """The committed steps, ascending."""
         return self._root.steps()
 
+    @property
+    def starts(self) -> Sequence[Start]:
+        """The starts of the run that the last listing of the root had."""
+        return self._root.starts
+
+    def note_outside(self, step: int, attempt: str) -> None:
+        """What lies at other roots shows that this commit does not count."""
+        self._root.outside = {**self._root.outside, step: attempt}
+
+    @property
+    def has_start(self) -> bool:
+        """Whether this process has taken the root."""
+        return self._start is not None
+
+    def commit_of(self, step: int) -> Commit | None:
+        """The step's commit as the rule of starts wants it; None where there is none that can be read."""
+        return commit_of(self._root.known.get(step) or self._root.find(step))
+
     def known_steps(self) -> list[int]:
         """The committed steps; at a store, which is not asked, those that were seen or committed here."""
         if not self.storage.remote:
@@ -93,7 +119,7 @@ class Run:
         """The newest committed step."""
 
         def newest(listing: Listing) -> list[int]:
-            found = self._root.newest(listing.steps, self._root.retiring(listing.intents))
+            found = self._root.newest(listing)
             return [] if found is None else [found]
 
         return next(iter(self._root.settled(newest)), None)
@@ -101,7 +127,7 @@ class Run:
     def manifest(self, step: int) -> Manifest:
         """Raises NotCommittedError when there is none."""
         made = self._root.read(step)[0]
-        gone = self._root.retiring(self._root.relist().intents)
+        gone = self._root.out(self._root.relist())
         if gone.get(step) == made.attempt:
             raise self._root.not_committed(step)
         return made
@@ -153,15 +179,15 @@ class Run:
     def check(self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool) -> None:
         """Refuse a step that could not be committed: StepExistsError, StepBehindError."""
         listing = self._root.relist()
-        gone = self._root.retiring(listing.intents)
+        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
         steps = listing.steps
         above = bisect_right(steps, step)
-        exists = self._root.newest(steps[bisect_left(steps, step) : above], gone) is not None
+        exists = self._root.newest(listing, steps[bisect_left(steps, step) : above]) is not None
         if exists and not overwrite:
             raise _exists(step)
         if retire or (exists and not rolled_back):
             return
-        newest = self._root.newest(steps[above:], gone)
+        newest = self._root.newest(listing, steps[above:])
         if newest is not None:
             raise StepBehindError(
                 f"step {step} is below the committed step {newest}, and steps must increase; save a higher step, use another "
@@ -185,7 +211,7 @@ class Run:
             _, version = self._root.storage.read(self._root.manifest_path(step))
             made = Manifest(step, "", 1, 0.0, ())
         listing = self._root.listing or self._root.relist()
-        return None if self._root.retiring(listing.intents).get(step) == made.attempt else (made, version)
+        return None if self._root.out(listing).get(step) == made.attempt else (made, version)
 
     def commit(
         self,
@@ -208,8 +234,10 @@ class Run:
         Raises StepExistsError when another writer was faster; its commit stands.
         """
         listing = self._root.listing or self._root.relist()
+        stale = self._root.stale(listing, self._root.retiring(listing.intents), listing.steps)
+        self._root.retire(stale)
         is_behind = bool(listing.steps) and listing.steps[-1] > step
-        if listing.intents or (retire and is_behind) or replaces is not None:
+        if stale or listing.intents or (retire and is_behind) or replaces is not None:
             listing = self._root.relist()
             # An earlier rollback counts while its manifest stands, which this commit may end: finish it first.
             self._root.finish_rollbacks(listing.intents)
@@ -228,6 +256,7 @@ class Run:
             elsewhere,
             retires,
             ranks,
+            self._start_label(None if retires else before, listing),
         )
         if retires:
             self._root.storage.put_new(intent_name(step, attempt), made.dump())
@@ -239,7 +268,70 @@ class Run:
                 step=step,
             ) from error
         self._root.note_commit(made, newer, listing)
+        self._look_again()
         return made
+
+    def _start_label(self, before: Manifest | None, listing: Listing) -> str:
+        """The start that a manifest names: this one, or below newer steps that of the manifest it replaces, so that they count."""
+        above = listing.steps[bisect_right(listing.steps, before.step) :] if before else []
+        if before is not None and self._root.newest(listing, above) is not None:
+            return before.start
+        return self._start.label if self._start else ""
+
+    def _look_again(self) -> None:
+        """After the manifest: see that no other process has taken the run meanwhile. Raises RunTakenError."""
+        start = self._start
+        if start is None:
+            return
+        try:
+            listing = self._root.relist()
+        except StorageUnavailableError:
+            return  # the manifest is there, and no later start is known
+        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
+        if start not in listing.starts:
+            self._tenure.put_back(self.storage, start)
+        elif len(listing.starts) > NUM_KEPT:
+            self.storage.delete_many([other.name for other in sorted(listing.starts)[:-NUM_KEPT]])
+
+    # --- the right to commit ----------------------------------------------------------------------------------
+
+    def check_start(self) -> None:
+        """Refuse a save where another process has the run, as far as is known at once. Raises RunTakenError."""
+        self._tenure.refuse_if_lost()
+        if self._start is None and not self.storage.remote:
+            refuse_if_alive(self.storage, (self._root.listing or self._root.relist()).starts)
+
+    def take(self, step: int, others: Sequence[Run]) -> bool:
+        """Take the root for this process, at its first save. Whether that was done now; then the step is to be checked again.
+
+        `others` are the runs at the other roots. Raises RunTakenError.
+        """
+        if self._start is not None:
+            return False
+        self._start, is_new = self._tenure.take(
+            self,
+            self.storage,
+            step,
+            next((other._start.token for other in others if other._start is not None), self._opening),
+            lambda: self._root.relist().starts,
+            lambda: [start for other in others for start in other._starts_if_there()],
+        )
+        return is_new
+
+    def _starts_if_there(self) -> list[Start]:
+        try:
+            return self._root.relist().starts
+        except StorageUnavailableError:
+            return []
+
+    def check_taken(self) -> None:
+        """Ahead of a commit: raises RunTakenError where another process has taken the run since this one did."""
+        if self._start is not None:
+            self._tenure.refuse_if_later(self.storage, self._start, self._root.relist().starts)
+
+    def close(self) -> None:
+        """This process saves nothing more here: the next start need not wait for its end."""
+        self._tenure.leave(self)
 
     def adopt(self, made: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
         """Commit, under its own manifest, a step whose archives were copied here from another root.
@@ -262,7 +354,7 @@ class Run:
     def retired(self, step: int) -> set[str]:
         """Attempts at a step that a rollback has taken out of the run."""
         attempts = self._sweeper.retired(step)
-        gone = self._root.retiring((self._root.listing or self._root.relist()).intents).get(step)
+        gone = self._root.out(self._root.listing or self._root.relist()).get(step)
         return attempts | {gone} if gone else attempts
 
     # --- deleting ---------------------------------------------------------------------------------------------

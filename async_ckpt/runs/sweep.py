@@ -146,7 +146,7 @@ class Sweeper:
         listing = self._root.relist()
         with suppress(CheckpointError):
             self._root.finish_rollbacks(listing.intents)
-        newest = self._root.newest(listing.steps, {})
+        newest = self._root.newest(listing)
         found: list[str] = []
         tasks = [partial(self._sweep_folder, step, newest, found) for step in listing.steps]
         self._root.do_all([partial(self._sweep_folder, None, newest, found), *tasks])

@@ -42,7 +42,7 @@ _FIRST_LOOK_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = {False: 0.5, True: 2.0}  # at a folder, and at a store
 # Of all ranks that wait for the same: S3 answers so many requests a second below one prefix.
 _MAX_LOOKS_PER_SECOND: Final = 5500
-# At a store a failure may be heard of later than a commit, so that most looks are one request.
+# A failure may be heard of later than a commit, so that most looks at a store are one request, and few ask the group's store.
 _LOOKS_PER_VERDICT: Final = 4
 
 
@@ -187,11 +187,16 @@ class Agreement:
 
     async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks:
         size, deadline = self._ranks.world.size, monotonic() + PEER_SECONDS
-        for seconds in _looks(self._run.storage.remote):
+        for number, seconds in enumerate(_looks(self._run.storage.remote)):
             receipts = await off_loop(self._exchange.receipts)
             refused = [receipt for receipt in receipts.values() if not receipt.is_ok]
             if refused:
                 await off_loop(partial(self._raise_refusals, refused))
+            asks = number % _LOOKS_PER_VERDICT == _LOOKS_PER_VERDICT - 1
+            said = await off_loop(partial(self._root.refusal, self._joint.attempt)) if asks else None
+            if said is not None:  # by a rank that can write nothing here
+                self._joint.causes.append(said)
+                raise _peers_failed(self._joint.step, [said])
             if any(rank >= size for rank in receipts):
                 self._raise_too_many(max(receipts))
             if len(receipts) == size:
@@ -278,6 +283,8 @@ class Agreement:
                 decision = await off_loop(partial(self._exchange.decision, asks_for_verdict=asks_for_verdict))
                 if decision is None and asks_for_verdict and self._others:
                     decision = await off_loop(self._verdict_of_all)
+            if decision is None and number % _LOOKS_PER_VERDICT == _LOOKS_PER_VERDICT - 1:
+                decision = await off_loop(partial(self._root.verdict, self._joint.attempt))
             if isinstance(decision, Manifest):
                 table = await off_loop(partial(self._table_after, decision))
                 self._root.is_shared = True
@@ -363,14 +370,30 @@ class Agreement:
                 return False  # nobody knows whether it is committed
             told = tuple(joint.causes) or (Cause(0, in_words(error)),)
             causes = () if joint.is_committed else told
-            self._exchange.put_verdict(Verdict(joint.attempt, causes, joint.table))
+            self._put_verdict(Verdict(joint.attempt, causes, joint.table))
             self._ranks.decided(joint, None)
         elif not (self._has_said_yes or self._is_refused or self._root.is_apart):
-            told_no = Receipt(self._ranks.world.rank, is_ok=False)
-            self._exchange.put_receipt(told_no, {"error": in_words(error)})
+            self._put_refusal(in_words(error))
         elif self._has_said_yes and not (joint.is_decided or self._root.is_apart):
             return False  # rank 0 may still commit it
         return not joint.is_committed
+
+    def _put_verdict(self, verdict: Verdict) -> None:
+        """At the root; where rank 0 can write nothing there, by the store of the process group."""
+        try:
+            self._exchange.put_verdict(verdict)
+        except (CheckpointError, OSError):
+            if not self._root.say_verdict(verdict):
+                raise
+
+    def _put_refusal(self, why: str) -> None:
+        """The same for another rank."""
+        rank = self._ranks.world.rank
+        try:
+            self._exchange.put_receipt(Receipt(rank, is_ok=False), {"error": why})
+        except (CheckpointError, OSError):
+            if not self._root.say_refusal(self._joint.attempt, Cause(rank, why)):
+                raise
 
     async def follow(self, off_loop: OffLoop, seconds: float = PEER_SECONDS + _MORE_SECONDS) -> None:
         """This rank has no part in it any more: learn what is decided all the same."""

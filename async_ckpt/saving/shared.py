@@ -19,6 +19,7 @@ from contextlib import suppress
 
 from ..errors import CheckpointError
 from ..host.ranks import Words, World
+from ..runs.receipts import Cause, Verdict
 from ..runs.run import Run
 
 
@@ -115,21 +116,45 @@ class SharedRoot:
             self.apart_rank = self._heard("apart")
         return self.is_apart
 
+    # --- what cannot be said at the root ----------------------------------------------------------------------
+
+    def say_refusal(self, attempt: str, cause: Cause) -> bool:
+        """This rank can write nothing here: tell rank 0 by the store of the process group. False where there is none."""
+        return self._say(f"refusal/{attempt}", json.dumps(cause))
+
+    def refusal(self, attempt: str) -> Cause | None:
+        """What one of the ranks that can write nothing here has said."""
+        word = self._word(f"refusal/{attempt}")
+        return None if word is None else Cause(*json.loads(word))
+
+    def say_verdict(self, verdict: Verdict) -> bool:
+        """The same for rank 0 and its no."""
+        return self._say(f"verdict/{verdict.attempt}", json.dumps(verdict.packed()))
+
+    def verdict(self, attempt: str) -> Verdict | None:
+        word = self._word(f"verdict/{attempt}")
+        return None if word is None else Verdict.unpacked(json.loads(word))
+
     def _put_claim(self, name: str) -> None:
         told = {"rank": self._world.rank, "world_size": self._world.size, "nonce": self._nonce}
         self._run.storage.put_new(name, json.dumps(told).encode())
 
-    def _say(self, what: str) -> None:
+    def _say(self, what: str, word: str | None = None) -> bool:
         words = self._words()
         if words is not None:
             with suppress(RuntimeError):  # the store is gone: then deadlines tell
-                words.say(f"root/{self._number}/{what}", str(self._world.rank))
+                words.say(f"root/{self._number}/{what}", str(self._world.rank) if word is None else word)
+                return True
+        return False
 
     def _heard(self, what: str) -> int | None:
         """The rank that has said so."""
+        word = self._word(what)
+        return None if word is None else int(word)
+
+    def _word(self, what: str) -> str | None:
         words = self._words()
         if words is not None:
             with suppress(RuntimeError):
-                word = words.said(f"root/{self._number}/{what}")
-                return None if word is None else int(word)
+                return words.said(f"root/{self._number}/{what}")
         return None

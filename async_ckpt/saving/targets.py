@@ -148,6 +148,7 @@ class StepTarget:
         self._overwrite, self._record, self._contents = overwrite, record, contents
         self._rolled_back = line.rolled_back
         self._reached = Reached.BEGUN
+        self._has_settled = run.has_start  # what the other roots show of earlier starts is known
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
         self._of_ranks: OfRanks | None = None  # what the manifest is to name, where several ranks have agreed
@@ -162,6 +163,7 @@ class StepTarget:
 
     def _check_at_once(self) -> None:
         line, run = self._line, self._run
+        run.check_start()
         run.check_known(self._step, overwrite=self._overwrite)
         if not run.storage.remote:
             try:
@@ -177,6 +179,8 @@ class StepTarget:
             )
         self._agreement.claim()
         if self._agreement.decides and not self.storage.remote:
+            if self._take():
+                self._check()
             self._run.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
         return self.storage.create(
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
@@ -188,6 +192,8 @@ class StepTarget:
     def check(self) -> None:
         if not self._agreement.decides:
             return
+        if self.storage.remote:
+            self._take()
         if self._reached < Reached.CHECKED:
             self._check()
         if self.storage.remote:
@@ -196,7 +202,14 @@ class StepTarget:
         if self._overwrite:
             self._replaces = self._run.found(self._step)
 
+    def _take(self) -> bool:
+        """Take the root for this process, at its first save there. Whether it was taken now."""
+        return self._run.take(self._step, [run for run in self._line.roots.runs if run is not self._run])
+
     def _check(self) -> None:
+        if not (self._line.has_one_root or self._has_settled):
+            self._has_settled = True
+            self._line.roots.settle()
         with self._telling_ranks():
             self._run.check(
                 self._step,
@@ -255,6 +268,10 @@ class StepTarget:
             self._is_committed_as(self._made, archives, late=late)
             self._reached = Reached.ANNOUNCED
             return
+        if (
+            self._agreement.has_others
+        ):  # the other ranks learn of a commit by its manifest, so it must not be in vain
+            self._run.check_taken()
         # Newer steps may have followed since: a late commit takes none of them out of the run.
         retire = self._line.retire and not late
         elsewhere = (*self._contents.borrowed, *self._write_driver())

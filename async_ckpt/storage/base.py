@@ -6,7 +6,7 @@ All calls block, and may come from any thread; the worker keeps them off its loo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol, Self
@@ -193,6 +193,15 @@ class Storage(Protocol):
         be asked, that and a day's age by the store's clock is the proof; so it is for what one of several ranks has
         written (`of_ranks`), which may run on another machine.
         """
+
+    def hold(self, path: str) -> Callable[[], None]:
+        """Show other processes that this one lives, by a lock on an object of its own, until the returned function is called.
+
+        Where there are no locks, as in a store, it does nothing.
+        """
+
+    def is_held(self, path: str) -> bool:
+        """Whether another living process provably holds an object."""
 
     def sweep_uploads(self) -> list[str]:
         """Abort unfinished uploads below this root that are older than a day by the store's clock; their names."""

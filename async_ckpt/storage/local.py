@@ -17,8 +17,9 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -43,7 +44,7 @@ from .disk import (
     sync_folder,
     translated,
 )
-from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, is_dead
+from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, hold, is_dead, is_held
 from .stores import ORPHAN_SECONDS
 
 try:
@@ -219,6 +220,14 @@ class LocalStorage:
                 if os.stat(self.root / folder / name, follow_symlinks=False).st_mtime < limit:
                     old.append(name)
         return old
+
+    def hold(self, path: str) -> Callable[[], None]:
+        with translated(self.root / path):
+            fd = hold(self.root / path)
+        return (lambda: None) if fd is None else partial(forget, fd)
+
+    def is_held(self, path: str) -> bool:
+        return is_held(self.root / path)
 
     def sweep_uploads(self) -> list[str]:
         return []  # what is unfinished here is a file, and `sweep` sees it

@@ -118,6 +118,42 @@ def delete_left(root: Path) -> None:
             remove_if_empty(temp.parent)
 
 
+def hold(path: Path) -> int | None:
+    """Lock a file that is there until its descriptor is given to `forget`; None where locks do not work."""
+    if fcntl is None:
+        return None
+    with _ours_lock:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | O_CLOEXEC)
+        _ours[fd] = identity(os.fstat(fd))
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+    except OSError:
+        forget(fd)
+        return None
+    return fd
+
+
+def is_held(path: Path) -> bool:
+    """Whether another living process has locked a file, as far as that can be proved."""
+    if fcntl is None:
+        return False
+    fd: int | None = None
+    try:
+        with _ours_lock:
+            if identity(os.stat(path)) in _ours.values():
+                return False
+        fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return fd is not None and error.errno in (errno.EACCES, errno.EAGAIN)
+    except StorageUnavailableError:
+        return False
+    finally:
+        if fd is not None:
+            os.close(fd)
+    return False
+
+
 def is_dead(path: Path, *, delete: bool) -> bool:
     """True when no living process is writing this file: its record lock can be had.
 

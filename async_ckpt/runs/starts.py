@@ -1,0 +1,267 @@
+"""The starts of a run: which process has the run, and which commits count when two have written to it.
+
+In: the listing of a root, and manifests. Out: the right to commit, or an error that names who has it; steps that do not
+count. Knows nothing of: archives.
+
+    <root>/start-00000008.5f3a9c01.500.json     the eighth start; its first save was of step 500
+
+A process takes the root at its first save by creating the next start there. It commits as long as the root lists no later
+one. It looks right after each manifest, and the next start lists the commits after it has taken the root: so either the
+earlier process sees the later start and does not acknowledge the save, or the later process sees the commit and refuses to
+save below it. A manifest that was put all the same, by a process that had slept, is left out by the rule of `out_of_line`.
+
+The order of starts is that of their numbers, then of their random tokens. No clock decides anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from ..errors import CheckpointError, RunTakenError
+from ..host.process import in_forked_child
+from ..spans import shown_time, wall_time
+from ..storage.base import Storage
+from .manifest import seal, unseal
+
+_NAME: Final = re.compile(r"start-(\d{8,18})\.([0-9a-f]{8})\.(\d{1,255})\.json")
+# All names of starts lie between these texts.
+_FIRST, _LAST = "start-", "start."
+# Starts that stay listed: a process that sleeps through more of them than that is not found out.
+NUM_KEPT: Final = 32
+
+
+class Start(NamedTuple):
+    """One start of a run; starts compare in their order. `first` is the step of its first save."""
+
+    number: int
+    token: str
+    first: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"start-{self.label}.{self.first}.json"
+
+    @property
+    def label(self) -> str:
+        """The start as manifests name it."""
+        return f"{self.number:08d}.{self.token}"
+
+    def is_before(self, other: Start) -> bool:
+        """Whether another start has taken the run over. At several roots one start may have several numbers."""
+        return self[:2] < other[:2] and self.token != other.token
+
+
+def parted(names: list[str]) -> tuple[list[str], list[Start]]:
+    """The sorted names in a root without those of starts, and the starts."""
+    begin, end = bisect_left(names, _FIRST), bisect_left(names, _LAST)
+    starts, others = [], names[:begin]
+    for name in names[begin:end]:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            others.append(name)
+        else:
+            starts.append(Start(int(match[1]), match[2], int(match[3])))
+    return (others + names[end:], starts) if starts else (names, starts)
+
+
+class Commit(NamedTuple):
+    """What the rule wants to know of a committed step: its attempt, and the start as its manifest names it."""
+
+    attempt: str
+    start: str
+
+
+def out_of_line(
+    steps: Sequence[int], starts: Iterable[Start], committed: Callable[[int], Commit | None]
+) -> dict[int, str]:
+    """The attempts, by step, that do not count: a step below them was committed by a later start.
+
+    On a sound line starts never fall as steps rise, for a start that saves below newer steps retires them, or is refused. So
+    only the newest steps can be in doubt, and only as long as there is a later start whose saves may lie below them.
+    `committed` reads the manifest of a step, None where there is none. Commits of starts that are not listed, of older versions
+    and of other tools always count: nothing is known of their order.
+    """
+    known = {start.token: start for start in starts}
+    out: dict[int, str] = {}
+    doubtful: dict[int, tuple[str, Start]] = {}
+    for step in reversed(steps):
+        later = [start for start in known.values() if start.first < step]
+        if not (doubtful or later):
+            break
+        found = committed(step)
+        own = None if found is None else known.get(found.start.rpartition(".")[2])
+        if found is None or own is None:
+            if found is not None and not doubtful:
+                break
+            continue
+        out |= {one: attempt for one, (attempt, start) in doubtful.items() if start.is_before(own)}
+        doubtful = {one: doubt for one, doubt in doubtful.items() if one not in out}
+        if any(own.is_before(start) for start in later):
+            doubtful[step] = found.attempt, own
+        rivals = (s.first for s in known.values() for _, start in doubtful.values() if start.is_before(s))
+        if step <= min(rivals, default=step):
+            break
+    return out
+
+
+# --- this process -------------------------------------------------------------------------------------------------
+
+
+class Tenure:
+    """The right of this process to commit at one root. All runs of the process at that root share it. From any thread."""
+
+    def __init__(self) -> None:
+        self.start: Start | None = None  # since the first save; replaced under _taking
+        self._lost: tuple[str, Start, dict[str, object]] | None = None
+        self._taking = threading.Lock()  # held while the root is asked: saves in flight take it once
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()
+        self._hold = _Hold()
+        weakref.finalize(self, self._hold.release).atexit = False
+
+    def leave(self, user: object) -> None:
+        """A user is closed; after the last one, another process may have the root."""
+        with self._taking:
+            if user not in self._users:
+                return
+            self._users.discard(user)
+            if not self._users:
+                self.start, self._lost = None, None
+                self._hold.release()
+
+    def take(
+        self,
+        user: object,
+        storage: Storage,
+        step: int,
+        token: str,
+        listed: Callable[[], Sequence[Start]],
+        elsewhere: Callable[[], Iterable[Start]],
+    ) -> tuple[Start, bool]:
+        """Take a root for a user that is about to save, if that has not been done. The start, and whether it is new: then the
+        commits there are to be looked at again.
+
+        `token` is that of the start at all roots of the run; `listed` lists the starts at this root, and `elsewhere` those at the
+        others.
+        Raises RunTakenError for a root that another living process has, and StorageUnavailableError.
+        """
+        with self._taking:
+            self._users.add(user)
+            if self.start is not None:
+                return self.start, False
+            there = listed()
+            refuse_if_alive(storage, there)
+            # Another root may have been taken a moment ago.
+            least = max((s.number + (s.token != token) for s in elsewhere()), default=1)
+            number = max(least, 1 + max((s.number for s in there), default=0))
+            _tokens.add(token)
+            start = Start(number, token, step)
+            self._put(storage, start)
+            self.start = start
+            return start, True
+
+    def _put(self, storage: Storage, start: Start) -> None:
+        with suppress(FileExistsError):  # a put may arrive though it was answered with an error
+            storage.put_new(start.name, seal(_about_this_process()))
+        self._hold.replace(storage.hold(start.name))
+
+    def put_back(self, storage: Storage, start: Start) -> None:
+        """Somebody has emptied the root: name this process there again."""
+        with self._taking:
+            if self.start == start:
+                self._put(storage, start)
+
+    def refuse_if_lost(self) -> None:
+        """Raises RunTakenError once it is known that a later start has the root."""
+        if self._lost is not None:
+            raise _taken(*self._lost, is_alive=False)
+
+    def refuse_if_later(self, storage: Storage, own: Start | None, starts: Iterable[Start]) -> None:
+        """Raises RunTakenError where one of these starts is later than this process's own."""
+        later = [start for start in starts if own is not None and own.is_before(start)]
+        if later:
+            self._lost = storage.locate(""), max(later), _about(storage, max(later))
+            self.refuse_if_lost()
+
+
+class _Hold:
+    """The lock on the file of a start. Its end outlives its owner, and leaves a forked child's descriptors alone."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._let_go: Callable[[], None] | None = None
+
+    def replace(self, let_go: Callable[[], None]) -> None:
+        self.release()
+        self._let_go = let_go
+
+    def release(self) -> None:
+        let_go, self._let_go = self._let_go, None
+        if let_go is not None and os.getpid() == self._pid:
+            let_go()
+
+
+_tokens: set[str] = set()  # of the starts of this process
+_tenures: weakref.WeakValueDictionary[str, Tenure] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def tenure_of(root: str) -> Tenure:
+    """The one of this process at a root, which has to be kept as long as it is needed."""
+    with _lock:
+        tenure = _tenures.get(root)
+        if tenure is None:
+            tenure = _tenures[root] = Tenure()
+        return tenure
+
+
+@in_forked_child
+def _forget_tenures() -> None:
+    """A forked child is another start; the locks are its parent's."""
+    global _tokens, _tenures, _lock
+    _tokens, _tenures, _lock = set(), weakref.WeakValueDictionary(), threading.Lock()
+
+
+def refuse_if_alive(storage: Storage, starts: Sequence[Start]) -> None:
+    """Raises RunTakenError where the newest of these starts is provably held by another living process."""
+    newest = max(starts, default=None)
+    if newest is not None and newest.token not in _tokens and storage.is_held(newest.name):
+        raise _taken(storage.locate(""), newest, _about(storage, newest), is_alive=True)
+
+
+def _about_this_process() -> dict[str, object]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "since": wall_time()}
+
+
+def _about(storage: Storage, start: Start) -> dict[str, object]:
+    """What a start says of its process; nothing where it cannot be read."""
+    with suppress(CheckpointError, OSError, ValueError):
+        told = unseal(storage.read(start.name)[0])
+        if isinstance(told, dict):
+            return told
+    return {}
+
+
+def _taken(root: str, start: Start, about: dict[str, object], *, is_alive: bool) -> RunTakenError:
+    host, pid, since = about.get("host"), about.get("pid"), about.get("since")
+    host = host if isinstance(host, str) else "an unknown host"
+    pid = pid if isinstance(pid, int) and not isinstance(pid, bool) else 0
+    since = float(since) if isinstance(since, int | float) else 0.0
+    who = f"process {pid} on {host!a:.200}, which began to save there at {shown_time(since)} by its clock"
+    if is_alive:
+        text = f"{root}: {who}, is alive and has the run; stop it, let it close its checkpointer, or save to another root"
+    else:
+        text = (
+            f"{root}: {who}, has taken the run over (start {start.number}); this process can commit nothing there any more. End "
+            "it, or close its checkpointer and make a new one to take the run back"
+        )
+    error = RunTakenError(text)
+    error.path, error.host, error.pid, error.since = root, host, pid, since
+    return error
