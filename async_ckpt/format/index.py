@@ -100,7 +100,7 @@ def dump(
     skeleton: str,
     ranks: RankFacts | None = None,
 ) -> bytes:
-    """The text of the index. It may be padded with spaces.
+    """The text of the index, which may be padded with spaces.
 
     `members` are the names and sizes of all members between the index and the digests. `rows` and `skeleton` are JSON
     already, since the rows stay the same from save to save.
@@ -144,7 +144,7 @@ def parse(text: bytes, *, path: str) -> Index:
     try:
         raw = json.loads(text)
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise _Lie("it is not an async_ckpt index")
+            raise _InconsistentError("it is not an async_ckpt index")
         version = _count(raw["version"])
         if version > VERSION:
             raise FormatVersionError(
@@ -170,8 +170,8 @@ def parse(text: bytes, *, path: str) -> Index:
         return Index(
             step, tuple(members), tuple(tensors), by_member, raw["skeleton"], digest, file_bytes, ranks
         )
-    except (_Lie, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        reason = error if isinstance(error, _Lie) else f"it is malformed ({error!r:.200})"
+    except (_InconsistentError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        reason = error if isinstance(error, _InconsistentError) else f"it is malformed ({error!r:.200})"
         raise CorruptCheckpointError(f"{path}: the index cannot be trusted: {reason}", path=path) from error
 
 
@@ -190,7 +190,9 @@ def of_safetensors(
             raise CorruptCheckpointError(f"{path}: {safetensors.PIECES}", path=path)
         end = base + max((entry.end for entry in table.values()), default=0)
         if end > file_bytes:
-            raise _Lie(f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated")
+            raise _InconsistentError(
+                f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated"
+            )
         rows: list[dict[str, Json]] = []
         for key, entry in table.items():
             dtype, shape = safetensors.loaded_as(entry.code, entry.shape)
@@ -203,8 +205,8 @@ def of_safetensors(
         tensors = tuple(_tensors(rows, [member]))
         num_listed = sum(piece.extent.length for t in tensors if t.alias_of is None for piece in t.slices)
         if base + num_listed != file_bytes:
-            raise _Lie("some bytes belong to no tensor")
-    except (_Lie, ValueError, TypeError, OverflowError) as error:
+            raise _InconsistentError("some bytes belong to no tensor")
+    except (_InconsistentError, ValueError, TypeError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"{path}: the header cannot be trusted: {error!s:.300}", path=path
         ) from error
@@ -214,13 +216,13 @@ def of_safetensors(
     return Index(None, (member,), tensors, (stored,), skeleton(names), nowhere, file_bytes)
 
 
-class _Lie(Exception):
+class _InconsistentError(Exception):
     """The index contradicts itself, or the file."""
 
 
 def _count(value: Json) -> int:
     if type(value) is not int or value < 0:
-        raise _Lie(f"{value!r:.100} is not a count")
+        raise _InconsistentError(f"{value!r:.100} is not a count")
     return value
 
 
@@ -229,20 +231,20 @@ def _members(raw: Json, begin: int) -> list[Member]:
     position = begin
     for name, num_bytes in raw:
         if not (isinstance(name, str) and name.isascii()):
-            raise _Lie(f"{name!r:.100} is not the name of a member")
+            raise _InconsistentError(f"{name!r:.100} is not the name of a member")
         position = align_up(position, tar.BLOCK) + tar.BLOCK
         members.append(Member(name, Extent(position, _count(num_bytes))))
         position += num_bytes
     names = [m.name for m in members]
     if len(set(names)) != len(names) or {MEMBER, digests.MEMBER} & set(names):
-        raise _Lie("two members have the same name")
+        raise _InconsistentError("two members have the same name")
     return members
 
 
 def _ranks(raw: Json) -> RankFacts:
     rank, world_size, meshes = raw
     if not _count(rank) < _count(world_size) <= MAX_RANKS:
-        raise _Lie(f"it is of rank {rank!r:.50} of {world_size!r:.50}")
+        raise _InconsistentError(f"rank {rank!r:.50} is not one of {world_size!r:.50} ranks")
     return RankFacts(rank, world_size, tuple(_mesh(mesh, world_size) for mesh in meshes))
 
 
@@ -252,15 +254,15 @@ def _mesh(raw: Json, world_size: int) -> MeshFacts:
     ends = sum((size - 1) * step for size, step in zip(facts.shape, facts.stride, strict=not facts.ranks))
     size = prod(facts.shape)
     if not 0 < size <= world_size or max(facts.ranks, default=start + ends) >= world_size:
-        raise _Lie(f"it has a mesh of {shape!r:.100} that {world_size} ranks do not have")
+        raise _InconsistentError(f"a mesh of shape {shape!r:.100} needs more than {world_size} ranks")
     if facts.ranks and (len(set(facts.ranks)) != size or facts.stride):
-        raise _Lie(f"it has a mesh of {shape!r:.100} with {len(facts.ranks)} ranks")
+        raise _InconsistentError(f"a mesh of shape {shape!r:.100} lists {len(facts.ranks)} ranks")
     return facts
 
 
 def _counts(raw: Json) -> tuple[int, ...]:
     if not isinstance(raw, list) or len(raw) > MAX_RANKS or not all(_count(n) < 2**63 for n in raw):
-        raise _Lie(f"{raw!r:.100} are not counts")
+        raise _InconsistentError(f"{raw!r:.100} is not a list of counts")
     return tuple(raw)
 
 
@@ -270,62 +272,62 @@ def _tensors(raw: Json, members: list[Member], ranks: RankFacts | None = None) -
     for row in raw:
         path = tuple(row["path"])
         if not all(isinstance(key, int | str) for key in path):
-            raise _Lie(f"a tensor has the path {path!r:.200}")
+            raise _InconsistentError(f"a tensor has the path {path!r:.200}")
         if "alias" in row:
             alias = _count(row["alias"])
             if alias >= len(tensors) or tensors[alias].alias_of is not None:
-                raise _Lie(f"tensor {path!r:.200} is an alias of nothing")
+                raise _InconsistentError(f"tensor {path!r:.200} is an alias of no tensor before it")
             of = tensors[alias]
             tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.spread))
             continue
         dtype = row["dtype"]
         if dtype not in DTYPES:
-            raise _Lie(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
+            raise _InconsistentError(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
         # Each number is checked before the product: one of thousands of long numbers takes minutes.
         if len(row["shape"]) > 64 or not all(_count(n) < 2**63 for n in row["shape"]):
-            raise _Lie(f"tensor {path!r:.200} has an absurd shape")
+            raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
         shape = tuple(row["shape"])
         if prod(n or 1 for n in shape) >= 2**63:
-            raise _Lie(f"tensor {path!r:.200} has an absurd shape")
+            raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
         slices = tuple(_slice(piece, path, shape, members) for piece in row["slices"])
         if ranks is None and (len(slices) != 1 or slices[0].sizes != shape):
-            raise _Lie(f"tensor {path!r:.200} is in {len(slices)} slices, not in one")
+            raise _InconsistentError(f"tensor {path!r:.200} is in {len(slices)} slices, not in one")
         for piece in slices:
             if prod(piece.sizes) * DTYPES[dtype][0] != piece.extent.length:
-                raise _Lie(
+                raise _InconsistentError(
                     f"tensor {path!r:.200} has {piece.extent.length} bytes, which does not fit its shape and dtype"
                 )
         spread = _spread(row["spread"], shape, ranks) if "spread" in row else None
         for piece in slices:
             if (piece.member, piece.name) in names:
-                raise _Lie(f"two tensors are called {piece.name!r:.200}")
+                raise _InconsistentError(f"two tensors are called {piece.name!r:.200}")
             names.add((piece.member, piece.name))
         tensors.append(IndexedTensor(path, dtype, shape, slices, None, spread))
     position = 0
     extents = (piece.extent for t in tensors if t.alias_of is None for piece in t.slices)
     for extent in sorted((extent for extent in extents if extent.length), key=lambda e: e.offset):
         if extent.offset < position:
-            raise _Lie(f"two tensors share the bytes at {extent.offset}")
+            raise _InconsistentError(f"two tensors share the bytes at {extent.offset}")
         position = extent.end
     return tensors
 
 
 def _spread(raw: Json, shape: tuple[int, ...], ranks: RankFacts | None) -> Spread:
     if ranks is None:
-        raise _Lie("a tensor is spread over ranks, of which it knows nothing")
+        raise _InconsistentError("a tensor is spread over ranks, but the index lists none")
     cuts, mesh, held = raw
     if cuts is None:
         return Spread(None, 0, tuple(_rectangle(_counts(at), _counts(sizes), shape) for at, sizes in held))
     if _count(mesh) >= len(ranks.meshes):
-        raise _Lie(f"a tensor is spread over mesh {mesh!r:.50}, which it does not have")
+        raise _InconsistentError(f"a tensor is spread over mesh {mesh!r:.50}, which does not exist")
     counts = tuple((_count(dim), _count(mesh_dim), _count(runs)) for dim, mesh_dim, runs in cuts)
     num_dims = len(ranks.meshes[mesh].shape)
     if any(
         dim >= len(shape) or mesh_dim >= num_dims or not 0 < runs < 2**31 for dim, mesh_dim, runs in counts
     ):
-        raise _Lie(f"a tensor of shape {shape} has the cuts {cuts!r:.200}")
+        raise _InconsistentError(f"a tensor of shape {shape} has the cuts {cuts!r:.200}")
     if len({mesh_dim for _, mesh_dim, _ in counts}) < len(counts):
-        raise _Lie(f"the cuts {cuts!r:.200} cut twice along one dimension of a mesh")
+        raise _InconsistentError(f"the cuts {cuts!r:.200} use a dimension of a mesh twice")
     return Spread(counts, mesh)
 
 
@@ -335,7 +337,7 @@ def _rectangle(
     if not (len(offsets) == len(sizes) == len(shape)) or any(
         offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     ):
-        raise _Lie(
+        raise _InconsistentError(
             f"there is no slice at {offsets!r:.200} of sizes {sizes!r:.200} in a tensor of shape {shape!r:.200}"
         )
     return offsets, sizes
@@ -345,9 +347,9 @@ def _slice(raw: Json, path: tuple[Any, ...], shape: tuple[int, ...], members: li
     member, name = _count(raw["member"]), raw["name"]
     begin, length = map(_count, raw["extent"])
     if member >= len(members) or begin + length > members[member].data.length:
-        raise _Lie(f"tensor {path!r:.200} lies outside its member")
+        raise _InconsistentError(f"tensor {path!r:.200} lies outside its member")
     if not isinstance(name, str):
-        raise _Lie(f"tensor {path!r:.200} is called {name!r:.200}")
+        raise _InconsistentError(f"tensor {path!r:.200} has a name that is no text, {name!r:.200}")
     offsets, sizes = (0,) * len(shape), shape
     if "offsets" in raw:
         offsets, sizes = _rectangle(_counts(raw["offsets"]), _counts(raw["sizes"]), shape)

@@ -1,11 +1,10 @@
 """Sharded tensors of any make, as slices and the plain tensors that hold them.
 
 In: a tensor, a DTensor, FSDP1's or Megatron's ShardedTensor, or a tensor that declares its slices. Out: its `Slices`,
-and a plain tensor for each of their rectangles. Knows nothing of: other ranks. It calls no collective and reads no
-values.
+and a plain tensor for each rectangle. Knows nothing of: other ranks. Calls no collective, and reads no values.
 
-Only this module knows how torch, from 2.6 on, describes shards; it asks for features and not for versions. It imports
-nothing that torch imports on demand: unless torch has imported the class, no such tensor exists.
+Only this module knows how torch, from 2.6 on, describes shards; it asks for features and not for versions. A class that
+torch imports on demand is not imported here: until then there are no such tensors.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def mesh_of(device_mesh: Any) -> Mesh:
     """The ranks of torch's DeviceMesh. Raises TypeError for anything else."""
     if not _is_a(device_mesh, "torch.distributed.device_mesh", "DeviceMesh"):
         raise TypeError(
-            f"mesh must be the DeviceMesh that those of all tensors are parts of, got {device_mesh!r:.100}"
+            f"mesh must be the DeviceMesh that contains the meshes of all tensors, got {device_mesh!r:.100}"
         )
     ranks = device_mesh.mesh
     return Mesh.of(ranks.shape, ranks.flatten().tolist())
@@ -222,7 +221,7 @@ def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, i
     if placement.is_partial():
         raise _refused(
             name,
-            f"a DTensor that is {placement!r} on a dimension of its mesh has a part of each value and none of them whole; "
+            f"a DTensor that is {placement!r} on a dimension of its mesh holds only partial values; "
             "call redistribute() to Replicate or Shard first",
         )
     # Up to torch 2.9 `_StridedShard` was a subclass of Shard.
@@ -278,7 +277,7 @@ def joined(sliced: Sequence[LocalShards], *, name: str) -> tuple[Slices, tuple[t
     """
     shapes = sorted({shards.slices.global_shape for shards in sliced})
     if len(shapes) > 1:
-        raise _refused(name, f"its slices are of {shapes[0]} and of {shapes[1]}")
+        raise _refused(name, f"its slices belong to tensors of shapes {shapes[0]} and {shapes[1]}")
     originals = [shards for shards in sliced if not shards.slices.is_copy]
     held = [
         pair

@@ -129,7 +129,7 @@ class SnapshotView:
 
     @property
     def completion(self) -> Future[None]:
-        """A future that is done when all bytes are copied. It raises TornSnapshotError if a tensor changed too early.
+        """A future that is done when all bytes are copied, with TornSnapshotError if a tensor changed too early.
 
         snap.completion.result(timeout=60)  # seconds
         """

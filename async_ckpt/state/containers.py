@@ -88,4 +88,4 @@ def _fits(key: Any, container: dict[Any, Any]) -> bool:
 
 
 def _contradicted(path: Path) -> ValueError:
-    return ValueError(f"{shown(path)!a:.300} contradicts another name beside it")
+    return ValueError(f"{shown(path)!a:.300} contradicts another name")

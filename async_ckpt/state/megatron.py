@@ -65,7 +65,9 @@ class MegatronTensors:
             ]
             dtypes = {value.data.dtype for value in values.values()}
             if len(dtypes) > 1:
-                raise _refused(name, f"its slices are {', '.join(sorted(map(str, dtypes)))}")
+                raise _refused(
+                    name, f"its slices have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
+                )
             slices, parts = joined(sliced, name=shown(name))
             yield MegatronTensor(name, slices, parts, dtypes.pop())
 
@@ -103,9 +105,7 @@ def with_megatron(node: Json, numbers: Mapping[Path, int]) -> Json:
                 items.append([key, inner])
             items = _items_of(inner, name)
         if any(key_of(raw) == name[-1] for raw, _ in items):
-            raise _refused(
-                name, "there is another entry where a ShardedTensor of this key belongs; rename it"
-            )
+            raise _refused(name, "another entry has the name of this ShardedTensor; rename the entry")
         items.append([name[-1], {"tensor": number}])
     return node
 
@@ -114,7 +114,7 @@ def _items_of(node: Json, name: Path) -> Any:
     items = node.get("dict", node.get("ordered")) if isinstance(node, dict) else None
     if items is None:
         raise _refused(
-            name, "a ShardedTensor must lie in a dict of the state, or in dicts in it; it is in no dict"
+            name, "a ShardedTensor must be in a dict of the state, or in nested dicts; put it into one"
         )
     return items
 

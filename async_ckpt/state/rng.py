@@ -21,7 +21,7 @@ from ..spec import with_article
 
 Keys = Literal["skyrl", "verl", "open-instruct"]
 
-# The numbers that MT19937 has in stock. It reads on from a position within, and numpy accepts any position unchecked.
+# The numbers that MT19937 has in stock. Its state includes a position among them, which numpy does not check.
 _NUMPY_STOCK: Final = 624
 
 
@@ -42,7 +42,7 @@ class RngState:
     def __init__(self, keys: Keys | None = None) -> None:
         if keys not in _KEY_SETS:
             names = ", ".join(repr(name) for name in _KEY_SETS if name)
-            raise ValueError(f"keys must be one of {names}, or None for our own; got {keys!r}")
+            raise ValueError(f"keys must be one of {names}, or None for the default keys; got {keys!r}")
         self._getters = _KEY_SETS[keys]
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _put_python(state: Any) -> None:
     version, internal, gauss = state
     # setstate accepts anything here, and gauss() fails later.
     if gauss is not None and not isinstance(gauss, float):
-        raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() left over")
+        raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() has kept")
     random.setstate((version, tuple(internal), gauss))
 
 

@@ -187,7 +187,7 @@ class _MergeWalk:
         """The merged number of the tensor with these numbers by rank. Raises ValueError if ranks disagree about it."""
         for rank, number in numbers.items():
             if type(number) is not int or not 0 <= number < self._num_tensors[rank]:
-                raise ValueError(f"{number!r:.50} numbers no tensor of rank {rank}")
+                raise ValueError(f"{number!r:.50} is not the number of a tensor of rank {rank}")
         known = {self._number.get(pair) for pair in numbers.items()}
         if known == {None}:
             self.tensors.append(numbers)

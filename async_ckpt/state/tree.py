@@ -415,7 +415,7 @@ class _Decoder:
         self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()
     ) -> StoredLeaf:
         if type(number) is not int or number < 0:
-            raise ValueError(f"{number!r:.50} does not number a leaf")
+            raise ValueError(f"{number!r:.50} is not the number of a leaf")
         self.stored.append(StoredLeaf(kind, number, descr, shape, path))
         return self.stored[-1]
 
@@ -433,7 +433,7 @@ class _Decoder:
     def _places(self, items: Json, path: Path) -> Any:
         ordered = dict(sorted(items))
         if len(ordered) < len(items) or any(type(key) is not int or key < 0 for key in ordered):
-            raise ValueError("the places in a list are no numbers")
+            raise ValueError("the places in a list must be different numbers from 0")
         if ordered.keys() == set(range(len(items))):
             return self._items(ordered.values(), path)
         return self._dict(items, path, ListItems())
