@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -178,32 +178,16 @@ class StateDivider:
         return last
 
     def _planned(self, captured: Capture, inventory: _Inventory, given: Sequence[int]) -> _WritePlan:
-        mates = given if self.rank in given else [self.rank]
         names, tensors, per_rank = inventory.names, inventory.tensors, frozenset(inventory.per_rank)
-        sharing = _SliceCache(lambda slices: sharers(slices, self.rank, mates, self._root))
-        has_others = _SliceCache(self._has_others)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
-        holdings: dict[bool, dict[str, Holding]] = {
-            False: {},
-            True: {},
-        }  # by whether each rank has it for itself
-        for number, slices in enumerate(captured.slices):
-            if captured.specs[tensors[number][0]].alias_of is None:
-                holdings[number in own][names[number]] = Holding(
-                    slices,
-                    DTYPES[captured.specs[tensors[number][0]].dtype][0],
-                    Replicas() if number in own else sharing(slices),
-                )
+        shared, private = self._holdings(
+            captured, inventory, own, given if self.rank in given else [self.rank]
+        )
         # Values per rank must not change the division of the rest: other ranks may have more of them, or fewer.
-        taken = rectangles_to_write(holdings[False]) | rectangles_to_write(holdings[True])
-        everybody = by_everybody(holdings[False])
+        taken = rectangles_to_write(shared) | rectangles_to_write(private)
+        everybody = by_everybody(shared)
+        copies = self._copies(captured, inventory, own, everybody)
         small: dict[str, int] = {}
-        copies = []
-        for number, slices in enumerate(captured.slices):
-            primary = _primary(number, captured, tensors)  # on other ranks the tensor may not be tied
-            is_compared = not own.intersection((number, primary)) and names[primary] not in everybody
-            if is_compared and slices.rectangles and has_others(slices):
-                copies.append((_boxes(slices), names[number], tensors[primary]))
         meshes: dict[Mesh, int] = {}
         specs: list[TensorSpec] = []
         sources: list[_WriteSource] = []
@@ -229,9 +213,34 @@ class StateDivider:
                 sources.append(_WriteSource(numbers[0], None, is_nothing=True))
         facts = tuple(MeshFacts(mesh.start, mesh.shape, mesh.stride, mesh.ranks) for mesh in meshes)
         ranks = RankFacts(self.rank, self.world_size, facts)
-        return _WritePlan(
-            inventory, given, specs, sources, ranks, small, copies, balance(holdings[False], taken)
-        )
+        return _WritePlan(inventory, given, specs, sources, ranks, small, copies, balance(shared, taken))
+
+    def _holdings(
+        self, captured: Capture, inventory: _Inventory, own: Set[int], mates: Sequence[int]
+    ) -> tuple[dict[str, Holding], dict[str, Holding]]:
+        """The holdings that the ranks divide, and those of `own`, the tensors that each rank has for itself."""
+        replicas = _SliceCache(lambda slices: sharers(slices, self.rank, mates, self._root))
+        shared, private = dict[str, Holding](), dict[str, Holding]()
+        for number, slices in enumerate(captured.slices):
+            spec, name = captured.specs[inventory.tensors[number][0]], inventory.names[number]
+            if spec.alias_of is None and number in own:
+                private[name] = Holding(slices, DTYPES[spec.dtype][0], Replicas())
+            elif spec.alias_of is None:
+                shared[name] = Holding(slices, DTYPES[spec.dtype][0], replicas(slices))
+        return shared, private
+
+    def _copies(
+        self, captured: Capture, inventory: _Inventory, own: Set[int], everybody: Set[str]
+    ) -> list[tuple[str, str, list[int]]]:
+        """The tensors to compare with those of other ranks: slices as text, name, captured specs."""
+        names, tensors, has_others = inventory.names, inventory.tensors, _SliceCache(self._has_others)
+        copies = []
+        for number, slices in enumerate(captured.slices):
+            primary = _primary(number, captured, tensors)  # on other ranks the tensor may not be tied
+            is_compared = not own & {number, primary} and names[primary] not in everybody
+            if is_compared and slices.rectangles and has_others(slices):
+                copies.append((_boxes(slices), names[number], tensors[primary]))
+        return copies
 
 
 class _SliceCache(Generic[T]):
