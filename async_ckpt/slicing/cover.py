@@ -44,6 +44,10 @@ class Box(NamedTuple):
             sizes.append(end - begin)
         return Box(tuple(begins), tuple(sizes))
 
+    def relative_to(self, other: Box) -> Box:
+        """The box with offsets that count from those of another box."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
+
     def __str__(self) -> str:
         """The box as a slice in Python: `[0:4, 2:6]`."""
         return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*self, strict=True))}]"

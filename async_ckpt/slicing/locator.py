@@ -115,8 +115,7 @@ class ShardLocator:
             candidates.sort(key=lambda candidate: (candidate[0] not in preferred, candidate[0]))
             for box in boxes:
                 parts = [(rank, part) for rank, held in candidates if (part := held.common(box))]
-                moved = [Box(_minus(part.offsets, box.offsets), part.sizes) for _, part in parts]
-                taken, missing = cover(box.sizes, moved)
+                taken, missing = cover(box.sizes, [part.relative_to(box) for _, part in parts])
                 ranks |= {parts[number][0] for number, _ in taken}
                 is_all = is_all and not missing
         return ranks, is_all
@@ -298,7 +297,3 @@ def _cuts(spread: str) -> tuple[Cut, ...]:
 
 def _slices_at(coordinate: Ints, shape: Ints, cuts: tuple[Cut, ...], mesh: Mesh) -> Slices:
     return Slices.at(coordinate, global_shape=shape, cuts=cuts, mesh=mesh)
-
-
-def _minus(one: Ints, other: Ints) -> Ints:
-    return tuple(a - b for a, b in zip(one, other, strict=True))

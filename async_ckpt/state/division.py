@@ -17,6 +17,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import torch
 
 from ..errors import UnsupportedStateError
+from ..slicing.cover import Box
 from ..slicing.locator import name_of
 from ..slicing.sharded import Slicer
 from ..slicing.shares import Holding, balance, by_everybody, rectangles_to_write, sharers
@@ -60,6 +61,12 @@ class _WriteSource(NamedTuple):
     spec: int
     within: tuple[slice, ...] | None
     is_nothing: bool = False
+
+    def tensor(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.is_nothing:
+            return _NOTHING
+        whole = tensors[self.spec]
+        return whole if self.within is None else whole.detach()[self.within]
 
 
 class RankShare(NamedTuple):
@@ -140,10 +147,7 @@ class StateDivider:
         inventory, plan = self._inventory_of(captured, per_rank), self._plan
         if plan is None or plan.inventory is not inventory or plan.mates != mates:
             plan = self._plan = self._planned(captured, inventory, mates)
-        tensors = [
-            _NOTHING if is_nothing else _narrowed(captured.tensors[i], within)
-            for i, within, is_nothing in plan.sources
-        ]
+        tensors = [source.tensor(captured.tensors) for source in plan.sources]
         marks = [captured.marks[source.spec] for source in plan.sources]
         frozen = frozenset(n for n, source in enumerate(plan.sources) if source.spec in captured.frozen)
         written = replace(captured, specs=plan.specs, tensors=tensors, marks=marks, frozen=frozen)
@@ -239,7 +243,9 @@ class StateDivider:
             primary = _primary(number, captured, tensors)  # on other ranks the tensor may not be tied
             is_compared = not own & {number, primary} and names[primary] not in everybody
             if is_compared and slices.rectangles and has_others(slices):
-                copies.append((_boxes(slices), names[number], tensors[primary]))
+                # Ranks with the same text have the same slices, and must have the same values.
+                boxes = _in_short([Box.of(rectangle) for rectangle in slices.rectangles])
+                copies.append((boxes, names[number], tensors[primary]))
         return copies
 
 
@@ -258,11 +264,6 @@ class _SliceCache(Generic[T]):
 
 def _shown(name: str) -> str:
     return name.replace("\x1f", ".")
-
-
-def _boxes(slices: Slices) -> str:
-    """The rectangles of a tensor as text. Ranks with the same text must have the same values."""
-    return _in_short([[rectangle.global_offsets, rectangle.sizes] for rectangle in slices.rectangles])
 
 
 def _primary(number: int, captured: Capture, tensors: Sequence[list[int]]) -> int:
@@ -293,7 +294,7 @@ def _taken_of(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -
         if slices.cuts is None:
             # A copy is not listed: another rank must have the original.
             held = () if slices.is_copy else slices.rectangles
-            spread = {"held": [[rectangle.global_offsets, rectangle.sizes] for rectangle in held]}
+            spread = {"held": [Box.of(rectangle) for rectangle in held]}
         elif mesh is not None:
             spread = [slices.cuts, mesh.shape, mesh.stride, mesh.ranks, slices.coordinate is not None]
         dtype = captured.specs[numbers[0]].dtype
@@ -310,8 +311,7 @@ def _digested(text: str) -> Structure:
 
 def _spread(slices: Slices, meshes: dict[Mesh, int]) -> Spread | None:
     if slices.cuts is None:
-        held = tuple((rectangle.global_offsets, rectangle.sizes) for rectangle in slices.rectangles)
-        return Spread(None, 0, held)
+        return Spread(None, 0, tuple(Box.of(rectangle) for rectangle in slices.rectangles))
     if slices.mesh is None:
         return None
     cuts = tuple((cut.dim, cut.mesh_dim, cut.runs) for cut in slices.cuts)
@@ -332,7 +332,3 @@ def _place(
                 return spec, None
             return spec, tuple(slice(begin, end) for begin, end in zip(begins, ends, strict=True))
     raise AssertionError(f"{rectangle} is in none of {held}")
-
-
-def _narrowed(tensor: torch.Tensor, within: tuple[slice, ...] | None) -> torch.Tensor:
-    return tensor if within is None else tensor.detach()[within]
