@@ -29,7 +29,7 @@ from .saving.handle import SaveHandle
 from .saving.policy import Due
 from .spec import Keep
 from .staging.held_snapshot import HeldSnapshot
-from .state.per_rank import PerRank
+from .state.containers import PerRank
 from .state.rng import RngState
 from .storage.compressed import Zstd
 from .storage.place import Place

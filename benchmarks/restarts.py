@@ -25,10 +25,11 @@ from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Manifest, OfRanks, archive_name
 from async_ckpt.runs.receipts import Exchange, Receipt, Table
 from async_ckpt.runs.run import Run
+from async_ckpt.slicing.locator import StepLayout
 from async_ckpt.spec import BLOCK_BYTES
-from async_ckpt.state.capture import Capture, capture
-from async_ckpt.state.ranked import RankedStates
-from async_ckpt.state.writers import Layout as StateLayout
+from async_ckpt.state.capture import capture
+from async_ckpt.state.captured import Capture
+from async_ckpt.state.division import StateDivider
 
 from .fake_ranks import sharded, standing_at
 from .far_store import Bucket, FarStorage
@@ -84,7 +85,7 @@ def _captured(rank: int, size: int, num_tensors: int) -> Capture:
 
 def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
     """The archive of a rank; the folder that it is in."""
-    divided = RankedStates(rank, size).divided(_captured(rank, size, num_tensors), range(size))
+    divided = StateDivider(rank, size).divided(_captured(rank, size, num_tensors), range(size))
     layout = lay_out(
         TensorPlan(divided.captured.specs),
         skeleton=divided.captured.skeleton,
@@ -106,8 +107,8 @@ def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
     some = next(iter(archives.values()))
     told = [archives.get(archive_name(rank, _ATTEMPT), some) for rank in range(size)]
     receipts = [Receipt(rank, digest=one.digest, num_bytes=one.num_bytes) for rank, one in enumerate(told)]
-    structure = RankedStates(0, size).structure(_captured(0, size, num_tensors))
-    layout = StateLayout({structure.digest: range(size)}, {structure.digest: structure.text})
+    structure = StateDivider(0, size).structure(_captured(0, size, num_tensors))
+    layout = StepLayout({structure.digest: range(size)}, {structure.digest: structure.text})
     table = Table(layout.classes)
     of_ranks = OfRanks(
         exchange.put_archives(receipts),

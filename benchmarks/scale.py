@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 
 from async_ckpt.saving.planner import Planner, pool_for
-from async_ckpt.state.ranked import RankedStates
+from async_ckpt.state.division import StateDivider
 
 from . import restarts
 from .fake_ranks import sharded, standing_at
@@ -129,7 +129,7 @@ def _planned(kind: Kind, size: int, num_tensors: int) -> _Planned:
     rank, mates = size // 2 + 1, list(range(size))
     placed = Placed(kind, rank, size)
     captures = [captured(kind, rank, size, num_tensors, placed) for _ in range(1 + _NUM_CACHED)]
-    states, planner = RankedStates(rank, size), Planner(pool_for(None, None), 1)
+    states, planner = StateDivider(rank, size), Planner(pool_for(None, None), 1)
     gc.collect()
     took, who = [], []
     for here in captures:

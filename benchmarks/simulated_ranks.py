@@ -36,11 +36,12 @@ from async_ckpt.saving.borrowed import Contents
 from async_ckpt.saving.line import Line
 from async_ckpt.saving.saver import Saver
 from async_ckpt.saving.targets import step_targets
-from async_ckpt.state.capture import Capture, capture
-from async_ckpt.state.ranked import RankedStates
-from async_ckpt.state.sharded import Sliced, Slicer
-from async_ckpt.state.shares import MODULUS
-from async_ckpt.state.slices import Cut, Mesh, Slices
+from async_ckpt.slicing.sharded import LocalShards, Slicer
+from async_ckpt.slicing.shares import MODULUS
+from async_ckpt.slicing.slices import Cut, Mesh, Slices
+from async_ckpt.state.capture import capture
+from async_ckpt.state.captured import Capture
+from async_ckpt.state.division import StateDivider
 
 from .far_store import Bucket, FarStorage, Traffic, VirtualLoop
 
@@ -98,16 +99,16 @@ class Placed(Slicer):
             self._mesh = Mesh(0, (size // _SHARDS, _SHARDS), (_SHARDS, 1))
             self._coordinate = divmod(rank, _SHARDS)
 
-    def slice(self, value: Any, *, name: str) -> Sliced:  # noqa: ARG002
+    def slice(self, value: Any, *, name: str) -> LocalShards:  # noqa: ARG002
         if self._cuts is None or not value.dim():
-            return Sliced(Slices.plain(value.shape), (value,))
+            return LocalShards(Slices.plain(value.shape), (value,))
         held = self._held.get(value.shape)
         if held is None:
             held = self._held[value.shape] = Slices.at(
                 self._coordinate, global_shape=value.shape, cuts=self._cuts, mesh=self._mesh
             )
         parts = [value[: one.sizes[0]] for one in held.rectangles]
-        return Sliced(held, tuple(parts))
+        return LocalShards(held, tuple(parts))
 
 
 def captured(kind: Kind, rank: int, size: int, num_tensors: int, placed: Placed | None = None) -> Capture:
@@ -150,7 +151,7 @@ class SimulatedWorld:
         self._bucket, self._loop = Bucket(), VirtualLoop()
         here = captured(kind, 0, size, num_tensors)
         self._store = dist.HashStore()  # type: ignore[attr-defined]
-        structure = RankedStates(0, size).structure(here).digest
+        structure = StateDivider(0, size).structure(here).digest
         for rank in range(size):
             self._store.set(f"scale/structure/{rank}", structure)
         self._rank_0 = _Rank(self, 0, here)
@@ -260,7 +261,7 @@ class SimulatedWorld:
         found = []
         for rank in range(_SHARDS):
             here = captured(self.kind, rank, self.size, self._num_tensors)
-            states = RankedStates(rank, self.size)
+            states = StateDivider(rank, self.size)
             states.divided(here, range(self.size))
             found.append(_told(states.copies(here)))
         return found

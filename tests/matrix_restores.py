@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from async_ckpt.loading.find import Committed, from_committed
 from async_ckpt.loading.lots import Readers
 from async_ckpt.loading.restore import restore_state
-from async_ckpt.state.sharded import local_part
+from async_ckpt.slicing.sharded import local_part
 from async_ckpt.storage.local import LocalStorage
 
 # Nothing of it is divisible by most numbers of ranks, and some have more ranks than rows.

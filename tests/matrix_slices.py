@@ -24,9 +24,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from async_ckpt import UnsupportedStateError
-from async_ckpt.state.sharded import Sliced, Slicer
-from async_ckpt.state.shares import Holding, written
-from async_ckpt.state.slices import Rectangle, Slices
+from async_ckpt.slicing.sharded import LocalShards, Slicer
+from async_ckpt.slicing.shares import Holding, rectangles_to_write
+from async_ckpt.slicing.slices import Rectangle, Slices
 
 Tensors = dict[str, tuple[Any, tuple[int, ...]]]  # what a rank holds, and the global shape
 SIZES = range(1, 41)
@@ -64,7 +64,7 @@ def run(title: str, world: int, build: Callable[[int], Tensors], tally: Tally) -
         for name, slices in here.items():
             said.setdefault(name, {})[rank] = slices
         holdings = {name: Holding(slices, 4, slices.replicas()) for name, slices in here.items()}
-        for name, rectangles in written(holdings).items():
+        for name, rectangles in rectangles_to_write(holdings).items():
             writes.setdefault(name, []).extend(rectangles)
     tally.refused += len(refused)
     for name in said.keys() - refused:
@@ -88,7 +88,7 @@ def _at_rank(
     return found
 
 
-def wrong_bytes(sliced: Sliced, shape: tuple[int, ...]) -> Iterator[str]:
+def wrong_bytes(sliced: LocalShards, shape: tuple[int, ...]) -> Iterator[str]:
     full = numbered(shape)
     if sliced.slices.global_shape != shape:
         yield f"global shape {sliced.slices.global_shape}, not {shape}"

@@ -23,8 +23,9 @@ from async_ckpt.runs import layouts
 from async_ckpt.runs.manifest import Elsewhere, Manifest, OfRanks, parse
 from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from async_ckpt.spec import RankFacts
-from async_ckpt.state.capture import Capture, capture
-from async_ckpt.state.ranked import RankedStates
+from async_ckpt.state.capture import capture
+from async_ckpt.state.captured import Capture
+from async_ckpt.state.division import StateDivider
 from async_ckpt.storage.local import LocalStorage
 
 ATTEMPT = "0123abcd"
@@ -35,7 +36,7 @@ def write_all(
     folder: Path, world: int, build: Build, *, shared: bool = True, per_rank: tuple[str, ...] = ()
 ) -> list[Path]:
     """Write what `build(rank)` makes on each rank; not `shared`, nobody knows of others, and all write all they hold."""
-    ranked = [RankedStates(rank, world) for rank in range(world)]
+    ranked = [StateDivider(rank, world) for rank in range(world)]
     classes: dict[str, list[int]] = {}
     captures: list[Capture] = []
     for rank, states in enumerate(ranked):

@@ -19,7 +19,7 @@ from scripted_disk import ScriptedStorage
 from states import MIB, difference, noise
 
 from async_ckpt import StorageUnavailableError, Zstd, load, save
-from async_ckpt.format.zstd import FOOTER_BYTES, Frame, begins, dump, parse, table_bytes
+from async_ckpt.format.zstd import FOOTER_BYTES, ZstdFrame, begins, dump, parse, table_bytes
 from async_ckpt.host.pool import Lease, SegmentPool
 from async_ckpt.storage.append import Appender
 from async_ckpt.storage.compressed import ZstdReader, ZstdSink
@@ -32,7 +32,7 @@ BLOCK = 4 * MIB
 # --- the table -------------------------------------------------------------------------------------------------
 
 sizes = st.lists(
-    st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)).map(lambda s: Frame(*s)), max_size=30
+    st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)).map(lambda s: ZstdFrame(*s)), max_size=30
 )
 
 
@@ -65,7 +65,9 @@ def test_a_table_with_a_wrong_byte_is_refused_or_tells_of_the_same_bytes(frames,
     assert sum(frame.compressed for frame in found) == num_bytes
 
 
-@pytest.mark.parametrize("table", [b"", b"x", bytes(9), bytes(17), dump([Frame(1, 2)])[1:], dump([])[:-1]])
+@pytest.mark.parametrize(
+    "table", [b"", b"x", bytes(9), bytes(17), dump([ZstdFrame(1, 2)])[1:], dump([])[:-1]]
+)
 def test_what_is_no_table_is_said_to_be_none(table):
     with pytest.raises(ValueError, match="seek table"):
         parse(table, data_bytes=1)
@@ -73,7 +75,7 @@ def test_what_is_no_table_is_said_to_be_none(table):
 
 def test_a_table_of_other_frames_is_refused():
     with pytest.raises(ValueError, match="does not describe the frames"):
-        parse(dump([Frame(10, 20)]), data_bytes=11)
+        parse(dump([ZstdFrame(10, 20)]), data_bytes=11)
 
 
 def test_only_what_begins_with_a_frame_is_taken_for_zstd():

@@ -35,7 +35,7 @@ from async_ckpt import (
     unpack,
 )
 from async_ckpt.files import extract, pack_folder
-from async_ckpt.format.zstd import FOOTER_BYTES, Frame, dump, parse, table_bytes
+from async_ckpt.format.zstd import FOOTER_BYTES, ZstdFrame, dump, parse, table_bytes
 from async_ckpt.storage.compressed import ZstdReader
 from async_ckpt.storage.local import LocalStorage
 
@@ -47,7 +47,7 @@ needs_tar = pytest.mark.skipif(
 )
 
 
-def frames_of(path: Path) -> list[Frame]:
+def frames_of(path: Path) -> list[ZstdFrame]:
     """What the table of a file says."""
     data = path.read_bytes()
     length = table_bytes(data[-FOOTER_BYTES:])
@@ -278,7 +278,7 @@ def compressed_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, byt
         data = noise(15 * MIB) + bytes(14 * MIB + 99)
         blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
         made = [zstandard.compress(part) for part in blocks]
-        frames = [Frame(len(a), len(b)) for a, b in zip(made, blocks, strict=True)]
+        frames = [ZstdFrame(len(a), len(b)) for a, b in zip(made, blocks, strict=True)]
         (folder / "x").write_bytes(b"".join(made) + dump(frames))
         _files.append((folder / "x", data))
     return _files[0]
@@ -386,17 +386,17 @@ def test_a_table_that_lies_is_found_out_before_memory_is_taken(small):
     frames = frames_of(small)
     body = whole[: -table_bytes(whole[-FOOTER_BYTES:])]
     lies = {
-        "more than a frame can hold": [Frame(f.compressed, 2 * BLOCK) for f in frames],
-        "nothing in a frame": [*frames, Frame(0, BLOCK)],
-        "much in very little": [Frame(len(body) - 10 * 120, BLOCK), *[Frame(120, BLOCK)] * 10],
-        "an empty frame": [*frames, Frame(0, 0)],
-        "many": [*frames, *[Frame(0, BLOCK)] * 100_000],
+        "more than a frame can hold": [ZstdFrame(f.compressed, 2 * BLOCK) for f in frames],
+        "nothing in a frame": [*frames, ZstdFrame(0, BLOCK)],
+        "much in very little": [ZstdFrame(len(body) - 10 * 120, BLOCK), *[ZstdFrame(120, BLOCK)] * 10],
+        "an empty frame": [*frames, ZstdFrame(0, 0)],
+        "many": [*frames, *[ZstdFrame(0, BLOCK)] * 100_000],
     }
     for lie in lies.values():
         small.write_bytes(body + dump(lie))
         with LocalStorage(small.parent).open(small.name) as file, pytest.raises(CorruptCheckpointError):
             ZstdReader(file, str(small))
-    for lie in ([], [Frame(len(body), BLOCK)], [frames[-1], *frames[:-1]]):
+    for lie in ([], [ZstdFrame(len(body), BLOCK)], [frames[-1], *frames[:-1]]):
         small.write_bytes(body + dump(lie))
         with little_memory(), pytest.raises(CorruptCheckpointError):
             load(small)
@@ -404,7 +404,7 @@ def test_a_table_that_lies_is_found_out_before_memory_is_taken(small):
 
 def test_a_frame_that_holds_another_size_than_the_table_says_is_damage(small):
     frames = [zstandard.compress(b"x" * n) for n in (BLOCK, 512)]
-    swapped = [Frame(len(frames[0]), BLOCK - 1), Frame(len(frames[1]), 513)]
+    swapped = [ZstdFrame(len(frames[0]), BLOCK - 1), ZstdFrame(len(frames[1]), 513)]
     small.write_bytes(b"".join(frames) + dump(swapped))
     with pytest.raises(
         CorruptCheckpointError, match="a frame holds 4,194,304 bytes where the seek table says"

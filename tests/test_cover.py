@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slices import examples
 
-from async_ckpt.state.cover import Box, cover, runs
+from async_ckpt.slicing.cover import Box, cover, strided_copies
 
 Ints = tuple[int, ...]
 
@@ -82,7 +82,7 @@ def test_a_box_is_copied_byte_by_byte_to_where_it_belongs(data: st.DataObject):
     held, into = block(whole, source).flatten(), torch.full((*target.sizes, item_bytes), -1).flatten()
     cuts = sorted({0, len(held), *data.draw(st.lists(st.integers(0, len(held)), max_size=4))})
 
-    for run in runs(box, source, target, item_bytes):
+    for run in strided_copies(box, source, target, item_bytes):
         for begin, end in pairwise(cuts):
             for part in run.within(begin, end):
                 assert begin <= part.source
@@ -109,7 +109,7 @@ def test_what_is_regular_is_one_run_that_repeats(source: Box, target: Box, num_r
     box = source.common(target)
     assert box is not None
 
-    assert len(list(runs(box, source, target, 4))) == num_runs
+    assert len(list(strided_copies(box, source, target, 4))) == num_runs
 
 
 def test_a_box_is_shown_as_python_writes_it():

@@ -12,8 +12,8 @@ from async_ckpt.runs import coverage
 from async_ckpt.runs.coverage import check_coverage
 from async_ckpt.runs.receipts import Receipt
 from async_ckpt.saving.agreement import _looks
-from async_ckpt.state.ranked import RankedStates
-from async_ckpt.state.slices import Slices
+from async_ckpt.slicing.slices import Slices
+from async_ckpt.state.division import StateDivider
 from benchmarks.simulated_ranks import KINDS, Saved, SimulatedWorld, captured
 
 TENSORS = 40
@@ -81,7 +81,7 @@ def test_a_gap_is_found_in_a_tensor_that_fewer_ranks_have_than_another_that_is_c
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_shares_tensors_that_are_cut_alike_is_found_once(kind, monkeypatch):
-    here, states = captured(kind, 3, 1024, TENSORS), RankedStates(3, 1024)
+    here, states = captured(kind, 3, 1024, TENSORS), StateDivider(3, 1024)
     asked = []
     monkeypatch.setattr(Slices, "replicas", lambda slices: asked.append(slices) or replicas(slices))
 
@@ -93,7 +93,7 @@ def test_who_shares_tensors_that_are_cut_alike_is_found_once(kind, monkeypatch):
 
 def test_a_rank_holds_on_to_nothing_of_tensors_that_others_write():
     """Views of all of them would take longer than all else of a plan."""
-    divided = RankedStates(3, 1024).divided(captured("DDP", 3, 1024, TENSORS), range(1024)).captured
+    divided = StateDivider(3, 1024).divided(captured("DDP", 3, 1024, TENSORS), range(1024)).captured
     nothing = [
         tensor for spec, tensor in zip(divided.specs, divided.tensors, strict=True) if spec.shape == (0,)
     ]

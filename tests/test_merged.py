@@ -441,7 +441,7 @@ LIES = {
     "tied on one rank": (untie, r"index and model\.safetensors disagree about \['again'\]"),
     "at two places on one rank": (repeat, "at two places"),
     "a skeleton of nonsense": (nonsense, "cannot be read as one"),
-    "a tensor that is not there": (nowhere, "numbers no tensor of rank 2"),
+    "a tensor that is not there": (nowhere, "is not the number of a tensor of rank 2"),
     "of the same rank as another": (same_rank, "it is rank 1's, and so is"),
     "of a larger world": (other_world, r"worlds of \[4, 5\] ranks"),
     "of no rank": (of_one, "one rank's of several, but it is not"),

@@ -27,7 +27,7 @@ from async_ckpt import CorruptCheckpointError, NotCommittedError, StateMismatchE
 from async_ckpt.errors import FormatVersionError
 from async_ckpt.runs import layouts
 from async_ckpt.runs.manifest import seal, unseal
-from async_ckpt.state.sharded import local_part
+from async_ckpt.slicing.sharded import local_part
 
 
 def on_three(tensor: torch.Tensor, placement: Any = None) -> DTensor:

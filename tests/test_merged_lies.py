@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from async_ckpt import CheckpointError
 from async_ckpt.format import tar
-from async_ckpt.state.merge import UnknownChoiceError
+from async_ckpt.state.skeletons import UnknownChoiceError
 
 NUM_LIES = examples(4000)
 WAYS: list[dict[str, Any]] = [

@@ -23,8 +23,8 @@ from async_ckpt import CheckpointError, CorruptCheckpointError, StateMismatchErr
 from async_ckpt.loading import lots
 from async_ckpt.runs import layouts
 from async_ckpt.runs.receipts import Table
+from async_ckpt.slicing.sharded import local_part
 from async_ckpt.spec import MIB
-from async_ckpt.state.sharded import local_part
 from async_ckpt.storage.local import LocalReader, LocalStorage
 
 BLOCK = 4 * MIB

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from async_ckpt import StateMismatchError
 from async_ckpt.loading.contents import Part
 from async_ckpt.loading.restore import restore_state
+from async_ckpt.slicing.sharded import local_part
 from async_ckpt.spec import MIB
-from async_ckpt.state.sharded import local_part
 
 
 @pytest.fixture(scope="module")

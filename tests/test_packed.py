@@ -34,7 +34,7 @@ from async_ckpt import (
     unpack,
 )
 from async_ckpt.files import extract, pack_folder
-from async_ckpt.format.tarball import Entry, Tarball, WholeFile, stays_inside
+from async_ckpt.format.tarball import Tarball, TarEntry, WholeFile, stays_inside
 from async_ckpt.host.pool import Lease, SegmentPool
 from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
@@ -130,7 +130,7 @@ def test_modes_are_kept(tmp_path, tree):
 
 @pytest.mark.parametrize("when", [-1, 0, 8**11 - 1, 8**11, 2 * 8**11])
 def test_any_time_that_a_file_may_have_is_kept(tmp_path, when):
-    entries = [Entry("./a", tarfile.REGTYPE, 0o644, when, 3, runs=((0, 3),))]
+    entries = [TarEntry("./a", tarfile.REGTYPE, 0o644, when, 3, runs=((0, 3),))]
     (tmp_path / "x.tar").write_bytes(image_of(Tarball(entries), {0: b"abc"}, BLOCK))
     with tarfile.open(tmp_path / "x.tar") as archive:
         (found,) = archive.getmembers()
@@ -210,10 +210,12 @@ def test_a_file_of_more_holes_than_a_map_may_tell_of_is_packed_whole(tmp_path, m
 def test_members_of_8_gib_and_more_are_known_to_every_reader(tmp_path, size):
     """The image is written as a file with holes: only headers, and the end of the data, are real."""
     entries = [
-        Entry("./before", tarfile.REGTYPE, 0o644, 7, 3, runs=((0, 3),)),
-        Entry("./large", tarfile.REGTYPE, 0o644, 7, size, runs=((0, size),)),
-        Entry("./with holes", tarfile.REGTYPE, 0o644, 7, 2 * size, runs=((size, 512), (2 * size - 512, 512))),
-        Entry("./after", tarfile.REGTYPE, 0o644, 7, 3, runs=((0, 3),)),
+        TarEntry("./before", tarfile.REGTYPE, 0o644, 7, 3, runs=((0, 3),)),
+        TarEntry("./large", tarfile.REGTYPE, 0o644, 7, size, runs=((0, size),)),
+        TarEntry(
+            "./with holes", tarfile.REGTYPE, 0o644, 7, 2 * size, runs=((size, 512), (2 * size - 512, 512))
+        ),
+        TarEntry("./after", tarfile.REGTYPE, 0o644, 7, 3, runs=((0, 3),)),
     ]
     image = Tarball(entries)
     with open(tmp_path / "x.tar", "wb") as file:
@@ -277,14 +279,14 @@ member_names = st.lists(
 
 
 @st.composite
-def entries_and_files(draw: Any) -> tuple[list[Entry], dict[int, bytes]]:
+def entries_and_files(draw: Any) -> tuple[list[TarEntry], dict[int, bytes]]:
     entries, files = [], {}
     for number, name in enumerate(draw(st.lists(member_names, max_size=6, unique=True))):
         kind = draw(st.sampled_from([tarfile.REGTYPE, tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE]))
         mode, mtime = draw(st.integers(0, 0o7777)), draw(st.integers(-(10**9), 10**11))
         if kind != tarfile.REGTYPE:
             linkname = draw(member_names) if kind == tarfile.SYMTYPE else ""
-            entries.append(Entry(name, kind, mode, mtime, link=linkname))
+            entries.append(TarEntry(name, kind, mode, mtime, link=linkname))
             continue
         data = draw(st.binary(max_size=3000))
         cuts = draw(st.lists(st.integers(0, len(data)), max_size=6, unique=True).map(sorted))
@@ -295,7 +297,7 @@ def entries_and_files(draw: Any) -> tuple[list[Entry], dict[int, bytes]]:
         for at, length in runs:
             holes[at : at + length] = data[at : at + length]
         files[number] = bytes(holes)
-        entries.append(Entry(name, kind, mode, mtime, len(data), runs=tuple(runs)))
+        entries.append(TarEntry(name, kind, mode, mtime, len(data), runs=tuple(runs)))
     return entries, files
 
 

@@ -32,7 +32,7 @@ from async_ckpt.publishing import subscriber as publishing_subscriber
 from async_ckpt.publishing.ranks import Whole, assembled, own_slices
 from async_ckpt.publishing.replica import MemoryReplica
 from async_ckpt.publishing.source import State, Where
-from async_ckpt.state.cover import Box
+from async_ckpt.slicing.cover import Box
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 

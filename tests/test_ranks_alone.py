@@ -20,7 +20,7 @@ from async_ckpt.errors import UnsupportedStateError
 from async_ckpt.runs.coverage import check_coverage
 from async_ckpt.saving.values import SharedValues, apart
 from async_ckpt.state.capture import capture
-from async_ckpt.state.ranked import RankedStates
+from async_ckpt.state.division import StateDivider
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -190,7 +190,7 @@ def test_ranks_that_the_process_group_calls_otherwise_write_all_that_they_hold()
         with standing_at(group_rank, 4):
             mesh = init_device_mesh("cpu", (2, 2))
             part = DTensor.from_local(numbered(4, 300), mesh, [Replicate(), Shard(0)], run_check=False)
-            states = RankedStates(3 - group_rank, 4)
+            states = StateDivider(3 - group_rank, 4)
             captured = capture({"w": part}, slicer=states.slicer)
             structure = states.structure(captured)
             told[3 - group_rank] = structure
@@ -204,7 +204,7 @@ def test_ranks_that_the_process_group_calls_otherwise_write_all_that_they_hold()
 
 
 def test_keys_that_read_alike_are_refused_by_name() -> None:
-    states = RankedStates(0, 2)
+    states = StateDivider(0, 2)
     with pytest.raises(UnsupportedStateError, match=r"^m\.1: two tensors have this name"):
         states.structure(capture({"m": {1: numbered(3), "1": numbered(4)}}, slicer=states.slicer))
 

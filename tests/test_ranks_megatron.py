@@ -12,8 +12,8 @@ from states import open_run
 
 import async_ckpt
 from async_ckpt import UnsupportedStateError
+from async_ckpt.slicing.sharded import Slicer
 from async_ckpt.state.capture import capture
-from async_ckpt.state.sharded import Slicer
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -139,18 +139,18 @@ PART = ShardedTensor.of("w", torch.ones(3))
     [
         (
             {"a": {"x": PART, "w": 3}},
-            r"a\.w: there is another entry where a ShardedTensor of this key belongs",
+            r"a\.w: another entry has the name of this ShardedTensor",
         ),
-        ({"a": [PART]}, r"a\.w: a ShardedTensor must lie in a dict of the state"),
+        ({"a": [PART]}, r"a\.w: a ShardedTensor must be in a dict of the state"),
         (PART, "a ShardedTensor called 'w' must be an entry of a dict"),
         ({"a": {"x": PART, "y": PART}}, r"a\.w: .* overlap"),
         (
             {"a": {"x": PART, "y": ShardedTensor.of("w", torch.ones(4))}},
-            r"a\.w: its slices are of \(3,\) and of \(4,\)",
+            r"a\.w: its slices belong to tensors of shapes \(3,\) and \(4,\)",
         ),
         (
             {"a": {"x": PART, "y": ShardedTensor.of("w", torch.ones(3).half())}},
-            r"a\.w: its slices are torch.float16, torch.float32",
+            r"a\.w: its slices have different dtypes: torch.float16, torch.float32",
         ),
         (
             {"a": {"x": ShardedObject("o", 3, (1,), (0,))}},

@@ -18,10 +18,10 @@ import async_ckpt
 from async_ckpt import PerRank, UnsupportedStateError
 from async_ckpt.runs import layouts
 from async_ckpt.runs.coverage import check_coverage, own_names
+from async_ckpt.slicing.sharded import mesh_of as mesh_facts
+from async_ckpt.slicing.shares import MODULUS
 from async_ckpt.state.capture import capture
-from async_ckpt.state.ranked import RankedStates
-from async_ckpt.state.sharded import mesh_of as mesh_facts
-from async_ckpt.state.shares import MODULUS
+from async_ckpt.state.division import StateDivider
 from async_ckpt.storage.local import LocalStorage
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -78,7 +78,7 @@ def test_ranks_that_have_tied_other_tensors_share_with_none_that_have_not():
     """Whoever has tied it would write nothing of what others leave to it."""
     digests = []
     for tied in (False, True):
-        states, large = RankedStates(0, 2), numbered(600, 1000)
+        states, large = StateDivider(0, 2), numbered(600, 1000)
         with standing_at(0, 2):
             state = {"a": large, "b": large if tied else large.clone()}
             digests.append(states.structure(capture(state, slicer=states.slicer)).digest)
@@ -113,7 +113,7 @@ def structures(
     for rank, (state, own) in enumerate(zip(states, per_rank, strict=True)):
         with standing_at(rank, len(states)):
             root = mesh_facts(mesh_of()) if roots and roots[rank] else None
-            ranked = RankedStates(rank, len(states), root)
+            ranked = StateDivider(rank, len(states), root)
             made = ranked.structure(capture(state, slicer=ranked.slicer), own)
         classes.setdefault(made.digest, []).append(rank)
         texts[made.digest] = made.text
@@ -175,7 +175,7 @@ def balances(build: Any, world: int, roots: list[bool] | None = None) -> int:
         with standing_at(rank, world):
             mesh = mesh_of(2, world // 2, names=("a", "b"))
             root = mesh_facts(mesh) if roots and roots[rank] else None
-            states = RankedStates(rank, world, root)
+            states = StateDivider(rank, world, root)
             total += states.divided(capture(build(rank, mesh), slicer=states.slicer), range(world)).balance
     return total % MODULUS
 
@@ -201,12 +201,12 @@ def test_by_the_sum_of_what_ranks_have_written_it_is_seen_that_something_is_miss
 
 # Rank 1 leaves out what falls to it, by a mistake of the library.
 SLIP = """
-from async_ckpt.state import ranked
+from async_ckpt.state import division
 
-real = ranked.written
+real = division.rectangles_to_write
 for step in (1, 2):
     if here.rank == 1 and step == 2:
-        ranked.written = lambda holdings: {name: () for name in real(holdings)}
+        division.rectangles_to_write = lambda holdings: {name: () for name in real(holdings)}
     with open_run(here.root) as ckpt:
         here.save(ckpt, {"whole": numbered(300, 1000)}, step)
 """

@@ -9,16 +9,16 @@ import pytest
 import torch
 from matrix_slices import block
 
-from async_ckpt.spec import KIB, MIB
-from async_ckpt.state.shares import (
+from async_ckpt.slicing.shares import (
     EVERYBODY_BYTES,
     EVERYBODY_TOTAL_BYTES,
     KNOWN_VERSIONS,
     VERSION,
     Holding,
-    written,
+    rectangles_to_write,
 )
-from async_ckpt.state.slices import Cut, Mesh, Rectangle, Replicas, Slices
+from async_ckpt.slicing.slices import Cut, Mesh, Rectangle, Replicas, Slices
+from async_ckpt.spec import KIB, MIB
 
 VOCABULARY, HIDDEN, INNER, KEYS = 128_256, 2_048, 8_192, 512  # of Llama-3.2-1B, which ties its two embeddings
 
@@ -81,7 +81,7 @@ def test_the_largest_writer_of_a_llama_has_at_most_a_tenth_more_than_the_mean(da
         return cut(shape, mesh, divmod(rank, shards), Cut(0, 1))  # HSDP, and FSDP where there is one copy
 
     sizes = [
-        num_bytes(written({name: of(shape, rank) for name, shape in llama().items()}))
+        num_bytes(rectangles_to_write({name: of(shape, rank) for name, shape in llama().items()}))
         for rank in range(mesh.size)
     ]
 
@@ -110,7 +110,7 @@ def test_each_element_is_written_once_whatever_the_shapes(seed: int):
         assert mesh is not None
         return {name: cut(shapes[name], mesh, (rank,)) for name in names}
 
-    by_rank = [written(of(rank)) for rank in range(world)]
+    by_rank = [rectangles_to_write(of(rank)) for rank in range(world)]
 
     for name, shape in shapes.items():
         assert times_written(shape, name, by_rank) in ([1], []), (name, shape)
@@ -120,11 +120,14 @@ def test_a_tensor_of_a_mebibyte_is_cut_at_rows_and_a_smaller_one_is_not():
     mesh = Mesh.of((2,), (0, 1))
     large, small = (256, 1_024), (255, 1_024)
 
-    by_rank = [written({"t": cut(large, mesh, (rank,)), "u": cut(small, mesh, (rank,))}) for rank in (0, 1)]
+    by_rank = [
+        rectangles_to_write({"t": cut(large, mesh, (rank,)), "u": cut(small, mesh, (rank,))})
+        for rank in (0, 1)
+    ]
 
     assert by_rank[0]["t"] == (Rectangle((0, 0), (0, 0), (256, 1_024)),)
     assert [len(taken["u"]) for taken in by_rank] == [0, 1]
-    alone = [written({"t": cut(large, mesh, (rank,))})["t"] for rank in (0, 1)]
+    alone = [rectangles_to_write({"t": cut(large, mesh, (rank,))})["t"] for rank in (0, 1)]
     assert alone == [
         (Rectangle((0, 0), (0, 0), (128, 1_024)),),
         (Rectangle((128, 0), (128, 0), (128, 1_024)),),
@@ -135,7 +138,7 @@ def test_the_row_in_which_a_share_begins_belongs_to_the_share_before_it():
     """A reader divides old checkpoints as they were written: another way to round is another version."""
     mesh = Mesh.of((3,), range(3))
 
-    taken = [written({"t": cut((1_000, 1_000), mesh, (rank,))})["t"][0] for rank in range(3)]
+    taken = [rectangles_to_write({"t": cut((1_000, 1_000), mesh, (rank,))})["t"][0] for rank in range(3)]
 
     assert [one.global_offsets[0] for one in taken] == [0, 334, 667]
     assert (2, {1, 2}) == (VERSION, KNOWN_VERSIONS)
@@ -145,7 +148,7 @@ def test_rows_are_of_the_first_dimension_that_has_several_and_are_never_cut_them
     mesh = Mesh.of((4,), range(4))
 
     by_rank = [
-        written({"t": cut((1, 2, MIB), mesh, (rank,)), "u": cut((1, 1, MIB), mesh, (rank,))})
+        rectangles_to_write({"t": cut((1, 2, MIB), mesh, (rank,)), "u": cut((1, 1, MIB), mesh, (rank,))})
         for rank in range(4)
     ]
 
@@ -158,7 +161,9 @@ def test_rows_of_a_shard_are_counted_from_where_it_begins():
     mesh = Mesh.of((2, 2), range(4))
     shape = (1_024, 1_024)
 
-    by_rank = [written({"t": cut(shape, mesh, divmod(rank, 2), Cut(0, 1))})["t"] for rank in range(4)]
+    by_rank = [
+        rectangles_to_write({"t": cut(shape, mesh, divmod(rank, 2), Cut(0, 1))})["t"] for rank in range(4)
+    ]
 
     assert by_rank[3] == (Rectangle((768, 0), (256, 0), (256, 1_024)),)
     assert times_written(shape, "t", [{"t": taken} for taken in by_rank]) == [1]
@@ -176,7 +181,7 @@ def test_copies_on_meshes_that_share_no_rank_are_lines_of_their_own():
     shape = (600, 1_000)
 
     by_rank = [
-        written(
+        rectangles_to_write(
             {
                 "norm": cut(shape, meshes[rank], (rank // 2,)),
                 "whole": cut(shape, everybody, divmod(rank, 2)),
@@ -199,7 +204,10 @@ def test_small_whole_tensors_are_written_by_every_rank_up_to_16_mib_in_all():
     many = EVERYBODY_TOTAL_BYTES // EVERYBODY_BYTES
     shapes = {f"t{number:04}": small for number in range(many + 3)} | {"large": large, "step": ()}
 
-    by_rank = [written({name: alike(shape, rank, 2) for name, shape in shapes.items()}) for rank in range(2)]
+    by_rank = [
+        rectangles_to_write({name: alike(shape, rank, 2) for name, shape in shapes.items()})
+        for rank in range(2)
+    ]
 
     times = {name: times_written(shape, name, by_rank) for name, shape in shapes.items()}
     assert times["large"] == [1]
@@ -213,7 +221,9 @@ def test_small_whole_tensors_are_written_by_every_rank_up_to_16_mib_in_all():
 def test_small_replicated_dtensors_are_shared_out_and_not_written_by_every_rank():
     mesh = Mesh.of((2,), (0, 1))
 
-    by_rank = [written({"t": cut((8,), mesh, (rank,)), "u": cut((8,), mesh, (rank,))}) for rank in (0, 1)]
+    by_rank = [
+        rectangles_to_write({"t": cut((8,), mesh, (rank,)), "u": cut((8,), mesh, (rank,))}) for rank in (0, 1)
+    ]
 
     assert [sorted(name for name in taken if taken[name]) for taken in by_rank] == [["t"], ["u"]]
 
@@ -222,7 +232,9 @@ def test_a_rank_writes_all_that_only_it_holds_and_nothing_that_is_said_to_be_a_c
     mine = Slices((4,), (Rectangle((2,), (0,), (2,)),), cuts=None)
     copy = Slices((4,), (Rectangle((2,), (0,), (2,)),), cuts=None, is_copy=True)
 
-    taken = written({"mine": held(mine), "copy": held(copy), "big": held(Slices.plain((KIB, KIB)))})
+    taken = rectangles_to_write(
+        {"mine": held(mine), "copy": held(copy), "big": held(Slices.plain((KIB, KIB)))}
+    )
 
     assert taken["mine"] == mine.rectangles
     assert taken["copy"] == ()

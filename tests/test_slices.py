@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel.fsdp import _chunk_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from async_ckpt import UnsupportedStateError
-from async_ckpt.state.sharded import Slicer, is_sharded
-from async_ckpt.state.slices import Cut, Mesh, Rectangle, Slices, cuts_of, flat_range
+from async_ckpt.slicing.sharded import Slicer, is_sharded
+from async_ckpt.slicing.slices import Cut, Mesh, Rectangle, Slices, cuts_of, flat_range
 
 TP_FIRST = (Cut(0, 1), Cut(0, 0))
 OF_FSDP1 = pytest.mark.filterwarnings(

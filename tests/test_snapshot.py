@@ -28,7 +28,7 @@ from async_ckpt import AsyncCheckpointer, ClosedError, NotUnchangedError, RngSta
 from async_ckpt.saving import default
 from async_ckpt.staging import tensors
 from async_ckpt.staging.snapshot import Snapshot
-from async_ckpt.state.held import module_of
+from async_ckpt.state.captured import module_of
 
 Pair = namedtuple("Pair", "left right")
 
@@ -287,7 +287,7 @@ def test_it_is_indexed_by_name():
         assert list(snap) == list(snap.keys()) == ["model", "list", "step", 7]
         assert ("model" in snap, "other" in snap, len(snap)) == (True, False, 4)
         assert (snap["step"], snap[7], snap["list"][1]["x"]) == (3, "seven", 5)
-        assert [type(entry).__name__ for entry in snap["list"]] == ["Tensor", "Held"]
+        assert [type(entry).__name__ for entry in snap["list"]] == ["Tensor", "SnapshotView"]
         assert torch.equal(snap["model"]["weight"], state["model"].weight)
         assert {**snap["model"]}.keys() == {"weight", "bias"}
         assert "complete" in repr(snap)

@@ -22,7 +22,7 @@ import torch
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..state.capture import no_collection, why_not
-from ..state.held import Held, tree_of
+from ..state.captured import SnapshotView, tree_of
 
 _ATOMS: Final = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, types.FunctionType,
@@ -31,14 +31,14 @@ _ATOMS: Final = (
 
 
 @no_collection()
-def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor], list[Held]]:
+def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor], list[SnapshotView]]:
     """Names and tensors: each tensor with dense memory of its own once, wherever it hangs; and snapshots.
 
     Other tensors are left to `copied`.
     """
     names: list[str] = []
     tensors: list[torch.Tensor] = []
-    held: list[Held] = []
+    held: list[SnapshotView] = []
     seen: dict[int, Any] = {}  # with the objects, for some are made on the way, and no other may get their id
     todo: list[tuple[str, Any]] = list(arguments.items())[::-1]
     while todo:
@@ -46,7 +46,7 @@ def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tens
         if isinstance(value, _ATOMS) or id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, Held):
+        if isinstance(value, SnapshotView):
             held.append(value)
             continue
         if isinstance(value, torch.Tensor):
@@ -79,7 +79,7 @@ def copied(
     value: Any,
     tensors: Sequence[torch.Tensor],
     instead: Sequence[torch.Tensor],
-    held: Sequence[Held] = (),
+    held: Sequence[SnapshotView] = (),
     *,
     what: str,
 ) -> Any:

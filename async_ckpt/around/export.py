@@ -17,7 +17,7 @@ from ..saving.handle import SaveHandle
 from ..spans import Spans
 from ..staging.guard import unwrapped
 from ..staging.held_snapshot import refuse_guard
-from ..state.held import Held
+from ..state.captured import SnapshotView
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
 from .folder import Asked, Export
@@ -89,7 +89,7 @@ def export_hf(
     spans, called = Spans(), running_future()
     try:
         beside = {} if config_folder is None else files_of(local_place(config_folder))
-        held = state_or_model if isinstance(state_or_model, Held) else None
+        held = state_or_model if isinstance(state_or_model, SnapshotView) else None
         refuse_guard([held] if held is not None else [], guard)
         place = written_at(destination)
         others = Others(place)

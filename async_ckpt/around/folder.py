@@ -16,7 +16,7 @@ from ..report import Progress
 from ..saving.errand import CopySave
 from ..spans import Spans
 from ..staging.guard import Optimizers
-from ..state.held import Held
+from ..state.captured import SnapshotView
 from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.local import LocalStorage
@@ -47,7 +47,7 @@ class Export(CopySave):
         asked: Asked,
         weights: Weights,
         *,
-        held: Held | None = None,
+        held: SnapshotView | None = None,
         optimizers: Optimizers = (),
         after: Sequence[Future[None]] = (),
     ) -> None:

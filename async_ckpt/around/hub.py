@@ -19,11 +19,11 @@ import torch
 
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
+from ..slicing.sharded import is_of_fsdp1, local_part
 from ..spec import DTYPES, with_article
 from ..state.capture import why_not
+from ..state.captured import SnapshotView, module_of, tree_of
 from ..state.dtypes import dtype_name
-from ..state.held import Held, module_of, tree_of
-from ..state.sharded import is_of_fsdp1, local_part
 from ..state.wrappers import look_wrapped, plain_model, plain_state_dict
 
 CONFIG: Final = "config.json"
@@ -72,7 +72,7 @@ def weights_of(given: Any, beside: Mapping[str, bytes]) -> Weights:
     Raises UnsupportedStateError for anything but plain tensors of dtypes that safetensors knows.
     """
     live, named = given, given
-    if isinstance(given, Held):
+    if isinstance(given, SnapshotView):
         live, named = module_of(given), tree_of(given)
         if not isinstance(named, Mapping):
             raise UnsupportedStateError(

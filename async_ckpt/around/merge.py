@@ -30,9 +30,9 @@ from ..saving.targets import FileTarget
 from ..spans import monotonic, wall_time
 from ..spec import BLOCK_BYTES, SEGMENT_BYTES, Json, TensorSpec
 from ..state.capture import pickled
-from ..state.merge import merge as merge_skeletons
 from ..state.names import shown
-from ..state.tree import SavedApart, leaves, top_keys
+from ..state.skeletons import merge as merge_skeletons
+from ..state.tree import ValuesByRank, leaves, top_keys
 from ..storage.append import Appender
 from ..storage.base import Storage
 from ..storage.place import Anywhere, written_at
@@ -149,7 +149,7 @@ def _state_in(parts: Sequence[Part], *, trust: bool) -> _MergedState:
 
 
 def _refuse_apart(parts: Sequence[Part], values: Sequence[Any]) -> None:
-    apart = [leaf for value in values for leaf in leaves(value) if isinstance(leaf, SavedApart)]
+    apart = [leaf for value in values for leaf in leaves(value) if isinstance(leaf, ValuesByRank)]
     if not apart:
         return
     names = [shown(leaf.path) for leaf in apart]

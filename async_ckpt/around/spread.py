@@ -37,11 +37,11 @@ from ..saving.default import slices_saver
 from ..saving.handle import SaveHandle
 from ..saving.request import FileRequest
 from ..saving.targets import FileTarget
+from ..slicing.sharded import Slicer, is_sharded
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import SEGMENT_BYTES
+from ..state.captured import SnapshotView, tree_of
 from ..state.dtypes import dtype_named
-from ..state.held import Held, tree_of
-from ..state.sharded import Slicer, is_sharded
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
 from ..storage.place import Place
@@ -65,7 +65,7 @@ def is_spread(weights: Weights) -> bool:
 def looks_spread(given: Any) -> bool:
     """Whether something that may be no model at all has parts of what is spread over ranks."""
     with contextlib.suppress(Exception):
-        named = tree_of(given) if isinstance(given, Held) else given
+        named = tree_of(given) if isinstance(given, SnapshotView) else given
         tensors = named.parameters() if isinstance(named, torch.nn.Module) else named.values()
         return any(map(is_sharded, tensors))
     return False

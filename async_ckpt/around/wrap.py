@@ -40,7 +40,7 @@ from ..spec import GIB, MIB, with_article
 from ..staging.files import FilesImage, source_of
 from ..staging.guard import Optimizers, unwrapped
 from ..staging.held_snapshot import refuse_guard
-from ..state.held import tree_of
+from ..state.captured import tree_of
 from ..storage.append import Appender
 from ..storage.disk import translated
 from ..storage.local import LocalStorage

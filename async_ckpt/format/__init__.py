@@ -1,1 +1,8 @@
-"""The archive as bytes: pure code, no torch, no file, no clock."""
+"""The archive as bytes: pure code, no torch, no file, no clock.
+
+- `layout.py` plans an archive, with `index.py` as its first member and `digests.py` as its last.
+- `tar.py`: headers of members; `safetensors.py`: the bytes in them.
+- `tarball.py` plans a tar of existing files; `zstd.py` has the seek table of a compressed archive.
+- `delta.py`: the index of a published version.
+- `dcp.py`: the metadata of torch.distributed.checkpoint.
+"""

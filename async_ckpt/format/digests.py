@@ -1,7 +1,7 @@
 """`digests.json`, the last member: xxh3-128 of every 4 MiB block of the file before its own data, and of itself.
 
 In: block digests. Out: the member's bytes, whose size is known before any digest is. Knows nothing of: files.
-The text is canonical: a reader makes it anew from what it parsed and compares, so no flipped bit survives.
+The text is canonical: a reader makes it again from the parsed digests and compares, so no flipped bit survives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TAIL: Final = b'"}\n'
 
 
 def block_digest(block: memoryview | bytes) -> bytes:
-    """xxh3-128, big-endian. Releases the GIL."""
+    """The xxh3-128 of a block, big-endian. Releases the GIL."""
     return xxhash.xxh3_128_digest(block)
 
 
@@ -45,7 +45,7 @@ def num_bytes(covered_bytes: int) -> int:
 
 
 def dump(covered_bytes: int, digests: bytes) -> bytes:
-    """The member's bytes; `digests` is one after the other, 16 bytes each."""
+    """The member's bytes; `digests` are one after the other, 16 bytes each."""
     head = _head(covered_bytes, digests)
     return head + block_digest(head).hex().encode() + _TAIL
 

@@ -1,8 +1,8 @@
-"""`index.json`, the first member: what the archive holds and where, known before its first byte is written.
+"""`index.json`, the first member: the contents of the archive and their places, known before its first byte is written.
 
-In: the plan of an archive. Out: its text; and from a text that may lie, an index that holds together.
-Knows nothing of: files, torch. Nothing is allocated on the text's word: every extent lies inside the file,
-no two overlap, and so all tensors together are never larger than the file itself.
+In: the plan of an archive. Out: its text; and from an untrusted text, a consistent index. Knows nothing of: files,
+torch. An index that passes can cause no large allocation: every extent lies inside the file and no two overlap, so
+all tensors together are never larger than the file.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MEMBER: Final = "index.json"
 OBJECTS: Final = "objects.pt"
 FORMAT: Final = "async_ckpt"
 VERSION: Final = 1
-# More than anybody has; what says so is damaged, or lies.
+# A limit that no real run reaches. An index with more ranks is damaged or forged.
 MAX_RANKS: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One tar entry: `data` is where its payload lies in the file; its header is the 512 bytes before that."""
+    """One tar entry: `data` is the extent of its payload in the file, which follows its header of 512 bytes."""
 
     name: str
     data: Extent
 
 
 class Slice(NamedTuple):
-    """What a member holds of a tensor, under which name; `extent` counts from the start of the file.
+    """A rectangle of a tensor in a member, at `offsets` and of `sizes`, row by row.
 
-    It is the rectangle of the tensor that begins at `offsets` and has `sizes`, row by row.
+    `extent` is its place in the file.
     """
 
     member: int
@@ -49,8 +49,9 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexedTensor:
-    """One tensor of an archive, and where it lies: in one slice, or, of a state that several ranks have saved, in those
-    that this rank has written. `shape` is that of the whole tensor.
+    """One tensor of an archive: in one slice, or, in a state of several ranks, in the slices that this rank wrote.
+
+    `shape` is the shape of the whole tensor.
     """
 
     path: tuple[Any, ...]
@@ -67,23 +68,26 @@ class IndexedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What an archive says of itself, checked for sense."""
+    """The contents of an archive as its index lists them, after all checks of `parse`."""
 
     step: int | None
     members: tuple[Member, ...]
     tensors: tuple[IndexedTensor, ...]
     stored: tuple[tuple[IndexedTensor, ...], ...]  # by member; without aliases
     skeleton: Json
-    digests: Member  # empty, at the end, in a file that has none
+    digests: Member  # empty, at the end, in a file without digests
     file_bytes: int
-    ranks: RankFacts | None = None  # of a state that several ranks have saved
+    ranks: RankFacts | None = None  # in a state of several ranks
 
     def member(self, name: str) -> Member | None:
         return next((m for m in self.members if m.name == name), None)
 
 
 def row(path: tuple[Any, ...], **facts: Json) -> str:
-    """One tensor's line of the index; keys that JSON cannot hold appear as text (the skeleton has the real ones)."""
+    """The line of one tensor in the index.
+
+    Keys that JSON cannot hold appear as text; the skeleton has the real keys.
+    """
     names = [key if isinstance(key, int | str) else str(key) for key in path]
     return json.dumps({"path": names, **facts}, separators=(",", ":"))
 
@@ -96,20 +100,20 @@ def dump(
     skeleton: str,
     ranks: RankFacts | None = None,
 ) -> bytes:
-    """The text of the index. It may be padded with spaces.
+    """The text of the index, which may be padded with spaces.
 
-    `members` are the names and sizes of everything between the index and the digests; `rows` and `skeleton` are
-    JSON already, since the first stays the same from save to save.
+    `members` are the names and sizes of all members between the index and the digests. `rows` and `skeleton` are JSON
+    already, since the rows stay the same from save to save.
     """
-    told = "" if ranks is None else f'"ranks":{json.dumps(ranks, separators=(",", ":"))},'
+    rank_facts = "" if ranks is None else f'"ranks":{json.dumps(ranks, separators=(",", ":"))},'
     return (
-        f'{{"format":"{FORMAT}","version":{VERSION},"step":{json.dumps(step)},{told}'
+        f'{{"format":"{FORMAT}","version":{VERSION},"step":{json.dumps(step)},{rank_facts}'
         f'"members":{json.dumps(members, separators=(",", ":"))},"tensors":[\n{rows}\n],"skeleton":{skeleton}}}\n'
     ).encode()
 
 
 def digests_member(end_of_members: int) -> tuple[Member, int]:
-    """Where the digests lie when all other members end here (padded), and the size of the whole file."""
+    """The member of the digests if all other members end here (padded), and the size of the whole file."""
     covered = end_of_members + tar.BLOCK
     member = Member(digests.MEMBER, Extent(covered, digests.num_bytes(covered)))
     end = align_up(member.data.end, tar.BLOCK)
@@ -117,9 +121,9 @@ def digests_member(end_of_members: int) -> tuple[Member, int]:
 
 
 def places_of_digests(file_bytes: int) -> list[Member]:
-    """Where the digests may lie in a file of this size, whatever its index says: at one of up to eight places.
+    """The up to eight places of the digests that a file of this size allows, whatever its index says.
 
-    In every version they are the last member, behind which only padding follows.
+    In every version the digests are the last member, followed only by padding.
     """
 
     def size_of_file(num_blocks: int) -> int:
@@ -132,15 +136,15 @@ def places_of_digests(file_bytes: int) -> list[Member]:
 
 
 def parse(text: bytes, *, path: str) -> Index:
-    """Read an index that may be damaged, or may lie.
+    """Read an index that may be damaged or forged.
 
-    Raises CorruptCheckpointError where it does not hold together, FormatVersionError when it is from the future, or a
-    damaged byte says so: the caller compares its digest before it believes that.
+    Raises CorruptCheckpointError for an inconsistent index, and FormatVersionError for one of a later version. A
+    damaged byte may look like a later version, so the caller compares the digest first.
     """
     try:
         raw = json.loads(text)
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise _Lie("it is not an async_ckpt index")
+            raise _InconsistentError("it is not an async_ckpt index")
         version = _count(raw["version"])
         if version > VERSION:
             raise FormatVersionError(
@@ -166,41 +170,43 @@ def parse(text: bytes, *, path: str) -> Index:
         return Index(
             step, tuple(members), tuple(tensors), by_member, raw["skeleton"], digest, file_bytes, ranks
         )
-    except (_Lie, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        reason = error if isinstance(error, _Lie) else f"it is malformed ({error!r:.200})"
+    except (_InconsistentError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        reason = error if isinstance(error, _InconsistentError) else f"it is malformed ({error!r:.200})"
         raise CorruptCheckpointError(f"{path}: the index cannot be trusted: {reason}", path=path) from error
 
 
 def of_safetensors(
     head: bytes, *, name: str, file_bytes: int, skeleton: Callable[[list[str]], Json], path: str
 ) -> Index:
-    """The index of a bare safetensors file, made from its header, which may lie.
+    """The index of a bare safetensors file, made from its untrusted header.
 
-    Tensors hang by their names at the top, in the order of the header; behind them, as aliases, the names that its
-    metadata ties to one of these. `skeleton` is asked for that of a dict with these names. Raises CorruptCheckpointError.
+    Tensors are at the top by their names, in the order of the header. After them come, as aliases, the names that the
+    metadata ties to one of them. `skeleton` makes that of a dict with these names. Raises CorruptCheckpointError.
     """
     base = 8 + int.from_bytes(head[:8], "little")
     try:
         table, metadata = safetensors.parse_foreign_header(head)
         if safetensors.has_pieces(path, metadata):
             raise CorruptCheckpointError(f"{path}: {safetensors.PIECES}", path=path)
-        end = base + max((told.end for told in table.values()), default=0)
+        end = base + max((entry.end for entry in table.values()), default=0)
         if end > file_bytes:
-            raise _Lie(f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated")
+            raise _InconsistentError(
+                f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated"
+            )
         rows: list[dict[str, Json]] = []
-        for key, told in table.items():
-            dtype, shape = safetensors.loaded_as(told.code, told.shape)
-            piece = {"member": 0, "name": key, "extent": [base + told.begin, told.end - told.begin]}
+        for key, entry in table.items():
+            dtype, shape = safetensors.loaded_as(entry.code, entry.shape)
+            piece = {"member": 0, "name": key, "extent": [base + entry.begin, entry.end - entry.begin]}
             rows.append({"path": [key], "dtype": dtype, "shape": shape, "slices": [piece]})
         numbers = {key: number for number, key in enumerate(table)}
         ties = {other: of for other, of in dict(metadata).items() if of in numbers and other not in numbers}
         rows += [{"path": [other], "alias": numbers[of]} for other, of in ties.items()]
         member = Member(name, Extent(0, file_bytes))
         tensors = tuple(_tensors(rows, [member]))
-        num_told = sum(piece.extent.length for t in tensors if t.alias_of is None for piece in t.slices)
-        if base + num_told != file_bytes:
-            raise _Lie("some bytes belong to no tensor")
-    except (_Lie, ValueError, TypeError, OverflowError) as error:
+        num_listed = sum(piece.extent.length for t in tensors if t.alias_of is None for piece in t.slices)
+        if base + num_listed != file_bytes:
+            raise _InconsistentError("some bytes belong to no tensor")
+    except (_InconsistentError, ValueError, TypeError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"{path}: the header cannot be trusted: {error!s:.300}", path=path
         ) from error
@@ -210,13 +216,13 @@ def of_safetensors(
     return Index(None, (member,), tensors, (stored,), skeleton(names), nowhere, file_bytes)
 
 
-class _Lie(Exception):
-    pass
+class _InconsistentError(Exception):
+    """The index contradicts itself, or the file."""
 
 
 def _count(value: Json) -> int:
     if type(value) is not int or value < 0:
-        raise _Lie(f"{value!r:.100} is not a count")
+        raise _InconsistentError(f"{value!r:.100} is not a count")
     return value
 
 
@@ -225,20 +231,20 @@ def _members(raw: Json, begin: int) -> list[Member]:
     position = begin
     for name, num_bytes in raw:
         if not (isinstance(name, str) and name.isascii()):
-            raise _Lie(f"{name!r:.100} is not the name of a member")
+            raise _InconsistentError(f"{name!r:.100} is not the name of a member")
         position = align_up(position, tar.BLOCK) + tar.BLOCK
         members.append(Member(name, Extent(position, _count(num_bytes))))
         position += num_bytes
     names = [m.name for m in members]
     if len(set(names)) != len(names) or {MEMBER, digests.MEMBER} & set(names):
-        raise _Lie("two members have the same name")
+        raise _InconsistentError("two members have the same name")
     return members
 
 
 def _ranks(raw: Json) -> RankFacts:
     rank, world_size, meshes = raw
     if not _count(rank) < _count(world_size) <= MAX_RANKS:
-        raise _Lie(f"it is of rank {rank!r:.50} of {world_size!r:.50}")
+        raise _InconsistentError(f"rank {rank!r:.50} is not one of {world_size!r:.50} ranks")
     return RankFacts(rank, world_size, tuple(_mesh(mesh, world_size) for mesh in meshes))
 
 
@@ -248,15 +254,15 @@ def _mesh(raw: Json, world_size: int) -> MeshFacts:
     ends = sum((size - 1) * step for size, step in zip(facts.shape, facts.stride, strict=not facts.ranks))
     size = prod(facts.shape)
     if not 0 < size <= world_size or max(facts.ranks, default=start + ends) >= world_size:
-        raise _Lie(f"it has a mesh of {shape!r:.100} that {world_size} ranks do not have")
+        raise _InconsistentError(f"a mesh of shape {shape!r:.100} needs more than {world_size} ranks")
     if facts.ranks and (len(set(facts.ranks)) != size or facts.stride):
-        raise _Lie(f"it has a mesh of {shape!r:.100} with {len(facts.ranks)} ranks")
+        raise _InconsistentError(f"a mesh of shape {shape!r:.100} lists {len(facts.ranks)} ranks")
     return facts
 
 
 def _counts(raw: Json) -> tuple[int, ...]:
     if not isinstance(raw, list) or len(raw) > MAX_RANKS or not all(_count(n) < 2**63 for n in raw):
-        raise _Lie(f"{raw!r:.100} are not counts")
+        raise _InconsistentError(f"{raw!r:.100} is not a list of counts")
     return tuple(raw)
 
 
@@ -266,62 +272,63 @@ def _tensors(raw: Json, members: list[Member], ranks: RankFacts | None = None) -
     for row in raw:
         path = tuple(row["path"])
         if not all(isinstance(key, int | str) for key in path):
-            raise _Lie(f"a tensor has the path {path!r:.200}")
+            raise _InconsistentError(f"a tensor has the path {path!r:.200}")
         if "alias" in row:
             alias = _count(row["alias"])
             if alias >= len(tensors) or tensors[alias].alias_of is not None:
-                raise _Lie(f"tensor {path!r:.200} is an alias of nothing")
+                raise _InconsistentError(f"tensor {path!r:.200} is an alias of no tensor before it")
             of = tensors[alias]
             tensors.append(IndexedTensor(path, of.dtype, of.shape, of.slices, alias, of.spread))
             continue
         dtype = row["dtype"]
         if dtype not in DTYPES:
-            raise _Lie(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
-        # Each number first: a product of thousands of long ones takes minutes.
+            raise _InconsistentError(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
+        # Each number is checked before the product: one of thousands of long numbers takes minutes.
         if len(row["shape"]) > 64 or not all(_count(n) < 2**63 for n in row["shape"]):
-            raise _Lie(f"tensor {path!r:.200} has an absurd shape")
+            raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
         shape = tuple(row["shape"])
         if prod(n or 1 for n in shape) >= 2**63:
-            raise _Lie(f"tensor {path!r:.200} has an absurd shape")
+            raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
         slices = tuple(_slice(piece, path, shape, members) for piece in row["slices"])
         if ranks is None and (len(slices) != 1 or slices[0].sizes != shape):
-            raise _Lie(f"tensor {path!r:.200} is in {len(slices)} slices, not in one")
+            raise _InconsistentError(f"tensor {path!r:.200} is in {len(slices)} slices, not in one")
         for piece in slices:
             if prod(piece.sizes) * DTYPES[dtype][0] != piece.extent.length:
-                raise _Lie(
+                raise _InconsistentError(
                     f"tensor {path!r:.200} has {piece.extent.length} bytes, which does not fit its shape and dtype"
                 )
         spread = _spread(row["spread"], shape, ranks) if "spread" in row else None
         for piece in slices:
             if (piece.member, piece.name) in names:
-                raise _Lie(f"two tensors are called {piece.name!r:.200}")
+                raise _InconsistentError(f"two tensors are called {piece.name!r:.200}")
             names.add((piece.member, piece.name))
         tensors.append(IndexedTensor(path, dtype, shape, slices, None, spread))
     position = 0
     extents = (piece.extent for t in tensors if t.alias_of is None for piece in t.slices)
     for extent in sorted((extent for extent in extents if extent.length), key=lambda e: e.offset):
         if extent.offset < position:
-            raise _Lie(f"two tensors share the bytes at {extent.offset}")
+            raise _InconsistentError(f"two tensors share the bytes at {extent.offset}")
         position = extent.end
     return tensors
 
 
 def _spread(raw: Json, shape: tuple[int, ...], ranks: RankFacts | None) -> Spread:
     if ranks is None:
-        raise _Lie("a tensor is spread over ranks, of which it knows nothing")
+        raise _InconsistentError("a tensor is spread over ranks, but the index lists none")
     cuts, mesh, held = raw
     if cuts is None:
         return Spread(None, 0, tuple(_rectangle(_counts(at), _counts(sizes), shape) for at, sizes in held))
     if _count(mesh) >= len(ranks.meshes):
-        raise _Lie(f"a tensor is spread over mesh {mesh!r:.50}, which it does not have")
-    made = tuple((_count(dim), _count(mesh_dim), _count(runs)) for dim, mesh_dim, runs in cuts)
+        raise _InconsistentError(f"a tensor is spread over mesh {mesh!r:.50}, which does not exist")
+    counts = tuple((_count(dim), _count(mesh_dim), _count(runs)) for dim, mesh_dim, runs in cuts)
     num_dims = len(ranks.meshes[mesh].shape)
-    along = {mesh_dim for _, mesh_dim, _ in made}
-    if any(dim >= len(shape) or mesh_dim >= num_dims or not 0 < runs < 2**31 for dim, mesh_dim, runs in made):
-        raise _Lie(f"a tensor of shape {shape} has the cuts {cuts!r:.200}")
-    if len(along) < len(made):
-        raise _Lie(f"the cuts {cuts!r:.200} cut twice along one dimension of a mesh")
-    return Spread(made, mesh)
+    if any(
+        dim >= len(shape) or mesh_dim >= num_dims or not 0 < runs < 2**31 for dim, mesh_dim, runs in counts
+    ):
+        raise _InconsistentError(f"a tensor of shape {shape} has the cuts {cuts!r:.200}")
+    if len({mesh_dim for _, mesh_dim, _ in counts}) < len(counts):
+        raise _InconsistentError(f"the cuts {cuts!r:.200} use a dimension of a mesh twice")
+    return Spread(counts, mesh)
 
 
 def _rectangle(
@@ -330,7 +337,7 @@ def _rectangle(
     if not (len(offsets) == len(sizes) == len(shape)) or any(
         offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     ):
-        raise _Lie(
+        raise _InconsistentError(
             f"there is no slice at {offsets!r:.200} of sizes {sizes!r:.200} in a tensor of shape {shape!r:.200}"
         )
     return offsets, sizes
@@ -340,9 +347,9 @@ def _slice(raw: Json, path: tuple[Any, ...], shape: tuple[int, ...], members: li
     member, name = _count(raw["member"]), raw["name"]
     begin, length = map(_count, raw["extent"])
     if member >= len(members) or begin + length > members[member].data.length:
-        raise _Lie(f"tensor {path!r:.200} lies outside its member")
+        raise _InconsistentError(f"tensor {path!r:.200} lies outside its member")
     if not isinstance(name, str):
-        raise _Lie(f"tensor {path!r:.200} is called {name!r:.200}")
+        raise _InconsistentError(f"tensor {path!r:.200} has a name that is no text, {name!r:.200}")
     offsets, sizes = (0,) * len(shape), shape
     if "offsets" in raw:
         offsets, sizes = _rectangle(_counts(raw["offsets"]), _counts(raw["sizes"]), shape)
@@ -350,7 +357,7 @@ def _slice(raw: Json, path: tuple[Any, ...], shape: tuple[int, ...], members: li
 
 
 def check_member_header(index: Index, member: int, data: bytes, *, path: str) -> None:
-    """Compare a member's own safetensors header with the index: the two must tell the same story.
+    """Compare a member's own safetensors header with the index: the two must agree.
 
     `data` begins at the member's first byte. Raises CorruptCheckpointError.
     """
@@ -364,14 +371,15 @@ def check_member_header(index: Index, member: int, data: bytes, *, path: str) ->
         raise CorruptCheckpointError(
             f"{path}: {index.members[member].name} is not as long as the index says", path=path
         )
-    told = {
+    expected = {
         name: (*safetensors.stored_as(t.dtype, sizes), extent.offset - base, extent.end - base)
         for t in index.stored[member]
         for at, name, extent, _, sizes in t.slices
         if at == member
     }
-    if told != table:
-        wrong = sorted(name for name in told.keys() | table.keys() if told.get(name) != table.get(name))
+    if expected != table:
+        names = expected.keys() | table.keys()
+        wrong = sorted(name for name in names if expected.get(name) != table.get(name))
         raise CorruptCheckpointError(
             f"{path}: index and {index.members[member].name} disagree about {wrong[:5]!r:.500}", path=path
         )

@@ -3,9 +3,9 @@
 In: tensor specs, the skeleton, pickled objects. Out: a layout, and its cut into segments.
 Knows nothing of: where tensors live, who copies them, where the file goes.
 
-What depends on names, dtypes and shapes alone (`TensorPlan`) costs time per tensor and is kept from save to save;
-what changes with every save (`lay_out`) costs time per member. That works because the index is padded to whole
-pages, so its length only shifts everything behind it, and every other offset counts from its end.
+`TensorPlan` depends on names, dtypes and shapes alone. It takes time per tensor, and is kept from save to save.
+`lay_out` is called for every save, and takes time per member only: the index is padded to whole pages, so its length
+only shifts all that follows, and every other offset counts from the end of the index.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Final, NamedTuple, Protocol
 from ..spec import DTYPES, MIB, PAGE_BYTES, Extent, Json, RankFacts, TensorSpec, align_up, by_tensor
 from . import digests, index, safetensors, tar
 
-# One member never has more tensors than this: readers refuse headers over 100 MB.
+# The limit of tensors in one member, since readers refuse headers over 100 MB.
 MAX_TENSORS_PER_MEMBER: Final = 500_000
 _MAX_NAMES_BYTES: Final = 40 * MIB
 MAX_NAME_BYTES: Final = 1024
-# Names that Windows keeps for devices, whatever their ending.
+# Names that Windows reserves for devices, with any ending.
 _DEVICE: Final = re.compile(r"(?i)con|prn|aux|nul|com[0-9]|lpt[0-9]")
 
 
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """One slice of the file image: what goes where in it. Pieces and literals cover every byte of it."""
+    """One segment of the file image. Its pieces and literals cover every byte."""
 
     number: int
     offset: int
@@ -55,14 +55,14 @@ class Image(Protocol):
 
     @property
     def digests(self) -> index.Member | None:
-        """Where the digests of all that comes before them go, at the end; None in a file that has none."""
+        """The member at the end for the digests of all bytes before it; None for a file without digests."""
 
     def segments(self, segment_bytes: int) -> list[SegmentPlan]:
-        """The file image cut into slices; the last one may be shorter."""
+        """The file image cut into segments, the last of which may be shorter."""
 
 
 def cut(extents: Iterable[tuple[int, int, int]], segment_bytes: int) -> dict[int, list[Piece]]:
-    """The pieces of each segment, by its number, of (offset in the file, bytes, tensor) in file order."""
+    """The pieces of each segment, by its number. Extents are (offset in the file, bytes, tensor) in file order."""
     pieces: dict[int, list[Piece]] = {}
     for begin, num_bytes, tensor in extents:
         at, end = begin, begin + num_bytes
@@ -80,7 +80,7 @@ def slices(
     pieces: Mapping[int, Sequence[Piece]],
     literals: Iterable[tuple[int, bytes]],
 ) -> list[SegmentPlan]:
-    """Pieces and literals (offset in the file, bytes), as the plan of each segment."""
+    """The plan of each segment. Pieces are by number of the segment; literals are (offset in the file, bytes)."""
     parts: dict[int, list[tuple[int, memoryview]]] = {}
     for begin, data in literals:
         view, at = memoryview(data), begin
@@ -104,21 +104,24 @@ def slices(
 @dataclass(frozen=True, slots=True)
 class _MemberPlan:
     name: str
-    group: str  # the entry at the top of the state that is in it
-    offset: int  # of its tar header, from the end of the index
+    group: str  # the top-level entry of the state that it stores
+    offset: int  # of the tar header, from the end of the index
     num_bytes: int
     head: bytes  # safetensors length prefix and header
 
 
 class TensorPlan:
-    """Where every tensor goes, relative to the end of the index."""
+    """The places of all tensors, relative to the end of the index.
+
+    Kept by the planner while the specs stay the same.
+    """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = specs
         self.members: list[_MemberPlan] = []
-        # Where each begins, from the end of the index; an alias, and a slice of nothing, begin nowhere.
+        # The offset of each tensor from the end of the index; None for an alias, and for a slice of nothing.
         self.begins: list[int | None] = [None] * len(self.specs)
-        self._slices: list[Json] = [None] * len(self.specs)  # as the index has them
+        self._slices: list[Json] = [None] * len(self.specs)  # as rows of the index
         position = 0
         parts = list(_grouped(self.specs))
         for name, group, chosen in parts:
@@ -128,12 +131,12 @@ class TensorPlan:
         self.rows = ",\n".join(self._rows())
         del self._slices
         self._last_cut: tuple[int, int, dict[int, list[Piece]]] | None = None
-        self._index_bytes = 0  # of the last one
+        self._index_bytes = 0  # of the last index
 
     def room_for_index(self, num_bytes: int) -> int:
-        """How long the index is to be, whose text takes so many bytes: as long as the last one, if that is enough.
+        """The padded length of an index whose text has `num_bytes`: that of the last index, if it is enough.
 
-        So equal tensors lie at equal places in every archive of a run. One that grows is given room for more of that.
+        So equal tensors lie at equal places in every archive of a run. An index that has grown gets spare room.
         """
         if num_bytes > self._index_bytes:
             spare = num_bytes // 8 if self._index_bytes else 0
@@ -146,8 +149,8 @@ class TensorPlan:
         )
         named = dict(zip(chosen, names, strict=True))
         stored = [i for i in chosen if _is_stored(self.specs[i])]
-        # Descending item size keeps every tensor aligned without holes, which the format forbids; within one
-        # size the large ones come first, so that those copied late and those copied at once share few segments.
+        # Descending item size keeps every tensor aligned without holes, which the format forbids. Within one size
+        # large tensors come first, so that tensors copied late and tensors copied at once share few segments.
         stored.sort(key=lambda i: (-DTYPES[self.specs[i].dtype][0], self.specs[i].num_bytes < MIB))
         entries, begin = [], 0
         for i in stored:
@@ -165,11 +168,11 @@ class TensorPlan:
         for i, entry in zip(stored, entries, strict=True):
             self.begins[i] = data_offset + len(head) + entry.begin
             extent = [len(head) + entry.begin, entry.end - entry.begin]
-            told: dict[str, Json] = {"member": len(self.members), "name": entry.name, "extent": extent}
+            slice_row: dict[str, Json] = {"member": len(self.members), "name": entry.name, "extent": extent}
             of = self.specs[i].of
             if of is not None:
-                told |= {"offsets": of.offsets, "sizes": entry.shape}
-            self._slices[i] = told
+                slice_row |= {"offsets": of.offsets, "sizes": entry.shape}
+            self._slices[i] = slice_row
         if not stored:
             return position
         self.members.append(_MemberPlan(name, group, position, len(head) + begin, head))
@@ -184,28 +187,28 @@ class TensorPlan:
             if alias is not None:
                 yield index.row(path, alias=numbers[alias])
                 continue
-            told = [self._slices[i] for i in slices if self._slices[i] is not None]
+            stored = [self._slices[i] for i in slices if self._slices[i] is not None]
             if of is None:
-                yield index.row(path, dtype=dtype, shape=shape, slices=told)
+                yield index.row(path, dtype=dtype, shape=shape, slices=stored)
                 continue
             spread = {} if of.spread is None else {"spread": of.spread}
-            yield index.row(path, dtype=dtype, shape=of.shape, slices=told, **spread)
+            yield index.row(path, dtype=dtype, shape=of.shape, slices=stored, **spread)
 
     def _tied(self, groups: Mapping[int, str]) -> dict[str, list[Extent]]:
-        """Where the tensors lie, from the end of the index, that groups have only by aliases: in other groups' members."""
-        found: dict[str, set[tuple[int, int]]] = {}
+        """The extents, from the end of the index, of a group's tensors that are stored with another group."""
+        parts: dict[str, set[tuple[int, int]]] = {}
         slices = {numbers[0]: numbers for numbers in by_tensor(self.specs)}
         for i, group in groups.items():
             alias = self.specs[i].alias_of
             for of in slices[alias] if alias is not None and groups[alias] != group else ():
                 begin, num_bytes = self.begins[of], self.specs[of].num_bytes
                 if begin is not None and num_bytes:
-                    found.setdefault(group, set()).add((begin, num_bytes))
-        return {group: list(_joined(sorted(parts))) for group, parts in found.items()}
+                    parts.setdefault(group, set()).add((begin, num_bytes))
+        return {group: list(_joined(sorted(extents))) for group, extents in parts.items()}
 
     @cached_property
     def in_file_order(self) -> list[tuple[int, int, int]]:
-        """(offset from the end of the index, bytes, number of the spec) of everything that has bytes."""
+        """(offset from the end of the index, bytes, number) of every spec that has bytes."""
         return sorted(
             (begin, spec.num_bytes, i)
             for i, (begin, spec) in enumerate(zip(self.begins, self.specs, strict=True))
@@ -213,7 +216,7 @@ class TensorPlan:
         )
 
     def cut(self, base: int, segment_bytes: int) -> dict[int, list[Piece]]:
-        """The pieces of each segment, by its number, when the index ends at file offset `base`.
+        """The pieces of each segment, by its number, if the index ends at file offset `base`.
 
         The last cut is kept: from save to save the index seldom grows by a page.
         """
@@ -226,7 +229,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every byte of one archive: tensors by the plan, and literals for all the rest, which never overlap."""
+    """Every byte of one archive: tensors by the plan, and literals for all other bytes. They do not overlap."""
 
     plan: TensorPlan
     base: int
@@ -236,18 +239,18 @@ class Layout:
 
     @cached_property
     def groups(self) -> dict[str, list[Extent]]:
-        """Where in the file the tensors of each entry of the state lie; those that hang at the top are one group.
+        """The extents in the file of each group: a top-level entry of the state, or all tensors at the top together.
 
         Tied tensors are in each group that has them, though stored once.
         """
-        found: dict[str, list[Extent]] = {}
+        groups: dict[str, list[Extent]] = {}
         for member in self.plan.members:
             data = self.base + member.offset + tar.BLOCK + len(member.head)
             length = member.num_bytes - len(member.head)
-            found.setdefault(member.group, []).append(Extent(data, length))
+            groups.setdefault(member.group, []).append(Extent(data, length))
         for group, extents in self.plan.tied.items():
-            found.setdefault(group, []).extend(Extent(self.base + e.offset, e.length) for e in extents)
-        return found
+            groups.setdefault(group, []).extend(Extent(self.base + e.offset, e.length) for e in extents)
+        return groups
 
     def segments(self, segment_bytes: int) -> list[SegmentPlan]:
         pieces = self.plan.cut(self.base, segment_bytes)
@@ -283,7 +286,7 @@ def lay_out(
         literals.append((end, tar.header(index.OBJECTS, len(objects), mtime=mtime) + padded))
         end += tar.BLOCK + len(padded)
     digest, file_bytes = index.digests_member(end)
-    # The digests themselves are zeros until all the rest has been filled.
+    # The digests are zeros until all other bytes are filled in.
     tail = tar.header(digests.MEMBER, digest.data.length, mtime=mtime) + bytes(
         file_bytes - digest.data.offset
     )
@@ -292,12 +295,12 @@ def lay_out(
 
 
 def _is_stored(spec: TensorSpec) -> bool:
-    """Whether it has an entry of its own: an alias has the one of what it is tied to."""
+    """True if a spec has bytes of its own; an alias has those of another tensor."""
     return spec.alias_of is None and (spec.of is None or spec.of.offsets is not None)
 
 
 def _joined(parts: Iterable[tuple[int, int]]) -> Iterator[Extent]:
-    """Of parts (offset, bytes) in order, those that follow one another without a hole as one."""
+    """The extents of parts (offset, bytes) in order, with parts that follow each other without a hole joined."""
     begin = end = 0
     for offset, num_bytes in parts:
         if offset != end and end > begin:
@@ -308,7 +311,7 @@ def _joined(parts: Iterable[tuple[int, int]]) -> Iterator[Extent]:
 
 
 def _grouped(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, str, list[int]]]:
-    """Member name, group and tensors: one member per top-level container, one for all tensors that hang at the top."""
+    """Member name, group and tensors: one member per top-level container, one for all tensors at the top."""
     groups: dict[Any, list[int]] = {}
     top: list[int] = []
     for i, spec in enumerate(specs):
@@ -327,7 +330,7 @@ def _grouped(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, str, list[int]]
         for number, part in enumerate(_split(chosen, specs), start=1):
             name = stem if number == 1 else f"{stem}-{number:05d}"
             suffix = 2
-            while name.lower() in taken:  # not every file system tells cases apart
+            while name.lower() in taken:  # some file systems ignore case
                 name, suffix = f"{stem}~{suffix}", suffix + 1
             taken.add(name.lower())
             yield f"{name}.safetensors", group, part
@@ -346,7 +349,7 @@ def _split(chosen: list[int], specs: Sequence[TensorSpec]) -> Iterator[list[int]
 
 
 def _safe(key: str) -> str:
-    """A file name, up to 80 characters, that no shell, archiver or file system objects to."""
+    """A file name of up to 80 characters that all shells, archivers and file systems accept."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", key)[:80].lstrip(".-") or "_"
     return f"_{name}" if _DEVICE.fullmatch(name.partition(".")[0]) else name
 

@@ -1,8 +1,8 @@
 """Tar members, as GNU tar, bsdtar and Python's `tarfile` read them.
 
 In: names and sizes. Out: header blocks and padding. Knows nothing of: what the members hold.
-The header is POSIX.1-1988 ustar; a size of 8 GiB or more is written in base-256, the GNU extension that all
-three readers know (https://www.gnu.org/software/tar/manual/html_node/Standard.html).
+The header is POSIX.1-1988 ustar. A size of 8 GiB or more is written in base-256, a GNU extension that all three readers
+know (https://www.gnu.org/software/tar/manual/html_node/Standard.html).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def padding_after(payload_bytes: int) -> int:
 def header(name: str, payload_bytes: int, *, mtime: int, mode: int = 0o644) -> bytes:
     """The 512-byte header of one regular file, owner root; `mtime` in whole seconds.
 
-    Raises ValueError for a name that is not ASCII, or longer than 100 bytes: the layout never makes one.
+    Raises ValueError for a name that is not ASCII, or longer than 100 bytes. The layout makes no such names.
     """
     raw_name = name.encode("ascii")
     if len(raw_name) > MAX_NAME_BYTES:
@@ -51,9 +51,9 @@ def header(name: str, payload_bytes: int, *, mtime: int, mode: int = 0o644) -> b
 
 
 def parse_header(block: bytes) -> tuple[str, int]:
-    """Name and payload size of the member whose header this is.
+    """Name and payload size of a member by its header.
 
-    Raises ValueError for anything that is not the header of a regular file with a right checksum.
+    Raises ValueError unless it is the header of a regular file with a correct checksum.
     """
     if len(block) != BLOCK:
         raise ValueError("a tar header is 512 bytes")

@@ -1,6 +1,6 @@
 """The plan of a tar of existing files, or of one file as it is: every byte position before a byte is read.
 
-In: names, sizes and modes. Out: an image, whose pieces are of files by their number. Knows nothing of: the disk.
+In: names, sizes and modes. Out: an image with pieces of numbered files. Knows nothing of: the disk.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..spec import align_up
 from . import tar
 from .layout import SegmentPlan, cut, slices
 
-# Readers of blocks of 20 (GNU tar's record) find the end on a boundary.
+# The end lies on a boundary of GNU tar's records of 20 blocks.
 _RECORD_BYTES: Final = 20 * tar.BLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One member: what `kind` says (a type flag of `tarfile`), and for a file its runs of data.
+class TarEntry:
+    """One member of a tar. `kind` is a type flag of `tarfile`.
 
-    `runs` are (offset in the file, bytes); a file with holes has only what is between them.
+    `runs` are the data of a file as (offset in the file, bytes); holes are between them.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Tarball:
     """A plain tar in POSIX.1-2001 (pax) format. Owner root, so that equal folders make equal bytes.
 
     A file with holes is stored without them, as GNU tar's sparse format 1.0 does
-    (https://www.gnu.org/software/tar/manual/html_node/PAX-1.html); other readers get it whole.
+    (https://www.gnu.org/software/tar/manual/html_node/PAX-1.html).
     """
 
     digests = None
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[TarEntry]) -> None:
         self._literals: list[tuple[int, bytes]] = []
         self._extents: list[tuple[int, int, int]] = []  # offset, bytes, run
         self.runs: list[tuple[int, int]] = []  # (entry, offset in its file) of each run
@@ -58,7 +58,7 @@ class Tarball:
         self.file_bytes = align_up(at + tar.END_BYTES, _RECORD_BYTES)
         self._literals.append((at, bytes(self.file_bytes - at)))
 
-    def _add(self, number: int, entry: Entry, at: int) -> int:
+    def _add(self, number: int, entry: TarEntry, at: int) -> int:
         head = _header(entry)
         self._literals.append((at, head))
         begin = at = at + len(head)
@@ -93,9 +93,9 @@ class WholeFile:
 
 
 def stays_inside(name: str, target: str) -> bool:
-    """Whether a symbolic link `name` to `target` leads to something in the folder, whatever other such links are there.
+    """True if a symbolic link `name` to `target` stays in the folder, whatever other links the folder has.
 
-    That is certain only where `..` comes first: behind a name, it would be the parent of what that name links to.
+    That is certain only if every `..` comes first: after the name of a link, `..` is the parent of the link's target.
     """
     parts = [part for part in target.split("/") if part not in ("", ".")]
     num_up = sum(part == ".." for part in parts)
@@ -103,11 +103,11 @@ def stays_inside(name: str, target: str) -> bool:
     return not target.startswith("/") and num_up <= depth and ".." not in parts[num_up:]
 
 
-def _header(entry: Entry) -> bytes:
-    """The member's header, and for a file with holes the map of what is between them, which belongs to its data."""
+def _header(entry: TarEntry) -> bytes:
+    """The member's header, and for a file with holes the map of its runs, which is part of the data."""
     plain = entry.kind == tarfile.REGTYPE and not entry.is_sparse and entry.num_bytes < 8**11
     if plain and entry.name.isascii() and len(entry.name) <= tar.MAX_NAME_BYTES and 0 <= entry.mtime < 8**11:
-        # `tarfile` would make the same block, in ten times the time: too long where there are 100,000 files.
+        # `tarfile` would make the same block in ten times the time, too long for 100,000 files.
         return tar.header(entry.name, entry.num_bytes, mtime=entry.mtime, mode=entry.mode)
     info = tarfile.TarInfo(entry.name)
     info.type, info.mode, info.mtime, info.linkname = entry.kind, entry.mode, entry.mtime, entry.link
@@ -115,22 +115,22 @@ def _header(entry: Entry) -> bytes:
     if not entry.is_sparse:
         info.size = entry.num_bytes
         return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-    told = _map(entry)
+    run_map = _map(entry)
     folder, _, base = entry.name.rpartition("/")
-    info.size = len(told) + sum(length for _, length in entry.runs)
+    info.size = len(run_map) + sum(length for _, length in entry.runs)
     info.pax_headers = {
-        # First, since `tarfile` goes by the last name that it is told.
+        # The path comes first, since `tarfile` takes the last name that it reads.
         "path": f"{folder}/GNUSparseFile.0/{base}",
         "GNU.sparse.major": "1",
         "GNU.sparse.minor": "0",
         "GNU.sparse.name": entry.name,
         "GNU.sparse.realsize": str(entry.num_bytes),
     }
-    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape") + told
+    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape") + run_map
 
 
-def _map(entry: Entry) -> bytes:
-    """Decimal numbers, one a line: how many runs, then offset and length of each; an empty one says where the file ends."""
+def _map(entry: TarEntry) -> bytes:
+    """Decimal numbers, one a line: the number of runs, then offset and length of each. An empty run marks the end."""
     runs = [*entry.runs]
     if not runs or sum(runs[-1]) < entry.num_bytes:
         runs.append((entry.num_bytes, 0))

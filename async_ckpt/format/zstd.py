@@ -1,10 +1,10 @@
-"""The table at the end of a compressed archive that says where each frame begins; and where frames end.
+"""The seek table at the end of a compressed archive, and the boundaries of frames in a stream.
 
-In: sizes of frames, or their bytes. Out: the bytes of the table, and the sizes back. Knows nothing of: what is in the
-frames.
+In: sizes of frames, or their bytes. Out: the bytes of the table, and the sizes back. Knows nothing of: the frames'
+contents.
 
-The zstd seekable format, version 0.1.0 (https://github.com/facebook/zstd/blob/dev/contrib/seekable_format): ordinary
-frames, and a skippable one behind them, so `zstd -d` and `tar --zstd` read the file as if the table were not there.
+The format is zstd's seekable format, version 0.1.0 (https://github.com/facebook/zstd/blob/dev/contrib/seekable_format):
+ordinary frames, followed by a skippable frame, so `zstd -d` and `tar --zstd` read the file as if it had no table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 FOOTER_BYTES: Final = 9
-_SKIPPABLE: Final = 0x184D2A5E  # of the 16 magic numbers that say so, the one that a seek table has
+_SKIPPABLE: Final = 0x184D2A5E  # the one of 16 magic numbers for skippable frames that a seek table has
 _SEEKABLE: Final = 0x8F92EAB1
 _HEADER: Final = struct.Struct("<II")  # magic, bytes that follow
 _ENTRY: Final = struct.Struct("<II")  # compressed, uncompressed
@@ -26,7 +26,7 @@ _RESERVED: Final = 0x7C
 
 
 def begins(data: bytes | bytearray) -> bool:
-    """Whether what begins with these bytes is made of frames; the first may be one to be skipped."""
+    """True if these bytes begin a frame, which may be a skippable one."""
     return data[:4] == _MAGIC or _is_skippable(data[:4])
 
 
@@ -34,15 +34,15 @@ def _is_skippable(magic: bytes | bytearray) -> bool:
     return len(magic) == 4 and int.from_bytes(magic, "little") & ~0xF == _SKIPPABLE & ~0xF
 
 
-class Frame(NamedTuple):
+class ZstdFrame(NamedTuple):
     """The sizes of one frame in bytes."""
 
     compressed: int
     uncompressed: int
 
 
-def dump(frames: Sequence[Frame]) -> bytes:
-    """The table, as the last frame of a file. Raises ValueError for more frames than the format can tell."""
+def dump(frames: Sequence[ZstdFrame]) -> bytes:
+    """The table as the last frame of a file. Raises ValueError for more frames than the format allows."""
     if len(frames) > _MAX_FRAMES:
         raise ValueError(f"{len(frames):,} frames; a seek table holds {_MAX_FRAMES:,}")
     entries = b"".join(_ENTRY.pack(*frame) for frame in frames)
@@ -51,7 +51,7 @@ def dump(frames: Sequence[Frame]) -> bytes:
 
 
 def table_bytes(footer: bytes) -> int:
-    """How long the table is whose last 9 bytes these are. Raises ValueError when there is none."""
+    """The length of a table by its last 9 bytes. Raises ValueError if they end no table."""
     if len(footer) != FOOTER_BYTES:
         raise ValueError("too short for a seek table")
     num_frames, descriptor, magic = _FOOTER.unpack(footer)
@@ -60,15 +60,16 @@ def table_bytes(footer: bytes) -> int:
     return _HEADER.size + int(num_frames) * _entry_bytes(descriptor) + FOOTER_BYTES
 
 
-def parse(table: bytes, *, data_bytes: int) -> list[Frame]:
-    """The frames that a table tells of, which must fill the `data_bytes` before it. Raises ValueError."""
+def parse(table: bytes, *, data_bytes: int) -> list[ZstdFrame]:
+    """The frames in a table. Raises ValueError unless they fill the `data_bytes` before it."""
     if len(table) < _HEADER.size + FOOTER_BYTES or len(table) != table_bytes(table[-FOOTER_BYTES:]):
         raise ValueError("the seek table is cut off")
     if _HEADER.unpack_from(table) != (_SKIPPABLE, len(table) - _HEADER.size):
         raise ValueError("the seek table does not begin where it should")
     step = _entry_bytes(_FOOTER.unpack(table[-FOOTER_BYTES:])[1])
     frames = [
-        Frame(*_ENTRY.unpack_from(table, at)) for at in range(_HEADER.size, len(table) - FOOTER_BYTES, step)
+        ZstdFrame(*_ENTRY.unpack_from(table, at))
+        for at in range(_HEADER.size, len(table) - FOOTER_BYTES, step)
     ]
     if sum(frame.compressed for frame in frames) != data_bytes:
         raise ValueError("the seek table does not describe the frames in the file")
@@ -76,25 +77,25 @@ def parse(table: bytes, *, data_bytes: int) -> list[Frame]:
 
 
 class Follower:
-    """Follows a stream from frame to frame (RFC 8878, section 3), to tell whether it ends with one.
+    """Follows a stream from frame to frame (RFC 8878, section 3), to find out if it ends with a whole frame.
 
-    A decompressor does not tell: it takes the beginning of a frame for as much as it gives.
+    A decompressor cannot tell: it accepts a truncated frame as far as it goes.
     """
 
     def __init__(self) -> None:
-        self._skip = 0  # bytes that say nothing
-        self._between = True  # there may be an end here
-        self._head = b""  # of what is looked at next
+        self._skip = 0  # bytes to pass over
+        self._between = True  # the stream may end here
+        self._head = b""  # the beginning of the bytes to look at next
         self._steps = self._follow()
         self._wanted = next(self._steps)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the stream may end here."""
+        """True if the stream may end here."""
         return self._between and not self._skip and not self._head
 
     def feed(self, data: bytes) -> None:
-        """The next bytes. Raises ValueError where no frame begins."""
+        """Take the next bytes. Raises ValueError if something other than a frame follows a frame."""
         at = 0
         while at < len(data):
             skipped = min(self._skip, len(data) - at)
@@ -106,7 +107,7 @@ class Follower:
                 self._wanted = self._steps.send(head)
 
     def _follow(self) -> Generator[int, bytes, None]:
-        """Yields how many bytes to look at, behind those to skip."""
+        """Yield the number of bytes to look at, after the bytes to skip."""
         while True:
             self._between = True
             magic = yield 4
@@ -116,11 +117,13 @@ class Follower:
             elif magic == _MAGIC:
                 yield from self._follow_frame()
             else:
-                raise ValueError("a frame is followed by something that is not one")
+                raise ValueError("a frame is followed by bytes that begin no frame")
 
     def _follow_frame(self) -> Generator[int, bytes, None]:
         descriptor = (yield 1)[0]
-        in_one = descriptor >> 5 & 1  # then there is no byte for the window, and one at least for the size
+        in_one = (
+            descriptor >> 5 & 1
+        )  # a single segment has no byte for the window, and at least one for the size
         self._skip = (1 - in_one) + (0, 1, 2, 4)[descriptor & 3] + (in_one, 2, 4, 8)[descriptor >> 6]
         last = 0
         while not last:
@@ -132,5 +135,5 @@ class Follower:
 
 
 def _entry_bytes(descriptor: int) -> int:
-    """Other writers may add a checksum to each entry."""
+    """The size of an entry, to which other writers may add a checksum."""
     return _ENTRY.size + (4 if descriptor & _CHECKSUMS else 0)

@@ -37,8 +37,8 @@ from ..host.waits import ENDS_THE_WAIT, Wait
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
 from ..saving.save import Save, wait_for_saves
+from ..state.containers import PerRank
 from ..state.names import shown
-from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..storage.place import Place
 from ..storage.url import Where, text_of

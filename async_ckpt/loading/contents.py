@@ -1,7 +1,7 @@
 """What a file holds by name, once its index is known.
 
 In: an index that holds together, and a reader. Out: the tree of names, tensors and leaves for it, bytes as they are.
-Knows nothing of: how the index was found, digests, runs, live objects.
+Knows nothing of: how the index was found, digests, runs of bytes, live objects.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format.index import VERSION, Index, Slice
 from ..host.memory import advise_huge_pages
 from ..runs.manifest import Manifest
+from ..slicing.cover import Box, Cover, cover, strided_copies
 from ..spec import BLOCK_BYTES, DTYPES, Extent
-from ..state.cover import Box, Cover, cover, runs
 from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, Selector, selector, shown
-from ..state.tree import Stored, decode, top_keys
+from ..state.tree import StoredLeaf, decode, top_keys
 from ..storage.base import Reader
 from ..storage.local import LocalReader
 
@@ -88,7 +88,7 @@ class Contents:
         """Whether it is a tensor that each rank has its own of."""
         return False
 
-    def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:  # noqa: ARG002
+    def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:  # noqa: ARG002
         """The pickled leaves; none are opened unless one of them is asked for."""
         return []
 
@@ -149,7 +149,7 @@ class Contents:
         for file, piece, box in sources:
             file.check_members([piece.member])
             held = Box(piece.offsets, piece.sizes)
-            for many in runs(box, held, Box.whole(told.shape), item_bytes):
+            for many in strided_copies(box, held, Box.whole(told.shape), item_bytes):
                 for run in many.apart():
                     data = file.read(Extent(piece.extent.offset + run.source, run.length))
                     found[run.target : run.target + run.length] = data
@@ -170,8 +170,8 @@ class Contents:
 
     def tree(
         self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
-    ) -> tuple[Any, list[Stored]]:
-        """The saved structure with a `Stored` for each leaf that is not in the index itself, and a list of these.
+    ) -> tuple[Any, list[StoredLeaf]]:
+        """The saved structure with a `StoredLeaf` for each leaf that is not in the index itself, and a list of these.
 
         With `groups`, only of these top-level entries.
         """
@@ -210,7 +210,7 @@ class Contents:
         except ValueError as error:
             raise self._unreadable(error) from error
 
-    def _check_stored(self, stored: Iterable[Stored]) -> None:
+    def _check_stored(self, stored: Iterable[StoredLeaf]) -> None:
         """Every leaf has its entry, and one of raw bytes is nothing else. Raises ValueError."""
         leaves = [leaf for leaf in stored if leaf.kind != "object"]
         if any(leaf.number >= len(self.index.tensors) for leaf in leaves):
@@ -232,7 +232,7 @@ class Contents:
         alias = self.index.tensors[number].alias_of
         return number if alias is None else alias
 
-    def leaf(self, leaf: Stored, tensor: torch.Tensor, device: torch.device) -> Any:
+    def leaf(self, leaf: StoredLeaf, tensor: torch.Tensor, device: torch.device) -> Any:
         """What a stored leaf is, given the tensor with its bytes, which may be filled later; for "bytes", not."""
         if leaf.kind == "tensor":
             return tensor if is_at(tensor, device) else tensor.to(device)

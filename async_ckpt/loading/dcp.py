@@ -24,13 +24,13 @@ from ..format import dcp, digests
 from ..format.dcp import Blob, Lying, Told
 from ..format.index import Index, IndexedTensor, Member, Slice
 from ..host.threads import run_together
+from ..slicing.cover import Box, cover
 from ..spec import DTYPES, Extent, Spread
 from ..state import pickled
-from ..state.cover import Box, cover
+from ..state.containers import nested
 from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, shown
-from ..state.places import nested
-from ..state.tree import Encoder, Stored, replaced
+from ..state.tree import Encoder, StoredLeaf, replaced
 from ..storage.base import Reader, Storage
 from .contents import Contents, Groups, Source
 from .joined import Joined
@@ -90,7 +90,7 @@ class OpenDcp(Contents):
 
     def tree(
         self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
-    ) -> tuple[Any, list[Stored]]:
+    ) -> tuple[Any, list[StoredLeaf]]:
         """Values that need no trust are in the tree itself: settings of optimizers are looked into."""
         value, stored = super().tree(select=select, types=types, groups=groups)
         leaves = [leaf for leaf in stored if leaf.kind == "object"]
@@ -100,13 +100,13 @@ class OpenDcp(Contents):
             with contextlib.suppress(pickle.UnpicklingError):
                 opened[leaf.number] = self._opened(leaf, one, trust=False)
 
-        def give(leaf: Stored) -> Any:
+        def give(leaf: StoredLeaf) -> Any:
             return opened[leaf.number] if leaf.kind == "object" and leaf.number in opened else leaf
 
         rest = [leaf for leaf in stored if leaf.kind != "object" or leaf.number not in opened]
         return replaced(value, give), rest
 
-    def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:
+    def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
         """Those that need trust. Raises UntrustedObjectError."""
         wanted = [leaf for leaf in stored if leaf.kind == "object"]
         found: list[Any] = [None] * len(self._blobs)
@@ -206,7 +206,7 @@ class OpenDcp(Contents):
         run_together("look up", jobs, max_threads=_MAX_READERS)
         return [found[number] for number in range(len(blobs))]
 
-    def _opened(self, leaf: Stored, data: bytes, *, trust: bool) -> Any:
+    def _opened(self, leaf: StoredLeaf, data: bytes, *, trust: bool) -> Any:
         """Raises pickle.UnpicklingError for what takes trust."""
         try:
             if trust:

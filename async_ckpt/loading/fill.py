@@ -1,6 +1,6 @@
 """From archives into memory: what is to be read is planned, read in large pieces, and copied to where it belongs.
 
-In: tensors of archives, and live tensors. Out: filled tensors. Knows nothing of: names, states, runs.
+In: tensors of archives, and live tensors. Out: filled tensors. Knows nothing of: names, states, runs of bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..host.memory import Segment
 from ..host.pool import MIN_SEGMENTS, Lease, SegmentPool
 from ..host.process import OnceInProcess
 from ..host.threads import Crew, run_together
+from ..slicing.cover import Box, StridedCopy, strided_copies
+from ..slicing.slices import Ints
 from ..spec import BLOCK_BYTES, DTYPES, KIB, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
-from ..state.cover import Box, Run, runs
-from ..state.slices import Ints
 from .contents import CPU, Contents
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
@@ -56,7 +56,7 @@ class _Stretch(NamedTuple):
     """Bytes of a read that go to `wanted[wanted]`."""
 
     wanted: int
-    run: Run
+    run: StridedCopy
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ def _copy_out(read: Read, segment: Segment, targets: list[_Target], streams: dic
                 memmove(target.pointer + into, segment.address + source, length)
 
 
-def _copy_rows(run: Run, segment: Segment, target: _Target) -> None:
+def _copy_rows(run: StridedCopy, segment: Segment, target: _Target) -> None:
     """Many short pieces, a few at a time: one call for each would keep all other threads from running."""
     per_copy = _FEW_BYTES // run.length
     with torch.inference_mode():  # the target may have been made in it
@@ -276,7 +276,7 @@ def _plan(archive: Contents, item: Wanted, number: int, plan: dict[int, _FilePla
             at = plan.setdefault(id(file), _FilePlan(file, [], set()))
             at.members.add(piece.member)
             whole = Box(piece.offsets, piece.sizes)
-            for run in runs(common, whole, box, DTYPES[told.dtype][0]):
+            for run in strided_copies(common, whole, box, DTYPES[told.dtype][0]):
                 at.add(number, run._replace(source=piece.extent.offset + run.source))
 
 
@@ -287,7 +287,7 @@ class _FilePlan(NamedTuple):
     stretches: list[_Stretch]
     members: set[int]
 
-    def add(self, wanted: int, run: Run) -> None:
+    def add(self, wanted: int, run: StridedCopy) -> None:
         """What lies between two runs is read with them, unless that would be a read of its own."""
         is_far = run.source_step - run.length >= BLOCK_BYTES
         self.stretches.extend(_Stretch(wanted, one) for one in (run.apart() if is_far else (run,)))

@@ -21,7 +21,7 @@ from ..format import digests, index, safetensors, tar
 from ..runs.others import OF_DCP
 from ..spec import BLOCK_BYTES, Json
 from ..state.names import Select, Selector, selector, shown
-from ..state.tree import Stored, flat
+from ..state.tree import StoredLeaf, flat
 from ..storage.base import Reader, Storage
 from .contents import Contents, Groups, Part
 from .dcp import OpenDcp
@@ -94,7 +94,7 @@ class MissingShard(Contents):
         select: Select = None,
         types: Iterable[type] = (),  # noqa: ARG002
         groups: Groups = None,  # noqa: ARG002
-    ) -> tuple[Any, list[Stored]]:
+    ) -> tuple[Any, list[StoredLeaf]]:
         """Raises KeyError if nothing of it is selected, else CorruptCheckpointError."""
         chosen = selector(select)
         if chosen is None or any(chosen((key,)) for key in self._keys):

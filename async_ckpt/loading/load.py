@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from ..state.names import Select, selector, shown
-from ..state.tree import Stored, replaced
+from ..state.tree import StoredLeaf, replaced
 from .contents import CPU, Contents, Groups, Part
 from .fill import Wanted, fill, planned
 
@@ -61,7 +61,7 @@ def load_state(
     else:
         fill(plan)
 
-    def give(leaf: Stored) -> Any:
+    def give(leaf: StoredLeaf) -> Any:
         if leaf.kind == "object":
             return objects[leaf.number]
         return archive.leaf(leaf, tensors[archive.primary(leaf.number)], device)

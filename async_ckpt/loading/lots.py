@@ -5,7 +5,7 @@ Knows nothing of: runs, live objects.
 
 Which archives are needed is known only once it is known what is wanted. A rank of as many as have saved opens its own, and most
 find all there. Any other reader opens one of each kind, which know all names. What is in none of these is asked of the
-layout, by arithmetic (`state.writers`). Where that does not know it either, all archives are opened, if they are not too many.
+layout, by arithmetic (`slicing.locator`). Where that does not know it either, all archives are opened, if they are not too many.
 What a planner has shared out, by no arithmetic that is known here, is in no layout: all archives are opened.
 """
 
@@ -20,9 +20,9 @@ from ..errors import CheckpointError, CorruptCheckpointError
 from ..host.threads import run_together
 from ..runs import layouts
 from ..runs.manifest import Archive, missing
-from ..state.merge import UnknownChoiceError
+from ..slicing.locator import ShardLocator, StepLayout, name_of
 from ..state.names import shown
-from ..state.writers import Layout, Writers, name_of
+from ..state.skeletons import UnknownChoiceError
 from ..storage.base import Storage
 from .contents import Groups, Part
 from .merged import Merged, OthersNeededError
@@ -83,7 +83,7 @@ class Lot:
         self.named, self._readers, self._stack, self._verify = named, readers, stack, verify
         self._opened: dict[int, OpenArchive] = {}
         self._has_all_names = False
-        self._layout: Layout | None = None
+        self._layout: StepLayout | None = None
         self._has_asked, self._is_rebuilt = False, False
         self._is_complete = False  # what is not in the open archives is in none
         self._merged: Merged | None = None
@@ -121,7 +121,7 @@ class Lot:
             return
         layout = self._ask_layout()
         if layout is not None:
-            writers = Writers(layout, self._aliases())
+            writers = ShardLocator(layout, self._aliases())
             more = writers.having(error.boxes, self._opened)[0]
             is_of_names = not error.boxes and not self._has_all_names
             if not error.boxes or not self._has_all_names:
@@ -165,9 +165,9 @@ class Lot:
         if layout is None:
             return everybody if size <= MAX_UNEXPLAINED else {0, *chosen}
         self._has_all_names = True
-        return {*Writers(layout).representatives(self._preferred), *chosen}
+        return {*ShardLocator(layout).representatives(self._preferred), *chosen}
 
-    def _ask_layout(self) -> Layout | None:
+    def _ask_layout(self) -> StepLayout | None:
         if not self._has_asked:
             self._has_asked, self._layout = True, self._read_layout()
         if self._layout is None:
@@ -175,7 +175,7 @@ class Lot:
             self._is_rebuilt = self._layout is not None
         return self._layout
 
-    def _read_layout(self, *, rebuilt: bool = False) -> Layout | None:
+    def _read_layout(self, *, rebuilt: bool = False) -> StepLayout | None:
         found = layouts.read(self.named.storage, self.named.folder, self.named.attempt, rebuilt=rebuilt)
         if found is None:
             return None
@@ -236,7 +236,7 @@ class Lot:
         layout = self._ask_layout()
         if layout is None or len(self.named.archives) == 1:
             return ()
-        written = Writers(layout, self._aliases()).boxes_of(rank)
+        written = ShardLocator(layout, self._aliases()).boxes_of(rank)
         return tuple(sorted(shown(tuple(name.split("\x1f"))) for name, boxes in written.items() if boxes))
 
     def _as_one(self) -> Merged:

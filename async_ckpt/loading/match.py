@@ -18,16 +18,16 @@ from typing import Any
 import torch
 
 from ..errors import StateMismatchError, UnsupportedStateError
+from ..slicing.sharded import Slicer, has_shards, is_of_megatron, is_sharded
+from ..slicing.slices import Ints
 from ..spec import with_article
 from ..state.capture import why_not
+from ..state.captured import SnapshotView
 from ..state.dtypes import dtype_name
-from ..state.held import Held
-from ..state.keyed import keys_below, name_of
+from ..state.megatron import keys_below, name_of
 from ..state.names import Path, Selector, dotted, shown
 from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
-from ..state.sharded import Slicer, has_shards, is_of_megatron, is_sharded
-from ..state.slices import Ints
-from ..state.tree import SavedApart, SavedRecord, Stored, leaves, replaced
+from ..state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
 from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from .by_name import Taker
 from .contents import Contents
@@ -100,11 +100,11 @@ class Match:
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
         """Match one pair; returns what the place should hold afterwards: the live object, or a value for it."""
-        if isinstance(live, Held):
+        if isinstance(live, SnapshotView):
             raise TypeError(
                 f"restore fills objects in place and cannot fill a snapshot, as {shown(path)} is; give it the live objects"
             )
-        if isinstance(saved, SavedApart):
+        if isinstance(saved, ValuesByRank):
             self._is_of_each_rank(saved)
             return live
         if isinstance(live, torch.Tensor):
@@ -119,7 +119,7 @@ class Match:
         if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
             expected = self._as_live_expects(live, saved, path)
             return self._loads(live, expected, self._own_state(live, expected), path)
-        if _is_array(live) and isinstance(saved, Stored):
+        if _is_array(live) and isinstance(saved, StoredLeaf):
             return self._array(live, saved, path)
         if isinstance(live, Enum):  # as a namedtuple, its class is the live one
             return member_of(type(live), self._materialized(saved))
@@ -147,7 +147,7 @@ class Match:
 
     def _room_for(self, parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
         """As optimizers make it: on the mesh of the parameter, cut alike. None for what is to be made as it was saved."""
-        if not (isinstance(saved, Stored) and saved.kind == "tensor" and is_sharded(parameter)):
+        if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor" and is_sharded(parameter)):
             return None
         if tuple(parameter.shape) != self.archive.index.tensors[saved.number].shape:
             return None
@@ -161,7 +161,7 @@ class Match:
         It is taken only of what several ranks have saved, and of an optimizer or what has tensors, since taking it may do anything. It
         also tells whether it has what other ranks may have saved, such as those that had another stage of a pipeline.
         """
-        tensors = [leaf for leaf in leaves(saved) if isinstance(leaf, Stored) and leaf.kind == "tensor"]
+        tensors = [leaf for leaf in leaves(saved) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor"]
         are_spread = any(self.archive.index.tensors[leaf.number].spread for leaf in tensors)
         may_lack = not self.archive.has_all_names and (tensors or isinstance(live, torch.optim.Optimizer))
         if not (are_spread or may_lack):
@@ -187,7 +187,7 @@ class Match:
         return self._materialized(saved)
 
     def _tensor(self, live: Any, saved: Any, path: Path) -> Any:
-        if not (isinstance(saved, Stored) and saved.kind == "tensor"):
+        if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor"):
             self._differs(path, "is a tensor here", saved)
             return live
         told = self.archive.index.tensors[saved.number]
@@ -315,7 +315,7 @@ class Match:
         made: dict[Any, Any] = {}
         for key, value in saved.items():
             now = live.get(key)
-            if not (isinstance(value, Stored) and value.kind == "tensor"):
+            if not (isinstance(value, StoredLeaf) and value.kind == "tensor"):
                 made[key] = self._materialized(value)
                 continue
             told = self.archive.index.tensors[value.number]
@@ -435,7 +435,7 @@ class Match:
     def _materialized(self, saved: Any) -> Any:
         """A value that is not there yet: new tensors, to be filled with the rest."""
 
-        def give(leaf: Stored) -> Any:
+        def give(leaf: StoredLeaf) -> Any:
             if leaf.kind == "object":
                 return self._objects[leaf.number]
             number = self.archive.primary(leaf.number)
@@ -448,7 +448,7 @@ class Match:
 
         return replaced(saved, give, self._is_of_each_rank)
 
-    def _is_of_each_rank(self, saved: SavedApart) -> None:
+    def _is_of_each_rank(self, saved: ValuesByRank) -> None:
         """Nobody's value is handed to another unless the caller says so."""
         name = shown(saved.path)
         self.mismatched.append(
@@ -456,7 +456,7 @@ class Match:
             f"it is to get, such as from_ranks={{{name!r}: {min(saved.values)}}}, or leave it out with select="
         )
 
-    def _array(self, live: Any, saved: Stored, path: Path) -> Any:
+    def _array(self, live: Any, saved: StoredLeaf, path: Path) -> Any:
         value = self._materialized(saved)
         if not live.flags.writeable:
             self.mismatched.append(f"{shown(path)} cannot be filled: it is a read-only numpy array")
@@ -471,11 +471,11 @@ class Match:
         self.wanted[number, offsets, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor, offsets)
 
     def _differs(self, path: Path, here: str, saved: Any) -> None:
-        if apart := [leaf for leaf in leaves(saved) if isinstance(leaf, SavedApart)]:
+        if apart := [leaf for leaf in leaves(saved) if isinstance(leaf, ValuesByRank)]:
             for leaf in apart:
                 self._is_of_each_rank(leaf)
             return
-        kind = saved.kind if isinstance(saved, Stored) else _class_of(saved).__qualname__
+        kind = saved.kind if isinstance(saved, StoredLeaf) else _class_of(saved).__qualname__
         self.mismatched.append(f"{shown(path)} {here} and {with_article(kind)} in the checkpoint")
 
 

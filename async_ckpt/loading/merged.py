@@ -17,14 +17,13 @@ from typing import Any, Final, NoReturn
 from ..errors import CorruptCheckpointError
 from ..format import digests
 from ..format.index import Index, IndexedTensor, Member
+from ..slicing.cover import Box
+from ..slicing.locator import name_of
+from ..slicing.slices import Cut, Mesh, Slices
 from ..spec import Extent
-from ..state.cover import Box
-from ..state.merge import Choice, MergedSkeleton, UnknownChoiceError, merge
-from ..state.names import Path, Select, dotted, printable, shown
-from ..state.slices import Cut, Mesh, Slices
-from ..state.tree import SavedApart, Stored, leaves
-from ..state.values import is_within
-from ..state.writers import name_of
+from ..state.names import Path, Select, dotted, is_within, printable, shown
+from ..state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
+from ..state.tree import StoredLeaf, ValuesByRank, leaves
 from .contents import Contents, Covers, Groups, Source, sources_in
 from .joined import Zeros
 
@@ -235,12 +234,12 @@ class Merged(Contents):
 
     def tree(
         self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
-    ) -> tuple[Any, list[Stored]]:
+    ) -> tuple[Any, list[StoredLeaf]]:
         value, stored = super().tree(select=select, types=types, groups=groups)
         if (
             self._are_some
             and self._is_of_anybody
-            and any(isinstance(leaf, SavedApart) for leaf in leaves(value))
+            and any(isinstance(leaf, ValuesByRank) for leaf in leaves(value))
         ):
             raise OthersNeededError(self, wants_all=True)  # of each rank its own
         return value, stored
@@ -266,15 +265,15 @@ class Merged(Contents):
         }
         raise OthersNeededError(self, {**others, name_of(self.index.tensors[number].path): gaps})
 
-    def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:
+    def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
         """The pickled leaves of all ranks; none are opened unless one of them is asked for."""
         wanted = {leaf.number: leaf for leaf in stored if leaf.kind == "object"}
         found: list[Any] = [None] * (max(wanted, default=-1) + 1)
-        by_rank: dict[int, list[tuple[int, Stored]]] = {}
+        by_rank: dict[int, list[tuple[int, StoredLeaf]]] = {}
         for number, leaf in wanted.items():
             objects = self._merged.objects
             rank, there = (next(iter(self._archives)), number) if objects is None else objects[number]
-            by_rank.setdefault(rank, []).append((number, Stored("object", there, path=leaf.path)))
+            by_rank.setdefault(rank, []).append((number, StoredLeaf("object", there, path=leaf.path)))
         for rank, numbered in by_rank.items():
             loaded = self._archives[rank].objects([leaf for _, leaf in numbered], trust=trust)
             for number, leaf in numbered:

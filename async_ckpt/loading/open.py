@@ -23,7 +23,7 @@ from ..format.index import Member
 from ..spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
 from ..state import pickled
 from ..state.names import shown
-from ..state.tree import Stored
+from ..state.tree import StoredLeaf
 from ..storage.base import Reader
 from .contents import Contents
 
@@ -275,7 +275,7 @@ class OpenArchive(Contents):
             raise self.corrupt(f"index and tar disagree about {member.name}")
         return member.data
 
-    def objects(self, stored: Iterable[Stored], *, trust: bool) -> list[Any]:
+    def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
         """The pickled leaves; none are opened unless one of them is asked for."""
         wanted = [s for s in stored if s.kind == "object"]
         if not wanted:

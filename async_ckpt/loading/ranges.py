@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from ..slicing.slices import flat_range
 from ..spec import DTYPES
-from ..state.slices import flat_range
 from .contents import Contents
 from .fill import Wanted, fill, planned
 

@@ -16,11 +16,10 @@ from ..format.index import Index
 from ..host.threads import run_together
 from ..runs import layouts
 from ..runs.receipts import Table
-from ..state.cover import Box
-from ..state.names import dotted
-from ..state.slices import Mesh
-from ..state.values import is_within
-from ..state.writers import Layout, Writers, name_of
+from ..slicing.cover import Box
+from ..slicing.locator import ShardLocator, StepLayout, name_of
+from ..slicing.slices import Mesh
+from ..state.names import dotted, is_within
 from ..storage.place import Anywhere
 from .find import committed_step
 from .lots import Named, open_archive
@@ -105,7 +104,7 @@ def look_at(index: Index, per_rank: Sequence[str] | Any = ()) -> Look:
     return Look("\n".join(sorted(lines)), written, aliases)
 
 
-def layout_of(looks: Sequence[Look], root: Mesh | None = None) -> Layout:
+def layout_of(looks: Sequence[Look], root: Mesh | None = None) -> StepLayout:
     """What these say together, in the order of ranks: what follows from arithmetic in its words, and the rest as it is."""
     classes: dict[str, list[int]] = {}
     structures: dict[str, str] = {}
@@ -114,8 +113,8 @@ def layout_of(looks: Sequence[Look], root: Mesh | None = None) -> Layout:
         structures[digest] = look.structure
         classes.setdefault(digest, []).append(rank)
     aliases = {name for look in looks for name in look.aliases}
-    odd_shared = _odd(Layout(classes, structures, classes, root), looks, aliases)
-    odd_alone = _odd(Layout(classes, structures), looks, aliases)
+    odd_shared = _odd(StepLayout(classes, structures, classes, root), looks, aliases)
+    odd_alone = _odd(StepLayout(classes, structures), looks, aliases)
     shared: dict[str, Sequence[int]] = {}
     odd: set[int] = set()
     for digest, ranks in classes.items():
@@ -126,10 +125,10 @@ def layout_of(looks: Sequence[Look], root: Mesh | None = None) -> Layout:
         rank: {name: sorted(boxes) for name, boxes in looks[rank].written.items() if boxes}
         for rank in sorted(odd)
     }
-    return Layout(classes, structures, shared, root, apart)
+    return StepLayout(classes, structures, shared, root, apart)
 
 
-def _odd(layout: Layout, looks: Sequence[Look], aliases: set[str]) -> set[int]:
+def _odd(layout: StepLayout, looks: Sequence[Look], aliases: set[str]) -> set[int]:
     """The ranks that have written something else than follows from a layout."""
-    writers = Writers(layout, aliases)
+    writers = ShardLocator(layout, aliases)
     return {rank for rank, look in enumerate(looks) if writers.boxes_of(rank) != look.written}

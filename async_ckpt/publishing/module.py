@@ -12,9 +12,9 @@ import torch
 
 from ..around.hub import weights_of
 from ..errors import StateMismatchError, UnsupportedStateError
+from ..slicing.sharded import is_sharded
 from ..state.capture import why_not
 from ..state.dtypes import dtype_name
-from ..state.sharded import is_sharded
 from ..state.wrappers import plain_model, plain_state_dict
 from .difference import checksum_of
 

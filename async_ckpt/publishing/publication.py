@@ -42,8 +42,8 @@ from ..saving.errand import CopySave
 from ..spans import Spans
 from ..spec import MIB
 from ..staging.guard import Optimizers
+from ..state.captured import SnapshotView
 from ..state.dtypes import dtype_name
-from ..state.held import Held
 from ..storage.base import Sink, Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.disk import free_bytes_at, full, sync_folder, translated
@@ -73,7 +73,7 @@ class Publication(CopySave):
         weights: Weights,
         beside: Mapping[str, bytes],
         acknowledged: int | None,
-        held: Held | None,
+        held: SnapshotView | None,
         optimizers: Optimizers,
         spans: Spans,
         called: Future[float],

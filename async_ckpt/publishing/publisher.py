@@ -32,7 +32,7 @@ from ..spans import Spans
 from ..spec import whole_bytes, whole_count
 from ..staging.guard import unwrapped
 from ..staging.held_snapshot import refuse_guard
-from ..state.held import Held, module_of
+from ..state.captured import SnapshotView, module_of
 from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
 from .line import Line
@@ -157,7 +157,7 @@ class Publisher:
         spans, called = Spans(), running_future()
         try:
             beside = {} if config_folder is None else _files_beside(local_place(config_folder))
-            held = state_or_snapshot if isinstance(state_or_snapshot, Held) else None
+            held = state_or_snapshot if isinstance(state_or_snapshot, SnapshotView) else None
             refuse_guard([held] if held is not None else [], guard)
             weights = weights_of(state_or_snapshot, beside)
             _refuse_unmapped(state_or_snapshot, weights)
@@ -256,7 +256,7 @@ def _files_beside(folder: Path) -> dict[str, bytes]:
 
 def _refuse_unmapped(given: Any, weights: Weights) -> None:
     """Raises UnsupportedStateError for weights that no receiver would find under their names."""
-    live = module_of(given) if isinstance(given, Held) else given
+    live = module_of(given) if isinstance(given, SnapshotView) else given
     parts = live.modules() if isinstance(live, torch.nn.Module) else ()
     if weights.stem != "model":
         why = (

@@ -24,11 +24,11 @@ from ..around.hub import Weights
 from ..errors import CorruptCheckpointError, PeerFailedError, UnsupportedStateError
 from ..format.delta import INDEX, SliceOf, VersionIndex, folder_of, identity_of
 from ..host.ranks import Words, World
+from ..slicing.cover import Box, cover
+from ..slicing.sharded import Slicer, is_sharded
 from ..spans import TIMEKEEPER, monotonic
 from ..staging.device import as_integers
-from ..state.cover import Box, cover
 from ..state.dtypes import dtype_name, dtype_named
-from ..state.sharded import Slicer, is_sharded
 from ..storage.place import Place
 from .replica import MemoryReplica
 from .versions import Versions, marks_in

@@ -2,7 +2,7 @@
 
 In: structures, and which ranks have each. Out: nothing, or an error that names the gap. Knows nothing of: archives.
 
-A structure has one line for each tensor, as `state.ranked` writes them: its name, dtype, global shape, how it is spread over
+A structure has one line for each tensor, as `state.division` writes them: its name, dtype, global shape, how it is spread over
 ranks, and what it is tied to. What is tied is read from there, so that it is covered as if it were not. Other lines tell what
 else who writes what follows from, where ranks must agree.
 """
@@ -16,9 +16,9 @@ from math import prod
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from ..errors import UnsupportedStateError
+from ..slicing.cover import Box, cover
 from ..spec import BORROWED, DTYPES, PER_RANK, ROOT_MESH, Json
-from ..state.cover import Box, cover
-from ..state.values import is_within
+from ..state.names import is_within
 
 # How a tensor is cut, and the structures whose ranks have it so.
 _Spread: TypeAlias = tuple[str, tuple[str, ...]]

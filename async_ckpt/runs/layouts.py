@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..state.cover import Box
-from ..state.shares import KNOWN_VERSIONS
-from ..state.shares import VERSION as SHARES_VERSION
-from ..state.slices import Mesh
-from ..state.writers import Layout
+from ..slicing.cover import Box
+from ..slicing.locator import StepLayout
+from ..slicing.shares import KNOWN_VERSIONS
+from ..slicing.shares import VERSION as SHARES_VERSION
+from ..slicing.slices import Mesh
 from ..storage.base import Storage
 from .manifest import seal, unseal
 from .receipts import Table
 
 
-def dump(layout: Layout, table: Table) -> bytes:
+def dump(layout: StepLayout, table: Table) -> bytes:
     """With what a later start of the ranks needs to share by that table."""
     told = {
         **table.packed(),
@@ -36,7 +36,7 @@ def dump(layout: Layout, table: Table) -> bytes:
     return seal(told)
 
 
-def parse(data: bytes) -> Layout:
+def parse(data: bytes) -> StepLayout:
     """Raises ValueError, KeyError or TypeError for what is none, or is by an arithmetic that is not known here."""
     raw = unseal(data)
     if raw["shares"] not in KNOWN_VERSIONS:
@@ -44,10 +44,10 @@ def parse(data: bytes) -> Layout:
     classes = Table.unpacked(raw).classes
     shared = Table.unpacked({"classes": raw["shared"], "differing": ()}).classes
     structures = {str(digest): str(raw["structures"][digest]) for digest in classes}
-    return Layout(classes, structures, shared, _mesh(raw["root"]), _apart(raw.get("apart", {})))
+    return StepLayout(classes, structures, shared, _mesh(raw["root"]), _apart(raw.get("apart", {})))
 
 
-def read(storage: Storage, folder: str, attempt: str, *, rebuilt: bool = False) -> Layout | None:
+def read(storage: Storage, folder: str, attempt: str, *, rebuilt: bool = False) -> StepLayout | None:
     """That of an attempt; None where there is none that is whole."""
     name = rebuilt_name(attempt) if rebuilt else f"layout.{attempt}.json"
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from ..errors import CorruptCheckpointError
 from ..format.digests import block_digest
-from ..state.writers import Classes
+from ..slicing.locator import Classes
 from ..storage.base import Storage
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, archive_name, missing, parse, seal, unseal
@@ -95,7 +95,7 @@ class Receipt(NamedTuple):
     `table` is the digest of the classes by which it has taken its share, `NO_TABLE` if it wrote all that it holds;
     `structure`, `values` and `copies` are digests of how its state looks, of what all ranks should have alike (and, in the other
     half, of what those of its structure should, which others do not have), and of what it has compared with other ranks this
-    time (`NO_TABLE` for nothing). Of those who share, the balances add up (`state.shares`).
+    time (`NO_TABLE` for nothing). Of those who share, the balances add up (`slicing.shares`).
     """
 
     rank: int

@@ -26,7 +26,7 @@ from ..runs.manifest import Archive, Manifest, OfRanks
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
 from ..runs.run import Run
 from ..spans import monotonic
-from ..state.ranked import Structure
+from ..state.division import Structure
 from .answers import in_words
 from .comparison import Comparison
 from .ranks import NOT_ALONE, Joint, Ranks

@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 from ..errors import NotUnchangedError
 from ..runs.manifest import Archive, Elsewhere, Manifest
 from ..runs.run import Run
+from ..slicing.sharded import Slicer
 from ..spec import MIB, Json, TensorSpec
-from ..state.capture import Capture, Mark, capture
-from ..state.held import Held, is_leaf, part_of
-from ..state.sharded import Slicer
+from ..state.capture import capture
+from ..state.captured import Capture, Mark, SnapshotView, is_leaf, part_of
 from .planner import small_archive
 from .ranks import Joint
 
@@ -110,18 +110,18 @@ def check_driver(driver: Mapping[str, Any], state: Any) -> None:
     if not isinstance(driver, Mapping):
         raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
     for name in driver:
-        if not isinstance(name, str) or (isinstance(state, Mapping | Held) and name in state):
+        if not isinstance(name, str) or (isinstance(state, Mapping | SnapshotView) and name in state):
             raise ValueError(
                 f"driver={name!r}: the state has entries of the same name; rename those of driver="
             )
-    if not isinstance(state, Mapping | Held):
+    if not isinstance(state, Mapping | SnapshotView):
         raise ValueError("driver= adds entries to the state, so the state must be a dict")
 
 
 def check_entries(state: Any, names: Collection[str], option: str) -> None:
     """Raises ValueError, naming the option, for a name that is not an entry at the top level of the state."""
     for name in [names] if isinstance(names, str) else names:
-        if not isinstance(state, Mapping | Held) or name not in state:
+        if not isinstance(state, Mapping | SnapshotView) or name not in state:
             raise ValueError(f"{option}={name!r}: the state has no entry of that name at its top level")
 
 
@@ -193,7 +193,7 @@ class UnchangedGroups:
         if not names:
             return state, ()
         for name in names:
-            there = isinstance(state, Mapping | Held) and name in state
+            there = isinstance(state, Mapping | SnapshotView) and name in state
             if there and _is_plain(_entry(state, name)):
                 raise ValueError(
                     f"unchanged={name!r}: that entry of the state is one tensor or value, and only a group can be left out: a "
@@ -272,11 +272,11 @@ class UnchangedGroups:
 
 
 def _entry(state: Any, name: Any) -> Any:
-    return part_of(state, name) if isinstance(state, Held) else state[name]
+    return part_of(state, name) if isinstance(state, SnapshotView) else state[name]
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, Held):
+    if isinstance(value, SnapshotView):
         return is_leaf(value)
     return not isinstance(value, Mapping | list | tuple) and not hasattr(value, "state_dict")
 

@@ -18,9 +18,9 @@ from ..runs.coverage import check_coverage, own_names
 from ..runs.manifest import OfRanks, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..runs.run import Run
+from ..slicing.locator import Classes, StepLayout
+from ..slicing.shares import EVERYBODY_BYTES, MODULUS
 from ..spec import DTYPES
-from ..state.shares import EVERYBODY_BYTES, MODULUS
-from ..state.writers import Classes, Layout
 from .ranks import Joint, Ranks
 from .values import Values, apart, differing, lacking, values_of
 
@@ -74,7 +74,7 @@ class Comparison:
         table = self._compare_values(receipts, classes)
         archives = self._exchange.put_archives(receipts)
         shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
-        told = Layout(table.classes, texts, shared, ranks.root_mesh)
+        told = StepLayout(table.classes, texts, shared, ranks.root_mesh)
         layout = self._exchange.put_layout(layouts.dump(told, table))
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._per_rank, *table.differing}))

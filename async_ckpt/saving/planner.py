@@ -15,7 +15,8 @@ from ..host.threads import Crew
 from ..spans import wall_time
 from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, RankFacts, align_up, whole_bytes
 from ..staging.device import fill_image, first_device
-from ..state.capture import Capture, capture
+from ..state.capture import capture
+from ..state.captured import Capture
 from .groups import GroupDigests, Groups
 
 

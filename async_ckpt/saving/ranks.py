@@ -29,13 +29,13 @@ from ..host.ranks import Words, World, refuse_if_changed, world_of
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..runs.run import Run
+from ..slicing.locator import Classes
+from ..slicing.sharded import Slicer, mesh_of
 from ..spans import TIMEKEEPER, monotonic
 from ..spec import RankFacts, flag
 from ..staging.device import dense_blocks
-from ..state.capture import Capture
-from ..state.ranked import RankedStates, Structure
-from ..state.sharded import Slicer, mesh_of
-from ..state.writers import Classes
+from ..state.captured import Capture
+from ..state.division import StateDivider, Structure
 from .answers import Answers, in_words
 from .shared import SharedRoot
 from .talk import Talk
@@ -69,7 +69,7 @@ class Joint:
     # Groups that are not saved again, and the steps that have them.
     borrowed: Mapping[str, int] = field(default_factory=dict)
     shared: SharedValues | None = None  # what all should have alike
-    balance: int = 0  # of what this rank writes, see `state.shares`
+    balance: int = 0  # of what this rank writes, see `slicing.shares`
     # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
     copies: dict[str, dict[str, str]] | None = None
     causes: list[Cause] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Ranks:
         self._has_met = False
         self._met = EMPTY  # what was known of the ranks before the first decision
         self._per_rank: tuple[str, ...] = ()  # of the state by which they met ahead of it
-        self._states: RankedStates | None = None
+        self._states: StateDivider | None = None
         # Changed on the loop's thread alone, entries at a time.
         self._tables: dict[int, Table] = {}  # that follow from the decision of the save of this number
         self._num_decided: Counter[int] = Counter()  # attempts, by step
@@ -310,11 +310,11 @@ class Ranks:
         """Whether it is known that not all ranks see the same at this root."""
         return run in self._roots and self._roots[run].is_apart
 
-    def _ranked(self) -> RankedStates | None:
+    def _ranked(self) -> StateDivider | None:
         """None in a process that is no part of anything: then tensors are all that they are."""
         world = self.world
         if self._states is None and (world.has_group or not world.is_one):
-            self._states = RankedStates(world.rank, world.size, self.root_mesh)
+            self._states = StateDivider(world.rank, world.size, self.root_mesh)
         return self._states
 
     def answers_of_rank_0(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..spec import flag
 from ..staging.held_snapshot import refuse_guard
-from ..state.capture import Capture
+from ..state.captured import Capture
 from ..state.names import Select
 from .borrowed import Contents, Look, check_driver, check_entries
 from .delivery import Target
@@ -34,7 +34,7 @@ class FileRequest(Request):
         return state
 
     def captured(self, captured: Capture) -> None:
-        refuse_guard(captured.held, self.guard)
+        refuse_guard(captured.completions, self.guard)
 
 
 class StepRequest(Request):
@@ -107,7 +107,7 @@ class StepRequest(Request):
 
     def captured(self, captured: Capture) -> None:
         if self._is_own_guard:
-            refuse_guard(captured.held, self.guard)
+            refuse_guard(captured.completions, self.guard)
         if self.joint is not None:
             self.joint.borrowed = {lent.group: lent.step for lent in self.contents.borrowed}
         if self.select is None:  # nothing can be borrowed from a step that was saved in part

@@ -21,7 +21,7 @@ from ..host.threads import running_future
 from ..host.waits import LIVENESS_SECONDS, Wait, wait_for, wait_for_all
 from ..report import Progress, SaveReport
 from ..staging.snapshot import Snapshot
-from ..state.capture import Capture
+from ..state.captured import Capture
 from ..state.names import Select
 from .delivery import Target
 from .groups import GroupDigest

@@ -27,9 +27,10 @@ from ..staging.filler import StagingHost
 from ..staging.guard import Optimizers, deferrable, unwrapped
 from ..staging.snapshot import Snapshot, interrupted
 from ..staging.tensors import SourceTensors, Wording
-from ..state.capture import Capture, capture
+from ..state.capture import capture
+from ..state.captured import Capture
+from ..state.division import RankShare
 from ..state.names import Select
-from ..state.ranked import Divided
 from ..storage.place import local_place
 from ..trace import TraceFile
 from .admission import Admission, OnOverlap, Slot
@@ -143,7 +144,7 @@ class Saver:
             may_drop=request.rule == "any" and len(targets) > 1,
             trace=self._trace,
         )
-        frozen = captured.held_tensors
+        frozen = captured.frozen
         if not self._planner.may_defer(drain.num_segments, layout, targets):
             optimizers, frozen = (), frozenset()
         what = f"the copy of {named(step, targets[0].path)}"
@@ -218,7 +219,7 @@ class Saver:
             captured.tensors,
             deferred=deferred,
             frozen=frozen,
-            after=[held.completion for held in captured.held],
+            after=captured.completions,
             wording=Wording(what),
         )
         return Snapshot(
@@ -356,7 +357,7 @@ class Saver:
         captured_as: Callable[[Capture], None] = lambda _: None,
     ) -> tuple[Capture, RankFacts | None]:
         """What of a state is written here; with several ranks, only what falls to this one."""
-        if isinstance(state, Divided):  # others have planned it
+        if isinstance(state, RankShare):  # others have planned it
             return state.captured, state.ranks
         ranks = self._ranks
         captured = capture(state, select, slicer=ranks.slicer if ranks else None)

@@ -19,8 +19,8 @@ from ..format import digests, index, tar
 from ..format.layout import Layout
 from ..spec import BLOCK_BYTES, MIB, Extent, TensorSpec
 from ..state.canonical import object_digests
-from ..state.names import dotted
-from ..state.values import is_within, leaves
+from ..state.names import dotted, is_within
+from ..state.skeletons import plain_leaves
 from ..storage.base import Reader, Storage
 
 _GAP_BYTES: Final = MIB  # between small tensors that are read at once
@@ -77,7 +77,7 @@ class SharedValues:
         Takes time for each value; not on the caller's thread.
         """
         told: list[tuple[str, str | bytearray]] = sorted(
-            leaves(json.loads(self._skeleton), _digests(self._objects)).items()
+            plain_leaves(json.loads(self._skeleton), _digests(self._objects)).items()
         )
         halves: tuple[list[bytes | bytearray], ...] = [json.dumps(self._per_rank).encode()], []
         for name, value in itertools.chain(told, zip(self._small, self._data, strict=True)):
@@ -108,7 +108,7 @@ class _Archived:
             if len(told.slices) == 1 and told.slices[0].sizes == told.shape
         }
         objects = self.index.member(index.OBJECTS)
-        self.leaves = leaves(
+        self.leaves = plain_leaves(
             self.index.skeleton, _digests(None if objects is None else self._read(objects.data))
         )
 

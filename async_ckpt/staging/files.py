@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Protocol
 
 from ..errors import StorageUnavailableError, TornSnapshotError, UnsupportedStateError
 from ..format.layout import Image, SegmentPlan
-from ..format.tarball import Entry, stays_inside
+from ..format.tarball import TarEntry, stays_inside
 from ..host.limits import num_cpus
 from ..host.pool import Lease, SegmentPool, SegmentReceiver
 from ..host.threads import Crew, running_future
@@ -42,12 +42,12 @@ class FileSource(NamedTuple):
     mtime_ns: int
 
 
-def scan(folder: Path) -> tuple[list[Entry], list[FileSource]]:
+def scan(folder: Path) -> tuple[list[TarEntry], list[FileSource]]:
     """All members of a folder, itself first, in the order of names; and the file behind each.
 
     Raises UnsupportedStateError for devices, pipes and links out of the folder: no archive can give them back.
     """
-    entries: list[Entry] = []
+    entries: list[TarEntry] = []
     sources: list[FileSource] = []
     first_names: dict[tuple[int, int], str] = {}
     for path, name, status in _walk(str(folder), ".", os.lstat(folder)):
@@ -73,10 +73,10 @@ def _walk(path: str, name: str, status: os.stat_result) -> Iterator[tuple[str, s
             todo += [(e.path, f"{name}/{e.name}", e.stat(follow_symlinks=False)) for e in inside]
 
 
-def _entry(path: str, name: str, status: os.stat_result, first_names: dict[tuple[int, int], str]) -> Entry:
+def _entry(path: str, name: str, status: os.stat_result, first_names: dict[tuple[int, int], str]) -> TarEntry:
     mode, mtime = stat.S_IMODE(status.st_mode), int(status.st_mtime)
     if stat.S_ISDIR(status.st_mode):
-        return Entry(name, tarfile.DIRTYPE, mode, mtime)
+        return TarEntry(name, tarfile.DIRTYPE, mode, mtime)
     if stat.S_ISLNK(status.st_mode):
         target = os.readlink(path)
         if not stays_inside(name, target):
@@ -84,7 +84,7 @@ def _entry(path: str, name: str, status: os.stat_result, first_names: dict[tuple
                 f"{path} is a link to {target}, which may lead out of the folder; copy the file in instead",
                 path=path,
             )
-        return Entry(name, tarfile.SYMTYPE, mode, mtime, link=target)
+        return TarEntry(name, tarfile.SYMTYPE, mode, mtime, link=target)
     if not stat.S_ISREG(status.st_mode):
         raise UnsupportedStateError(
             f"{path} is neither a file, a folder nor a link; remove it, then pack again", path=path
@@ -92,8 +92,8 @@ def _entry(path: str, name: str, status: os.stat_result, first_names: dict[tuple
     if status.st_nlink > 1:
         first = first_names.setdefault((status.st_dev, status.st_ino), name)
         if first != name:
-            return Entry(name, tarfile.LNKTYPE, mode, mtime, link=first)
-    return Entry(name, tarfile.REGTYPE, mode, mtime, status.st_size, runs=_runs(path, status))
+            return TarEntry(name, tarfile.LNKTYPE, mode, mtime, link=first)
+    return TarEntry(name, tarfile.REGTYPE, mode, mtime, status.st_size, runs=_runs(path, status))
 
 
 def _runs(path: str, status: os.stat_result) -> tuple[tuple[int, int], ...]:

@@ -19,10 +19,10 @@ import torch
 
 from ..backends import device_of, has_plain_bytes, is_capturing, is_dense, is_on_host
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait
+from ..slicing.sharded import local_part
 from ..spans import Clock, Trace
 from ..spec import MIB
 from ..state.optimizers import all_of
-from ..state.sharded import local_part
 
 # The copy of a smaller tensor costs less than the account of it.
 DEFERRED_BYTES: Final = MIB

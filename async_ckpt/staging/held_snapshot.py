@@ -13,13 +13,13 @@ from typing import Any, Self
 from ..host.threads import Crew
 from ..spans import Clock
 from ..state.capture import capture
-from ..state.held import Held, Source, structure_of
+from ..state.captured import SnapshotCopies, SnapshotView, structure_of
 from .guard import Optimizers
 from .host_copy import BufferPool, HostCopy
 from .tensors import Wording
 
 
-class HeldSnapshot(Held):
+class HeldSnapshot(SnapshotView):
     """A whole state as it was at one instant, in host memory. `async_ckpt.snapshot` returns it.
 
         with async_ckpt.snapshot({"model": model}) as snap:
@@ -41,7 +41,7 @@ class HeldSnapshot(Held):
     ) -> None:
         self._clock, self._began, self._call_seconds = clock, clock(), 0.0
         captured = capture(state)
-        if captured.held:
+        if captured.completions:
             raise TypeError("the state is, or contains, a snapshot already; use it directly")
         structure = structure_of(captured)  # it may refuse the state, so it comes before the copy
         names = [spec.dotted for spec in captured.specs]
@@ -57,7 +57,7 @@ class HeldSnapshot(Held):
         )
         self.num_bytes = copy.num_bytes
         # Bound to the source, which the parts share: while there is a part, the memory stays.
-        source = Source(captured, copy.tensors, copy.completion)
+        source = SnapshotCopies(captured, copy.tensors, copy.completion)
         self._release = weakref.finalize(source, copy.release_by_finalizer)
         self._release.atexit = False
         self._copy = copy
@@ -97,9 +97,9 @@ def begin(snapshot: HeldSnapshot) -> None:
     snapshot._call_seconds = snapshot._clock() - snapshot._began
 
 
-def refuse_guard(snapshots: Collection[Held], guard: Any) -> None:
+def refuse_guard(completions: Collection[object], guard: Any) -> None:
     """Raises ValueError for a guard beside held snapshots, which are copied already."""
-    if snapshots and guard:
+    if completions and guard:
         raise ValueError(
             "guard= was for the snapshot, which is already taken; leave it out here, also if the snapshot is only a part "
             "of the state"

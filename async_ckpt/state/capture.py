@@ -1,7 +1,7 @@
-"""A state, taken apart: its tensors, their specs, and the skeleton that they were cut out of.
+"""A state, taken apart into its tensors, their specs, and the skeleton that they were cut out of.
 
-In: whatever the user passed to `save`. Out: a `Capture`. Knows nothing of: where it goes.
-Runs on the caller's thread, so it costs no more than a few microseconds per tensor, and copies no tensor's bytes.
+In: the state that the user passed to `save`. Out: a `Capture`. Knows nothing of: where it goes. `capture` runs on the
+caller's thread, so it costs no more than a few microseconds per tensor, and copies no tensor's bytes.
 """
 
 from __future__ import annotations
@@ -13,72 +13,47 @@ import logging
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
+from ..slicing.sharded import Slicer, is_sharded
+from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
+from .captured import Capture, Mark, SnapshotView, marks_of, tree_of
 from .dtypes import dtype_name, is_describable
-from .held import Held, marks_of, tree_of
-from .keyed import KeyedTensors, refuse_others, with_keyed
+from .megatron import MegatronTensors, refuse_others, with_megatron
 from .names import Path, Select, dotted, selector, shown
 from .rng import RngState
-from .sharded import Slicer, is_sharded
-from .slices import Slices
 from .tree import Encoder, is_omitted
 from .wrappers import StateDicts, plain_model
 
-Mark = tuple[int, int]
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _log = logging.getLogger("async_ckpt")
-_known_types: weakref.WeakSet[type] = weakref.WeakSet()  # of leaves that were pickled before
+_known_types: weakref.WeakSet[type] = weakref.WeakSet()  # types of leaves that were pickled before
 _DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """One state: `tensors[i]` holds the bytes of `specs[i]`. Aliases are listed, and stored once.
-
-    `marks[i]` are the address and the version counter of what the user gave; None for a copy that was made here.
-    `held` are the snapshots that are parts of it, and `held_tensors` the numbers of their tensors, which change no more
-    and have their bytes once the snapshots are complete.
-    """
-
-    specs: list[TensorSpec]
-    tensors: list[torch.Tensor]
-    skeleton: str
-    objects: bytes | None
-    marks: list[Mark | None]
-    held: tuple[Held, ...] = ()
-    held_tensors: frozenset[int] = frozenset()
-    modules: Mapping[Path, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
-    types: Collection[type] = ()
-    slices: Sequence[Slices] = ()
-    """What this rank holds of each tensor, by its number; empty where a state is of one process."""
-    per_rank: tuple[str, ...] = ()
-    """The names of what is each process's own: random generators."""
 
 
 def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) -> Capture:
     """Take a state apart; with `select`, only the part of it with these names.
 
-    With `slicer`, the state is one that several ranks hold: of each tensor all slices that are here are told, whoever
-    is to write them.
+    With `slicer`, several ranks hold the state together: the capture has all slices on this rank, whichever rank is to
+    write them.
     Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
-    quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that no pickle takes.
+    quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that cannot be pickled.
     """
-    walk = _Walk(state, slicer)
+    walk = _CaptureWalk(state, slicer)
     try:
         with no_collection():
             chosen = selector(select)
-            encoder = Encoder(walk.leaf, chosen, walk.contents, walk.keyed.take)
-            node, keyed = encoder.encode(state), walk.keyed_tensors(chosen)
-            node = with_keyed({"dict": []} if is_omitted(node) and keyed else node, keyed)
+            encoder = Encoder(walk.leaf, chosen, walk.contents, walk.megatron.take)
+            node, numbers = encoder.encode(state), walk.megatron_tensors(chosen)
+            node = with_megatron({"dict": []} if is_omitted(node) and numbers else node, numbers)
             if is_omitted(node):
                 raise KeyError(f"select={select!r} matches nothing in the state")
             if chosen is not None and chosen.unused:
@@ -92,8 +67,8 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
         skeleton,
         walk.pickled_leaves(),
         walk.marks,
-        tuple(walk.held),
-        frozenset(walk.held_tensors),
+        tuple(walk.completions),
+        frozenset(walk.frozen),
         walk.modules,
         encoder.types,
         walk.slices,
@@ -103,10 +78,10 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python's collector from running.
+    """Keep Python's garbage collector from running.
 
-    A walk over 100,000 tensors makes as many objects that all stay, and sets off full collections of garbage that is
-    not there: a quarter of its time, or half.
+    A walk over 100,000 tensors makes as many objects that all stay, and sets off full collections that find no garbage
+    and take a quarter of its time, or half.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -117,11 +92,11 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Walk:
+class _CaptureWalk:
     def __init__(self, state: Any, slicer: Slicer | None) -> None:
         self._state_dicts = StateDicts(state)
         self._slicer = slicer
-        self.keyed = KeyedTensors(slicer)
+        self.megatron = MegatronTensors(slicer)
         self.slices: list[Slices] = []
         self.per_rank: list[str] = []
         self.specs: list[TensorSpec] = []
@@ -131,15 +106,15 @@ class _Walk:
         self._object_paths: list[str] = []
         self._at: dict[int, int] = {}  # the first tensor at an address
         self.modules: dict[Path, weakref.ref[torch.nn.Module]] = {}
-        self.held: list[Held] = []
-        self.held_tensors: set[int] = set()
-        self._held_marks: dict[int, Mark | None] = {}  # by the id of a tensor
+        self.completions: list[Future[None]] = []
+        self.frozen: set[int] = set()
+        self._frozen_marks: dict[int, Mark | None] = {}  # by the id of a tensor
 
     def contents(self, value: Any, path: Path) -> Any:
-        """What is in an object that has a state dict."""
-        if isinstance(value, Held):
-            self.held.append(value)
-            self._held_marks.update(marks_of(value))
+        """The contents of an object with a state dict."""
+        if isinstance(value, SnapshotView):
+            self.completions.append(value.completion)
+            self._frozen_marks.update(marks_of(value))
             return tree_of(value)
         if isinstance(value, RngState):
             self.per_rank.append(dotted(path))
@@ -163,16 +138,16 @@ class _Walk:
         return {"object": len(self._objects) - 1}
 
     def _sliced(self, tensor: torch.Tensor, path: Path) -> int:
-        """The number of a tensor of which other ranks may have more, or the same."""
+        """The number of a tensor of which other ranks may hold other shards, or replicas."""
         assert self._slicer is not None
         slices, parts, _ = self._slicer.slice(tensor, name=shown(path))
         return self._with_slices(slices, parts, tensor.dtype, path)
 
-    def keyed_tensors(self, chosen: Callable[[Path], bool] | None) -> dict[Path, int]:
-        """The numbers of those that have names of their own, by these."""
+    def megatron_tensors(self, chosen: Callable[[Path], bool] | None) -> dict[Path, int]:
+        """The numbers of tensors that bring their names along, by these names."""
         return {
             path: self._with_slices(slices, parts, dtype, path)
-            for path, slices, parts, dtype in self.keyed.tensors()
+            for path, slices, parts, dtype in self.megatron.tensors()
             if chosen is None or chosen(path)
         }
 
@@ -199,7 +174,7 @@ class _Walk:
         return number
 
     def _tied_to(self, slices: Slices, parts: Sequence[torch.Tensor]) -> int | None:
-        """The first slice of an earlier tensor that has the very same memory, and is cut alike."""
+        """The first slice of an earlier tensor with the very same memory and the same slices."""
         pointer = _pointer(parts[0]) if parts else None
         other = None if pointer is None else self._at.get(pointer)
         of = None if other is None else self.specs[other].of
@@ -212,11 +187,10 @@ class _Walk:
         name = _DTYPE_NAMES.get(tensor.dtype, "")
         pointer = _pointer(tensor) if name in DTYPES else None
         if pointer is None and (why := _spread_over_ranks(tensor) or why_not(tensor)):
-            where = shown(path)
-            raise UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
-        if id(tensor) in self._held_marks:
-            self.held_tensors.add(len(self.specs))
-            self.marks.append(self._held_marks[id(tensor)])
+            raise UnsupportedStateError(f"{shown(path)}: {why}; nothing was written", path=shown(path))
+        if id(tensor) in self._frozen_marks:
+            self.frozen.add(len(self.specs))
+            self.marks.append(self._frozen_marks[id(tensor)])
         else:
             self.marks.append((pointer, tensor._version) if pointer and not tensor.is_inference() else None)
         if not has_plain_bytes(tensor):
@@ -264,46 +238,46 @@ class _Walk:
         return {"ndarray": [self._bytes(raw, path, "uint8", (raw.size,)), descr, list(shape)]}
 
     def pickled_leaves(self) -> bytes | None:
-        """The leaves that are not plain data, by torch.save; None when there are none."""
+        """The leaves that are not plain data, pickled by torch.save; None if there are none."""
         if not self._objects:
             return None
         try:
             data = pickled(self._objects)
         except Exception:
-            for value, where in zip(self._objects, self._object_paths, strict=True):
+            for value, name in zip(self._objects, self._object_paths, strict=True):
                 try:
                     pickled(value)
                 except Exception as error:
                     raise UnsupportedStateError(
-                        f"{where}: {with_article(type(value).__qualname__)} cannot be pickled ({error}); "
+                        f"{name}: {with_article(type(value).__qualname__)} cannot be pickled ({error}); "
                         "leave it out, or give it a state_dict()",
-                        path=where,
+                        path=name,
                     ) from error
             raise
-        self._tell_what_needs_trust(data)
+        self._warn_of_trust(data)
         return data
 
-    def _tell_what_needs_trust(self, data: bytes) -> None:
-        """Now rather than at the load, when it is too late to leave it out. Once for each type."""
+    def _warn_of_trust(self, data: bytes) -> None:
+        """Warn of leaves that will need trust=True, once for each type, while they can still be left out."""
         new: dict[type, tuple[Any, str]] = {}
-        for value, where in zip(self._objects, self._object_paths, strict=True):
+        for value, name in zip(self._objects, self._object_paths, strict=True):
             if type(value) not in _known_types:
-                new.setdefault(type(value), (value, where))
+                new.setdefault(type(value), (value, name))
         _known_types.update(new)
         if not new or not _needs_trust(data):
             return
-        for value, where in new.values():
+        for value, name in new.values():
             if _needs_trust(pickled(value)):
                 _log.warning(
                     "async_ckpt: %s is %s, which is pickled: loading it will need trust=True. Store text or numbers instead "
                     "to avoid this",
-                    where,
+                    name,
                     with_article(type(value).__qualname__),
                 )
 
 
 def _pointer(tensor: torch.Tensor) -> int | None:
-    """The address of an ordinary tensor's bytes; None when it has none, or is not ordinary."""
+    """The address of an ordinary tensor's bytes; None if it has none, or is not ordinary."""
     if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     try:
@@ -313,7 +287,7 @@ def _pointer(tensor: torch.Tensor) -> int | None:
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors at one address are the same one, tied; not merely views that begin alike."""
+    """True if two tensors at one address are tied, rather than views that begin at the same byte."""
     return (a.shape, a.dtype, a.stride(), a.device, a.is_conj(), a.is_neg()) == (
         b.shape, b.dtype, b.stride(), b.device, b.is_conj(), b.is_neg()
     )  # fmt: skip
@@ -359,14 +333,17 @@ def why_not(tensor: torch.Tensor) -> str | None:
 
 
 def pickled(value: Any) -> bytes:
-    """By torch.save."""
+    """The value, pickled by torch.save."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def _needs_trust(data: bytes) -> bool:
-    """Whether torch's weights-only unpickler refuses it. Nothing of it is loaded: that may be large, or on a device."""
+    """True if torch's weights-only unpickler refuses the data.
+
+    The data is not loaded: it may be large, or on a device.
+    """
     try:
         return bool(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
     except pickle.UnpicklingError:  # it holds an integer of hundreds of digits

@@ -1,6 +1,6 @@
 """The names of dtypes: torch's own, and numpy's descriptions of theirs.
 
-In: dtypes, or names that may be anybody's. Out: the other. Knows nothing of: tensors, values.
+In: dtypes, or names from an untrusted file. Out: names, or dtypes. Knows nothing of: tensors, values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ..spec import Json
 
-# More than any dtype has; from a few megabytes of fields within fields, numpy takes minutes to make one.
+# No dtype has as many fields. numpy takes minutes to make a dtype of a few megabytes of nested fields.
 _MAX_FIELDS: Final = 10_000
 
 
@@ -30,12 +30,12 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def is_describable(dtype: Any) -> bool:
-    """Whether an array of this dtype is stored as its bytes: it holds no Python objects, and not too many fields."""
+    """True if arrays of this dtype are stored as their bytes: it has no Python objects, and not too many fields."""
     return not dtype.hasobject and _num_fields(dtype) <= _MAX_FIELDS
 
 
 def numpy_dtype(descr: Json) -> Any:
-    """A dtype from its .npy description; never one with Python objects."""
+    """The dtype of a .npy description. Raises ValueError for one with Python objects."""
     import numpy
 
     dtype = numpy.lib.format.descr_to_dtype(_tuples(descr, itertools.count()))
@@ -45,23 +45,23 @@ def numpy_dtype(descr: Json) -> Any:
 
 
 def _num_fields(dtype: Any) -> int:
-    """The fields of a structured dtype, those within fields and the gaps between them included."""
+    """The number of fields of a structured dtype, including nested fields and gaps."""
     if dtype.subdtype is not None:
         return _num_fields(dtype.subdtype[0])
     return sum(2 + _num_fields(dtype.fields[name][0]) for name in dtype.names or ())
 
 
 def _tuples(descr: Json, fields: Iterator[int]) -> Any:
-    """JSON has turned the tuples of a structured dtype's description into lists. `fields` counts its fields."""
+    """The description of a structured dtype with its tuples, which JSON made lists. `fields` counts its fields."""
     if isinstance(descr, str):
         if len(descr) > 1000:
             raise ValueError(f"the dtype {descr:.50}… is too long")
         return descr
-    made = []
+    tuples = []
     for name, inner, *shape in descr:
         if next(fields) > _MAX_FIELDS:
             raise ValueError(f"a dtype of more than {_MAX_FIELDS:,} fields")
-        made.append(
+        tuples.append(
             (tuple(name) if isinstance(name, list) else name, _tuples(inner, fields), *map(tuple, shape))
         )
-    return made
+    return tuples

@@ -1,22 +1,25 @@
-"""Names of what is in a state, and which of them are selected.
+"""The names of a state's entries, and the selection of some of them.
 
-In: paths and patterns. Out: dotted names, and what is within them. Knows nothing of: tensors.
+In: paths and patterns. Out: dotted names, and true or false for each. Knows nothing of: tensors.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 
 class Selector:
-    """Whether a path is selected: by its name, by the name of what it is in, or by a glob over the dotted path."""
+    """True for a selected path: by its name, by the name of a container of it, or by a glob over the dotted path.
+
+    Made by `selector` for one call of the user.
+    """
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = list(patterns)
-        self.unused = list(self._patterns)  # those that have selected nothing so far
+        self.unused = list(self._patterns)  # patterns that have selected nothing so far
 
     def __call__(self, path: Path) -> bool:
         name = dotted(path)
@@ -25,7 +28,7 @@ class Selector:
         return any(_matches(name, pattern) for pattern in self._patterns)
 
     def reaches(self, name: str) -> bool:
-        """Whether it selects, or may select, an entry of this name at the top, or something in it."""
+        """True if a top-level entry of this name, or something in it, is or may be selected."""
         return any(_matches(name, pattern) or _reaches(name, pattern) for pattern in self._patterns)
 
 
@@ -43,13 +46,21 @@ def dotted(path: Path) -> str:
     return ".".join(map(_text, path))
 
 
+def is_within(name: str, groups: Set[str]) -> bool:
+    """True if a dotted name is one of the groups, or inside one. The time does not depend on the number of groups."""
+    end = len(name) if groups else -1
+    while end >= 0 and name[:end] not in groups:
+        end = name.rfind(".", 0, end)
+    return end >= 0
+
+
 def shown(path: Path) -> str:
     """The name of a path, for people."""
     return printable(dotted(path)) if path else "the state"
 
 
 def printable(text: str) -> str:
-    """The text with lone surrogates written out, which no terminal and no log file takes."""
+    """The text with lone surrogates written out, since no terminal and no log file accepts them."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -61,7 +72,7 @@ def _text(key: Any) -> str:
 
 
 def selector(select: Select) -> Selector | None:
-    """What the user has selected; None for everything. Raises TypeError for what is no name."""
+    """The selector for `select`; None for everything. Raises TypeError for a pattern that is no text."""
     if select is None:
         return None
     patterns = (

@@ -1,10 +1,10 @@
-"""Plain values as JSON, and back: whatever a state holds that takes neither a pickle nor memory of its own.
+"""Plain values as JSON, and back: values that need neither a pickle nor the bytes of a tensor.
 
-In: a value, or the node of one, which may be anybody's. Out: the other. Knows nothing of: containers, tensors, files.
+In: a value, or an untrusted node. Out: a node, or the value. Knows nothing of: containers, tensors, files.
 
-Numbers, text, booleans and None stand for themselves where JSON has them; every other value is an object with one key,
-its kind: `{"date": "2024-02-29"}`. A node is read by a constructor that takes no more memory than the node's own text,
-and imports nothing. Only values of exactly these types are plain: a subclass may have more to say.
+Numbers, text, booleans and None stand for themselves if JSON has them; every other value is an object with one key, its
+kind: `{"date": "2024-02-29"}`. A node is read by a constructor that takes no more memory than the node's own text, and
+imports nothing. Only values of exactly these types are plain, since a subclass may have more state.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ if TYPE_CHECKING:
     from zoneinfo import ZoneInfo
 
 SCALARS: Final = frozenset({str, int, float, bool, type(None)})
-# Bytes from here on are stored like a tensor: base64 in the index would cost a third more, and every reader's time.
+# Longer bytes are stored like a tensor: base64 in the index would take a third more, and the time of every reader.
 INLINE_BYTES: Final = 4096
-# Reducing a fraction takes time that grows with the square of its length.
+# The time to reduce a fraction grows with the square of its length.
 _MAX_FRACTION_BITS: Final = 4096
 # The name of a time zone is the path of a file below the system's folder of zones, and must not leave it.
 _ZONE: Final = re.compile(r"[A-Za-z0-9_+-]{1,64}(/[A-Za-z0-9_+-]{1,64}){0,3}")
-# Whatever the caller's own context does about digits that are none.
 _MEMORY_FORMATS: Final = {
     str(value).removeprefix("torch."): value
     for value in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format)
 }
-# What each class of paths is read as; this system's own stays what it is.
+# The class that each class of paths is read as. A path of this system's own kind keeps its class.
 _PATHS: Final[Mapping[str, type[PurePath]]] = {
     "PurePosixPath": PurePosixPath,
     "PosixPath": PurePosixPath,
@@ -53,7 +52,7 @@ _PATHS: Final[Mapping[str, type[PurePath]]] = {
 
 
 class NotPlainError(Exception):
-    """A value, or something in it, has no node. `kind` is the name of its type."""
+    """A value, or a part of it, has no node. `kind` is the name of its type."""
 
     def __init__(self, value: Any) -> None:
         self.kind = type(value).__qualname__
@@ -64,7 +63,7 @@ class NotPlainError(Exception):
 
 
 def scalar_node(value: Any) -> Json:
-    """What JSON has too stands for itself, unless JSON would change it."""
+    """The node of a scalar: the scalar itself, unless JSON would change it."""
     if isinstance(value, str):
         return (
             value
@@ -79,7 +78,7 @@ def scalar_node(value: Any) -> Json:
 
 
 def plain_node(value: Any) -> Json | None:
-    """The node of a value that is no scalar, or None: it is not plain."""
+    """The node of a value that is no scalar; None if it is not plain."""
     try:
         if (write := _writer_of(type(value))) is not None:
             return write(value)
@@ -89,7 +88,7 @@ def plain_node(value: Any) -> Json | None:
 
 
 def hashable_node(value: Any) -> Json:
-    """The node of what may be the key of a dict, or in a set: a scalar, a plain value, or a tuple of such.
+    """The node of a key of a dict or an item of a set: a scalar, a plain value, or a tuple of these.
 
     Raises NotPlainError for anything else.
     """
@@ -104,7 +103,7 @@ def hashable_node(value: Any) -> Json:
 
 
 def enum_node(member: Enum) -> Json | None:
-    """The node of an enum's member, or None: its value is not plain."""
+    """The node of an enum's member; None if its value is not plain."""
     try:
         return {"enum": [class_name(type(member)), hashable_node(member.value)]}
     except NotPlainError:
@@ -160,7 +159,7 @@ def _slice_node(value: slice) -> Json:
 
 
 def _set_node(value: set[Any] | frozenset[Any]) -> Json:
-    """In an order of its own: that of a set differs from one process to the next."""
+    """The items in sorted order, since the order of a set differs from process to process."""
     return {type(value).__name__: sorted(map(hashable_node, value), key=repr)}
 
 
@@ -199,7 +198,7 @@ _WRITERS: Final[Mapping[type, Callable[[Any], Json]]] = {
     frozenset: _set_node,
 }
 
-# Of modules that a program may never import: whoever has such a value has imported its module.
+# Types of modules that are imported on demand: a program with such a value has imported the module.
 _LATE_WRITERS: Final[Mapping[str, Callable[[Any], Json]]] = {
     "zoneinfo.ZoneInfo": _zone_node,
     "decimal.Decimal": lambda value: {"decimal": str(value)},
@@ -217,7 +216,7 @@ def _writer_of(kind: type) -> Callable[[Any], Json] | None:
 
 
 def _is_late(kind: type, name: str) -> bool:
-    """Whether this is the very class of that name, in a module that somebody has imported."""
+    """True if `kind` is the class of that name in an imported module."""
     module, _, inner = name.rpartition(".")
     return getattr(sys.modules.get(module), inner, None) is kind
 
@@ -236,11 +235,11 @@ def _base64(data: bytes) -> str:
 
 
 # --- nodes as values ----------------------------------------------------------------------------------------------
-# The text may be anybody's: a reader raises whatever the constructor does, and none that could allocate is asked.
+# The text is untrusted: a reader raises any error of the constructor, and no constructor that could allocate is called.
 
 
 def plain_value(kind: str | None, value: Json) -> Any:
-    """What a node of this kind stands for. Raises some error for one that `plain_node` would not have made."""
+    """The value of a node of this kind. Raises some error for a node that `plain_node` would not have made."""
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
         raise ValueError(f"the skeleton has a node of the unknown kind {kind!r:.50}")
@@ -248,7 +247,7 @@ def plain_value(kind: str | None, value: Json) -> Any:
 
 
 def hashable_value(node: Json) -> Any:
-    """What a node of `hashable_node` stands for."""
+    """The value of a node that `hashable_node` made."""
     if isinstance(node, list):
         raise ValueError("a bare list in the skeleton")
     if not isinstance(node, dict):
@@ -263,12 +262,10 @@ def hashable_value(node: Json) -> Any:
 
 
 def member_of(cls: type[Enum], value: Any) -> Any:
-    """The member of an enum that has this value, or the value itself where none has."""
+    """The member of an enum with this value, or the value itself if there is none."""
     try:
         return cls(value)
-    except (
-        Exception
-    ):  # the class is the user's own, and may raise anything when it is asked for what it lacks
+    except Exception:  # the user's own class may raise anything for a value that it lacks
         return value
 
 
@@ -287,7 +284,7 @@ def _text(node: Json) -> str:
 
 
 def _path(value: Json) -> PurePath:
-    """A path for this system's files where it was one for the same kind of system, else only the words of one."""
+    """A path of this system if it was saved on the same kind of system; otherwise a pure path."""
     name, text = value[0], _text(value[1])
     if name == type(Path()).__name__:
         return Path(text)
@@ -344,6 +341,7 @@ def _fraction(value: Json) -> Fraction:
 def _decimal(value: Json) -> Decimal:
     from decimal import Context, Decimal, InvalidOperation
 
+    # Malformed digits raise, whatever the caller's own context does about them.
     return Decimal(_text(value), Context(traps=[InvalidOperation]))
 
 
@@ -416,7 +414,7 @@ _READERS: Final[Mapping[str, Callable[[Json], Any]]] = {
 
 
 def _is_void(value: Any) -> bool:
-    """Whether a value is a record, or raw bytes, of numpy: they raise when they are compared with anything else."""
+    """True for a record, or raw bytes, of numpy, which raise if they are compared with another type."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.void)
 
@@ -425,9 +423,9 @@ def _is_void(value: Any) -> bool:
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value is an instance of a dataclass, and nothing but its fields: attributes beside them would be lost.
+    """True for an instance of a dataclass without any attributes besides its fields, which would be lost.
 
-    A class that merely inherits from one may have more than its fields.
+    False for an instance of a class that merely inherits from a dataclass, since it may have more than the fields.
     """
     kind = type(value)
     if "__dataclass_fields__" not in vars(kind):
@@ -436,36 +434,36 @@ def is_record(value: Any) -> bool:
 
 
 def field_names(record: Any) -> list[str]:
-    """The fields of a dataclass, or of its instance."""
+    """The names of the fields of a dataclass, or of its instance."""
     return [field.name for field in dataclasses.fields(record)]
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass's instance that have a value; one with `init=False` may have none yet."""
+    """The fields of a dataclass's instance that have a value; a field with `init=False` may have none yet."""
     return {name: getattr(record, name) for name in field_names(record) if hasattr(record, name)}
 
 
 def has_fields(cls: Any, names: Mapping[str, Any]) -> bool:
-    """Whether instances of this dataclass have these fields, and could be made with no others."""
+    """True if these names are fields of a dataclass, and are enough to make an instance."""
     needed = {field.name for field in dataclasses.fields(cls) if field.init}
     return needed <= names.keys() <= set(field_names(cls))
 
 
 def is_frozen(record: Any) -> bool:
-    """Whether a dataclass's instances are not to be changed."""
+    """True for an instance of a frozen dataclass."""
     frozen: bool = type(record).__dataclass_params__.frozen
     return frozen
 
 
 def make_record(cls: Any, fields: Mapping[str, Any]) -> Any:
-    """An instance of a dataclass with these fields, or a dict of them where the class makes none like that.
+    """An instance of a dataclass with these fields, or a dict of the fields if the class refuses.
 
-    As copying and unpickling do, without `__init__` and `__post_init__`: the fields are what these have made of others.
+    `__init__` and `__post_init__` are not called, as in copying and unpickling: the fields are already their results.
     """
     try:
-        made = cls.__new__(cls)
+        record = cls.__new__(cls)
         for name, value in fields.items():
-            object.__setattr__(made, name, value)
-    except Exception:  # whatever the user's own class raises
+            object.__setattr__(record, name, value)
+    except Exception:  # the user's own class may raise anything
         return dict(fields)
-    return made
+    return record

@@ -1,9 +1,9 @@
-"""Every random generator that training draws from, as one object to put into a state.
+"""The random generators that training draws from, as one object to put into a state.
 
 In: the process. Out: a state dict, and the generators set back to it. Knows nothing of: checkpoints.
 
-A trainer's key set is a row of `_WRITTEN`: each key with the call that makes its value, None where there is no such
-generator. Reading needs no such row: every key of every set means one thing.
+A trainer's key set is a row of `_KEY_SETS`: each key with the call that makes its value, None if there is no such
+generator. Reading needs no such row, since a key means the same in every set.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ..spec import with_article
 
 Keys = Literal["skyrl", "verl", "open-instruct"]
 
-# What MT19937 has in stock; it reads on from a position within, and numpy takes any position on trust.
+# The numbers that MT19937 has in stock. Its state includes a position among them, which numpy does not check.
 _NUMPY_STOCK: Final = 624
 
 
 class RngState:
-    """The random generators of Python, numpy, torch on the CPU, and every device of the accelerator, as an entry of a state.
+    """The random generators of Python, numpy, torch and every device of the accelerator, as an entry of a state.
 
         ckpt.save({"model": model, "rng": async_ckpt.RngState()}, step=100)
 
-    By default the keys are `python`, `numpy`, `torch`, and the kind of the accelerator (`cuda`, `npu`, …). `keys` names a
-    trainer whose own loader will read the state: "skyrl" and "verl" (`cpu`, `numpy`, `random`, and the current device's
-    state under the name of its kind), or "open-instruct" (`torch_cpu_rng_state`, …). All of these can be restored,
-    whatever `keys` is.
+    By default the keys are `python`, `numpy`, `torch`, and the kind of the accelerator (`cuda`, `npu`, …). `keys`
+    names a trainer whose own loader will read the state: "skyrl" and "verl" (`cpu`, `numpy`, `random`, and the
+    current device's state under the name of its kind), or "open-instruct" (`torch_cpu_rng_state`, …). All of these
+    can be restored, whatever `keys` is.
 
     A missing key is ignored, and so is numpy's state if numpy is not installed. If the number of devices differs, the
     first ones are set, in order; a single state is set on the current device.
     """
 
     def __init__(self, keys: Keys | None = None) -> None:
-        if keys not in _WRITTEN:
-            names = ", ".join(repr(name) for name in _WRITTEN if name)
-            raise ValueError(f"keys must be one of {names}, or None for our own; got {keys!r}")
-        self._written = _WRITTEN[keys]
+        if keys not in _KEY_SETS:
+            names = ", ".join(repr(name) for name in _KEY_SETS if name)
+            raise ValueError(f"keys must be one of {names}, or None for the default keys; got {keys!r}")
+        self._getters = _KEY_SETS[keys]
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the generators, as plain values and CPU tensors. A generator that does not exist is left out.
@@ -51,7 +51,7 @@ class RngState:
         states = async_ckpt.RngState().state_dict()  # {"python": …, "numpy": …, "torch": …, "cuda": …}
         """
         kind = accelerator() or _ACCELERATOR
-        states = {kind if key is _ACCELERATOR else key: get() for key, get in self._written.items()}
+        states = {kind if key is _ACCELERATOR else key: get() for key, get in self._getters.items()}
         return {key: state for key, state in states.items() if state is not None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -61,20 +61,20 @@ class RngState:
 
         Raises ValueError, and changes no generator, if the state has no known key or cannot be set.
         """
-        found = list(state_dict) if isinstance(state_dict, Mapping) else [type(state_dict)]
-        if not any(key in _HOST or key in _devices() for key in found):
+        keys = list(state_dict) if isinstance(state_dict, Mapping) else [type(state_dict)]
+        if not any(key in _HOST or key in _devices() for key in keys):
             raise ValueError(
                 f"no states of random generators here: expected some of {', '.join([*_HOST, *_devices()])}; "
-                f"found {', '.join(map(repr, found)) or 'nothing':.500}"
+                f"found {', '.join(map(repr, keys)) or 'nothing':.500}"
             )
         wanted = list(_matched(state_dict))
         before = [(generator, generator.get()) for _, generator, _ in wanted]
         for key, generator, state in wanted:
             try:
                 generator.put(state)
-            except Exception as error:  # of whatever kind the generator happened to trip over
-                for other, its_own in before:
-                    other.put(its_own)
+            except Exception as error:  # a generator may raise anything for a malformed state
+                for other, state_before in before:
+                    other.put(state_before)
                 raise ValueError(
                     f"{key!r} does not hold the state of a random generator, and none was changed: "
                     f"{type(error).__name__}: {error!s:.200}"
@@ -83,7 +83,10 @@ class RngState:
 
 @dataclass(frozen=True, slots=True)
 class _Generator:
-    """One generator of this process. `put` takes what `get` and other writers make of it, else raises anything."""
+    """One generator of this process.
+
+    `put` takes a state of `get` or of another writer, and raises anything for others.
+    """
 
     get: Callable[[], Any]
     put: Callable[[Any], None]
@@ -94,14 +97,14 @@ class _Generator:
 
 def _put_python(state: Any) -> None:
     version, internal, gauss = state
-    # setstate would take anything here, for gauss() to trip over.
+    # setstate accepts anything here, and gauss() fails later.
     if gauss is not None and not isinstance(gauss, float):
-        raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() left over")
+        raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() has kept")
     random.setstate((version, tuple(internal), gauss))
 
 
 def _numpy() -> Any:
-    """The module, or None: a run without numpy draws nothing from it."""
+    """The module numpy; None if it is not installed, so that nothing draws from it."""
     try:
         import numpy
     except ImportError:
@@ -132,39 +135,41 @@ def _put_torch(state: Any) -> None:
 
 
 def _module(kind: str) -> Any:
-    """`torch.cuda`, or the like; None where there is no such device, or nobody tells what its generators hold."""
-    module = getattr(torch, kind, None)  # torch.npu is there once its package is imported
+    """`torch.cuda`, or the like; None if there is no such device, or its generators' states cannot be read."""
+    module = getattr(torch, kind, None)  # torch.npu exists once its package is imported
     return (
         module if module is not None and hasattr(module, "get_rng_state") and module.is_available() else None
     )
 
 
 def _of_process() -> tuple[str, Any] | None:
-    """The accelerator's kind, and its module."""
+    """The accelerator's kind and its module; None without an accelerator."""
     kind = accelerator()
     module = None if kind is None else _module(kind)
     return None if kind is None or module is None else (kind, module)
 
 
 def _get_current() -> Any:
-    found = _of_process()
-    return None if found is None else found[1].get_rng_state()
+    device = _of_process()
+    return None if device is None else device[1].get_rng_state()
 
 
 def _get_each(kind: str) -> Any:
-    """The state of every device of a kind."""
+    """The states of all devices of a kind."""
     module = _module(kind)
     if module is None:
         return None
-    return [module.get_rng_state(*_where(kind, module, index)) for index in range(module.device_count())]
+    return [
+        module.get_rng_state(*_device_name(kind, module, index)) for index in range(module.device_count())
+    ]
 
 
 def _get_all_in_use() -> Any:
-    found = _of_process()
-    if found is None:
+    device = _of_process()
+    if device is None:
         return None
-    kind, module = found
-    # One that nobody has used yet would make a context on each device.
+    kind, module = device
+    # Reading the states of an unused accelerator would make a context on each device.
     return _get_each(kind) if getattr(module, "is_initialized", lambda: True)() else None
 
 
@@ -177,13 +182,16 @@ def _get_all_by_name() -> Any:
     return None if states is None else {f"cuda:{index}": state for index, state in enumerate(states)}
 
 
-def _where(kind: str, module: Any, index: int) -> tuple[str, ...]:
-    """What names a device to its module; the only one is not always asked by its number."""
+def _device_name(kind: str, module: Any, index: int) -> tuple[str, ...]:
+    """The arguments that name a device to its module. A single device is addressed without its number."""
     return () if module.device_count() == 1 else (f"{kind}:{index}",)
 
 
 def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
-    """The generators for a tensor, a list of tensors, or tensors by device name; devices that are not here are passed over."""
+    """The generators for a tensor, a list of tensors, or tensors by device name.
+
+    Devices that do not exist are ignored.
+    """
     if isinstance(states, torch.Tensor):
         by_index: dict[int | None, Any] = {None: states}
     elif isinstance(states, Mapping):
@@ -195,23 +203,23 @@ def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
     module = _module(kind)
     for index, state in by_index.items() if module is not None else ():
         if index is None or 0 <= index < module.device_count():
-            where = () if index is None else _where(kind, module, index)
+            names = () if index is None else _device_name(kind, module, index)
             yield (
-                _Generator(partial(module.get_rng_state, *where), partial(_put_device, module, where)),
+                _Generator(partial(module.get_rng_state, *names), partial(_put_device, module, names)),
                 state,
             )
 
 
-def _put_device(module: Any, where: tuple[str, ...], state: torch.Tensor) -> None:
-    module.set_rng_state(state.cpu(), *where)
+def _put_device(module: Any, names: tuple[str, ...], state: torch.Tensor) -> None:
+    module.set_rng_state(state.cpu(), *names)
 
 
 # --- the key sets --------------------------------------------------------------------------------------------
 
-# Stands for the name of the accelerator's kind.
+# A key that is replaced by the name of the accelerator's kind.
 _ACCELERATOR: Final = "accelerator"
 
-_WRITTEN: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
+_KEY_SETS: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
     None: {
         "python": random.getstate,
         "torch": torch.get_rng_state,
@@ -234,7 +242,7 @@ _WRITTEN: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
         "torch_cpu_rng_state": torch.get_rng_state,
         "numpy_rng_state": partial(_get_numpy, legacy=True),
         "python_rng_state": random.getstate,
-        # Its loader looks at the list only where the states by name are there too.
+        # The loader of open-instruct reads the list only if it finds the states by name as well.
         "torch_cuda_rng_states": _get_all_by_name,
         "torch_cuda_rng_state_all": _get_all,
     },
@@ -249,7 +257,7 @@ _HOST: Final[Mapping[str, _Generator]] = {
     **dict.fromkeys(("numpy", "numpy_rng_state"), _NUMPY),
     **dict.fromkeys(("torch", "cpu", "torch_cpu_rng_state"), _TORCH),
 }
-# Keys of devices' states, and the kind of device. What was written elsewhere is read, and passed over.
+# Keys of devices' states, and the kind of device. States of kinds that this machine lacks are read and ignored.
 _DEVICES: Final[Mapping[str, str]] = {
     **{kind: kind for kind in ("cuda", "npu", "xpu", "mps", "hpu", "mlu", "musa")},
     "torch_cuda_rng_states": "cuda",
@@ -263,17 +271,20 @@ def _devices() -> Mapping[str, str]:
 
 
 def _matched(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, _Generator, Any]]:
-    """Key, generator and state of all that is known and here. Raises ValueError for devices' states that are none."""
+    """Key, generator and state for each known key whose generator exists.
+
+    Raises ValueError for malformed device states.
+    """
     devices = _devices()
     for key, state in state_dict.items():
         if key in _HOST:
             yield key, _HOST[key], state
         elif key in devices:
             try:
-                found = list(_on_devices(devices[key], state))
+                parts = list(_on_devices(devices[key], state))
             except Exception as error:
                 raise ValueError(
                     f"{key!r} does not hold states of devices, and no generator was changed: {error!s:.200}"
                 ) from error
-            for generator, part in found:
+            for generator, part in parts:
                 yield key, generator, part

@@ -4,8 +4,8 @@ In: any nesting of containers and plain values. Out: JSON, and the structure bac
 Knows nothing of: files, devices, how a tensor is stored.
 
 A plain value is a node of `plain`; everything else is an object with one key, its kind: `{"dict": [[key, node], ...]}`,
-`{"tensor": 7}`. The classes of namedtuples, dataclasses and enums are named, and looked up among those that the caller
-knows. Nothing in a skeleton can name code: decoding imports nothing.
+`{"tensor": 7}`. Classes of namedtuples, dataclasses and enums are stored by name, and looked up among the caller's
+`types`. Nothing in a skeleton can name code: decoding imports nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import torch
 
 from ..errors import UnsupportedStateError
 from ..spec import Json
+from .containers import ListItems, PerRank
 from .dtypes import numpy_dtype
 from .names import Path, printable, shown
-from .per_rank import PerRank
-from .places import Places
 from .plain import (
     SCALARS,
     NotPlainError,
@@ -48,16 +47,16 @@ _OMITTED: Final = object()
 
 
 def is_omitted(node: Json) -> bool:
-    """Nothing was selected of a whole state."""
+    """True for the node of a state of which nothing was selected."""
     return node is _OMITTED
 
 
 class Encoder:
-    """One walk over a state. `leaf` gets what is neither container nor plain value, and returns its node; `contents` tells
-    what is in an object with a `state_dict`.
+    """One walk over a state.
 
-    Leaves whose path `keep` turns down are left out, and so are containers that end up without any; and so is what is `taken`,
-    an instance of a dataclass that belongs elsewhere in the skeleton.
+    `leaf` returns the node of a value that is neither a container nor plain; `contents` returns the contents of an
+    object with a `state_dict`. Left out are leaves whose path `keep` refuses, containers that end up empty thereby,
+    and instances of dataclasses that are `taken`, since they belong elsewhere in the skeleton.
     """
 
     def __init__(
@@ -68,8 +67,8 @@ class Encoder:
         taken: Callable[[Any, Path], bool] = lambda *_: False,
     ) -> None:
         self._leaf, self._keep, self._contents, self._taken = leaf, keep, contents, taken
-        self.types: set[type] = set()  # that `decode` needs to make the same again
-        self._open: set[int] = set()  # containers between the root and here: meeting one again is a cycle
+        self.types: set[type] = set()  # needed by `decode` to make the same again
+        self._open: set[int] = set()  # containers between the root and the current value, to detect cycles
 
     def encode(self, value: Any, path: Path = ()) -> Json:
         """The node for `value`. Raises UnsupportedStateError for a cycle, or a key that cannot be stored."""
@@ -78,7 +77,7 @@ class Encoder:
             return scalar_node(value) if self._is_kept(path) else _OMITTED
         if isinstance(value, torch.Tensor):
             return self._leaf(value, path) if self._is_kept(path) else _OMITTED
-        if isinstance(value, Enum):  # before anything else that it may be as well, such as an int or a tuple
+        if isinstance(value, Enum):  # first, since a member may be an int or a tuple as well
             self.types.add(kind)
             return self._plain(value, enum_node, path)
         if kind is not dict and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
@@ -106,8 +105,8 @@ class Encoder:
 
     def _inside(self, container: Any, path: Path, encode: Callable[[], Json]) -> Json:
         if id(container) in self._open:
-            where = shown(path)
-            raise UnsupportedStateError(f"{where} contains itself; a checkpoint is a tree", path=where)
+            name = shown(path)
+            raise UnsupportedStateError(f"{name} contains itself; a checkpoint is a tree", path=name)
         self._open.add(id(container))
         try:
             return encode()
@@ -119,8 +118,8 @@ class Encoder:
         if items is _OMITTED:
             return _OMITTED
         if not isinstance(value, OrderedDict):
-            return {"places" if isinstance(value, Places) else "dict": items}
-        # What `Module.state_dict` hangs on its result; modules read their version from it when they load.
+            return {"places" if isinstance(value, ListItems) else "dict": items}
+        # `Module.state_dict` attaches the versions of modules, which these read when they load.
         metadata = getattr(value, "_metadata", None)
         if not isinstance(metadata, dict):
             return {"ordered": items}
@@ -166,26 +165,26 @@ class Encoder:
         return {"namedtuple": [class_name(type(value)), list(fields), nodes]}
 
     def _stays_empty(self, container: Any, path: Path) -> bool:
-        """Whether a container without entries stays: it had none, and is itself wanted."""
+        """True if an empty container stays: it was empty before the selection, and is selected itself."""
         return self._keep is None or (not container and self._keep(path))
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredLeaf:
     """A leaf that is not in the skeleton itself: entry `number` of its kind.
 
     "tensor" and "bytes" are numbered together, "object" apart. An "ndarray" is a tensor too; `descr` and `shape`
-    say how its bytes are to be read when torch has no dtype for it.
+    describe its bytes if torch has no dtype for it.
     """
 
     kind: str
     number: int
     descr: Json = None
     shape: Json = None
-    path: Path = ()  # of an "object", for people: what is in it is not known before it is opened
+    path: Path = ()  # of an "object", for messages
 
     def as_array(self, tensor: torch.Tensor) -> Any:
-        """The numpy array over the memory of `tensor`, which holds the bytes. Raises ValueError where they do not fit."""
+        """The numpy array over the memory of `tensor`, which holds the bytes. Raises ValueError if they do not fit."""
         array = tensor.numpy()
         if self.descr is None:
             return array
@@ -209,21 +208,21 @@ def flat(names: Iterable[str]) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class SavedRecord:
-    """What was saved of a dataclass's instance that is to become one again, when its values are there."""
+    """The saved fields of a dataclass's instance, which becomes an instance again once its leaves are read."""
 
     cls: type
     fields: dict[str, Any]
 
 
-class Apart(NamedTuple):
-    """A node for each rank, where ranks have values of their own: in merged skeletons, never in a file."""
+class NodesByRank(NamedTuple):
+    """A node for each rank, where ranks have values of their own. Part of merged skeletons, never of a file."""
 
     nodes: Mapping[int, Json]
 
 
 @dataclass(frozen=True, slots=True)
-class SavedApart:
-    """What each rank has saved of its own: rank -> value. `path` is for people."""
+class ValuesByRank:
+    """The saved values of ranks that have their own: rank -> value. `path` is for messages."""
 
     values: dict[int, Any]
     path: Path
@@ -231,15 +230,15 @@ class SavedApart:
 
 def decode(
     node: Json, *, types: Iterable[type] = (), keep: Callable[[Path], bool] | None = None
-) -> tuple[Any, list[Stored]]:
-    """The structure back from its skeleton, with a `Stored` where the archive has more to say; and all of these.
+) -> tuple[Any, list[StoredLeaf]]:
+    """The structure of a skeleton, with a `StoredLeaf` for each leaf that the archive stores, and the list of these.
 
-    A namedtuple becomes its class if that is among `types`, else a plain tuple; likewise an enum's member, else its
-    value, and a dataclass's instance, which is a `SavedRecord` at first, else a dict. Leaves whose path `keep` turns
-    down are left out, and so are containers that end up without any; the whole is None when nothing is left.
+    If its class is among `types`, a namedtuple or an enum's member is one again, and a dataclass's instance is a
+    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict. Leaves whose path `keep` refuses are left
+    out, and so are containers that end up empty thereby; the result is None if nothing is left.
     Raises ValueError for a node that `encode` would not have made: nothing in a skeleton can make it raise another
-    error, or allocate more than the skeleton's own size. Raises TypeError for a class that it could not rebuild, and for
-    two of one name.
+    error, or allocate more than the skeleton's own size. Raises TypeError for `types` that are not stored by name, or
+    that have the same name.
     """
     decoder = _Decoder(_by_name(types), keep)
     try:
@@ -250,30 +249,30 @@ def decode(
 
 
 def _by_name(types: Iterable[type]) -> dict[str, type]:
-    found: dict[str, type] = {}
+    by_name: dict[str, type] = {}
     if isinstance(types, type) or not isinstance(types, Iterable):
-        what = types.__qualname__ if isinstance(types, type) else f"{types!r:.100}"
-        raise TypeError(f"types must be a list of classes, such as types=[Config], got {what}")
+        name = types.__qualname__ if isinstance(types, type) else f"{types!r:.100}"
+        raise TypeError(f"types must be a list of classes, such as types=[Config], got {name}")
     for cls in map(_rebuilt, types):
         name = class_name(cls)
-        if found.setdefault(name, cls) is not cls:
+        if by_name.setdefault(name, cls) is not cls:
             raise TypeError(
                 f"two classes are called {name}, and only the name is saved; rename one of them, or use only one"
             )
-    return found
+    return by_name
 
 
 def _rebuilt(cls: Any) -> Any:
-    """A class that the caller wants back. Raises TypeError for one that is never stored by its name."""
+    """A class that the caller wants back. Raises TypeError for a class that is never stored by name."""
     is_class = isinstance(cls, type)
     if is_class and ("__dataclass_fields__" in vars(cls) or issubclass(cls, Enum) or hasattr(cls, "_make")):
         return cls
-    what = cls.__qualname__ if is_class else f"{cls!r:.100}"
-    raise TypeError(f"types must be classes of namedtuples, dataclasses or enums; got {what}")
+    name = cls.__qualname__ if is_class else f"{cls!r:.100}"
+    raise TypeError(f"types must be classes of namedtuples, dataclasses or enums; got {name}")
 
 
 def top_keys(node: Json) -> list[Any] | None:
-    """The keys of a skeleton that is a dict, without decoding what they stand for; None for any other.
+    """The keys of a skeleton that is a dict, without decoding its values; None for any other skeleton.
 
     Raises ValueError for a node that `encode` would not have made.
     """
@@ -287,31 +286,31 @@ def top_keys(node: Json) -> list[Any] | None:
 
 
 def _malformed(error: Exception) -> ValueError:
-    """The text may be anybody's: whatever it makes Python raise means the same."""
+    """The error for a malformed skeleton, whichever error its untrusted text has made Python raise."""
     return ValueError(printable(f"{type(error).__name__}: {error!s:.200}"))
 
 
 def replaced(
-    value: Any, give: Callable[[Stored], Any], of_ranks: Callable[[SavedApart], Any] | None = None
+    value: Any, give: Callable[[StoredLeaf], Any], of_ranks: Callable[[ValuesByRank], Any] | None = None
 ) -> Any:
-    """A copy of a decoded structure with every `Stored` replaced by what `give` has for it.
+    """A copy of a decoded structure with every `StoredLeaf` replaced by the result of `give`.
 
-    What ranks have of their own becomes a `PerRank`, or what `of_ranks` has for it.
+    Values of several ranks become a `PerRank`, or the result of `of_ranks`.
     """
-    if isinstance(value, Stored):
+    if isinstance(value, StoredLeaf):
         return give(value)
-    if isinstance(value, SavedApart):
+    if isinstance(value, ValuesByRank):
         if of_ranks is not None:
             return of_ranks(value)
         return PerRank({rank: replaced(item, give) for rank, item in value.values.items()})
     if isinstance(value, SavedRecord):
         return make_record(value.cls, replaced(value.fields, give, of_ranks))
     if isinstance(value, dict):
-        made = type(value)((key, replaced(item, give, of_ranks)) for key, item in value.items())
+        copy = type(value)((key, replaced(item, give, of_ranks)) for key, item in value.items())
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
-            # Its dicts, too: load_state_dict(assign=True) writes to them.
-            made._metadata = replaced(value._metadata, give, of_ranks)  # type: ignore[attr-defined]
-        return made
+            # A deep copy of the metadata: load_state_dict(assign=True) writes to its dicts.
+            copy._metadata = replaced(value._metadata, give, of_ranks)  # type: ignore[attr-defined]
+        return copy
     if type(value) is list:
         return [replaced(item, give, of_ranks) for item in value]
     if type(value) is set:
@@ -324,9 +323,9 @@ def replaced(
     return value
 
 
-def leaves(value: Any) -> Iterator[Stored | SavedApart]:
-    """Every `Stored` in a decoded structure, and what ranks have of their own, as it is."""
-    if isinstance(value, Stored | SavedApart):
+def leaves(value: Any) -> Iterator[StoredLeaf | ValuesByRank]:
+    """Every `StoredLeaf` and every `ValuesByRank` in a decoded structure; not the leaves inside the latter."""
+    if isinstance(value, StoredLeaf | ValuesByRank):
         yield value
     elif isinstance(value, SavedRecord):
         yield from leaves(value.fields)
@@ -338,11 +337,11 @@ def leaves(value: Any) -> Iterator[Stored | SavedApart]:
 class _Decoder:
     def __init__(self, types: dict[str, type], keep: Callable[[Path], bool] | None) -> None:
         self._types, self._keep = types, keep
-        self.stored: list[Stored] = []
+        self.stored: list[StoredLeaf] = []
 
     def decode(self, node: Json, path: Path = ()) -> Any:
         if not isinstance(node, dict):
-            if isinstance(node, Apart):
+            if isinstance(node, NodesByRank):
                 return self._apart(node, path)
             if isinstance(node, list):
                 raise ValueError("a bare list in the skeleton")
@@ -352,10 +351,10 @@ class _Decoder:
         if kind == "dict":
             return self._dict(value, path, {})
         if kind == "ordered":
-            made = self._dict(value, path, OrderedDict())
-            if made is not _OMITTED and "metadata" in node:
-                made._metadata = _metadata(node["metadata"])
-            return made
+            ordered = self._dict(value, path, OrderedDict())
+            if ordered is not _OMITTED and "metadata" in node:
+                ordered._metadata = _metadata(node["metadata"])
+            return ordered
         if kind == "list":
             return self._items(value, path)
         if kind == "places":
@@ -368,15 +367,15 @@ class _Decoder:
         if kind == "enum":
             return self._leaf(lambda: self._enum(value), path)
         if kind in _STORED:
-            number, *how = value if kind == "ndarray" else [value]
-            where = path if kind == "object" else ()
-            return self._leaf(lambda: self._store(kind, number, *how, path=where), path)
+            number, *facts = value if kind == "ndarray" else [value]
+            shown_path = path if kind == "object" else ()
+            return self._leaf(lambda: self._store(kind, number, *facts, path=shown_path), path)
         return self._leaf(lambda: plain_value(kind, value), path)
 
-    def _apart(self, apart: Apart, path: Path) -> Any:
+    def _apart(self, apart: NodesByRank, path: Path) -> Any:
         values = {rank: self.decode(node, path) for rank, node in apart.nodes.items()}
         kept = {rank: value for rank, value in values.items() if value is not _OMITTED}
-        return SavedApart(kept, path) if kept else _OMITTED
+        return ValuesByRank(kept, path) if kept else _OMITTED
 
     def _namedtuple(self, value: Json, path: Path) -> Any:
         name, fields, nodes = value
@@ -414,10 +413,10 @@ class _Decoder:
 
     def _store(
         self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()
-    ) -> Stored:
+    ) -> StoredLeaf:
         if type(number) is not int or number < 0:
-            raise ValueError(f"{number!r:.50} does not number a leaf")
-        self.stored.append(Stored(kind, number, descr, shape, path))
+            raise ValueError(f"{number!r:.50} is not the number of a leaf")
+        self.stored.append(StoredLeaf(kind, number, descr, shape, path))
         return self.stored[-1]
 
     def _leaf(self, make: Callable[[], Any], path: Path) -> Any:
@@ -434,10 +433,10 @@ class _Decoder:
     def _places(self, items: Json, path: Path) -> Any:
         ordered = dict(sorted(items))
         if len(ordered) < len(items) or any(type(key) is not int or key < 0 for key in ordered):
-            raise ValueError("the places in a list are no numbers")
+            raise ValueError("the places in a list must be different numbers from 0")
         if ordered.keys() == set(range(len(items))):
             return self._items(ordered.values(), path)
-        return self._dict(items, path, Places())
+        return self._dict(items, path, ListItems())
 
     def _items(self, nodes: Json, path: Path) -> Any:
         values = [self.decode(node, (*path, i)) for i, node in enumerate(nodes)]
@@ -445,12 +444,12 @@ class _Decoder:
         return kept if kept or self._wanted_empty(nodes, path) else _OMITTED
 
     def _wanted_empty(self, nodes: Json, path: Path) -> bool:
-        """Whether a container without entries stays: it had none, and is itself wanted."""
+        """True if an empty container stays: it was empty before the selection, and is selected itself."""
         return self._keep is None or (not nodes and self._keep(path))
 
 
 def _key_node(key: Any, path: Path) -> Json:
-    """A dict key as a node; only what hashes and needs no pickle."""
+    """A dict key as a node. Raises UnsupportedStateError for a key that needs a pickle."""
     if type(key) is str:
         return scalar_node(key)
     try:
@@ -469,7 +468,7 @@ def _key_node(key: Any, path: Path) -> Json:
 
 
 def _has_text(key: Any) -> bool:
-    """Whether Python writes a key in decimal, as names of tensors do: some thousands of digits are its limit."""
+    """True if Python writes a key in decimal, as in names of tensors: its limit is some thousands of digits."""
     try:
         str(key)
     except ValueError:
@@ -478,7 +477,7 @@ def _has_text(key: Any) -> bool:
 
 
 def key_of(node: Json) -> Any:
-    """The key of a dict that a node stands for."""
+    """The key of a dict from its node."""
     return node if isinstance(node, str) else hashable_value(node)
 
 

@@ -1,11 +1,12 @@
-"""Names of live modules are those of the plain model, whatever is wrapped around it, or around a part of it.
+"""The names of the plain model for live modules, whatever wrappers are around a module or its parts.
 
-In: modules and optimizers. Out: their state dicts without the prefixes of wrappers; which saved name a live one is.
+In: modules and optimizers. Out: their state dicts without the prefixes of wrappers; the saved name for each live one.
 Knows nothing of: skeletons, archives.
 
-A wrapper holds one module in a known attribute, which its state dict has in every name: `module.0.weight` of a
-DistributedDataParallel. It is found by its class, since a submodule may well be called `module`. Of a saved name the class is not known: where it
-fits no live one, such words are left out of it until it is the plain name of one, and that must be so of no other.
+A wrapper holds one module in a known attribute, which is part of every name in its state dict: `module.0.weight` of a
+DistributedDataParallel. Wrappers are recognized by class, since a submodule may be called `module` too. The classes
+behind a saved name are unknown: if it fits no live name, the words of wrappers are left out until it fits exactly one
+plain name.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 
 from .plain import fields_of, is_record
 
-# By module and name, and the attribute that holds what is wrapped. A class whose module nobody has imported has no
-# instances.
+# Wrappers by module and class name, with the attribute that holds the inner module. Unless the module is imported, the
+# class has no instances.
 _WRAPPERS: Final = (
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
@@ -37,14 +38,14 @@ _WRAPPERS: Final = (
     ),
 )
 _ATTRIBUTES: Final = frozenset(attribute for _, _, attribute in _WRAPPERS)
-# What nobody calls a submodule of his own.
+# Words that are never names of a user's own submodule.
 _UNLIKELY: Final = _ATTRIBUTES - {"module"}
-# Taken off by these wrappers themselves, though not in the metadata.
+# Words that these wrappers remove from the names themselves, though not from the metadata.
 _HIDDEN: Final = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 class PlainNames:
-    """The names that the parts of one module have without its wrappers; false where there are none."""
+    """The names of one module's parts without its wrappers. False if there are no wrappers."""
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._classes: dict[type, str | None] = {}
@@ -57,7 +58,7 @@ class PlainNames:
         return bool(self._inner)
 
     def module(self, name: str) -> str:
-        """The plain name of a module, such as a state dict's metadata has."""
+        """The plain name of a module, as in a state dict's metadata."""
         if name not in self._modules:
             self._modules[name] = self._without_wrappers(name.split(".") if name else [])
         return self._modules[name]
@@ -71,11 +72,11 @@ class PlainNames:
 
     @property
     def are_shown(self) -> bool:
-        """Whether a state dict of the module has other names than the plain model's."""
+        """True if the module's own state dict shows names of wrappers."""
         return any(not _HIDDEN.issuperset(attributes) for attributes in self._inner.values())
 
     def of(self, names: Iterable[Any]) -> dict[Any, Any]:
-        """The plain name of each; they all stay as they are if two would become one."""
+        """The plain name of each; all names stay as they are if two would become equal."""
         plain = {name: self.entry(name) for name in names}
         return plain if len({*plain.values()}) == len(plain) else {name: name for name in plain}
 
@@ -109,7 +110,7 @@ class PlainNames:
 
 
 def plain_model(module: torch.nn.Module) -> torch.nn.Module:
-    """The model itself, behind the wrappers that are around all of it."""
+    """The model without the wrappers around it."""
     while (attribute := _attribute_of(type(module))) is not None:
         inner = module._modules.get(attribute)
         if inner is None:
@@ -119,7 +120,7 @@ def plain_model(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def plain_state_dict(module: torch.nn.Module) -> Any:
-    """What its `state_dict` gives, by the names of the plain model."""
+    """The module's `state_dict()`, by the names of the plain model."""
     return _plain_state(PlainNames(module), module.state_dict())
 
 
@@ -129,7 +130,7 @@ def has_names(groups: Iterable[Any]) -> bool:
 
 
 def look_wrapped(names: Collection[str]) -> bool:
-    """Whether names without a module look like those of a wrapper's state dict. A guess by words: to warn of, not to act on."""
+    """True if names look like those of a wrapper's state dict: a guess by words, good for a warning."""
     return (bool(names) and all(name.startswith("module.") for name in names)) or any(
         not _UNLIKELY.isdisjoint(name.split(".")) for name in names
     )
@@ -143,7 +144,7 @@ class StateDicts:
         self._names: dict[int, set[str]] | None = None
 
     def of(self, value: Any) -> Any:
-        """What an object's `state_dict` gives, renamed if it is a module or an optimizer."""
+        """An object's `state_dict()`, with plain names for a module or an optimizer."""
         given = value.state_dict()
         if isinstance(value, torch.nn.Module):
             return _plain_state(PlainNames(value), given)
@@ -155,7 +156,7 @@ class StateDicts:
         return given
 
     def _group(self, given: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer does not know the model; its parameters are looked up in the modules of the same state."""
+        """A parameter group with plain names. The parameters are looked up in the modules of the state."""
         names = given.get("param_names", ())
         if not may_be_wrapped(names) or len(names) != len(live["params"]):
             return given
@@ -179,59 +180,59 @@ def names_of_parameters(state: Any) -> dict[int, set[str]]:
     return names
 
 
-class Pairs(NamedTuple):
-    """Which saved name belongs to each live one, and what could belong to several, for people."""
+class NamePairs(NamedTuple):
+    """The saved name of each live one, and messages about names that could belong to several."""
 
     saved: dict[str, str]
     ambiguous: list[str]
 
 
-def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> Pairs:
-    """Find the saved name of each live one, of which `live` has the plain names too.
+def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> NamePairs:
+    """Find the saved name of each live one. `live` has the plain name of each.
 
-    A checkpoint of the same model, or of the plain one, has exactly these names or those. Of any other, a name that is
-    found among both is a live one's, if not another's as well; what is left fits where it has words of wrappers that the
-    plain name has not.
+    A checkpoint of the same model has exactly the live names, and one of the plain model the plain names. In any
+    other, a saved name that is a live or plain name belongs to it, unless it fits several. The rest are paired if the
+    saved name is the plain name with words of wrappers added.
     """
     names = {name for name in saved if isinstance(name, str)}
-    own = {name: plain for name, plain in live.items() if isinstance(name, str)}
-    if names == own.keys():
-        return Pairs({name: name for name in own}, [])
-    if names == {*own.values()}:
-        return Pairs(own, [])
-    found = {(name, told) for name, plain in own.items() for told in {name, plain} & names}
-    lives, saves = Counter(name for name, _ in found), Counter(told for _, told in found)
-    ambiguous = [(name, told) for name, told in found if lives[name] > 1 or saves[told] > 1]
-    bare_live, bare_saved = _by_bare_name(own), _by_bare_name(names)
-    for bare, told in bare_saved.items():
-        here = bare_live.get(bare, [])
-        if all(map(saves.__contains__, told)) or all(map(lives.__contains__, here)):
+    plain_names = {name: plain for name, plain in live.items() if isinstance(name, str)}
+    if names == plain_names.keys():
+        return NamePairs({name: name for name in plain_names}, [])
+    if names == {*plain_names.values()}:
+        return NamePairs(plain_names, [])
+    pairs = {(name, other) for name, plain in plain_names.items() for other in {name, plain} & names}
+    lives, saves = Counter(name for name, _ in pairs), Counter(other for _, other in pairs)
+    ambiguous = [(name, other) for name, other in pairs if lives[name] > 1 or saves[other] > 1]
+    bare_live, bare_saved = _by_bare_name(plain_names), _by_bare_name(names)
+    for bare, others in bare_saved.items():
+        same = bare_live.get(bare, [])
+        if all(map(saves.__contains__, others)) or all(map(lives.__contains__, same)):
             continue
-        likes = [(name, other) for name in here for other in told if _is_wrapped(own[name], other)]
+        likes = [(name, other) for name in same for other in others if _is_wrapped(plain_names[name], other)]
         if len(likes) == 1:
-            found.add(likes[0])
+            pairs.add(likes[0])
         else:
             ambiguous += likes
-    return Pairs(dict(found), _described(ambiguous))
+    return NamePairs(dict(pairs), _described(ambiguous))
 
 
 def live_metadata(module: torch.nn.Module, names: PlainNames, saved: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of a saved state dict, under the names that the live module has for what it is made of."""
+    """The metadata of a saved state dict, under the names of the live module's submodules."""
     live = [name for name, _ in module.named_modules(remove_duplicate=False)]
     if saved.keys() == {*live}:
         return saved
     bare = {_bare_module(name): version for name, version in saved.items() if isinstance(name, str)}
-    told = {**bare, **saved}
+    versions = {**bare, **saved}
     likes = ((name, (names.module(name), name, _bare_module(name))) for name in live)
     return OrderedDict(
-        (name, told[next(like for like in several if like in told)])
+        (name, versions[next(like for like in several if like in versions)])
         for name, several in likes
-        if not told.keys().isdisjoint(several)
+        if not versions.keys().isdisjoint(several)
     )
 
 
 def may_be_wrapped(names: Iterable[Any]) -> bool:
-    """Whether one of these names has in it what a wrapper puts there."""
+    """True if one of these names has a word of a wrapper."""
     return any(isinstance(name, str) and _bare(name) != name for name in names)
 
 
@@ -241,8 +242,8 @@ def same_but_wrapped(one: str, other: str) -> bool:
 
 
 def _attribute_of(cls: type) -> str | None:
-    """Where instances of a class hold what they wrap; None where it is no wrapper."""
-    known = ((getattr(sys.modules.get(where), name, None), inner) for where, name, inner in _WRAPPERS)
+    """The attribute in which instances of a class hold the inner module; None for a class that is no wrapper."""
+    known = ((getattr(sys.modules.get(module), name, None), inner) for module, name, inner in _WRAPPERS)
     return next((inner for kind, inner in known if kind and issubclass(cls, kind)), None)
 
 
@@ -252,12 +253,12 @@ def _plain_state(names: PlainNames, given: Any) -> Any:
     plain = names.of(given)
     if names.are_shown and all(name == new for name, new in plain.items()):
         return given
-    made: Any = OrderedDict() if isinstance(given, OrderedDict) else {}
-    made.update((plain[name], value) for name, value in given.items())
+    renamed: Any = OrderedDict() if isinstance(given, OrderedDict) else {}
+    renamed.update((plain[name], value) for name, value in given.items())
     metadata = getattr(given, "_metadata", None)
-    if isinstance(metadata, dict):  # of a wrapper and what it wraps, the latter comes later, and stays
-        made._metadata = OrderedDict((names.module(name), told) for name, told in metadata.items())
-    return made
+    if isinstance(metadata, dict):  # an inner module comes after its wrapper, and replaces it
+        renamed._metadata = OrderedDict((names.module(name), version) for name, version in metadata.items())
+    return renamed
 
 
 def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
@@ -285,13 +286,13 @@ def _modules_held_by(value: Any) -> Iterator[torch.nn.Module]:
 
 
 def _bare(name: str) -> str:
-    """A name without any word that a wrapper may have put there."""
+    """A name without the words that a wrapper may have added."""
     module, _, last = name.rpartition(".")
     return _joined(_bare_module(module), last)
 
 
 def _is_wrapped(plain: str, name: str) -> bool:
-    """Whether a name without any words of wrappers is the plain name, given that both are the same without all of them."""
+    """True if `name` is the plain name with words of wrappers added, given that their bare names are equal."""
     left = iter(name.split("."))
     return all(part in left for part in plain.split("."))
 
@@ -301,25 +302,25 @@ def _bare_module(name: str) -> str:
 
 
 def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_bare_name: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(_bare(name), []).append(name)
-    return found
+        by_bare_name.setdefault(_bare(name), []).append(name)
+    return by_bare_name
 
 
 def _described(ambiguous: Iterable[tuple[str, str]]) -> list[str]:
-    told: dict[str, list[str]] = {}
-    here: dict[str, list[str]] = {}
+    saved: dict[str, list[str]] = {}
+    live: dict[str, list[str]] = {}
     for name, other in sorted({*ambiguous}):
-        told.setdefault(name, []).append(other)
-        here.setdefault(other, []).append(name)
-    one_of_several = {name for name in told if len(told[name]) > 1}
+        saved.setdefault(name, []).append(other)
+        live.setdefault(other, []).append(name)
+    one_of_several = {name for name in saved if len(saved[name]) > 1}
     return [
-        *(f"{name!r} may be {_either(told[name])} of the checkpoint" for name in sorted(one_of_several)),
+        *(f"{name!r} may be {_either(saved[name])} of the checkpoint" for name in sorted(one_of_several)),
         *(
-            f"{name!r} of the checkpoint may be {_either(here[name])}"
-            for name in here
-            if len(here[name]) > 1 and one_of_several.isdisjoint(here[name])
+            f"{name!r} of the checkpoint may be {_either(live[name])}"
+            for name in live
+            if len(live[name]) > 1 and one_of_several.isdisjoint(live[name])
         ),
     ]
 

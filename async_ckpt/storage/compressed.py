@@ -96,7 +96,7 @@ class ZstdSink:
         self._num_compressing = 0
         self._appending = False
         self._error: BaseException | None = None
-        self._frames: list[zstd.Frame] = []  # of whoever appends
+        self._frames: list[zstd.ZstdFrame] = []  # of whoever appends
         self._local = threading.local()
 
     @property
@@ -169,7 +169,7 @@ class ZstdSink:
             try:
                 for frame, num_bytes in frames:
                     self._out.append(memoryview(frame))
-                    self._frames.append(zstd.Frame(len(frame), num_bytes))
+                    self._frames.append(zstd.ZstdFrame(len(frame), num_bytes))
             finally:
                 with self._lock:
                     self._appending = False
@@ -253,7 +253,7 @@ class ZstdReader(Reader):
             self._cached[number] = frame
         return frame
 
-    def _read_table(self) -> list[zstd.Frame]:
+    def _read_table(self) -> list[zstd.ZstdFrame]:
         total = self._reader.num_bytes
         try:
             footer = bytearray(min(zstd.FOOTER_BYTES, total))

@@ -25,7 +25,7 @@ from ...loading.lots import Readers
 from ...loading.open import OpenArchive
 from ...spec import with_article
 from ...state.names import Path, shown
-from ...state.tree import SavedApart, Stored, leaves, replaced
+from ...state.tree import StoredLeaf, ValuesByRank, leaves, replaced
 from .names import KEPT, flattened, planner_data_of
 
 
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     @property
     def tensor(self) -> int | None:
         """Its number in the file; None for what is no tensor."""
-        is_tensor = isinstance(self.value, Stored) and self.value.kind == "tensor"
+        is_tensor = isinstance(self.value, StoredLeaf) and self.value.kind == "tensor"
         return self.file.primary(self.value.number) if is_tensor else None
 
     @property
@@ -76,7 +76,7 @@ def entries_of(parts: Sequence[Part]) -> dict[str, Entry]:
         part.archive.need_names()
         tree, _ = part.archive.tree(groups=part.groups)
         if not isinstance(tree, dict):
-            kind = tree.kind if isinstance(tree, Stored) else type(tree).__name__
+            kind = tree.kind if isinstance(tree, StoredLeaf) else type(tree).__name__
             raise TypeError(
                 f"{part.archive.path}: torch.distributed.checkpoint loads dicts, and this is {with_article(kind)}; "
                 "load it by async_ckpt.load"
@@ -109,17 +109,17 @@ def value_of(name: str, entry: Entry, *, trust: bool) -> tuple[list[Wanted], Cal
     """
     inside = list(leaves(entry.value))
     for apart in inside:
-        if isinstance(apart, SavedApart):
+        if isinstance(apart, ValuesByRank):
             raise ValueError(
                 f"{shown((name,))} was saved by each rank for itself, and this rank, in a world of this size, has none; say "
                 f"whose it is to get, such as from_ranks={{{shown(apart.path)!r}: {min(apart.values)}}}"
             )
-    file, stored = entry.file, [leaf for leaf in inside if isinstance(leaf, Stored)]
+    file, stored = entry.file, [leaf for leaf in inside if isinstance(leaf, StoredLeaf)]
     objects = file.objects(stored, trust=trust)
     numbers = {file.primary(leaf.number) for leaf in stored if leaf.kind != "object"}
     tensors = {number: file.empty(number, CPU) for number in numbers}
 
-    def give(leaf: Stored) -> Any:
+    def give(leaf: StoredLeaf) -> Any:
         if leaf.kind == "object":
             return objects[leaf.number]
         return file.leaf(leaf, tensors[file.primary(leaf.number)], CPU)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ...spec import Json
 from ...state.names import Path
-from ...state.tree import Encoder, Stored, decode
+from ...state.tree import Encoder, StoredLeaf, decode
 
 # Under which a manifest's record has what does not follow from the state.
 KEPT: Final = "torch.distributed.checkpoint"
@@ -69,7 +69,7 @@ def planner_data_of(kept: Mapping[str, Json], paths: Mapping[str, Path]) -> Any:
 
 
 def _is_tensor(value: object) -> bool:
-    return isinstance(value, Stored) and value.kind == "tensor"
+    return isinstance(value, StoredLeaf) and value.kind == "tensor"
 
 
 def _not_plain(value: Any, path: Path) -> Json:  # noqa: ARG001

@@ -29,12 +29,12 @@ from ...loading.contents import CPU, Contents, Part
 from ...loading.fill import Wanted, fill, planned
 from ...loading.find import from_path
 from ...loading.lots import check_from_ranks
+from ...slicing.cover import Box
+from ...slicing.sharded import Slicer, is_sharded
+from ...slicing.slices import Rectangle
 from ...spec import flag
 from ...state.capture import why_not
-from ...state.cover import Box
 from ...state.names import shown
-from ...state.sharded import Slicer, is_sharded
-from ...state.slices import Rectangle
 from ...storage.place import Anywhere, place_of
 from .entries import (
     Entry,

@@ -34,14 +34,14 @@ from ...runs.sweep import Sweeper
 from ...saving import default
 from ...saving.request import FileRequest
 from ...saving.targets import FileTarget
+from ...slicing.sharded import LocalShards, Slicer, is_sharded
+from ...slicing.slices import Rectangle, Slices
 from ...spans import wall_time
 from ...spec import RankFacts, Spread, TensorSpec, flag
 from ...state.capture import capture
+from ...state.containers import nested
+from ...state.division import RankShare
 from ...state.names import Path, shown
-from ...state.places import nested
-from ...state.ranked import Divided
-from ...state.sharded import Sliced, Slicer, is_sharded
-from ...state.slices import Rectangle, Slices
 from ...storage.base import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
 from .names import KEPT, kept_of, path_of
@@ -325,7 +325,7 @@ def _refusal(unknown: Mapping[str, Any]) -> str:
 
 def _taken(
     plan: SavePlan, planner: SavePlanner, rank: int, world_size: int
-) -> tuple[Divided, tuple[str, ...]]:
+) -> tuple[RankShare, tuple[str, ...]]:
     """What this rank is to write, and the names of blobs that stay blobs."""
     items = _Items(getattr(planner, "state_dict", None))
     entries: list[tuple[Path, Any]] = []
@@ -399,24 +399,24 @@ class _Items:
                 f"it is {[(list(one.global_offsets), list(one.sizes)) for one in rectangles]}; save it with AsyncCheckpointer",
             )
 
-    def slice(self, value: torch.Tensor, *, name: str) -> Sliced:  # noqa: ARG002
+    def slice(self, value: torch.Tensor, *, name: str) -> LocalShards:  # noqa: ARG002
         """What is held here of the tensor that a marker stands for."""
         if id(value) not in self._pieces:  # a value of the state that is a tensor
             slices = Slices.plain(value.shape)
-            return Sliced(slices, (value,) if slices.rectangles else ())
+            return LocalShards(slices, (value,) if slices.rectangles else ())
         shape, pieces = self._pieces[id(value)]
         held = [(one, part) for one, part in pieces if one.num_elements]
         rectangles = tuple(one for one, _ in held)
         if rectangles in ((), (Rectangle.whole(shape),)):
-            return Sliced(Slices(shape, rectangles), tuple(part for _, part in held))
-        return Sliced(Slices(shape, rectangles, cuts=None), tuple(part for _, part in held))
+            return LocalShards(Slices(shape, rectangles), tuple(part for _, part in held))
+        return LocalShards(Slices(shape, rectangles, cuts=None), tuple(part for _, part in held))
 
-    def divided(self, state: dict[str, Any], rank: int, world_size: int) -> Divided:
+    def divided(self, state: dict[str, Any], rank: int, world_size: int) -> RankShare:
         slicer: Any = self
         captured = capture(state, slicer=slicer)
         if world_size == 1 and all(one.cuts is not None for one in captured.slices):
             plain = [spec._replace(shape=_shape(spec), of=None) for spec in captured.specs]
-            return Divided(replace(captured, specs=plain), None)
+            return RankShare(replace(captured, specs=plain), None)
         specs = []
         for spec in captured.specs:
             slices = None if spec.of is None else captured.slices[spec.of.number]
@@ -424,7 +424,7 @@ class _Items:
                 held = tuple((one.global_offsets, one.sizes) for one in slices.rectangles)
                 spec = spec._replace(of=spec.of._replace(spread=Spread(None, 0, held)))
             specs.append(spec)
-        return Divided(replace(captured, specs=specs), RankFacts(rank, world_size))
+        return RankShare(replace(captured, specs=specs), RankFacts(rank, world_size))
 
 
 def _shape(spec: TensorSpec) -> tuple[int, ...]:

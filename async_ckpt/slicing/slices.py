@@ -1,12 +1,14 @@
-"""What a rank holds of a tensor that is spread over many: rectangles, by arithmetic that comes out alike on every rank.
+"""The rectangles of a sharded tensor that a rank holds, by arithmetic with the same result on every rank.
 
-In: shapes, the cuts of a tensor, and a place in a mesh of ranks. Out: frozen values. Knows nothing of: torch, processes.
+In: shapes, the cuts of a tensor, and a place in a mesh of ranks. Out: frozen values. Knows nothing of: torch,
+processes.
 
-A tensor's cuts follow from its placements alone, and are the same on all ranks; whoever has them and the mesh can say
-what any other rank holds. A cut is `torch.chunk`'s: pieces of ceil(n / k), the last ones smaller or empty. Cuts of one
-dimension follow each other, each cutting what the one before has left. In which order they do is the whole difficulty:
-fully_shard cuts what tensor parallelism has cut already, so the later dimension of the mesh comes first, and says so by
-a `_StridedShard`; where sizes are uneven, reading that from left to right names another rank for some rows.
+A tensor's cuts follow from its placements alone, and are the same on all ranks. The cuts and the mesh together tell
+the rectangles of any rank. A cut divides as `torch.chunk` does: into pieces of ceil(n / k), the last ones smaller or
+empty. Several cuts of one dimension follow each other, and each divides the pieces of the cut before it. Their order
+is the whole difficulty: fully_shard cuts tensors that tensor parallelism has cut already, so the later dimension of
+the mesh comes first, marked by a `_StridedShard`. With uneven sizes, an order from left to right would name another
+rank for some rows.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ Ints: TypeAlias = tuple[int, ...]
 
 
 class Rectangle(NamedTuple):
-    """A block of a global tensor, and where it lies in what a rank holds; the names of torch's `CheckpointableTensor`."""
+    """A block of a global tensor, and its place in the local tensor of a rank.
+
+    The names are those of torch's `CheckpointableTensor`.
+    """
 
     global_offsets: Ints
     local_offsets: Ints
@@ -38,10 +43,10 @@ class Rectangle(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Dimension `dim` of a tensor is cut into as many pieces as dimension `mesh_dim` of the mesh has ranks.
+    """A division of dimension `dim` of a tensor into as many pieces as dimension `mesh_dim` of the mesh has ranks.
 
-    With several `runs` it is first cut into that many, and a rank holds its piece of each, one after the other: packed
-    matrices (q, k and v in one) under tensor parallelism.
+    With several `runs` the dimension is first cut into that many, and a rank holds its piece of each, one after the
+    other: packed matrices (q, k and v in one) under tensor parallelism.
     """
 
     dim: int
@@ -50,9 +55,9 @@ class Cut(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """Ranks in a grid: the one at a coordinate is `start` plus its steps times `stride`.
+    """Ranks in a grid: the rank at a coordinate is `start` plus its steps times `stride`.
 
-    The few grids that are not as regular as that list their `ranks`, row by row, and have no `stride`.
+    A grid that is not as regular as that lists its `ranks`, row by row, and has no `stride`.
     """
 
     start: int
@@ -62,7 +67,7 @@ class Mesh(NamedTuple):
 
     @classmethod
     def of(cls, shape: Iterable[int], ranks: Iterable[int]) -> Mesh:
-        """The mesh of these ranks, row by row. Raises ValueError where they are not as many as the shape has places."""
+        """The mesh of these ranks, row by row. Raises ValueError unless the shape has a place for each of them."""
         shape, listed = tuple(shape), tuple(ranks)
         if not listed or len(listed) != prod(shape):
             raise ValueError(f"a mesh of shape {shape} does not have {len(listed)} ranks")
@@ -81,15 +86,25 @@ class Mesh(NamedTuple):
             return self.ranks[_number(coordinate, self.shape)]
         return self.start + sum(step * stride for step, stride in zip(coordinate, self.stride, strict=True))
 
+    def coordinate_of(self, rank: int) -> Ints | None:
+        """The coordinate of a rank; None if the rank is not in the mesh."""
+        if rank not in (ranks := self.all_ranks()):
+            return None
+        at, coordinate = ranks.index(rank), list[int]()
+        for size in reversed(self.shape):
+            at, step = divmod(at, size)
+            coordinate.insert(0, step)
+        return tuple(coordinate)
+
     def all_ranks(self) -> list[int]:
-        """Row by row."""
+        """The ranks of the mesh, row by row."""
         ranks = [self.start]
         for size, stride in zip(self.shape, self.stride, strict=False):
             ranks = [rank + step * stride for rank in ranks for step in range(size)]
         return list(self.ranks) or ranks
 
     def along(self, dims: Sequence[int], coordinate: Ints) -> Mesh:
-        """The part of it through a coordinate that runs along these dimensions."""
+        """The part of the mesh that runs along these dimensions through a coordinate."""
         start = tuple(0 if dim in dims else step for dim, step in enumerate(coordinate))
         shape = tuple(self.shape[dim] for dim in dims)
         if not self.ranks:
@@ -103,7 +118,10 @@ class Mesh(NamedTuple):
 
 
 class Replicas(NamedTuple):
-    """Ranks that hold the very same of a tensor, and which of them this one is. Without `ranks` it is alone."""
+    """The ranks that hold the same slices of a tensor, and the number of this rank among them.
+
+    Without `ranks` it is alone.
+    """
 
     ranks: Mesh | None = None
     number: int = 0
@@ -115,16 +133,16 @@ class Replicas(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """What one rank holds of one tensor.
+    """The slices of one tensor that one rank holds.
 
     Args:
-        global_shape: of the whole tensor.
-        rectangles: those of it that are here. None of them is empty, and no two overlap.
-        cuts: by which they are made, in their order; empty for a tensor that is whole on each rank; None where the
-            rectangles were given, and nothing says what other ranks hold.
-        mesh: of the ranks that it is spread over; None for a tensor that knows of no other rank.
-        coordinate: of this rank in the mesh; None when it stands outside, or there is no mesh.
-        is_copy: whoever gave the rectangles says that another rank has these too, and is the one to write them.
+        global_shape: shape of the whole tensor.
+        rectangles: the rectangles of the tensor on this rank. None of them is empty, and no two overlap.
+        cuts: the cuts that make the rectangles, in their order; empty for a tensor that is whole on each rank; None
+            if the rectangles were given, so that nothing is known of other ranks.
+        mesh: the ranks that the tensor is spread over; None for a tensor that knows of no other rank.
+        coordinate: place of this rank in the mesh; None if it is outside, or there is no mesh.
+        is_copy: the giver of the rectangles says that another rank has them too, and writes them.
     """
 
     global_shape: Ints
@@ -136,7 +154,7 @@ class Slices:
 
     @classmethod
     def plain(cls, shape: Iterable[int]) -> Slices:
-        """All of a tensor that knows of no other rank."""
+        """A whole tensor that knows of no other rank."""
         whole = Rectangle.whole(shape)
         return cls(whole.sizes, (whole,) if whole.num_elements else ())
 
@@ -144,7 +162,7 @@ class Slices:
     def at(
         cls, coordinate: Ints | None, *, global_shape: Iterable[int], cuts: tuple[Cut, ...], mesh: Mesh
     ) -> Slices:
-        """What the rank at this coordinate of the mesh holds; nothing outside of it, where the coordinate is None."""
+        """The slices of the rank at a coordinate of the mesh; none for a rank outside of it."""
         shape = tuple(global_shape)
         rectangles = () if coordinate is None else _rectangles(_runs(shape, cuts, mesh.shape, coordinate))
         return cls(shape, rectangles, cuts, mesh, coordinate)
@@ -155,18 +173,18 @@ class Slices:
 
     @property
     def local_shape(self) -> Ints | None:
-        """The shape of what a rank holds, by the cuts; None where nothing follows from them."""
+        """The shape of a rank's local tensor by the cuts; None where nothing follows from them."""
         if self.mesh is None or self.cuts is None or self.coordinate is None:
             return self.global_shape if self.is_plain else None
         runs = _runs(self.global_shape, self.cuts, self.mesh.shape, self.coordinate)
         return tuple(sum(stop - start for start, stop in of_dim) for of_dim in runs)
 
     def replicas(self) -> Replicas:
-        """The ranks of its mesh that hold the same: those that differ only where nothing is cut."""
+        """The ranks of the mesh with the same slices: their coordinates differ only in dimensions without a cut."""
         if self.mesh is None or self.cuts is None or self.coordinate is None:
             return Replicas()
-        cut = {one.mesh_dim for one in self.cuts}
-        free = [dim for dim, size in enumerate(self.mesh.shape) if size > 1 and dim not in cut]
+        dims_cut = {cut.mesh_dim for cut in self.cuts}
+        free = [dim for dim, size in enumerate(self.mesh.shape) if size > 1 and dim not in dims_cut]
         if not free:
             return Replicas()
         ranks = self.mesh.along(free, self.coordinate)
@@ -179,15 +197,15 @@ def cuts_of(
     *,
     order: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[Cut, ...]:
-    """The cuts, in their order, that placements stand for.
+    """The cuts that placements stand for, in their order.
 
-    For each dimension of the mesh `placed` has the tensor's dimension and the split factor (1 for `Shard`), or None where
-    it replicates. Cuts are from left to right. But a split factor that is the number of pieces which the dimensions of
-    the mesh to the right have made says that this cut comes after theirs: so fully_shard cuts a tensor that was cut
-    before, and torch writes a shard order that way. Any other factor is the number of runs.
+    For each dimension of the mesh `placed` has the tensor's dimension and the split factor (1 for `Shard`), or None
+    for a replica. Cuts go from left to right, with one exception: a split factor equal to the number of pieces that
+    the mesh's dimensions to the right have made means that this cut comes after theirs. fully_shard cuts a tensor
+    that was cut before in this way, and torch writes a shard order so. Any other factor is the number of runs.
 
-    `order` has, by the tensor's dimension, those of the mesh in the order of their cuts, where that is said outright;
-    split factors are runs then. Raises ValueError where it does not name the dimensions that are cut.
+    `order` lists, by the tensor's dimension, the dimensions of the mesh in the order of their cuts, if torch states it;
+    split factors are runs then. Raises ValueError if `order` does not name the dimensions that are cut.
     """
     by_dim: dict[int, list[Cut]] = {}
     for mesh_dim in reversed(range(len(placed))):
@@ -199,18 +217,18 @@ def cuts_of(
                 later.insert(pieces.index(factor), Cut(dim, mesh_dim))
             else:
                 later.insert(0, Cut(dim, mesh_dim, factor))
-    for dim, said in (order or {}).items():
+    for dim, mesh_dims in (order or {}).items():
         cuts = {cut.mesh_dim: cut for cut in by_dim.get(dim, ())}
-        if sorted(said) != sorted(cuts):
+        if sorted(mesh_dims) != sorted(cuts):
             raise ValueError(
-                f"its shard order cuts dimension {dim} along {list(said)}, its placements {sorted(cuts)}"
+                f"its shard order cuts dimension {dim} along {list(mesh_dims)}, its placements {sorted(cuts)}"
             )
-        by_dim[dim] = [cuts[mesh_dim] for mesh_dim in said]
+        by_dim[dim] = [cuts[mesh_dim] for mesh_dim in mesh_dims]
     return tuple(cut for dim in sorted(by_dim) for cut in by_dim[dim])
 
 
 def flat_range(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
-    """Offsets and sizes of the rectangles that are elements [start, stop) of a tensor, row by row, in that order."""
+    """Offsets and sizes of the rectangles that make up elements [start, stop) of a tensor in row-major order."""
     if start >= stop:
         return
     if not shape:
@@ -230,13 +248,12 @@ def flat_range(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints]
         yield (last, *offsets), (1, *sizes)
 
 
-_Runs: TypeAlias = list[
-    tuple[int, int]
-]  # [start, stop) of a dimension, in the order in which a rank holds them
+# Ranges [start, stop) of a dimension, in the order in which a rank holds them.
+_Runs: TypeAlias = list[tuple[int, int]]
 
 
 def _runs(shape: Ints, cuts: Iterable[Cut], mesh_shape: Ints, coordinate: Ints) -> list[_Runs]:
-    """By dimension, what the rank there holds."""
+    """The runs of each dimension that the rank at a coordinate holds."""
     held: list[_Runs] = [[(0, size)] for size in shape]
     for cut in cuts:
         whole, pieces, number = held[cut.dim], mesh_shape[cut.mesh_dim], coordinate[cut.mesh_dim]
@@ -246,7 +263,7 @@ def _runs(shape: Ints, cuts: Iterable[Cut], mesh_shape: Ints, coordinate: Ints) 
 
 
 def _piece(runs: _Runs, pieces: int, number: int) -> _Runs:
-    """The piece of this number, when what the runs have is cut as `torch.chunk` does."""
+    """The piece of this number, if the runs are cut as by `torch.chunk`."""
     length = sum(stop - start for start, stop in runs)
     size = -(-length // pieces)
     first, last = number * size, (number + 1) * size
@@ -260,7 +277,7 @@ def _piece(runs: _Runs, pieces: int, number: int) -> _Runs:
 
 
 def _joined(runs: _Runs) -> _Runs:
-    """Runs that continue each other, as one."""
+    """The runs, with those that continue each other joined."""
     joined: _Runs = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:
@@ -280,13 +297,13 @@ def _rectangles(held: list[_Runs]) -> tuple[Rectangle, ...]:
             at += stop - start
         spans.append(of_dim)
     return tuple(
-        Rectangle(tuple(a for a, _, _ in one), tuple(b for _, b, _ in one), tuple(n for _, _, n in one))
-        for one in product(*spans)
+        Rectangle(tuple(a for a, _, _ in block), tuple(b for _, b, _ in block), tuple(n for _, _, n in block))
+        for block in product(*spans)
     )
 
 
 def _number(coordinate: Sequence[int], shape: Ints) -> int:
-    """Which one it is, row by row."""
+    """The number of a coordinate, row by row."""
     number = 0
     for step, size in zip(coordinate, shape, strict=True):
         number = number * size + step

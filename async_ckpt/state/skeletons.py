@@ -1,25 +1,24 @@
-"""One skeleton out of those that several ranks have saved of one state.
+"""The skeletons that several ranks have of one state: merged into one, and compared by their plain values.
 
-In: a skeleton for each rank. Out: a skeleton in which each tensor stands once, and whose number it is on each rank.
-Knows nothing of: files, tensors.
+In: a skeleton for each rank. Out: a skeleton in which each tensor stands once, with its number on each rank; plain
+values as text. Knows nothing of: files, tensors.
 
-Dicts are merged key by key: the stages of a pipeline have others. What is alike on all ranks that have it is one value,
-and a tensor is one tensor. Where values differ, or are said to be of each rank, they stay apart.
+Dicts are merged key by key, since the stages of a pipeline have different keys. A value that is alike on all ranks
+that have it is one value, and so is a tensor. Values that differ, or are per rank, are kept for each rank.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..spec import Json
-from .names import Path, dotted, shown
-from .tree import Apart, key_of
-from .values import is_within
+from .names import Path, dotted, is_within, shown
+from .tree import NodesByRank, key_of
 
-# Ranks whose nodes are alike, and the node.
+# Ranks with equal nodes, and the node.
 _Variant: TypeAlias = tuple[tuple[int, ...], Json]
 _KEYED: Final = frozenset({"dict", "ordered", "dataclass", "places"})
 _IN_ORDER: Final = frozenset({"list", "tuple", "deque", "namedtuple"})
@@ -27,36 +26,36 @@ _NUMBERED: Final = frozenset({"tensor", "ndarray", "bytes"})
 
 
 class MergedSkeleton(NamedTuple):
-    """Numbers of tensors and objects in `skeleton` count these lists."""
+    """The result of `merge`. Numbers of tensors and objects in `skeleton` are indices of the lists."""
 
     skeleton: Json
     tensors: list[Mapping[int, int]]
-    """The number that each tensor has on each rank that has saved it."""
+    """The number of each tensor on each rank that saved it."""
     objects: list[tuple[int, int]] | None
-    """A rank, and the number of the object there; None where all ranks have the same numbers."""
+    """A rank, and the number of the object there; None if all ranks have the same numbers."""
     of_some: Collection[Path] = ()
-    """What only some of the ranks have in their dicts."""
+    """The paths of entries that only some of the ranks have in their dicts."""
     chosen: Collection[str] = ()
-    """The names that were chosen, as far as there are such."""
+    """The names in `from_ranks` that exist."""
     apart: Collection[Path] = ()
-    """What ranks have their own values of."""
+    """The paths of values that each rank has for itself."""
 
 
 class UnknownChoiceError(KeyError):
-    """The caller has chosen a value that there is not."""
+    """The caller has chosen the value of a rank that has none."""
 
 
 class Choice(NamedTuple):
-    """Whose values count where ranks have their own: those of `rank`, but for names of which `from_ranks` says another."""
+    """The ranks whose values count where ranks have their own: `rank`, unless `from_ranks` names another one."""
 
     rank: int | None = None
     from_ranks: Mapping[str, int] = MappingProxyType({})
 
     def of(self, path: Path, ranks: Collection[int]) -> int | None:
-        """The rank whose value counts; None if all do. Raises UnknownChoiceError for one that has none."""
+        """The rank whose value counts; None if all do. Raises UnknownChoiceError for a chosen rank without a value."""
         name = dotted(path)
-        for told, rank in self.from_ranks.items():
-            if is_within(name, {told}):
+        for group, rank in self.from_ranks.items():
+            if is_within(name, {group}):
                 if rank not in ranks:
                     raise UnknownChoiceError(
                         f"of from_ranks={dict(self.from_ranks)!r}: rank {rank} has saved no {shown(path)}; {_ranks(ranks)} have"
@@ -76,12 +75,12 @@ def merge(
     choice: Choice = _NO_CHOICE,
     groups: Collection[str] | None = None,
 ) -> MergedSkeleton:
-    """Merge skeletons, given by rank, with how many tensors there are for each. `per_rank` are dotted names.
+    """Merge skeletons, given by rank with the number of their tensors. `per_rank` are dotted names.
 
-    With `groups`, only these top-level entries. Raises UnknownChoiceError for the choice of a rank that has no such value,
-    ValueError where the skeletons contradict themselves, and any error for one that is malformed.
+    With `groups`, only these top-level entries are merged. Raises UnknownChoiceError for the choice of a rank that
+    has no such value, ValueError if the skeletons contradict themselves, and any error for a malformed skeleton.
     """
-    walk = _Walk(num_tensors, frozenset(per_rank), choice, groups)
+    walk = _MergeWalk(num_tensors, frozenset(per_rank), choice, groups)
     variants = _grouped(skeletons.items())
     if len(variants) == 1 and not per_rank and not choice.from_ranks:
         return walk.as_it_is(*variants[0])
@@ -89,7 +88,7 @@ def merge(
     return MergedSkeleton(node, walk.tensors, walk.objects, walk.of_some, walk.names, walk.apart)
 
 
-class _Walk:
+class _MergeWalk:
     def __init__(
         self,
         num_tensors: Mapping[int, int],
@@ -101,14 +100,14 @@ class _Walk:
         self.objects: list[tuple[int, int]] = []
         self.of_some: set[Path] = set()
         self.apart: list[Path] = []
-        self.names: set[str] = set()  # of those that are chosen, and that there are
+        self.names: set[str] = set()  # of choices that exist
         self._num_tensors = num_tensors
         self._per_rank, self._choice, self._groups = per_rank, choice, groups
         self._looks_for_names = bool(per_rank or choice.from_ranks)
-        self._number: dict[tuple[int, int], int] = {}  # of a tensor, by rank and its number there
+        self._number: dict[tuple[int, int], int] = {}  # of a merged tensor, by rank and its number there
 
     def as_it_is(self, ranks: tuple[int, ...], skeleton: Json) -> MergedSkeleton:
-        """The skeleton that all ranks have."""
+        """The skeleton as it is, if all ranks have the same."""
         num_tensors = min(self._num_tensors[rank] for rank in ranks)
         tensors: list[Mapping[int, int]] = [dict.fromkeys(ranks, n) for n in range(num_tensors)]
         return MergedSkeleton(skeleton, tensors, None)
@@ -145,7 +144,7 @@ class _Walk:
         if kind == "dataclass":
             return {kind: [*rest, items]}
         metadata = [(ranks, node["metadata"]) for ranks, node in variants if "metadata" in node]
-        # Of modules that only some ranks have; version numbers, where they are of all.
+        # Version numbers of all modules, some of which only some ranks have.
         more = {"metadata": self._metadata(metadata)} if metadata else {}
         return {kind: items, **more}
 
@@ -158,13 +157,13 @@ class _Walk:
                 key = (True, raw) if isinstance(raw, str) else (False, json.dumps(raw))
                 entries.setdefault(key, (raw, []))[1].append((ranks, node))
         num_ranks = sum(len(ranks) for ranks, _ in variants)
-        found = []
+        merged = []
         for raw, inside in entries.values():
             inner = (*path, key_of(raw))
             if sum(len(ranks) for ranks, _ in inside) < num_ranks:
                 self.of_some.add(inner)
-            found.append([raw, self.merge(_grouped(inside), inner)])
-        return found
+            merged.append([raw, self.merge(_grouped(inside), inner)])
+        return merged
 
     def _metadata(self, variants: Sequence[_Variant]) -> Json:
         items: dict[str, Json] = {}
@@ -174,30 +173,30 @@ class _Walk:
         return {"dict": list(items.values())}
 
     def _leaf(self, kind: str, variants: Sequence[_Variant], path: Path) -> Json:
-        told = [(ranks, *(node[kind] if kind == "ndarray" else [node[kind]])) for ranks, node in variants]
-        if len({json.dumps(how) for _, _, *how in told}) > 1:
+        values = [(ranks, *(node[kind] if kind == "ndarray" else [node[kind]])) for ranks, node in variants]
+        if len({json.dumps(facts) for _, _, *facts in values}) > 1:
             return self._kept_apart(variants, path)
-        _, first, *how = told[0]
+        ranks, first, *facts = values[0]
         if kind == "object":
-            self.objects.append((told[0][0][0], first))
+            self.objects.append((ranks[0], first))
             return {kind: len(self.objects) - 1}
-        number = self.number_of({rank: number for ranks, number, *_ in told for rank in ranks})
-        return {kind: [number, *how] if kind == "ndarray" else number}
+        number = self.number_of({rank: number for ranks, number, *_ in values for rank in ranks})
+        return {kind: [number, *facts] if kind == "ndarray" else number}
 
     def number_of(self, numbers: Mapping[int, int]) -> int:
-        """The number of the tensor that has these on these ranks. Raises ValueError if it is part of another one."""
+        """The merged number of the tensor with these numbers by rank. Raises ValueError if ranks disagree about it."""
         for rank, number in numbers.items():
             if type(number) is not int or not 0 <= number < self._num_tensors[rank]:
-                raise ValueError(f"{number!r:.50} numbers no tensor of rank {rank}")
-        known = {self._number.get(one) for one in numbers.items()}
+                raise ValueError(f"{number!r:.50} is not the number of a tensor of rank {rank}")
+        known = {self._number.get(pair) for pair in numbers.items()}
         if known == {None}:
             self.tensors.append(numbers)
             self._number.update(dict.fromkeys(numbers.items(), len(self.tensors) - 1))
             return len(self.tensors) - 1
-        found = known.pop()
-        if known or found is None or self.tensors[found] != numbers:
+        number_before = known.pop()
+        if known or number_before is None or self.tensors[number_before] != numbers:
             raise ValueError("a tensor is at two places of the state on some ranks, and not on others")
-        return found
+        return number_before
 
     def _kept_apart(self, variants: Sequence[_Variant], path: Path) -> Json:
         by_rank = {rank: node for ranks, node in variants for rank in ranks}
@@ -205,11 +204,11 @@ class _Walk:
         chosen = self._choice.of(path, by_rank)
         if chosen is not None:
             return self._own(chosen, by_rank[chosen], path)
-        return Apart({rank: self._own(rank, by_rank[rank], path) for rank in sorted(by_rank)})
+        return NodesByRank({rank: self._own(rank, by_rank[rank], path) for rank in sorted(by_rank)})
 
     def _own(self, rank: int, node: Json, path: Path) -> Json:
-        """What one rank has, with the numbers that its tensors have here."""
-        walk = _Walk(self._num_tensors, frozenset(), _NO_CHOICE)
+        """The node of one rank, with the merged numbers of its tensors."""
+        walk = _MergeWalk(self._num_tensors, frozenset(), _NO_CHOICE)
         walk.tensors, walk.objects, walk._number = self.tensors, self.objects, self._number
         return walk.merge([((rank,), node)], path)
 
@@ -219,7 +218,7 @@ def _kind(node: Json) -> Any:
 
 
 def _split(kind: str, value: Json) -> tuple[list[Json], list[Json]]:
-    """What a container of this kind says of itself, and what is in it."""
+    """The facts of a container of this kind, and the list of its items."""
     if kind == "deque":
         nodes, maxlen = value
         return [maxlen], nodes
@@ -233,16 +232,71 @@ def _split(kind: str, value: Json) -> tuple[list[Json], list[Json]]:
 
 
 def _grouped(nodes: Iterable[tuple[Any, Json]]) -> list[_Variant]:
-    """Those that are alike together. By their text: 1, 1.0 and True are equal."""
+    """Equal nodes with all their ranks. Their texts are compared, since 1, 1.0 and True are equal in Python."""
     listed = [((ranks,) if isinstance(ranks, int) else ranks, node) for ranks, node in nodes]
     if len(listed) == 1:
         return listed
-    found: dict[str, tuple[tuple[int, ...], Json]] = {}
+    by_text: dict[str, _Variant] = {}
     for ranks, node in listed:
         text = json.dumps(node)
-        found[text] = (found[text][0] + ranks if text in found else ranks, node)
-    return list(found.values())
+        by_text[text] = (by_text[text][0] + ranks if text in by_text else ranks, node)
+    return list(by_text.values())
 
 
 def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+# --- plain values ---------------------------------------------------------------------------------------------------
+
+
+def plain_leaves(skeleton: Json, objects: Callable[[int], str]) -> dict[str, str]:
+    """The values of a skeleton as texts by their dotted names, with the lengths of lists and the places of tensors.
+
+    `objects` returns the text for the pickled object of a number. The states of two skeletons with the same leaves
+    differ in nothing but their tensors.
+    """
+    return {
+        dotted(path): f"object {objects(leaf)}" if isinstance(leaf, int) else leaf
+        for path, leaf in _leaf_texts(skeleton, ())
+    }
+
+
+def _leaf_texts(node: Json, path: Path) -> Iterator[tuple[Path, str | int]]:
+    """The text of each leaf; for a pickled object its number."""
+    kind = next(iter(node), None) if isinstance(node, dict) else None
+    if kind is None:
+        yield path, json.dumps(node)
+        return
+    value = node[kind]
+    if kind in ("dict", "ordered"):
+        yield from _entry_texts(value, path, kind)
+        if "metadata" in node:
+            yield (*path, "_metadata"), json.dumps(node["metadata"], sort_keys=True)
+    elif kind in ("list", "tuple"):
+        yield from _item_texts(value, path, kind)
+    elif kind == "deque":
+        yield from _item_texts(value[0], path, f"deque of {value[1]}")
+    elif kind == "namedtuple":
+        yield from _item_texts(value[2], path, f"namedtuple {value[0]}")
+    elif kind == "dataclass":
+        yield from _entry_texts(value[1], path, f"dataclass {value[0]}")
+    elif kind == "object":
+        yield path, int(value)
+    elif kind in _NUMBERED:  # without the number, which depends on the rest of the state
+        yield path, json.dumps([kind, *(value[1:] if kind == "ndarray" else ())])
+    else:
+        yield path, json.dumps(node, sort_keys=True)
+
+
+def _entry_texts(items: Json, path: Path, kind: str) -> Iterator[tuple[Path, str | int]]:
+    if not items:
+        yield path, kind
+    for key, node in items:
+        yield from _leaf_texts(node, (*path, key_of(key)))
+
+
+def _item_texts(nodes: Json, path: Path, kind: str) -> Iterator[tuple[Path, str | int]]:
+    yield path, f"{kind} of {len(nodes)}"
+    for number, node in enumerate(nodes):
+        yield from _leaf_texts(node, (*path, number))

@@ -1,9 +1,9 @@
-"""Megatron's objects in a state: a tensor brings along the name that it has on all ranks, wherever in the state it lies.
+"""Megatron's ShardedTensors in a state: each brings along its name on all ranks, wherever in the state it lies.
 
-In: leaves of a state. Out: the tensors among them, each under its name; and skeletons with these. Knows nothing of: other ranks.
+In: leaves of a state. Out: the tensors among them by name, and skeletons with these. Knows nothing of: other ranks.
 
-On a stage of a pipeline, `model.layers.0.weight` is another layer than on the first, or a row of the tensor of all layers. So
-such a tensor is an entry of the group that it lies in, called by its key; slices of one key are one tensor.
+On a later stage of a pipeline, `model.layers.0.weight` is another layer than on the first, or a row of the tensor of
+all layers. So a ShardedTensor becomes an entry of its group under its key, and the slices of one key are one tensor.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnsupportedStateError
+from ..slicing.sharded import Slicer, is_of_megatron, joined
+from ..slicing.slices import Slices
 from ..spec import Json, with_article
 from .names import Path, shown
-from .sharded import Slicer, is_of_megatron, together
-from .slices import Slices
 from .tree import key_of
 
 
-class Keyed(NamedTuple):
-    """What is here of one tensor, under its name."""
+class MegatronTensor(NamedTuple):
+    """The slices of one ShardedTensor on this rank, under its name."""
 
     path: Path
     slices: Slices
@@ -30,15 +30,18 @@ class Keyed(NamedTuple):
     dtype: torch.dtype
 
 
-class KeyedTensors:
-    """Those of one state, as they are met."""
+class MegatronTensors:
+    """Collects the ShardedTensors of one state during a capture."""
 
     def __init__(self, slicer: Slicer | None) -> None:
         self._slicer = slicer
-        self._found: dict[Path, dict[Path, Any]] = {}  # by name, and then by where it lies
+        self._tensors: dict[Path, dict[Path, Any]] = {}  # by name, then by path in the live state
 
     def take(self, value: Any, path: Path) -> bool:
-        """Whether it is one. Raises UnsupportedStateError for Megatron's objects that are no tensors yet, or none at all."""
+        """True if the value is a ShardedTensor, which is then kept.
+
+        Raises UnsupportedStateError for Megatron's objects that are no tensors.
+        """
         if is_of_megatron(value):
             if not path or not isinstance(value.key, str):
                 raise _refused(path, f"a ShardedTensor called {value.key!r:.100} must be an entry of a dict")
@@ -48,47 +51,51 @@ class KeyedTensors:
                     "a ShardedTensor is spread over ranks, each of which has a part of it; save it on every rank with an "
                     "AsyncCheckpointer, in a process group",
                 )
-            self._found.setdefault(name_of(value, path), {})[path] = value
+            self._tensors.setdefault(name_of(value, path), {})[path] = value
             return True
         refuse_others(value, path)
         return False
 
-    def tensors(self) -> Iterator[Keyed]:
-        """Each once. Raises UnsupportedStateError, naming where it lies, for slices that contradict each other."""
-        assert self._slicer is not None or not self._found
-        for name, values in self._found.items():
-            sliced = [self._slicer.slice(one, name=shown(at)) for at, one in values.items() if self._slicer]
-            dtypes = {one.data.dtype for one in values.values()}
+    def tensors(self) -> Iterator[MegatronTensor]:
+        """Each tensor once. Raises UnsupportedStateError, naming its path, for slices that contradict each other."""
+        assert self._slicer is not None or not self._tensors
+        for name, values in self._tensors.items():
+            sliced = [
+                self._slicer.slice(value, name=shown(at)) for at, value in values.items() if self._slicer
+            ]
+            dtypes = {value.data.dtype for value in values.values()}
             if len(dtypes) > 1:
-                raise _refused(name, f"its slices are {', '.join(sorted(map(str, dtypes)))}")
-            slices, parts = together(sliced, name=shown(name))
-            yield Keyed(name, slices, parts, dtypes.pop())
+                raise _refused(
+                    name, f"its slices have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
+                )
+            slices, parts = joined(sliced, name=shown(name))
+            yield MegatronTensor(name, slices, parts, dtypes.pop())
 
 
 def refuse_others(value: Any, path: Path) -> None:
-    """Raises UnsupportedStateError for Megatron's objects that are no tensors yet, or none at all."""
+    """Raise UnsupportedStateError for Megatron's objects that are no tensors."""
     if why := _why_not(value):
         raise _refused(path, f"{with_article(type(value).__name__)} {why}")
 
 
 def name_of(value: Any, path: Path) -> Path:
-    """Where in the saved state Megatron's tensor is, which lies there in the live one."""
+    """The path in the saved state of a ShardedTensor at `path` in the live state."""
     return (*path[:-1][:1], value.key)
 
 
 def keys_below(value: Any, *, deep: bool) -> set[str]:
-    """The keys of Megatron's tensors in a dict, and with `deep` in dicts below it."""
-    found: set[str] = set()
+    """The keys of the ShardedTensors in a dict, and with `deep` in dicts below it."""
+    keys: set[str] = set()
     for item in value.values():
         if is_of_megatron(item):
-            found.add(item.key)
+            keys.add(item.key)
         elif deep and isinstance(item, Mapping):
-            found |= keys_below(item, deep=True)
-    return found
+            keys |= keys_below(item, deep=True)
+    return keys
 
 
-def with_keyed(node: Json, numbers: Mapping[Path, int]) -> Json:
-    """A skeleton, and in it these tensors by their names. Raises UnsupportedStateError where there is something else already."""
+def with_megatron(node: Json, numbers: Mapping[Path, int]) -> Json:
+    """A skeleton with these tensors added by name. Raises UnsupportedStateError if a name is taken already."""
     for name, number in numbers.items():
         items = _items_of(node, name)
         for key in name[:-1]:
@@ -98,9 +105,7 @@ def with_keyed(node: Json, numbers: Mapping[Path, int]) -> Json:
                 items.append([key, inner])
             items = _items_of(inner, name)
         if any(key_of(raw) == name[-1] for raw, _ in items):
-            raise _refused(
-                name, "there is another entry where a ShardedTensor of this key belongs; rename it"
-            )
+            raise _refused(name, "another entry has the name of this ShardedTensor; rename the entry")
         items.append([name[-1], {"tensor": number}])
     return node
 
@@ -109,13 +114,13 @@ def _items_of(node: Json, name: Path) -> Any:
     items = node.get("dict", node.get("ordered")) if isinstance(node, dict) else None
     if items is None:
         raise _refused(
-            name, "a ShardedTensor must lie in a dict of the state, or in dicts in it; it is in no dict"
+            name, "a ShardedTensor must be in a dict of the state, or in nested dicts; put it into one"
         )
     return items
 
 
 def _why_not(value: Any) -> str | None:
-    """Why one of Megatron's other objects cannot be stored, and what to do; None for what is none."""
+    """The reason why one of Megatron's other objects cannot be stored, and a remedy; None for any other value."""
     if all(hasattr(value, name) for name in ("key", "data", "build_fn", "merge_fn", "replica_id")):
         return "makes ShardedTensors, and is none; replace it by its build(), as apply_factories() does for a whole state"
     if all(hasattr(value, name) for name in ("key", "data", "global_shape", "global_offset", "replica_id")):

@@ -1,4 +1,4 @@
-"""A state as it was at one instant, with other tensors in the place of its own.
+"""A state of one instant as a value: the capture of it, and a view of copies of its tensors by name.
 
 In: a capture, and copies of its tensors. Out: parts of it by name, and plain containers. Knows nothing of: who copies.
 """
@@ -11,29 +11,58 @@ import operator
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 
 from ..errors import ClosedError
-from ..spec import with_article
+from ..slicing.slices import Slices
+from ..spec import TensorSpec, with_article
 from .dtypes import dtype_named
 from .names import Path, shown
-from .tree import SavedRecord, Stored, decode, replaced
+from .tree import SavedRecord, StoredLeaf, decode, replaced
 
-if TYPE_CHECKING:  # a capture may be of a state that was held before
-    from .capture import Capture, Mark
+Mark: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """One state, taken apart by `state.capture`: `tensors[i]` holds the bytes of `specs[i]`. A tensor with aliases is
+    stored once.
+
+    `marks[i]` are the address and the version counter of the user's own tensor; None for a copy that was made here.
+    `completions` are those of the snapshots in the state, and `frozen` the numbers of their tensors: these tensors have
+    their bytes once the snapshots are complete, and change no more.
+    """
+
+    specs: list[TensorSpec]
+    tensors: list[torch.Tensor]
+    skeleton: str
+    objects: bytes | None
+    marks: list[Mark | None]
+    completions: tuple[Future[None], ...] = ()
+    frozen: frozenset[int] = frozenset()
+    modules: Mapping[Path, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
+    types: Collection[type] = ()
+    slices: Sequence[Slices] = ()
+    """The slices of each tensor that this rank holds, by the tensor's number; empty for a state of one process."""
+    per_rank: tuple[str, ...] = ()
+    """The names of values that each process has for itself: random generators."""
 
 
 def structure_of(captured: Capture) -> Any:
-    """The state, with a `Stored` for what is not in the skeleton itself. Raises TypeError for two classes of one name."""
+    """The state, with a `StoredLeaf` for each leaf outside of the skeleton.
+
+    Raises TypeError for two classes of one name.
+    """
     return decode(json.loads(captured.skeleton), types=captured.types)[0]
 
 
-class Source:
-    """What all parts of one snapshot share: the copies, until it is closed."""
+class SnapshotCopies:
+    """The copies of one snapshot's tensors until it is closed, shared by all views of the snapshot."""
 
     def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
         self.completion = completion
@@ -51,7 +80,7 @@ class Source:
         return self._copies is None
 
     def copies(self) -> list[torch.Tensor]:
-        """Raises ClosedError when there are none any more, or not in this process."""
+        """The copies. Raises ClosedError if the snapshot is closed, or belongs to the parent process."""
         if self._copies is None:
             raise ClosedError("this snapshot is closed; use it inside its `with` block, or take another one")
         if os.getpid() != self._pid:
@@ -59,19 +88,19 @@ class Source:
         return self._copies
 
     def marks(self) -> dict[int, Mark | None]:
-        """What the copied tensors were at that instant, by the id of each copy."""
+        """The marks of the tensors at the instant of the snapshot, by the id of each copy."""
         return {id(copy): mark for copy, mark in zip(self.copies(), self._marks, strict=True)}
 
     def _objects(self) -> list[Any]:
-        # They were pickled here, of objects of this very process.
+        # This process has pickled them itself, so they are trusted.
         return torch.load(io.BytesIO(self._pickled or b""), weights_only=False)  # type: ignore[no-any-return]
 
     def filled(self, structure: Any) -> Any:
-        """A part of the structure, in containers of its own, and with objects of its own: whoever has it may change them."""
+        """A part of the structure in new containers and with new objects, which the caller may change."""
         copies = self.copies()
         objects: list[Any] = []
 
-        def give(stored: Stored) -> Any:
+        def give(stored: StoredLeaf) -> Any:
             if stored.kind == "object":
                 objects[:] = objects or self._objects()
                 return objects[stored.number]
@@ -86,7 +115,7 @@ class Source:
         return replaced(structure, give)
 
 
-class Held:
+class SnapshotView:
     """A snapshot, or a part of one: a state as it was at one instant, with its tensors on the host.
 
         snap["model"]["weight"]  # a tensor; snap["model"] is a part
@@ -95,12 +124,12 @@ class Held:
     state, and read it in the background. All readers share its tensors, so they must not be written to.
     """
 
-    def __init__(self, source: Source, structure: Any, path: Path = ()) -> None:
+    def __init__(self, source: SnapshotCopies, structure: Any, path: Path = ()) -> None:
         self._source, self._structure, self._path = source, structure, path
 
     @property
     def completion(self) -> Future[None]:
-        """A future that is done when every byte has been copied. It raises TornSnapshotError if a tensor changed too early.
+        """A future that is done when all bytes are copied, with TornSnapshotError if a tensor changed too early.
 
         snap.completion.result(timeout=60)  # seconds
         """
@@ -116,14 +145,14 @@ class Held:
         tree = tree_of(self)
         error = self.completion.exception()
         if error is not None:
-            # Or the error, which a handle may keep for long, would keep the copies by way of its traceback.
+            # A handle may keep the error for long, and the error's traceback would keep the copies.
             del tree
             raise error
         return tree
 
     @property
     def _entries(self) -> Any:
-        """Raises TypeError where there are none."""
+        """The container of the parts. Raises TypeError for one value."""
         if is_leaf(self):
             raise TypeError(
                 f"{shown(self._path)} is one value, without parts; its state_dict() is that value"
@@ -133,7 +162,7 @@ class Held:
 
     @property
     def _names(self) -> dict[Any, Any]:
-        """Raises TypeError where there are none."""
+        """The parts by name. Raises TypeError if this is not a dict."""
         entries = self._entries
         if not isinstance(entries, dict):
             raise TypeError(
@@ -142,26 +171,29 @@ class Held:
         return entries
 
     def __getitem__(self, key: Any) -> Any:
-        """A part; or a tensor or a value, after waiting for `completion`. Raises KeyError, IndexError and ClosedError."""
+        """A part; or a tensor or a value, after waiting for `completion`.
+
+        Raises KeyError, IndexError and ClosedError.
+        """
         inner = part_of(self, key)
         return inner.state_dict() if is_leaf(inner) else inner
 
     def keys(self) -> KeysView[Any]:
-        """The names in it. Raises TypeError if it is not a dict.
+        """The names of the parts. Raises TypeError if this is not a dict.
 
         list(snap.keys())  # ["model", "optimizer"]
         """
         return self._names.keys()
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        """The names in it, each with what `snap[name]` is. Raises TypeError if it is not a dict.
+        """The names of the parts, each with `snap[name]`. Raises TypeError if this is not a dict.
 
         for name, part in snap.items(): ...
         """
         return ((name, self[name]) for name in self._names)
 
     def get(self, name: Any, default: Any = None) -> Any:
-        """What `snap[name]` is, or `default` if there is no entry of this name. Raises TypeError if it is not a dict.
+        """`snap[name]`, or `default` if there is no entry of this name. Raises TypeError if this is not a dict.
 
         snap.get("scheduler")  # None, if there is none
         """
@@ -174,7 +206,7 @@ class Held:
         return (self[i] for i in range(len(self)))
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is an entry of this name. Raises TypeError if it is not a dict."""
+        """True if there is an entry of this name. Raises TypeError if this is not a dict."""
         return name in self._names
 
     def __len__(self) -> int:
@@ -193,48 +225,48 @@ class Held:
         return f"<{type(self).__name__} of {shown(self._path)}, {state}>"
 
 
-# --- for those who read them, in this library ---------------------------------------------------------------------
+# --- for readers of snapshots in this library ---------------------------------------------------------------------
 
 
-def module_of(held: Held) -> torch.nn.Module | None:
-    """The live module whose state this is, without wrappers; None if there is none. Raises ReferenceError if it is gone."""
-    known = held._source.modules.get(held._path)
+def module_of(view: SnapshotView) -> torch.nn.Module | None:
+    """The live module, without wrappers, of a view; None if there is none. Raises ReferenceError if it was deleted."""
+    known = view._source.modules.get(view._path)
     module = None if known is None else known()
     if known is not None and module is None:
         raise ReferenceError(
-            f"the module that {shown(held._path)} is a snapshot of was deleted; keep it, or use the state_dict() of this part"
+            f"the module that {shown(view._path)} is a snapshot of was deleted; keep it, or use the state_dict() of this part"
         )
     return module
 
 
-def marks_of(held: Held) -> Mapping[int, Mark | None]:
-    """What each tensor was when it was copied, by the id of the copy."""
-    return held._source.marks()
+def marks_of(view: SnapshotView) -> Mapping[int, Mark | None]:
+    """The mark of each tensor when it was copied, by the id of the copy."""
+    return view._source.marks()
 
 
-def tree_of(held: Held) -> Any:
-    """The state in plain containers, at once: its tensors have their bytes when `completion` has resolved."""
-    return held._source.filled(held._structure)
+def tree_of(view: SnapshotView) -> Any:
+    """The state in plain containers, without waiting: its tensors have their bytes once `completion` has resolved."""
+    return view._source.filled(view._structure)
 
 
-def is_leaf(held: Held) -> bool:
-    """Whether it is one tensor, or one value."""
-    structure = held._structure
+def is_leaf(view: SnapshotView) -> bool:
+    """True for a view of one tensor, or of one value."""
+    structure = view._structure
     return isinstance(structure, torch.Size) or not isinstance(
         structure, dict | list | tuple | deque | SavedRecord
     )
 
 
-def part_of(held: Held, key: Any) -> Held:
+def part_of(view: SnapshotView, key: Any) -> SnapshotView:
     """The part of this name or number. Raises KeyError or IndexError, and TypeError if it has no parts."""
-    entries = held._entries
+    entries = view._entries
     is_named = isinstance(entries, dict)
     try:
         if not is_named:
-            key = range(len(entries))[operator.index(key)]  # by which the parts are known, also from the end
+            key = range(len(entries))[operator.index(key)]  # a negative index counts from the end
         inner = entries[key]
     except (KeyError, IndexError, TypeError) as error:
-        there = ", ".join(map(repr, entries)) if is_named else f"{len(entries)} entries"
+        known = ", ".join(map(repr, entries)) if is_named else f"{len(entries)} entries"
         kind = IndexError if isinstance(error, IndexError) else KeyError
-        raise kind(f"{key!r} is not in {shown(held._path)}; there are {there:.300}") from None
-    return Held(held._source, inner, (*held._path, key))
+        raise kind(f"{key!r} is not in {shown(view._path)}; there are {known:.300}") from None
+    return SnapshotView(view._source, inner, (*view._path, key))

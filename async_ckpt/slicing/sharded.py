@@ -1,10 +1,10 @@
-"""Tensors that are spread over ranks, of whatever make, as slices and the plain tensors that hold them.
+"""Sharded tensors of any make, as slices and the plain tensors that hold them.
 
-In: a tensor, a DTensor, FSDP1's or Megatron's ShardedTensor, or a tensor that declares its slices. Out: its `Slices`, and
-a plain tensor for each of their rectangles. Knows nothing of: other ranks. It calls no collective and reads no values.
+In: a tensor, a DTensor, FSDP1's or Megatron's ShardedTensor, or a tensor that declares its slices. Out: its `Slices`,
+and a plain tensor for each rectangle. Knows nothing of: other ranks. Calls no collective, and reads no values.
 
-The one module that knows how torch says these things, from 2.6 on; it asks for features and not for versions. Nothing
-that torch imports on demand is imported here: where it was not, no such tensor exists.
+Only this module knows how torch, from 2.6 on, describes shards; it asks for features and not for versions. A class that
+torch imports on demand is not imported here: until then there are no such tensors.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..errors import UnsupportedStateError
+from .cover import Box
 from .slices import Cut, Ints, Mesh, Rectangle, Slices, cuts_of, flat_range
 
 _DECLARED = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -31,16 +32,17 @@ _MEGATRON = (
     "axis_fragmentations",
     "replica_id",
 )
-_MANY_SPECS = 100_000  # remembered; a state has one for each shape and way to cut it, seldom a thousand
+# A state has one spec for each shape and way to cut it, seldom a thousand.
+_MAX_SPECS = 100_000
+
+# The slices of a DTensor, and the shape of its local tensor on this rank.
+_LocalSlices: TypeAlias = tuple[Slices, Ints | None]
 
 
-_Known: TypeAlias = tuple[Slices, Ints | None]  # and the shape that a DTensor's local tensor has here
+class LocalShards(NamedTuple):
+    """The slices of one tensor on this rank, with a plain tensor for each of their rectangles. Made by a `Slicer`.
 
-
-class Sliced(NamedTuple):
-    """What this rank holds of one tensor: for each of the rectangles the plain tensor with its elements.
-
-    `key` is the name that the tensor has on all ranks, where it brings one along (Megatron's); else its path is.
+    `key` is the name of the tensor on all ranks, if it brings one along (Megatron's); otherwise its path is its name.
     """
 
     slices: Slices
@@ -48,21 +50,22 @@ class Sliced(NamedTuple):
     key: str | None = None
 
     def tensors(self, rectangles: Iterable[Rectangle]) -> list[torch.Tensor]:
-        """The elements of some of the rectangles, or of rows of them, given in the order in which they are here."""
-        found = []
+        """The elements of some of the rectangles, or of rows of them, given in the order of `slices.rectangles`."""
+        tensors = []
         held = zip(self.slices.rectangles, self.parts, strict=True)
         whole, part = next(held, (None, None))
-        for one in rectangles:
-            while whole is not None and not _contains(whole, one):
+        for rectangle in rectangles:
+            while whole is not None and not _contains(whole, rectangle):
                 whole, part = next(held, (None, None))
             if whole is None or part is None:
-                raise ValueError(f"{one} is not among {self.slices.rectangles}, or not in their order")
-            found.append(part if one == whole else _narrowed(part, _minus(one, whole), one.sizes))
-        return found
+                raise ValueError(f"{rectangle} is not among {self.slices.rectangles}, or not in their order")
+            is_whole = rectangle == whole
+            tensors.append(part if is_whole else _narrowed(part, _minus(rectangle, whole), rectangle.sizes))
+        return tensors
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a leaf of a state is a tensor of which other ranks may hold more, or the same."""
+    """True for a leaf of a state of which other ranks may hold other shards, or replicas."""
     return (
         _is_a(value, "torch.distributed.tensor", "DTensor")
         or is_of_fsdp1(value)
@@ -72,12 +75,12 @@ def is_sharded(value: Any) -> bool:
 
 
 def is_of_megatron(value: Any) -> bool:
-    """Whether it has what Megatron's ShardedTensor has, which is no tensor itself."""
+    """True for an object with the attributes of Megatron's ShardedTensor, which is no tensor itself."""
     return not isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _MEGATRON)
 
 
 def has_shards(state: Any) -> bool:
-    """Whether some tensor in these dicts and lists is one of which other ranks may hold more."""
+    """True if these dicts and lists contain a sharded tensor."""
     if isinstance(state, Mapping):
         return any(map(has_shards, state.values()))
     if isinstance(state, list | tuple):
@@ -86,7 +89,7 @@ def has_shards(state: Any) -> bool:
 
 
 def local_part(value: Any) -> Any:
-    """The plain tensor that a DTensor has here; anything else as it is."""
+    """The local tensor of a DTensor; any other value as it is."""
     return value._local_tensor if _is_a(value, "torch.distributed.tensor", "DTensor") else value
 
 
@@ -94,33 +97,32 @@ def mesh_of(device_mesh: Any) -> Mesh:
     """The ranks of torch's DeviceMesh. Raises TypeError for anything else."""
     if not _is_a(device_mesh, "torch.distributed.device_mesh", "DeviceMesh"):
         raise TypeError(
-            f"mesh must be the DeviceMesh that those of all tensors are parts of, got {device_mesh!r:.100}"
+            f"mesh must be the DeviceMesh that contains the meshes of all tensors, got {device_mesh!r:.100}"
         )
     ranks = device_mesh.mesh
     return Mesh.of(ranks.shape, ranks.flatten().tolist())
 
 
 class Slicer:
-    """Says what this rank holds of tensors.
+    """Finds the slices of tensors that this rank holds. Its owner keeps it from save to save, since it caches meshes
+    and cuts.
 
-        slicer = Slicer()
-        sliced = slicer.slice(model.weight, name="model.weight")
-        list(zip(sliced.slices.rectangles, sliced.parts))
-
-    Keep it from save to save: it remembers how meshes and tensors are cut.
+    slicer = Slicer()
+    sliced = slicer.slice(model.weight, name="model.weight")
+    list(zip(sliced.slices.rectangles, sliced.parts))
     """
 
     def __init__(self, rank: int | None = None) -> None:
-        """`rank` is what this one is called where ranks are told apart; by default, as in the process group."""
+        """`rank` is the number of this rank in the save; by default the one in the process group."""
         self._rank = rank
         self._meshes: dict[Any, Mesh] = {}
-        self._specs: dict[Any, _Known] = {}
+        self._specs: dict[Any, _LocalSlices] = {}
 
-    def slice(self, value: Any, *, name: str) -> Sliced:
-        """What is held here of a tensor.
+    def slice(self, value: Any, *, name: str) -> LocalShards:
+        """The shards of a tensor on this rank.
 
-        Raises UnsupportedStateError, which begins with `name`, for a DTensor that is Partial, or placed in a way that is
-        not known, or of another local shape than its placements give; and for slices that contradict their tensor.
+        Raises UnsupportedStateError, whose message begins with `name`, for a DTensor that is Partial, has an unknown
+        placement, or another local shape than its placements give; and for slices that contradict their tensor.
         """
         if _is_a(value, "torch.distributed.tensor", "DTensor"):
             return self._of_dtensor(value, name)
@@ -131,12 +133,12 @@ class Slicer:
         if is_of_megatron(value):
             return _of_megatron(value, name)
         slices = Slices.plain(value.shape)
-        return Sliced(slices, (value,) if slices.rectangles else ())
+        return LocalShards(slices, (value,) if slices.rectangles else ())
 
-    def _of_dtensor(self, tensor: Any, name: str) -> Sliced:
+    def _of_dtensor(self, tensor: Any, name: str) -> LocalShards:
         spec, local = tensor._spec, tensor._local_tensor
         if spec not in self._specs:
-            if len(self._specs) >= _MANY_SPECS:
+            if len(self._specs) >= _MAX_SPECS:
                 self._specs.clear()
             slices = self._cut(spec, tensor.shape, name)
             self._specs[spec] = self._as_numbered(slices), slices.local_shape
@@ -150,10 +152,10 @@ class Slicer:
                 f"{slices.mesh and slices.mesh.shape} puts {shape} of {slices.global_shape} here; redistribute() it to Shard "
                 "or Replicate, or declare its slices as torch's CheckpointableTensor does",
             )
-        return Sliced(slices, _parts(local, slices.rectangles))
+        return LocalShards(slices, _parts(local, slices.rectangles))
 
     def _as_numbered(self, slices: Slices) -> Slices:
-        """The same; where the mesh calls this rank by another number, what the mesh says of others is not to be believed."""
+        """The slices; without their mesh if it numbers this rank otherwise: its other ranks are then unknown too."""
         mesh, coordinate = slices.mesh, slices.coordinate
         if mesh is None or coordinate is None or self._rank in (None, mesh.rank_at(coordinate)):
             return slices
@@ -171,8 +173,8 @@ class Slicer:
             mesh=mesh,
         )
 
-    def _of_sharded_tensor(self, tensor: Any, name: str) -> Sliced:
-        """FSDP1's. A shard may be one itself, where it is applied over tensor parallelism."""
+    def _of_sharded_tensor(self, tensor: Any, name: str) -> LocalShards:
+        """The shards of FSDP1's ShardedTensor. Over tensor parallelism a shard may be a sharded tensor itself."""
         rectangles: list[Rectangle] = []
         parts: list[torch.Tensor] = []
         for shard in tensor.local_shards():
@@ -186,11 +188,11 @@ class Slicer:
                 moved = _sum(offsets, rectangle.global_offsets)
                 rectangles.append(Rectangle(moved, (0,) * len(moved), rectangle.sizes))
                 parts.append(part)
-        return Sliced(_given(tensor.metadata().size, rectangles, name), tuple(parts))
+        return LocalShards(_given(tensor.metadata().size, rectangles, name), tuple(parts))
 
 
 def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
-    """Of a DTensor. A shard order that no `_StridedShard` stands for is said beside the placements, from torch 2.10 on."""
+    """The cuts of a DTensor. From torch 2.10 on, the spec has a shard order besides the placements."""
     placed = [_placed(placement, num_dims, spec, name) for placement in spec.placements]
     by_factor = any(here and here[1] > 1 for here in placed)
     if getattr(spec, "use_strided_shard_as_shard_order", None) is False or not by_factor:
@@ -201,9 +203,9 @@ def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
         cuts = cuts_of(placed, mesh.shape, order=order)
     except ValueError as error:
         raise _refused(name, str(error)) from error
-    for one, other in itertools.combinations(cuts, 2):
-        strided = max(one, other, key=lambda cut: cut.mesh_dim)
-        if one.dim == other.dim and strided.runs > 1 and not _counts_strided(spec, mesh, one.dim):
+    for first, second in itertools.combinations(cuts, 2):
+        strided = max(first, second, key=lambda cut: cut.mesh_dim)
+        if first.dim == second.dim and strided.runs > 1 and not _counts_strided(spec, mesh, first.dim):
             raise _refused(
                 name,
                 f"with this version of torch {list(spec.placements)} may have been cut from either end of the mesh, and "
@@ -213,16 +215,16 @@ def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
 
 
 def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, int] | None:
-    """The dimension that it cuts and its split factor; None if it replicates."""
+    """The dimension that a placement cuts, and its split factor; None for a replica."""
     if placement.is_replicate():
         return None
     if placement.is_partial():
         raise _refused(
             name,
-            f"a DTensor that is {placement!r} on a dimension of its mesh has a part of each value and none of them whole; "
+            f"a DTensor that is {placement!r} on a dimension of its mesh holds only partial values; "
             "call redistribute() to Replicate or Shard first",
         )
-    # `_StridedShard` was a Shard up to torch 2.9, and is a class of its own since.
+    # Up to torch 2.9 `_StridedShard` was a subclass of Shard.
     if type(placement).__name__ not in ("Shard", "_StridedShard"):
         raise _refused(
             name,
@@ -237,10 +239,10 @@ def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, i
 
 
 def _counts_strided(spec: Any, mesh: Mesh, dim: int) -> bool:
-    """Whether torch counts strided shards among the shards of a dimension.
+    """True if torch counts strided shards among the shards of a dimension.
 
-    In 2.10 and 2.11 it does not. Then fully_shard takes packed tensor parallelism for none at all and puts a plain `Shard`
-    before it, which elsewhere stands for a cut from left to right: of the same shapes, and with other rows.
+    2.10 and 2.11 do not. There fully_shard ignores packed tensor parallelism and puts a plain `Shard` before it. In
+    other versions the same placements stand for a cut from left to right, with the same shapes and other rows.
     """
     counted = getattr(spec, "num_shards_map", None)
     shards = prod(
@@ -251,10 +253,10 @@ def _counts_strided(spec: Any, mesh: Mesh, dim: int) -> bool:
     return counted is None or counted[dim] == shards
 
 
-def _of_declared(tensor: torch.Tensor, name: str) -> Sliced:
-    """A tensor with the attributes of torch 2.14's `CheckpointableTensor`, set by whoever made it."""
+def _of_declared(tensor: torch.Tensor, name: str) -> LocalShards:
+    """The shards of a tensor with the attributes of torch 2.14's `CheckpointableTensor`."""
     shape, *lists = (getattr(tensor, attribute) for attribute in _DECLARED)
-    offsets, local_offsets, sizes = ([tuple(map(int, one)) for one in many] for many in lists)
+    offsets, local_offsets, sizes = ([tuple(map(int, ints)) for ints in rows] for rows in lists)
     if not len(offsets) == len(local_offsets) == len(sizes):
         raise _refused(
             name,
@@ -265,25 +267,29 @@ def _of_declared(tensor: torch.Tensor, name: str) -> Sliced:
     for rectangle in rectangles:
         if not _is_inside(rectangle.local_offsets, rectangle.sizes, tensor.shape):
             raise _refused(name, f"{rectangle} is not inside of its shape {tuple(tensor.shape)}")
-    return Sliced(_given(shape, rectangles, name), _parts(tensor, rectangles))
+    return LocalShards(_given(shape, rectangles, name), _parts(tensor, rectangles))
 
 
-def together(sliced: Sequence[Sliced], *, name: str) -> tuple[Slices, tuple[torch.Tensor, ...]]:
-    """What is held of one tensor in several places. What other ranks write counts only if nothing else is here.
+def joined(sliced: Sequence[LocalShards], *, name: str) -> tuple[Slices, tuple[torch.Tensor, ...]]:
+    """The shards of one tensor from several places of a state, as one. Copies count only if there is nothing else.
 
-    Raises UnsupportedStateError, which begins with `name`, for slices of different tensors, and for those that overlap.
+    Raises UnsupportedStateError, whose message begins with `name`, for slices of different tensors or that overlap.
     """
-    shapes = sorted({one.slices.global_shape for one in sliced})
+    shapes = sorted({shards.slices.global_shape for shards in sliced})
     if len(shapes) > 1:
-        raise _refused(name, f"its slices are of {shapes[0]} and of {shapes[1]}")
-    own = [one for one in sliced if not one.slices.is_copy]
-    held = [pair for one in own or sliced for pair in zip(one.slices.rectangles, one.parts, strict=True)]
-    slices = _given(shapes[0], [rectangle for rectangle, _ in held], name, is_copy=not own)
+        raise _refused(name, f"its slices belong to tensors of shapes {shapes[0]} and {shapes[1]}")
+    originals = [shards for shards in sliced if not shards.slices.is_copy]
+    held = [
+        pair
+        for shards in originals or sliced
+        for pair in zip(shards.slices.rectangles, shards.parts, strict=True)
+    ]
+    slices = _given(shapes[0], [rectangle for rectangle, _ in held], name, is_copy=not originals)
     return slices, tuple(part for _, part in held)
 
 
-def _of_megatron(sharded: Any, name: str) -> Sliced:
-    """Megatron's ShardedTensor, no tensor itself: `data` is the block at `global_offset`, or a range of its elements."""
+def _of_megatron(sharded: Any, name: str) -> LocalShards:
+    """The shards of Megatron's ShardedTensor: `data` is the block at `global_offset`, or a range of its elements."""
     data, added = sharded.data, getattr(sharded, "prepend_axis_num", 0)
     if data is None:
         raise _refused(name, f"the ShardedTensor {sharded.key!r} has no data")
@@ -309,28 +315,28 @@ def _of_megatron(sharded: Any, name: str) -> Sliced:
             raise _refused(
                 name, f"its data has shape {tuple(data.shape)} and not {tuple(sharded.local_shape)}"
             )
-    held = [(one, part) for one, part in zip(rectangles, parts, strict=True) if one.num_elements]
+    held = [pair for pair in zip(rectangles, parts, strict=True) if pair[0].num_elements]
     replica = sharded.replica_id
     is_copy = any(replica) if isinstance(replica, Iterable) else bool(replica)
-    slices = _given(sharded.global_shape, [one for one, _ in held], name, is_copy=is_copy)
-    return Sliced(slices, tuple(part for _, part in held), sharded.key)
+    slices = _given(sharded.global_shape, [rectangle for rectangle, _ in held], name, is_copy=is_copy)
+    return LocalShards(slices, tuple(part for _, part in held), sharded.key)
 
 
 def _given(
     global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: str, *, is_copy: bool = False
 ) -> Slices:
-    """Slices that do not follow from anything, checked for sense."""
+    """Slices of given rectangles, after a check that these lie in the tensor and do not overlap."""
     shape = tuple(map(int, global_shape))
     for rectangle in rectangles:
         if not _is_inside(rectangle.global_offsets, rectangle.sizes, shape):
             raise _refused(name, f"{rectangle} is not inside of the global shape {shape}")
     ordered = sorted(rectangles)
-    for number, one in enumerate(ordered, start=1):
+    for number, rectangle in enumerate(ordered, start=1):
         for other in itertools.islice(ordered, number, None):
-            if shape and other.global_offsets[0] >= one.global_offsets[0] + one.sizes[0]:
-                break  # and so are all that follow
-            if _overlap(one, other):
-                raise _refused(name, f"{one} and {other} overlap")
+            if shape and other.global_offsets[0] >= rectangle.global_offsets[0] + rectangle.sizes[0]:
+                break  # all that follow begin behind it, too
+            if Box.of(rectangle).common(Box.of(other)) is not None:
+                raise _refused(name, f"{rectangle} and {other} overlap")
     return Slices(shape, tuple(rectangles), cuts=None, is_copy=is_copy)
 
 
@@ -342,30 +348,23 @@ def _is_inside(offsets: Ints, sizes: Ints, shape: Iterable[int]) -> bool:
     )
 
 
-def _overlap(one: Rectangle, other: Rectangle) -> bool:
-    return all(
-        max(a, b) < min(a + n, b + m)
-        for a, n, b, m in zip(one.global_offsets, one.sizes, other.global_offsets, other.sizes, strict=True)
-    )
-
-
 def _parts(local: torch.Tensor, rectangles: Sequence[Rectangle]) -> tuple[torch.Tensor, ...]:
     if len(rectangles) == 1 and rectangles[0].sizes == local.shape:
         return (local,)
-    return tuple(_narrowed(local, one.local_offsets, one.sizes) for one in rectangles)
+    return tuple(_narrowed(local, rectangle.local_offsets, rectangle.sizes) for rectangle in rectangles)
 
 
 def _narrowed(tensor: torch.Tensor, offsets: Ints, sizes: Ints) -> torch.Tensor:
-    where = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-    return tensor.detach()[where]  # a view of a parameter would belong to its graph
+    within = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+    return tensor.detach()[within]  # a view of a parameter would belong to its graph
 
 
-def _contains(whole: Rectangle, one: Rectangle) -> bool:
-    return _is_inside(_minus(one, whole), one.sizes, whole.sizes)
+def _contains(whole: Rectangle, part: Rectangle) -> bool:
+    return _is_inside(_minus(part, whole), part.sizes, whole.sizes)
 
 
-def _minus(one: Rectangle, whole: Rectangle) -> Ints:
-    return tuple(a - b for a, b in zip(one.global_offsets, whole.global_offsets, strict=True))
+def _minus(part: Rectangle, whole: Rectangle) -> Ints:
+    return tuple(a - b for a, b in zip(part.global_offsets, whole.global_offsets, strict=True))
 
 
 def _sum(a: Ints, b: Ints) -> Ints:
@@ -378,7 +377,7 @@ def _is_a(value: Any, module: str, name: str) -> bool:
 
 
 def is_of_fsdp1(value: Any) -> bool:
-    """Whether it is torch's ShardedTensor, which FSDP1's sharded state dicts have for a parameter."""
+    """True for torch's ShardedTensor, which FSDP1's sharded state dicts have in place of a parameter."""
     return _is_a(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
 
 

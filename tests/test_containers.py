@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from async_ckpt.state.merge import merge
-from async_ckpt.state.places import Places, nested
+from async_ckpt.state.containers import ListItems, nested
+from async_ckpt.state.skeletons import merge
 from async_ckpt.state.tree import Encoder, decode
 
 
@@ -22,8 +22,8 @@ def test_paths_lead_into_dicts_and_lists():
 
 def test_a_list_with_an_empty_place_keeps_the_places_of_the_others():
     found = nested([(("a", 2), "x"), (("a", 0, 0), "y")])
-    assert found == {"a": Places({2: "x", 0: ["y"]})}
-    assert isinstance(found["a"], Places)
+    assert found == {"a": ListItems({2: "x", 0: ["y"]})}
+    assert isinstance(found["a"], ListItems)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_items_of_several_ranks_are_one_list():
         )
         for rank in (2, 0, 1)
     }
-    assert decode(parts[0])[0]["l"] == Places({0: {"rank": 0}, 3: "alike"})
+    assert decode(parts[0])[0]["l"] == ListItems({0: {"rank": 0}, 3: "alike"})
     merged = merge(parts, dict.fromkeys(parts, 0))
     assert decode(merged.skeleton)[0] == {
         "l": [{"rank": 0}, {"rank": 1}, {"rank": 2}, "alike"],

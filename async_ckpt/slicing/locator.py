@@ -1,0 +1,299 @@
+"""The ranks that wrote a part of a tensor, by arithmetic, so that a reader need not open the archives of all ranks.
+
+In: the structures of the ranks' states, and the table by which they divided replicated tensors. Out: ranks.
+Knows nothing of: files.
+
+The result is advice: only the index of an archive says where a tensor lies. A rank that is named here without having
+the part costs a look at its archive; if the named ranks do not have everything, other archives are opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from itertools import product
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from ..spec import DTYPES
+from .cover import Box, cover
+from .shares import Holding, ReplicatedBytes, by_everybody, replicated_bytes, sharers
+from .slices import Cut, Ints, Mesh, Replicas, Slices
+
+# Ranks, ascending, by the digest of their states' structure.
+Classes: TypeAlias = Mapping[str, Sequence[int]]
+_NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
+
+
+class StepLayout(NamedTuple):
+    """The structures of the ranks of a step, and how the ranks divided replicated tensors. Read from the step's
+    layout file.
+
+    `structures` are the texts of `state.division.Structure`, by digest. If a structure is in `shared`, each of its
+    ranks wrote a share of what the ranks listed there hold alike; all other ranks wrote all that they hold. `root` is
+    the mesh that the meshes of all tensors are parts of. `apart` lists boxes by rank and name, for ranks that wrote
+    no such share.
+    """
+
+    classes: Classes
+    structures: Mapping[str, str]
+    shared: Classes = _NOTHING
+    root: Mesh | None = None
+    apart: Mapping[int, Mapping[str, Sequence[Box]]] = _NOTHING
+
+
+class _TensorLine(NamedTuple):
+    """One tensor of a structure; `spread` is JSON."""
+
+    item_bytes: int
+    shape: Ints
+    spread: str
+
+    @property
+    def is_plain(self) -> bool:
+        return self.spread == "null"
+
+    @property
+    def is_cut(self) -> bool:
+        return self.spread.startswith("[")
+
+
+def name_of(path: Iterable[Any]) -> str:
+    """The name of a tensor in a structure."""
+    return "\x1f".join(map(str, path))
+
+
+class ShardLocator:
+    """Finds the ranks that wrote parts of tensors, for one layout.
+
+    `aliases` are the names of tensors that are tied to others, for a layout that does not list any itself.
+    """
+
+    def __init__(self, layout: StepLayout, aliases: Collection[str] = ()) -> None:
+        self._layout = layout
+        self._structure_of = {rank: digest for digest, ranks in layout.classes.items() for rank in ranks}
+        self._tensors, self._tied = dict[str, dict[str, _TensorLine]](), dict[str, dict[str, str]]()
+        for digest in layout.classes:
+            self._tensors[digest], self._tied[digest] = _parsed(layout.structures[digest])
+        self._aliases = frozenset() if any(self._tied.values()) else frozenset(aliases)
+        # Tensors that are spread alike, and the structures that contain them.
+        self._alike: dict[str, dict[_TensorLine, tuple[str, ...]]] = {}
+        for digest, tensors in self._tensors.items():
+            for name, line in tensors.items():
+                alike = self._alike.setdefault(name, {})
+                alike[line] = (*alike.get(line, ()), digest)
+        self._mates = {digest: frozenset(mates) for digest, mates in layout.shared.items()}
+        # Cached, since most tensors have the same meshes, cuts and shapes.
+        self._meshes, self._place = cache(self._meshes_of), cache(self._place_of)
+        self._at, self._touched = cache(_slices_at), cache(self._coordinates)
+        self._replicated = cache(self._replicated_at)
+
+    def representatives(self, preferred: float = 0.0) -> set[int]:
+        """One rank for each set of tensors that ranks have.
+
+        `preferred`, from 0 to less than 1, is its place among those ranks.
+        """
+        alike: dict[frozenset[Any], list[int]] = {}
+        for digest, ranks in self._layout.classes.items():
+            tensors = self._tensors[digest].items()
+            shapes = frozenset((name, line.shape, line.is_cut) for name, line in tensors)
+            alike.setdefault(shapes, []).extend(ranks)
+        return {sorted(ranks)[int(preferred * len(ranks))] for ranks in alike.values()}
+
+    def having(
+        self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()
+    ) -> tuple[set[int], bool]:
+        """Ranks whose archives have all of these boxes, and True if that is certain for each box.
+
+        Among ranks with the same, one that is `preferred` is taken, else the lowest.
+        """
+        ranks: set[int] = set()
+        is_all = True
+        for name, boxes in wanted.items():
+            candidates = self._candidates(name, boxes, preferred)
+            candidates.sort(key=lambda candidate: (candidate[0] not in preferred, candidate[0]))
+            for box in boxes:
+                parts = [(rank, part) for rank, held in candidates if (part := held.common(box))]
+                taken, missing = cover(box.sizes, [part.relative_to(box) for _, part in parts])
+                ranks |= {parts[number][0] for number, _ in taken}
+                is_all = is_all and not missing
+        return ranks, is_all
+
+    def boxes_of(self, rank: int) -> dict[str, set[Box]]:
+        """The boxes that a rank wrote of each tensor."""
+        boxes: dict[str, set[Box]] = {}
+        for name, line in self._tensors[self._structure_of[rank]].items():
+            if not self._is_tied(name, rank):
+                candidates = self._candidates(name, [Box.whole(line.shape)], {rank})
+                boxes[name] = {box for other, box in candidates if other == rank and box.num_elements}
+        return boxes
+
+    # --- the ranks that may have a part of a tensor ---------------------------------------------------------
+
+    def _candidates(
+        self, name: str, boxes: Sequence[Box], preferred: Collection[int]
+    ) -> list[tuple[int, Box]]:
+        """Ranks with the parts of a tensor that they wrote, as far as these touch one of the boxes.
+
+        Of ranks that all wrote the same, only the lowest and the preferred ones.
+        """
+        candidates: list[tuple[int, Box]] = []
+        for rank, tensors in self._layout.apart.items():
+            candidates += [(rank, box) for box in tensors.get(name, ())]
+        for line, digests in self._alike.get(name, {}).items():
+            if line.is_cut:
+                candidates += self._of_cut(name, line, digests, tuple(boxes), preferred)
+                continue
+            for digest in digests:
+                ranks = self._layout.classes[digest]
+                if line.is_plain:
+                    candidates += self._of_set(name, ranks, Slices.plain(line.shape), preferred)
+                else:
+                    held = json.loads(line.spread)["held"]
+                    candidates += [
+                        (rank, Box(tuple(at), tuple(sizes))) for rank in ranks for at, sizes in held
+                    ]
+        return candidates
+
+    def _of_cut(
+        self,
+        name: str,
+        line: _TensorLine,
+        digests: tuple[str, ...],
+        boxes: tuple[Box, ...],
+        preferred: Collection[int],
+    ) -> Iterator[tuple[int, Box]]:
+        for mesh in self._meshes(line.spread, digests):
+            cuts = _cuts(line.spread)
+            free = [dim for dim in range(len(mesh.shape)) if dim not in {cut.mesh_dim for cut in cuts}]
+            for coordinate in self._touched(line.shape, cuts, mesh.shape, boxes):
+                ranks = mesh.along(free, coordinate).all_ranks() if free else [mesh.rank_at(coordinate)]
+                slices = self._at(coordinate, line.shape, cuts, mesh)
+                yield from self._of_set(name, ranks, slices, preferred)
+
+    def _of_set(
+        self, name: str, ranks: Sequence[int], slices: Slices, preferred: Collection[int]
+    ) -> Iterator[tuple[int, Box]]:
+        """The candidates among ranks that hold the same slices."""
+        alone: list[int] = []
+        seen: set[int] = set()
+        for rank in ranks:
+            if rank in self._layout.apart or rank in seen:
+                continue
+            stored = self._tied[self._structure_of[rank]].get(
+                name, name
+            )  # a tied tensor is stored under another name
+            replicated, replicas = self._shared_by(stored, rank)
+            if replicated is None or replicas is None:
+                alone.append(rank)
+                continue
+            others = replicas.all_ranks()
+            seen.update(others)
+            for number, part in replicated.writers(stored, len(others)):
+                yield others[number], Box.of(part)
+        for rank in {*alone[:1], *(rank for rank in alone if rank in preferred)}:
+            yield from ((rank, Box.of(rectangle)) for rectangle in slices.rectangles)
+
+    def _shared_by(self, name: str, rank: int) -> tuple[ReplicatedBytes | None, Mesh | None]:
+        """The bytes that a rank shares, and the ranks that share them; None for a tensor that it writes alone."""
+        if rank not in self._mates.get(self._structure_of[rank], ()):
+            return None, None
+        shared, replicated = self._replicated(rank)
+        replicas = shared.get(name)
+        return (None, None) if replicas is None else (replicated.get(replicas), replicas.ranks)
+
+    def _replicated_at(self, rank: int) -> tuple[dict[str, Replicas], dict[Replicas, ReplicatedBytes]]:
+        """The replicated tensors of a rank and their bytes, computed as by the rank itself in `state.division`."""
+        digest = self._structure_of[rank]
+        mates = self._layout.shared[digest]
+        sharing: dict[tuple[Any, Any, Any], Replicas] = {}
+        holdings: dict[str, Holding] = {}
+        for name, line in self._tensors[digest].items():
+            slices = self._slices(name, line, rank)
+            if slices is None or self._is_tied(name, rank):
+                continue
+            key = slices.mesh, slices.cuts, slices.coordinate
+            if key not in sharing:
+                sharing[key] = sharers(slices, rank, mates, self._layout.root)
+            holdings[name] = Holding(slices, line.item_bytes, sharing[key])
+        everybody = by_everybody(holdings)
+        shared = {
+            name: holding.replicas
+            for name, holding in holdings.items()
+            if holding.replicas.size > 1 and name not in everybody
+        }
+        return shared, replicated_bytes(holdings, everybody)
+
+    def _is_tied(self, name: str, rank: int) -> bool:
+        """True if a rank wrote nothing under this name, because the tensor is tied to one of another name."""
+        return name in self._aliases or name in self._tied[self._structure_of[rank]]
+
+    # --- slices and places ------------------------------------------------------------------------------------
+
+    def _slices(self, name: str, line: _TensorLine, rank: int) -> Slices | None:
+        """The slices of a tensor that a rank holds; None where they follow from nothing."""
+        if line.is_plain:
+            return Slices.plain(line.shape)
+        place = self._place(line.spread, self._alike[name][line], rank) if line.is_cut else None
+        return place and self._at(place[1], line.shape, _cuts(line.spread), place[0])
+
+    def _place_of(self, spread: str, digests: tuple[str, ...], rank: int) -> tuple[Mesh, Ints] | None:
+        """The mesh that a rank is in, and its coordinate there."""
+        for mesh in self._meshes(spread, digests):
+            if (coordinate := mesh.coordinate_of(rank)) is not None:
+                return mesh, coordinate
+        return None
+
+    def _meshes_of(self, spread: str, digests: tuple[str, ...]) -> list[Mesh]:
+        """The meshes of this shape that the ranks form: the lowest rank that is in none yet begins the next mesh."""
+        _, shape, stride, listed, is_inside = json.loads(spread)
+        if not is_inside:
+            return []
+        if listed:
+            return [Mesh(listed[0], tuple(shape), (), tuple(listed))] if isinstance(listed, list) else []
+        left = {rank for digest in digests for rank in self._layout.classes[digest]}
+        # A mesh may run downwards.
+        least = sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if step < 0)
+        meshes: list[Mesh] = []
+        for rank in sorted(left):
+            if rank in left:
+                mesh = Mesh(rank - least, tuple(shape), tuple(stride))
+                if left.issuperset(ranks := mesh.all_ranks()):
+                    left.difference_update(ranks)
+                    meshes.append(mesh)
+        return meshes
+
+    def _coordinates(
+        self, shape: Ints, cuts: tuple[Cut, ...], mesh_shape: Ints, boxes: tuple[Box, ...]
+    ) -> list[Ints]:
+        """The coordinates in a mesh that hold a part of these boxes; of replicas only the first."""
+        dims_cut = {cut.mesh_dim for cut in cuts}
+        mesh = Mesh(0, mesh_shape, (1,) * len(mesh_shape))
+        coordinates = []
+        for coordinate in product(*(range(n if dim in dims_cut else 1) for dim, n in enumerate(mesh_shape))):
+            rectangles = self._at(coordinate, shape, cuts, mesh).rectangles
+            if any(Box.of(rectangle).common(box) for rectangle in rectangles for box in boxes):
+                coordinates.append(coordinate)
+        return coordinates
+
+
+def _parsed(text: str) -> tuple[dict[str, _TensorLine], dict[str, str]]:
+    """The tensors of a structure, and for each tied tensor the name of the stored one."""
+    tensors, tied = dict[str, _TensorLine](), dict[str, str]()
+    for row in text.splitlines():
+        name, dtype, shape, spread, *to = json.loads(row)
+        if dtype in DTYPES:
+            tensors[name] = _TensorLine(DTYPES[dtype][0], tuple(shape), json.dumps(spread))
+            if to:
+                tied[name] = to[0]
+    return tensors, tied
+
+
+@lru_cache(1 << 12)
+def _cuts(spread: str) -> tuple[Cut, ...]:
+    return tuple(Cut(*cut) for cut in json.loads(spread)[0])
+
+
+def _slices_at(coordinate: Ints, shape: Ints, cuts: tuple[Cut, ...], mesh: Mesh) -> Slices:
+    return Slices.at(coordinate, global_shape=shape, cuts=cuts, mesh=mesh)

@@ -1,0 +1,91 @@
+"""The containers that a state has only where several ranks save it, and dicts and lists made of flat names.
+
+In: values, each with its rank or its path. Out: mappings, dicts and lists. Knows nothing of: files, tensors.
+
+A path, as torch.distributed.checkpoint gives it, is text for the key of a dict, and a number for a place in a list.
+One rank may have a few items of a list, and others the rest: each rank keeps its items as `ListItems`, which become a
+list once they are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+from .names import Path, shown
+
+
+class PerRank(Mapping[int, Any]):
+    """The values that several ranks saved under one name, each its own: rank -> value.
+
+        state = async_ckpt.load("runs/a")
+        state["rng"][3]  # the value of rank 3
+
+    It cannot be changed. `async_ckpt.load(…, from_ranks={"rng": 3})` gives the value of rank 3 alone.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[int, Any]) -> None:
+        self._values = MappingProxyType(dict(values))
+
+    def __getitem__(self, rank: int) -> Any:
+        return self._values[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{rank}: {value!r:.60}" for rank, value in self._values.items())
+        return f"PerRank({{{values:.600}}})"
+
+
+class ListItems(dict[int, Any]):
+    """Some of the items of a list, by their places.
+
+    Made by `nested`, and stored for a rank that has no more of the list.
+    """
+
+    def as_list(self) -> Any:
+        """The list, if it has an item at every place; otherwise these items."""
+        return [self[i] for i in range(len(self))] if self.keys() == set(range(len(self))) else self
+
+
+def nested(entries: Iterable[tuple[Path, Any]], *, are_all: bool = True) -> dict[str, Any]:
+    """Put values at their paths. With `are_all` no rank has other values, and `ListItems` become lists.
+
+    Raises ValueError if a path leads through the value of another, or a number stands beside the key of a dict.
+    """
+    root: dict[Any, Any] = {}
+    # The containers made here, inner ones last; a dict that is not among them is a value.
+    containers: dict[int, tuple[dict[Any, Any], dict[Any, Any], Any]] = {id(root): (root, {}, None)}
+    for path, value in entries:
+        inside = root
+        for key, following in pairwise(path):
+            if key not in inside and _fits(key, inside):
+                new: dict[Any, Any] = ListItems() if isinstance(following, int) else {}
+                inside[key] = new
+                containers[id(new)] = new, inside, key
+            inside = inside.get(key, root)
+            if id(inside) not in containers or inside is root:
+                raise _contradicted(path)
+        if not path or path[-1] in inside or not _fits(path[-1], inside):
+            raise _contradicted(path)
+        inside[path[-1]] = value
+    for container, outside, key in reversed(containers.values()):
+        if are_all and isinstance(container, ListItems):
+            outside[key] = container.as_list()
+    return root
+
+
+def _fits(key: Any, container: dict[Any, Any]) -> bool:
+    return isinstance(key, int) is isinstance(container, ListItems)
+
+
+def _contradicted(path: Path) -> ValueError:
+    return ValueError(f"{shown(path)!a:.300} contradicts another name")
