@@ -127,8 +127,7 @@ class Run:
     def manifest(self, step: int) -> Manifest:
         """Raises NotCommittedError when there is none."""
         made = self._root.read(step)[0]
-        gone = self._root.out(self._root.relist())
-        if gone.get(step) == made.attempt:
+        if self._root.gone_attempt(step, self._root.relist()) == made.attempt:
             raise self._root.not_committed(step)
         return made
 
@@ -211,7 +210,7 @@ class Run:
             _, version = self._root.storage.read(self._root.manifest_path(step))
             made = Manifest(step, "", 1, 0.0, ())
         listing = self._root.listing or self._root.relist()
-        return None if self._root.out(listing).get(step) == made.attempt else (made, version)
+        return None if self._root.gone_attempt(step, listing) == made.attempt else (made, version)
 
     def commit(
         self,
@@ -306,7 +305,7 @@ class Run:
 
         `others` are the runs at the other roots. Raises RunTakenError.
         """
-        if self._start is not None:
+        if self._start is not None and self._start.first <= step:
             return False
         self._start, is_new = self._tenure.take(
             self,
@@ -354,7 +353,7 @@ class Run:
     def retired(self, step: int) -> set[str]:
         """Attempts at a step that a rollback has taken out of the run."""
         attempts = self._sweeper.retired(step)
-        gone = self._root.out(self._root.listing or self._root.relist()).get(step)
+        gone = self._root.gone_attempt(step, self._root.listing or self._root.relist())
         return attempts | {gone} if gone else attempts
 
     # --- deleting ---------------------------------------------------------------------------------------------
