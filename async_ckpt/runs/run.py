@@ -333,17 +333,25 @@ class Run:
         self._tenure.leave(self)
 
     def adopt(self, made: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
-        """Commit, under its own manifest, a step whose archives were copied here from another root.
+        """Commit, under its own manifest, a step whose archives were copied here from another root, as the rollback that it was.
 
         Raises StepExistsError when the step has been committed here meanwhile.
         """
-        self._root.finish_rollbacks(self._root.relist().intents)
+        listing = self._root.relist()
+        self._root.retire(self._root.stale(listing, self._root.retiring(listing.intents), listing.steps))
+        self._root.finish_rollbacks(listing.intents)
+        if made.retires:
+            with suppress(FileExistsError):
+                self.storage.put_new(intent_name(made.step, made.attempt), made.dump())
         try:
             self._put(made, replaces)
         except FileExistsError as error:
             raise _exists(made.step) from error
+        self._root.forget(retired.step for retired in made.retires)
         self._root.note({made.step: made})
         self._root.listing = None
+        if made.retires:
+            self._root.finish_rollbacks([(made.step, made.attempt)])
         self._sweeper.delete_replaced(made.step, replaces[0] if replaces else None)
 
     def committed(self, step: int) -> Manifest | None:

@@ -272,11 +272,35 @@ class StepTarget:
             self._agreement.has_others
         ):  # the other ranks learn of a commit by its manifest, so it must not be in vain
             self._run.check_taken()
-        # Newer steps may have followed since: a late commit takes none of them out of the run.
-        retire = self._line.retire and not late
         elsewhere = (*self._contents.borrowed, *self._write_driver())
+        made = self._made_elsewhere() if late else None
+        if made is not None:
+            self._run.adopt(made, replaces=self._replaces)
+        else:
+            made = self._commit(archives, elsewhere, retire=self._line.retire and not late)
+        self._reached = Reached.COMMITTED
+        self._close_driver()
+        self._agreement.committed()
+        self._is_committed_as(made, archives, late=late)
+        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
+            self._announce()
+
+    def _made_elsewhere(self) -> Manifest | None:
+        """The manifest by which this attempt is committed at another root. A late commit takes it over: it takes out of the run
+        what that has taken out, and no newer step that has followed since.
+        """
+        for run in self._line.roots.runs:
+            with suppress(StorageUnavailableError):
+                made = run.committed(self._step) if run is not self._run else None
+                if made is not None and made.attempt == self._token:
+                    return made
+        return None
+
+    def _commit(
+        self, archives: tuple[Archive, ...], elsewhere: tuple[Elsewhere, ...], *, retire: bool
+    ) -> Manifest:
         with self._agreement.committing(), self._telling_ranks():
-            made = self._run.commit(
+            return self._run.commit(
                 self._step,
                 self._token,
                 archives,
@@ -287,12 +311,6 @@ class StepTarget:
                 ranks=self._of_ranks,
                 world_size=self._agreement.world_size,
             )
-        self._reached = Reached.COMMITTED
-        self._close_driver()
-        self._agreement.committed()
-        self._is_committed_as(made, archives, late=late)
-        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
-            self._announce()
 
     def _is_committed_as(self, made: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
         self.num_bytes_beside = made.num_bytes - sum(archive.num_bytes for archive in archives)
