@@ -31,6 +31,7 @@ from ..format.delta import (
     dump_delta,
     folder_of,
     identity_of,
+    seal,
     structure_of,
 )
 from ..host.threads import Crew, running_future
@@ -174,12 +175,13 @@ class Publication(CopyErrand):
             structure=structure,
             checksums=checksums,
             digests={name: checksum(data) for name, data in self._small.items()},
+            heads={shard.name: checksum(shard.head) for shard in shards},
             start=self._start(),
             slices=self._slices,
             attempt=self._attempt,
         )
         state = State(self._version, identity, structure, checksums)
-        return index, state, index_of(shards, index.weight_map, **index.metadata())
+        return index, state, seal(index_of(shards, index.weight_map, **index.metadata()))
 
     def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
         """Write the files, several parts at once, and take the checksums of the tensors meanwhile."""

@@ -9,21 +9,23 @@ A delta is applied in place, and undone if one tensor does not come out as it sh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
 import torch
 
-from ..errors import CorruptCheckpointError, StateMismatchError
-from ..format.delta import INDEX, VersionIndex, identity_of
+from ..errors import CorruptCheckpointError, NotCommittedError, StateMismatchError
+from ..format.delta import INDEX, OUR_CHECKSUMS, VersionIndex, identity_of
 from ..host.limits import num_cpus
 from ..host.threads import Crew
 from ..staging.device import dense_blocks
 from ..state.dtypes import dtype_named
-from .difference import NotTheBase, apply
-from .source import Anchor, Frame, Source, State, Where
+from .base import Base
+from .difference import NotTheBase, apply, checksum_of
+from .source import Anchor, Frame, Part, Source, State, Where
 from .versions import Versions
 
 _ALIGNMENT: Final = 64
@@ -53,30 +55,106 @@ class Replica(Protocol):
     def regions(self, names: Collection[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """The bytes of each of these tensors, to be changed in place; without those that it has not."""
 
+    def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
+        """The checksums of these tensors, computed anew; without those that it has not."""
+
     def note(self, state: State | None) -> None:
         """These weights it has now; with None, they are about to change."""
 
 
-def bring(replica: Replica, versions: Versions, target: int, crew: Crew) -> tuple[list[VersionIndex], int]:
+def bring(
+    replica: Replica,
+    versions: Versions,
+    target: int,
+    crew: Crew,
+    *,
+    base: Base | None = None,
+    planned: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
+) -> tuple[list[VersionIndex], int]:
     """Make of a replica a version, by what lies between it and what is there. What was applied, and the bytes read.
 
-    After an error it has the last version that was applied as a whole. Raises NotCommittedError, CorruptCheckpointError,
-    StateMismatchError, StorageUnavailableError, StorageFullError.
+    `base` is what the first delta of all is against; `planned` is told what is about to be applied. After an error the replica has
+    the last version that was applied as a whole. Raises NotCommittedError, CorruptCheckpointError, StateMismatchError,
+    StorageUnavailableError, StorageFullError.
     """
-    chain = versions.chain(target, replica.state)
+    state = replica.state
+    chain = versions.chain(target, state, base)
+    if state is not None and not is_proven(replica, chain, versions, target, crew):
+        _log.warning("the weights here are not those of version %d; they are begun anew", state.version)
+        chain = versions.chain(target, None, base)
+    planned(chain)
     try:
-        return chain, _follow(replica, versions, chain, crew)
+        num_bytes = _follow(replica, versions, chain, crew, base)
     except Damaged as error:
         _log.warning("%s; what is here begins with an anchor again", error)
-        replica.note(None)
-    chain = versions.chain(target, None)
-    return chain, _follow(replica, versions, chain, crew)
+        if (
+            replica.state is None or not replica.state.is_marked
+        ):  # a marker of another receiver is not ours to take away
+            replica.note(None)
+        chain = versions.chain(target, None, base)
+        planned(chain)
+        num_bytes = _follow(replica, versions, chain, crew, base)
+    if replica.state is not None and replica.state.is_marked:
+        replica.note(replace(replica.state, is_marked=False))
+    return chain, num_bytes
 
 
-def _follow(replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew) -> int:
+def is_proven(
+    replica: Replica, chain: Sequence[VersionIndex], versions: Versions, target: int, crew: Crew
+) -> bool:
+    """Whether what is there is what a chain begins with, as far as anything tells.
+
+    What a Publisher has made names the weights that it is against. What others have made names a number alone, and under that there
+    may be other weights by now, or, if another receiver has marked the replica, half of the next version: the checksums in what
+    leads to the number tell.
+    """
+    state = replica.state
+    assert state is not None
+    left, number = set(state.checksums), state.version
+    try:
+        first = chain[0] if chain else versions.read(target)
+        is_named = first.base_identity if chain else first.identity
+        if is_named or (chain and first.is_anchor):
+            return True
+        while left:
+            index = versions.read(number, fresh=True)
+            source = Source(versions.storage, index)
+            if index.base is None:
+                return not state.is_marked or _holds(Anchor(source, crew), state, left)
+            told = source.frame_checksums()
+            names = told.keys() & left
+            found = (
+                state.checksums
+                if index.checksum_format == OUR_CHECKSUMS
+                else replica.checksums(names, index.checksum_format)
+            )
+            if any(found.get(name) != told[name] for name in names):
+                return False
+            if not state.is_marked:
+                return True  # all the others were compared when they were applied
+            left -= names
+            number = index.base
+    except NotCommittedError:  # it is what nobody can look into, like the model that all began with
+        return True
+    except CorruptCheckpointError:
+        return not state.is_marked
+    return True
+
+
+def _holds(anchor: Anchor, state: State, names: Set[str]) -> bool:
+    """Whether these tensors are those of an anchor."""
+    told = anchor.source.index.checksums or anchor.read(lambda *_: None).checksums
+    return all(told.get(name) == state.checksums[name] for name in names)
+
+
+def _follow(
+    replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew, base: Base | None
+) -> int:
     num_bytes = 0
     for index in chain:
         source = Source(versions.storage, index)
+        if base is not None and base.is_meant(index):
+            source = base.source(index)
         if index.is_anchor:
             num_bytes += replica.seed(Anchor(source, crew))
         else:
@@ -88,17 +166,16 @@ def _apply(replica: Replica, source: Source, crew: Crew) -> int:
     """Apply one delta: all of it is read and understood before anything is changed."""
     before, index = replica.state, source.index
     assert before is not None
-    assert index.encoding is not None
+    if not before.is_base_of(index):
+        raise source.corrupt(INDEX, f"it is against other weights than version {before.version} has")
     blobs = {file: source.whole(file, crew) for file in index.tensor_files}
-    frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
-    if frames.keys() != index.files.keys():
-        raise source.corrupt(INDEX, "it names other tensors than its files hold")
+    frames = _frames(source, blobs)
     unknown = frames.keys() - before.checksums.keys()
     if unknown or index.structure not in ("", before.structure):
         raise other_model(source.where, unknown)
-    checksums = before.checksums | {name: frame.checksum for name, frame in frames.items()}
-    now = State(index.version, identity_of(checksums), before.structure, checksums)
-    if index.identity not in ("", now.identity):
+    is_ours = index.checksum_format == OUR_CHECKSUMS
+    checksums = before.checksums | {name: frame.checksum for name, frame in frames.items() if is_ours}
+    if index.identity not in ("", identity_of(checksums)):
         raise source.corrupt(
             INDEX, "the checksums in its files are not those of the version that it tells of"
         )
@@ -115,21 +192,30 @@ def _apply(replica: Replica, source: Source, crew: Crew) -> int:
                 put_back()
             replica.note(before)
             raise
-    replica.note(now)
+        if not is_ours:
+            checksums |= {name: checksum_of(region) for name, region in regions.items()}
+    replica.note(State(index.version, identity_of(checksums), before.structure, checksums))
     return sum(map(len, blobs.values()))
+
+
+def _frames(source: Source, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
+    """What a delta changes. Raises CorruptCheckpointError where its files do not have what its index tells of."""
+    frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
+    if {name: frame.file for name, frame in frames.items()} != source.index.files:
+        raise source.corrupt(INDEX, "it names other tensors than its files hold")
+    return frames
 
 
 def _change(
     region: torch.Tensor, name: str, frame: Frame, source: Source, undo: list[Callable[[], None]]
 ) -> None:
-    assert source.index.encoding is not None
+    index = source.index
+    assert index.encoding is not None
     try:
-        undo.append(apply(frame.data, region, source.index.encoding, frame.checksum))
+        undo.append(apply(frame.data, region, index.encoding, frame.checksum, index.checksum_format))
     except NotTheBase as error:
         told = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
-        if source.index.digests.get(
-            frame.file
-        ):  # the frame is what was published, so it is the base that is not
+        if index.digests.get(frame.file):  # the frame is what was published, so it is the base that is not
             raise Damaged(str(told), path=told.path, tensors=told.tensors) from error
         raise told from error
 
@@ -184,8 +270,11 @@ class MemoryReplica:
         self.state = None
         self.lay_out(anchor.tensors)
 
-        def put(name: str, at: int, part: memoryview) -> None:
-            self._regions[name][at : at + len(part)].copy_(torch.frombuffer(part, dtype=torch.uint8))
+        def put(file: str, at: int, data: memoryview, parts: list[Part]) -> None:  # noqa: ARG001
+            for name, begin, part in parts:
+                if part:
+                    region = self._regions[name][begin : begin + len(part)]
+                    region.copy_(torch.frombuffer(part, dtype=torch.uint8))
 
         self.state = anchor.read(put)
         return anchor.num_bytes
@@ -202,6 +291,9 @@ class MemoryReplica:
     @contextmanager
     def regions(self, names: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
         yield {name: self._regions[name] for name in names if name in self._regions}
+
+    def checksums(self, names: Set[str], checksum_format: str) -> dict[str, str]:
+        return {n: checksum_of(self._regions[n], checksum_format) for n in self._regions.keys() & names}
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, in this memory."""
