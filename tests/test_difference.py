@@ -204,7 +204,8 @@ def test_an_index_of_a_release_before_is_read_if_it_holds_together():
     for index in (ANCHOR, CHANGE):
         told = json.loads(dumped(index))
         ours = told["metadata"]["async_ckpt"]
-        del ours["digest"]
+        for key in ("digest", "heads"):
+            ours.pop(key, None)
         assert parse(json.dumps(told).encode(), index.version) == index
         for key in ("identity", "structure", "checksums", "base_identity", "digests"):
             less = json.loads(json.dumps(told))

@@ -188,6 +188,9 @@ class VersionIndex:
     attempt: str = ""  # the folder within, in which all other files are; empty on a disk
     checksum_format: str = OUR_CHECKSUMS  # of the frames of a delta
     is_sealed: bool = False  # it has a digest of itself, as a Publisher's has
+    stamp: str = field(
+        default="", compare=False
+    )  # by which the storage tells it from another one of its name
 
     @property
     def prefix(self) -> str:

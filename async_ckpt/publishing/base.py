@@ -5,11 +5,15 @@ In: a folder. Out: its weights as an anchor. Knows nothing of: versions, who app
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ..around.export import files_of
 from ..errors import CorruptCheckpointError
-from ..format.delta import INDEX, VersionIndex, weight_map_in
+from ..format.delta import INDEX, VersionIndex, checksum, weight_map_in
 from ..storage.disk import translated
 from ..storage.local import LocalStorage
 from .notes import SINGLE
@@ -28,8 +32,10 @@ class Base:
 
     def index(self, number: int) -> VersionIndex:
         """What says as much as the index of a version with this number. Raises CorruptCheckpointError."""
-        if self._index is None or self._index.version != number:
-            self._index = VersionIndex(number, self._files())
+        found = VersionIndex(number, self._files())
+        found = replace(found, stamp=self._stamp(found.tensor_files))
+        if self._index is None or (self._index, self._index.stamp) != (found, found.stamp):
+            self._index = found
         return self._index
 
     def _files(self) -> dict[str, str]:
@@ -43,6 +49,15 @@ class Base:
         except FileNotFoundError:
             alone = _SourceOfBase(self._storage, VersionIndex(0, {}))
             return dict.fromkeys(alone.held_in(SINGLE), SINGLE)
+
+    def _stamp(self, files: Sequence[str]) -> str:
+        """By which its files are told from others of their names."""
+        found = []
+        for file in files:
+            with suppress(OSError):  # which reading it will tell of
+                told = os.stat(self.folder / file)
+                found.append(f"{file} {told.st_dev} {told.st_ino} {told.st_mtime_ns} {told.st_size}")
+        return checksum("\n".join(found).encode())
 
     def is_meant(self, index: VersionIndex) -> bool:
         """Whether an index is the one that was made of this folder."""

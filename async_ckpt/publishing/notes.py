@@ -1,7 +1,7 @@
 """What is noted in a folder about the weights in it: which version they are, and in which files versions have put them.
 
-In: a folder. Out: small files in its `.weight_sync`, and what they say, as far as every field of them has its type. Knows nothing
-of: versions, tensors.
+In: a folder. Out: small files in its `.weight_sync`, and what they say, as far as every field of them has its type.
+Knows nothing of: versions, tensors.
 
 `state.json` says which version is there, and is not while that changes; other receivers have a marker of that name, too. `files.json`
 lists the files that versions have put there, and stays: all other files are the user's. Nothing is synced: after a restart of the
@@ -59,8 +59,8 @@ class Notes:
             version = number_of(told["version"])
             if "identity" not in told:
                 return Noted(version, None, "")
-            state = State(version, told["identity"], told["structure"], told["checksums"])
-            boot = told.get("boot")
+            stamp, boot = told.get("stamp", ""), told.get("boot")
+            state = State(version, told["identity"], told["structure"], told["checksums"], stamp)
         except (FileNotFoundError, StorageUnavailableError, ValueError, KeyError, TypeError, RecursionError):
             return None
         texts = (
@@ -68,7 +68,8 @@ class Notes:
             if _is_table(state.checksums)
             else (None,)
         )
-        return Noted(version, state, boot) if isinstance(boot, str) and all(map(is_checksum, texts)) else None
+        is_sound = isinstance(boot, str) and isinstance(stamp, str) and all(map(is_checksum, texts))
+        return Noted(version, state, boot) if is_sound else None
 
     def note(self, state: State | None, boot: str = "") -> None:
         """These weights are there now, whole, since this start of the machine; with None, they are about to change."""
@@ -78,7 +79,7 @@ class Notes:
         told: dict[str, Any] = {"version": f"{state.version:06d}"}
         if not state.is_marked:
             told |= {"identity": state.identity, "structure": state.structure, "boot": boot}
-            told["checksums"] = state.checksums
+            told |= {"stamp": state.stamp, "checksums": state.checksums}
         self._files.replace(_STATE, json.dumps(told).encode())
 
     def files(self) -> Files:

@@ -25,6 +25,7 @@ from ..staging.device import dense_blocks
 from ..state.dtypes import dtype_named
 from .base import Base
 from .difference import NotTheBase, apply, checksum_of
+from .proof import is_proven, source_of
 from .source import Anchor, Frame, Part, Source, State, Where
 from .versions import Versions
 
@@ -33,7 +34,12 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class Damaged(CorruptCheckpointError):
-    """What is here is not what was noted: the weights have to begin with an anchor."""
+    """What is here is not what was noted: the weights have to begin with an anchor.
+
+    With `perhaps`, it may as well be the delta, of which nothing tells whether its bytes are those that were published.
+    """
+
+    perhaps: bool = False
 
 
 class Replica(Protocol):
@@ -77,74 +83,51 @@ def bring(
     the last version that was applied as a whole. Raises NotCommittedError, CorruptCheckpointError, StateMismatchError,
     StorageUnavailableError, StorageFullError.
     """
-    state = replica.state
-    chain = versions.chain(target, state, base)
-    if state is not None and not is_proven(replica, chain, versions, target, crew):
-        _log.warning("the weights here are not those of version %d; they are begun anew", state.version)
+    chain = versions.chain(target, replica.state, base)
+    if replica.state is not None and not is_proven(replica, chain, versions, target, crew, base):
+        _log.warning(
+            "the weights here are not those of version %d; they are begun anew", replica.state.version
+        )
         chain = versions.chain(target, None, base)
     planned(chain)
     try:
         num_bytes = _follow(replica, versions, chain, crew, base)
     except Damaged as error:
-        _log.warning("%s; what is here begins with an anchor again", error)
-        if (
-            replica.state is None or not replica.state.is_marked
-        ):  # a marker of another receiver is not ours to take away
-            replica.note(None)
-        chain = versions.chain(target, None, base)
+        chain = _begun_anew(replica, versions, target, base, chain, error)
         planned(chain)
         num_bytes = _follow(replica, versions, chain, crew, base)
-    if replica.state is not None and replica.state.is_marked:
-        replica.note(replace(replica.state, is_marked=False))
+    if not chain and replica.state is not None:
+        _note_proven(replica, versions.read_or_base(target, base, fresh=False))
     return chain, num_bytes
 
 
-def is_proven(
-    replica: Replica, chain: Sequence[VersionIndex], versions: Versions, target: int, crew: Crew
-) -> bool:
-    """Whether what is there is what a chain begins with, as far as anything tells.
-
-    What a Publisher has made names the weights that it is against. What others have made names a number alone, and under that there
-    may be other weights by now, or, if another receiver has marked the replica, half of the next version: the checksums in what
-    leads to the number tell.
-    """
-    state = replica.state
-    assert state is not None
-    left, number = set(state.checksums), state.version
+def _begun_anew(
+    replica: Replica,
+    versions: Versions,
+    target: int,
+    base: Base | None,
+    chain: Sequence[VersionIndex],
+    error: Damaged,
+) -> list[VersionIndex]:
+    """What to apply, from nothing on, once a chain did not fit what was here. Raises the error where that is of no use."""
+    if error.perhaps and chain[0].is_anchor:
+        raise error
+    if not error.perhaps and not (replica.state and replica.state.is_marked):
+        replica.note(None)
     try:
-        first = chain[0] if chain else versions.read(target)
-        is_named = first.base_identity if chain else first.identity
-        if is_named or (chain and first.is_anchor):
-            return True
-        while left:
-            index = versions.read(number, fresh=True)
-            source = Source(versions.storage, index)
-            if index.base is None:
-                return not state.is_marked or _holds(Anchor(source, crew), state, left)
-            told = source.frame_checksums()
-            names = told.keys() & left
-            found = (
-                state.checksums
-                if index.checksum_format == OUR_CHECKSUMS
-                else replica.checksums(names, index.checksum_format)
-            )
-            if any(found.get(name) != told[name] for name in names):
-                return False
-            if not state.is_marked:
-                return True  # all the others were compared when they were applied
-            left -= names
-            number = index.base
-    except NotCommittedError:  # it is what nobody can look into, like the model that all began with
-        return True
-    except CorruptCheckpointError:
-        return not state.is_marked
-    return True
+        anew = versions.chain(target, None, base)
+    except NotCommittedError as missing:
+        raise error from missing
+    _log.warning("%s; what is here begins with an anchor again", error)
+    return anew
 
 
-def _holds(anchor: Anchor, state: State, names: Set[str]) -> bool:
-    """Whether these tensors are those of an anchor."""
-    told = anchor.source.index.checksums or anchor.read(lambda *_: None).checksums
-    return all(told.get(name) == state.checksums[name] for name in names)
+def _note_proven(replica: Replica, index: VersionIndex) -> None:
+    """A version was there already, and may not have been noted as such by us."""
+    assert replica.state is not None
+    known = replace(replica.state, stamp="" if index.identity else index.stamp, is_marked=False)
+    if known != replica.state:
+        replica.note(known)
 
 
 def _follow(
@@ -152,9 +135,7 @@ def _follow(
 ) -> int:
     num_bytes = 0
     for index in chain:
-        source = Source(versions.storage, index)
-        if base is not None and base.is_meant(index):
-            source = base.source(index)
+        source = source_of(index, versions, base)
         if index.is_anchor:
             num_bytes += replica.seed(Anchor(source, crew))
         else:
@@ -194,7 +175,7 @@ def _apply(replica: Replica, source: Source, crew: Crew) -> int:
             raise
         if not is_ours:
             checksums |= {name: checksum_of(region) for name, region in regions.items()}
-    replica.note(State(index.version, identity_of(checksums), before.structure, checksums))
+    replica.note(State(index.version, identity_of(checksums), before.structure, checksums, source.stamp))
     return sum(map(len, blobs.values()))
 
 
@@ -215,9 +196,9 @@ def _change(
         undo.append(apply(frame.data, region, index.encoding, frame.checksum, index.checksum_format))
     except NotTheBase as error:
         told = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
-        if index.digests.get(frame.file):  # the frame is what was published, so it is the base that is not
-            raise Damaged(str(told), path=told.path, tensors=told.tensors) from error
-        raise told from error
+        # Where the file has its digest, the frame is what was published, so it is the base that is not.
+        perhaps = frame.file not in index.digests
+        raise Damaged(str(told), path=told.path, tensors=told.tensors, perhaps=perhaps) from error
 
 
 def other_model(where: str, names: Collection[str]) -> StateMismatchError:

@@ -38,13 +38,15 @@ _CHUNK_BYTES: Final = 4 * MIB
 class State:
     """Which weights somebody has: `checksums` of all tensors by name.
 
-    If another receiver has `marked` them as the version, nothing of it is known but that.
+    `stamp` is that of the index of others by which they are the version; empty where a Publisher's says what it holds. If another
+    receiver has marked them as the version, nothing is known but that.
     """
 
     version: int
     identity: str
     structure: str
     checksums: dict[str, str] = field(repr=False)
+    stamp: str = ""
     is_marked: bool = False
 
     def is_base_of(self, index: VersionIndex) -> bool:
@@ -89,6 +91,11 @@ class Source:
         self.storage, self.index = storage, index
         self.folder = folder_of(index.version)
         self.where = storage.locate(self.folder)
+
+    @property
+    def stamp(self) -> str:
+        """That of its index, if nothing in that says which weights these are."""
+        return "" if self.index.identity else self.index.stamp
 
     def open(self, file: str) -> Reader:
         """Raises CorruptCheckpointError if it is missing."""
@@ -288,7 +295,7 @@ class Anchor:
         identity = identity_of(found)
         if self.source.index.identity not in ("", identity):
             raise self.source.corrupt(INDEX, "its checksums are not those of the version that it tells of")
-        return State(self.source.index.version, identity, self.structure, found)
+        return State(self.source.index.version, identity, self.structure, found, self.source.stamp)
 
     def _runs(self) -> list[list[str]]:
         """The tensors, as many at a time as lie beside each other in a piece that is read; the longest first."""

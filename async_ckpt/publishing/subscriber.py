@@ -54,7 +54,7 @@ class Subscriber:
         base: a folder of Hugging Face on this machine, for a root whose first version is a delta against a model that is in none,
             such as slime's. Where a pull finds no anchor, it begins with this model. It must not change.
 
-    Raises NotADirectoryError if `base` is not a folder.
+    Raises NotADirectoryError if `base` is not a folder, and ValueError if it is not on this machine.
     """
 
     def __init__(self, root: Anywhere, *, base: str | os.PathLike[str] | None = None) -> None:
@@ -314,7 +314,12 @@ class Subscriber:
 
     def _replica(self, into: str | os.PathLike[str] | torch.nn.Module) -> Replica:
         if not isinstance(into, torch.nn.Module):
-            return self._folder(into)
+            folder = self._folder(into)
+            if self._base is not None and folder.folder == self._base.folder.resolve():
+                raise ValueError(
+                    f"{into} is the base itself, which must not change; pull into another folder"
+                )
+            return folder
         module = into
         replica = self._modules.get(module)
         if replica is None:

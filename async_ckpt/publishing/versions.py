@@ -33,6 +33,7 @@ from ..storage.disk import sync_folder, translated
 from ..storage.locks import TEMP_SUFFIX, temps_of
 from ..storage.scratch import Scratch
 from .base import Base
+from .notes import SINGLE
 from .source import Source, State
 
 # Which publisher adds versions: the one that has written this last.
@@ -42,8 +43,6 @@ _UNFINISHED: Final = re.compile(r"unfinished(\.[0-9a-f]{16})?\.json")
 # Whenever versions take the place of others, a publisher leaves such a mark in the root, and takes older ones away: whoever
 # lists the root then believes nothing that was read before.
 _MARK: Final = re.compile(r"replaced\.[0-9a-f]{16}\.json")
-# What others publish as a full version may be this alone.
-_SINGLE: Final = "model.safetensors"
 
 
 class _Known(NamedTuple):
@@ -105,9 +104,9 @@ class Versions:
         """
         if self.storage.remote or not Ownership(self.storage).admits(number, b""):
             return None
-        index = VersionIndex(number, {"": _SINGLE})
+        index = VersionIndex(number, {"": SINGLE}, stamp=str(self._stamp(number, SINGLE)))
         try:
-            return replace(index, files=dict.fromkeys(Source(self.storage, index).held_in(_SINGLE), _SINGLE))
+            return replace(index, files=dict.fromkeys(Source(self.storage, index).held_in(SINGLE), SINGLE))
         except CorruptCheckpointError:
             return None
 
@@ -124,7 +123,7 @@ class Versions:
         try:
             stamp = self._stamp(number)
             data, version = self.storage.read(path)
-            index = parse(data, number)
+            index = replace(parse(data, number), stamp=version)
             if not index.is_sealed and not Ownership(self.storage).admits(number, data, index):
                 raise ValueError(
                     f"it is damaged, or another program's: a Publisher publishes here ({_OWNER}), whose indices have digests of "
@@ -159,12 +158,12 @@ class Versions:
         except FileNotFoundError:
             return b""
 
-    def _stamp(self, number: int) -> object:
+    def _stamp(self, number: int, file: str = INDEX) -> object:
         """What tells of an index on a disk that it is the same file; None in a store, where marks in the root do."""
         if self.storage.remote:
             return None
         with suppress(OSError):
-            told = os.stat(Path(self.root) / folder_of(number) / INDEX)
+            told = os.stat(Path(self.root) / folder_of(number) / file)
             return told.st_ino, told.st_mtime_ns, told.st_size
         return None
 
@@ -181,6 +180,17 @@ class Versions:
                 return True
         return False
 
+    def read_or_base(
+        self, number: int, base: Base | None, *, wanted_by: str = "", fresh: bool = True
+    ) -> VersionIndex:
+        """The index, or that of the base, which stands for what is older than all versions. Raises as `read` does."""
+        try:
+            return self.read(number, wanted_by=wanted_by, fresh=fresh)
+        except NotCommittedError:
+            if base is None or number >= min(self.numbers(), default=1):
+                raise
+            return base.index(number)
+
     def chain(self, target: int, state: State | None, base: Base | None = None) -> list[VersionIndex]:
         """What to apply to a state, or from nothing on, to have a version: in this order. Empty if it is there already.
 
@@ -190,12 +200,7 @@ class Versions:
         steps: list[VersionIndex] = []
         number, wanted_by = target, ""
         while True:
-            try:
-                index = self.read(number, wanted_by=wanted_by, fresh=True)
-            except NotCommittedError:
-                if base is None or number >= min(self.numbers(), default=1):
-                    raise
-                index = base.index(number)
+            index = self.read_or_base(number, base, wanted_by=wanted_by)
             if state is not None and state.is_version(index):
                 break
             steps.append(index)

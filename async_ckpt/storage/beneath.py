@@ -1,7 +1,7 @@
 """The files below one folder of this machine, reached without following a link.
 
-In: a folder, and paths below it that use `/`. Out: files opened, written, moved and deleted there, and nowhere else. Knows nothing
-of: what they are.
+In: a folder, and paths below it that use `/`. Out: files opened, written, moved and deleted there, and nowhere else.
+Knows nothing of: what they are.
 
 The folder itself may be a link, or lie behind one. Below it every folder on the way to a file is opened by itself, and a link in its
 place is an error: whoever has put it there did not mean what is behind it to be changed. On Windows, which cannot open a folder,
