@@ -115,11 +115,27 @@ def parse_foreign_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
     """The header of anybody's file, from the length prefix on, and its metadata. Raises ValueError as above, and for a
     name that is there twice.
     """
-    table = _loaded(data, partial(json.loads, object_pairs_hook=_Rows().made))
+    table = parse_table(data)
+    rows = {name: Row(*table.kinds[kind], begin, end) for name, (kind, begin, end) in table.rows.items()}
+    return rows, table.metadata
+
+
+class Table(NamedTuple):
+    """What a header says of many tensors: of each the number of its kind, and its extent; of each kind, its code and shape."""
+
+    rows: dict[str, tuple[int, int, int]]
+    kinds: list[tuple[str, list[int]]]
+    metadata: dict[str, str]
+
+
+def parse_table(data: bytes) -> Table:
+    """As above. With hundreds of thousands of tensors, few objects live at a time that the garbage collector looks at."""
+    made = _Kinds()
+    table = _loaded(data, partial(json.loads, object_pairs_hook=made.of))
     metadata = table.pop(RESERVED_NAME, {}) if isinstance(table, dict) else None
-    if not isinstance(metadata, dict) or not all(type(row) is Row for row in table.values()):
+    if not isinstance(metadata, dict) or not all(type(row) is tuple for row in table.values()):
         raise ValueError(_NO_TABLE)
-    return table, metadata
+    return Table(table, made.kinds, metadata)
 
 
 def refuse_unwritable(texts: Iterable[str]) -> None:
@@ -130,10 +146,10 @@ def refuse_unwritable(texts: Iterable[str]) -> None:
         raise ValueError("safetensors header: its names and metadata are not all texts of UTF-8") from error
 
 
-def refuse_gaps(rows: Mapping[str, Row], num_bytes: int) -> None:
+def refuse_gaps(table: Table, num_bytes: int) -> None:
     """Raises ValueError unless the tensors fill the bytes behind the header, one after the other, as the format asks."""
     at = 0
-    for begin, end in sorted((row.begin, row.end) for row in rows.values()):
+    for begin, end in sorted(row[1:] for row in table.rows.values()):
         if begin != at or end < begin:
             raise ValueError("its tensors overlap, or have bytes between them that are of none")
         at = end
@@ -169,15 +185,14 @@ def _parsed(data: bytes, load: Callable[[bytes], Any]) -> tuple[dict[str, Row], 
         raise ValueError(_NO_TABLE) from error
 
 
-class _Rows:
-    """Makes rows of JSON objects while they are parsed, so that few objects live at a time: with hundreds of thousands of
-    tensors the garbage collector would take most of the time.
-    """
+class _Kinds:
+    """Makes rows of JSON objects while they are parsed."""
 
     def __init__(self) -> None:
-        self._shapes: dict[tuple[int, ...], list[int]] = {}  # equal shapes are one list
+        self.kinds: list[tuple[str, list[int]]] = []
+        self._numbers: dict[tuple[str | int, ...], int] = {}
 
-    def made(self, pairs: list[tuple[str, Any]]) -> Any:
+    def of(self, pairs: list[tuple[str, Any]]) -> Any:
         """A row for what tells of a tensor, a dict for any other object."""
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -187,4 +202,7 @@ class _Rows:
             return found  # the table, or its metadata, which has texts
         if len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in (*offsets, *shape)):
             raise ValueError("safetensors header: a tensor has a number that is not a count")
-        return Row(code, self._shapes.setdefault(tuple(shape), shape), *offsets)
+        kind = self._numbers.setdefault((code, *shape), len(self.kinds))
+        if kind == len(self.kinds):
+            self.kinds.append((code, shape))
+        return kind, *offsets

@@ -151,12 +151,13 @@ class FolderReplica:
             for file in self._there.weights:
                 fd = self._files.open(file, os.O_RDONLY)
                 try:
-                    rows, _ = _header(fd)
+                    table, _ = _header(fd)
                 finally:
                     os.close(fd)
-                for name, row in rows.items():
-                    dtype, shape = safetensors.loaded_as(row.code, row.shape)
-                    tensors[name] = dtype, tuple(shape)
+                kinds = [safetensors.loaded_as(code, shape) for code, shape in table.kinds]
+                tensors |= {
+                    name: (kinds[row[0]][0], tuple(kinds[row[0]][1])) for name, row in table.rows.items()
+                }
         except (OSError, ValueError, StorageUnavailableError):
             return ""
         return structure_of((name, *told) for name, told in tensors.items()) if tensors else ""
@@ -364,8 +365,8 @@ class FolderReplica:
         while True:
             fd = self._files.open(file, os.O_RDONLY if is_read else os.O_RDWR)
             try:
-                rows, begin = _header(fd)
-                rows = {name: row for name, row in rows.items() if names is None or name in names}
+                table, at = _header(fd)
+                rows = {name: row for name, row in table.rows.items() if names is None or name in names}
                 if not rows:
                     return {}
                 if is_read or is_own or os.fstat(fd).st_nlink == 1:
@@ -376,7 +377,7 @@ class FolderReplica:
             self._files.part(file, by=f"{NEW}/{file}")
             is_own = True
         whole = memoryview(maps[-1])
-        return {name: whole[begin + row.begin : begin + row.end] for name, row in rows.items()}
+        return {name: whole[at + begin : at + end] for name, (_, begin, end) in rows.items()}
 
     def note(self, state: State | None) -> None:
         self._notes.note(state, _boot())
@@ -393,7 +394,7 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _header(fd: int) -> tuple[dict[str, safetensors.Row], int]:
+def _header(fd: int) -> tuple[safetensors.Table, int]:
     """The tensors in a file, and where its data begins. Raises ValueError for what is no safetensors file."""
     num_bytes = os.fstat(fd).st_size
     if num_bytes < 8:
@@ -405,10 +406,10 @@ def _header(fd: int) -> tuple[dict[str, safetensors.Row], int]:
         raise ValueError("it is cut off, or no safetensors file")
     head = bytearray(begin)
     read_at(fd, memoryview(head), 0)
-    rows, metadata = safetensors.parse_foreign_header(bytes(head))
-    safetensors.refuse_unwritable((*rows, *metadata, *metadata.values()))
-    safetensors.refuse_gaps(rows, num_bytes - begin)
-    return rows, begin
+    table = safetensors.parse_table(bytes(head))
+    safetensors.refuse_unwritable((*table.rows, *table.metadata, *table.metadata.values()))
+    safetensors.refuse_gaps(table, num_bytes - begin)
+    return table, begin
 
 
 def _boot() -> str:

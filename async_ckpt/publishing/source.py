@@ -141,9 +141,7 @@ class Source:
         if wanted is not None and checksum(data) != wanted:
             raise self.corrupt(file, "its bytes are not those that were published")
 
-    def _header(
-        self, file: str, data: memoryview, num_bytes: int
-    ) -> tuple[dict[str, safetensors.Row], dict[str, str], int]:
+    def _header(self, file: str, data: memoryview, num_bytes: int) -> tuple[safetensors.Table, int]:
         """What the header of a file says, whose tensors fill it, and where these begin. `data` is its beginning, up to there at
         least.
         """
@@ -153,14 +151,14 @@ class Source:
             head = bytes(data[: _header_bytes(data)])
             if self.index.heads.get(file) not in (None, checksum(head)):
                 raise ValueError("its header is not the one that was published")
-            rows, metadata = safetensors.parse_foreign_header(head)
-            safetensors.refuse_unwritable((*rows, *metadata, *metadata.values()))
-            safetensors.refuse_gaps(rows, num_bytes - len(head))
+            table = safetensors.parse_table(head)
+            safetensors.refuse_unwritable((*table.rows, *table.metadata, *table.metadata.values()))
+            safetensors.refuse_gaps(table, num_bytes - len(head))
         except ValueError as error:
             raise self.corrupt(file, str(error)) from error
-        return rows, metadata, len(head)
+        return table, len(head)
 
-    def _header_of(self, file: str, reader: Reader) -> tuple[dict[str, safetensors.Row], dict[str, str], int]:
+    def _header_of(self, file: str, reader: Reader) -> tuple[safetensors.Table, int]:
         """As above, of which no more is read."""
         head = memoryview(bytearray(min(8, reader.num_bytes)))
         self.fill(reader, file, 0, head)
@@ -171,20 +169,22 @@ class Source:
 
     def frames(self, file: str, blob: memoryview) -> Iterator[tuple[str, Frame]]:
         """The tensors in a file of a delta."""
-        rows, told, begin = self._header(file, blob, len(blob))
-        for name, row in rows.items():
-            data = blob[begin + row.begin : begin + row.end]
-            if row.code != "U8" or row.shape != [row.end - row.begin]:
+        table, at = self._header(file, blob, len(blob))
+        for name, (kind, begin, end) in table.rows.items():
+            if table.kinds[kind] != ("U8", [end - begin]):
                 raise self.corrupt(file, f"{name!a:.200} is no frame in it")
-            yield name, Frame(file, data, self._checksum_in(file, name, told))
+            yield (
+                name,
+                Frame(file, blob[at + begin : at + end], self._checksum_in(file, name, table.metadata)),
+            )
 
     def frame_checksums(self) -> dict[str, str]:
         """What a delta says that the tensors are that it changes; no more is read than that."""
         found: dict[str, str] = {}
         for file in self.index.tensor_files:
             with self.open(file) as reader:
-                rows, told, _ = self._header_of(file, reader)
-            found |= {name: self._checksum_in(file, name, told) for name in rows}
+                table, _ = self._header_of(file, reader)
+            found |= {name: self._checksum_in(file, name, table.metadata) for name in table.rows}
         return found
 
     def _checksum_in(self, file: str, name: str, told: Mapping[str, object]) -> str:
@@ -205,29 +205,24 @@ class Source:
     def held_in(self, file: str) -> dict[str, Where]:
         """Where the tensors in one of the files of an anchor lie."""
         with self.open(file) as reader:
-            rows, metadata, at = self._header_of(file, reader)
-        if any(
-            name in metadata and any(is_checksum(metadata[name], known) for known in CHECKSUM_DIGITS)
-            for name in rows
-        ):
+            table, at = self._header_of(file, reader)
+        if any(map(_is_any_checksum, (table.metadata[name] for name in table.metadata.keys() & table.rows))):
             raise self.corrupt(file, "it has checksums of its tensors, as only the frames of a delta have")
-        kinds: dict[tuple[str, int], tuple[str, tuple[int, ...], int]] = {}
+        kinds = [self._kind(file, code, shape) for code, shape in table.kinds]
         found = {}
-        for name, row in rows.items():
-            kind = kinds.get((row.code, id(row.shape)))  # which are few, and equal shapes are one list
-            if kind is None:
-                kind = kinds[row.code, id(row.shape)] = self._kind_of(file, name, row)
-            dtype, shape, num_bytes = kind
-            if num_bytes != row.end - row.begin:
+        for name, (kind, begin, end) in table.rows.items():
+            dtype, shape, num_bytes = kinds[kind]
+            if num_bytes != end - begin:
                 raise self.corrupt(file, f"it has another number of bytes for {name!a:.200} than its shape")
-            found[name] = Where(file, dtype, shape, at + row.begin, num_bytes)
+            found[name] = Where(file, dtype, shape, at + begin, num_bytes)
         return found
 
-    def _kind_of(self, file: str, name: str, row: safetensors.Row) -> tuple[str, tuple[int, ...], int]:
+    def _kind(self, file: str, code: str, shape: list[int]) -> tuple[str, tuple[int, ...], int]:
+        """A dtype, a shape, and how many bytes a tensor of these has."""
         try:
-            dtype, shape = safetensors.loaded_as(row.code, row.shape)
+            dtype, shape = safetensors.loaded_as(code, shape)
         except ValueError as error:
-            raise self.corrupt(file, f"{name!a:.200}: {error}") from error
+            raise self.corrupt(file, str(error)) from error
         return dtype, tuple(shape), prod(shape) * DTYPES[dtype][0]
 
     def corrupt(self, file: str, why: str, *, tensors: tuple[str, ...] = ()) -> CorruptCheckpointError:
@@ -237,6 +232,10 @@ class Source:
             path=where,
             tensors=tensors,
         )
+
+
+def _is_any_checksum(told: object) -> bool:
+    return any(is_checksum(told, known) for known in CHECKSUM_DIGITS)
 
 
 def _header_bytes(begin: memoryview) -> int:
