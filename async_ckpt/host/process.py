@@ -54,6 +54,7 @@ def never_end(inherited: object) -> None:
         alive = finalizer.peek()
         if alive is not None and alive[0] is inherited:
             finalizer.detach()
+    return
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
 
 
