@@ -37,7 +37,6 @@ from states import MIB, open_run, state_at
 
 from async_ckpt import Place, StorageUnavailableError
 from async_ckpt.storage import stores
-from async_ckpt.storage.fsspec import setup as fsspec_setup
 from async_ckpt.storage.fsspec.sinks import AppendingSink, MultipartSink
 from async_ckpt.storage.fsspec.store import FsspecStorage, abort_stale_uploads
 from async_ckpt.storage.locks import TEMP_SUFFIX
@@ -453,15 +452,6 @@ def test_the_filesystem_is_made_on_first_use_and_shared_with_nobody(s3, bucket):
     other.names("")
     assert Made.num_made == 2
     assert not place_of(storage)._filesystem().dircache.use_listings_cache
-
-
-def test_a_forked_child_makes_its_own(monkeypatch):
-    storage = FsspecStorage("memory://run")
-    mine = place_of(storage)._filesystem()
-    pid = os.getpid()
-    monkeypatch.setattr(fsspec_setup.os, "getpid", lambda: pid + 1)
-
-    assert place_of(storage)._filesystem() is not mine
 
 
 def test_a_filesystem_for_coroutines_is_refused():

@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Final
@@ -22,10 +23,13 @@ import torch
 from ..backends import backend_of
 from ..spec import MIB, PAGE_BYTES, align_up
 from .numa import node_of, prefer_node
+from .process import in_forked_child, never_end
 from .threads import Crew
 
 _HUGE_PAGE_BYTES: Final = 2 * MIB
 _TOUCHED_AT_ONCE: Final = 64 * MIB
+
+_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of this process
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
@@ -40,7 +44,16 @@ def _mapped(num_bytes: int) -> mmap.mmap:
                 pages.madvise(getattr(mmap, advice))
             except OSError:
                 pass  # without the advice it works, only slower
+    _maps.add(pages)
     return pages
+
+
+@in_forked_child
+def _keep_maps() -> None:
+    """The maps are not there in the child, which may have mapped something else at their addresses: their end would unmap that."""
+    for pages in list(_maps):
+        never_end(pages)
+    _maps.clear()
 
 
 def _array_over(tensor: torch.Tensor) -> Any:

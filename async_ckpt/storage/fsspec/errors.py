@@ -18,12 +18,17 @@ class NoBucketError(OSError):
     pass
 
 
+class InheritedError(OSError):
+    """The filesystem of a user cannot be made again in a forked child."""
+
+
 REFUSED: Final = frozenset({"PreconditionFailed", "412"})
 CONFLICT: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "409"})
 NO_SUCH_CALL: Final = frozenset({"NotImplemented", "501", "InvalidArgument", "InvalidRequest", "400", "405"})
 # By what an error or one of its causes is called, in S3's codes and in Python's classes: what to do about it.
 _ADVICE: Final = {
     "NoBucketError": stores.CREATE,
+    "InheritedError": "make it in this process, or give a URL and options= instead of fs=",
     "NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound": stores.NO_KEYS,
     "ExpiredToken ExpiredTokenException TokenRefreshRequired": stores.LOG_IN,
     "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken AuthenticationException": stores.KEYS,

@@ -8,12 +8,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import pickle
 import threading
+import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
-from .errors import chain
+from ...host.process import in_forked_child, never_end
+from .errors import InheritedError, chain
 
 # Filesystems with one connection, on which a thread would take the answers meant for others (paramiko drops them).
 ONE_AT_A_TIME: Final = frozenset({"sftp", "ssh", "ftp"})
@@ -40,31 +43,70 @@ _OBSTORE_ONLY: Final = frozenset(
 )
 
 
+_makers: weakref.WeakSet[OncePerProcess] = weakref.WeakSet()
+# By their ids: equal ones are not the same. One that nobody needs any more is there until it is collected.
+_alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
 class OncePerProcess:
     """A filesystem that is made when it is first called for; a forked child makes its own."""
 
     def __init__(self, make: Callable[[], Any], *, one_at_a_time: bool) -> None:
         self._make = make
         self._one_at_a_time = one_at_a_time
-        self._begin()
+        self.begin_anew()
+        _makers.add(self)
 
-    def _begin(self) -> None:
-        self._pid, self._made = os.getpid(), None
+    def begin_anew(self) -> None:
+        self._made: Any = None
         # Both are held over calls: whoever waits needs what is being made, or the connection that is in use.
         self._making, self._using = threading.Lock(), threading.RLock()
 
     def __call__(self) -> Any:
-        if os.getpid() != self._pid:  # connections and event loop are the parent's
-            self._begin()
         with self._making:
-            self._made = self._made or self._make()
+            if self._made is None:
+                self._made = self._make()
+                with suppress(TypeError):  # some class of a user's, which takes no weak references
+                    _alive[id(self._made)] = self._made
             return self._made
 
     def turn(self) -> AbstractContextManager[Any]:
         """To be held while it is used."""
-        if os.getpid() != self._pid:
-            self._begin()
         return self._using if self._one_at_a_time else nullcontext()
+
+
+@in_forked_child
+def _forget() -> None:
+    """Connections and event loops are the parent's."""
+    for fs in list(_alive.values()):
+        never_end(fs)
+    for maker in list(_makers):
+        maker.begin_anew()
+
+
+def given(fs: Any) -> Callable[[], Any]:
+    """What makes the filesystem of a user: it is there already, and made again in a forked child where it has to be."""
+    made_in = getattr(fs, "_pid", os.getpid())  # as those with an event loop note it
+
+    def make() -> Any:
+        # To an event loop, or to one connection.
+        is_bound = getattr(fs, "async_impl", False) or protocol_of(fs) in ONE_AT_A_TIME
+        return _made_again(fs) if is_bound and os.getpid() != made_in else fs
+
+    return make
+
+
+def _made_again(fs: Any) -> Any:
+    """The same filesystem with connections of this process, as if it had been pickled for another one."""
+    never_end(fs)
+    try:
+        return pickle.loads(pickle.dumps(fs))
+    except Exception as error:
+        raise InheritedError(f"fs={type(fs).__qualname__} belongs to the parent of this process") from error
+
+
+def protocol_of(fs: Any) -> str:
+    return fs.protocol if isinstance(fs.protocol, str) else str(fs.protocol[0])
 
 
 def class_and_maker(scheme: str, url: str, options: Mapping[str, Any]) -> tuple[Any, Callable[[], Any]]:

@@ -23,7 +23,7 @@ from .bucket import Bucket
 from .errors import advice_on, chain, secrets_in
 from .folder import Files
 from .places import Moment, ReplacedError
-from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, turn
+from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, given, protocol_of, turn
 from .sinks import AppendingSink, MultipartSink, Translated
 
 # Older than this by the store's clock, and of a step that is decided: then nobody is still writing it.
@@ -56,8 +56,7 @@ class FsspecStorage:
         else:
             if getattr(fs, "asynchronous", False):
                 raise ValueError("fs= must be made with asynchronous=False: it is called from threads")
-            kind, make = type(fs), lambda: fs
-            scheme = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+            kind, make, scheme = type(fs), given(fs), protocol_of(fs)
         root = (kind if fs is None else fs)._strip_protocol(url).rstrip("/")
         self._url = shown(url if scheme_of(url) else f"{scheme}://{root}")
         self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,11 +16,13 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ... import spans
 from ...errors import StorageFullError, StorageUnavailableError
+from ...host.calls import StuckError, WatchedCall
+from ...host.process import in_forked_child, never_end
 from ...spans import TIMEKEEPER, Timekeeper
 from ...spec import KIB
 from .. import retry, stores
 from ..url import hidden, split_bucket
-from . import answers
+from . import answers, runtime
 from .aws import AwsSetup
 
 T = TypeVar("T")
@@ -29,10 +32,15 @@ _Kind: TypeAlias = Literal["small", "part", "many"]
 # fails, the next attempt sends half as many at once.
 _PART_SECONDS: Final = 180.0
 _SMALL_SECONDS: Final = 30.0
+# A request that takes so many times as long as its own timeout does not end by it: obstore's threads are stuck.
+_STUCK_TIMES: Final = 4
 # A read comes in pieces of about this size: larger ones are copied together first, which doubles the cost.
 _READ_BYTES: Final = 256 * KIB
 # How long it may take to abort what a failed upload has left open.
 _ABORT_SECONDS: Final = 10.0
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 class GivenUpError(Exception):
@@ -52,6 +60,7 @@ class Client:
         self.timer = timer
         self.scheme, self.bucket, self.prefix = split_bucket(url)
         self.url = "/".join(filter(None, (f"{self.scheme}://{self.bucket}", self.prefix)))
+        runtime.require(self.url)
         self.options = dict(options or {})
         rest = {key: value for key, value in self.options.items() if value is not None}
         self.deadline_seconds = float(rest.pop("deadline_seconds", retry.OBJECT_SECONDS))
@@ -69,6 +78,7 @@ class Client:
         self._deletes_many = True  # until it has refused to
         self._answered = False  # the bucket is there, so a 404 is about the key
         self._store()  # options that it does not take are refused here
+        _clients.add(self)
 
     @property
     def is_known(self) -> bool:
@@ -115,14 +125,32 @@ class Client:
         return self.persist(lambda: self.ask_once(path, request))
 
     def ask_once(
-        self, path: str, request: Callable[[Any], T], *, kind: _Kind = "small", num_bytes: int = 0
+        self,
+        path: str,
+        request: Callable[[Any], T],
+        *,
+        kind: _Kind = "small",
+        num_bytes: int = 0,
+        call: WatchedCall | None = None,
     ) -> T:
-        """Foreign errors become ours once, here; raised where obstore's own, whose text may hold keys, is forgotten."""
-        store = self._store(kind)
+        """Foreign errors become ours once, here; raised where obstore's own, whose text may hold keys, is forgotten.
+
+        `call` watches the request; one that lends memory, or sends several requests, has made its own.
+        """
+        runtime.start(self.locate(path))
+        store, call = self._store(kind), call or self.watched(kind)
+        refusal: Exception
         try:
-            result = request(store)
+            result = call.run(lambda: request(store))
         except GivenUpError:
             raise
+        except StuckError as error:
+            refusal = StorageUnavailableError(
+                f"{self.locate(path)}: a request has not ended for {call.stuck_seconds:.0f} s, long after its own timeout: "
+                "obstore's threads are stuck, or whatever gives it credentials is; start this process again",
+                path=self.locate(path),
+            )
+            refusal.__cause__ = error
         except Exception as error:
             refusal = self._translated(path, error, num_bytes)
         else:
@@ -131,6 +159,35 @@ class Client:
         if getattr(refusal, "code", "") in answers.EXPIRED:
             self._renew(store)
         raise refusal
+
+    def ask_watched(
+        self,
+        path: str,
+        request: Callable[[Any, WatchedCall], T],
+        *,
+        kind: _Kind = "small",
+        stuck_seconds: float | None = None,
+    ) -> T:
+        """The same as `ask` for a request that says that it gets on, or that lends memory."""
+
+        def attempt() -> T:
+            call = WatchedCall(stuck_seconds or self._stuck_seconds(kind))
+            return self.ask_once(path, lambda store: request(store, call), kind=kind, call=call)
+
+        return self.persist(attempt)
+
+    def watched(self, kind: _Kind) -> WatchedCall:
+        """What a request of this kind runs in."""
+        return WatchedCall(self._stuck_seconds(kind))
+
+    def _stuck_seconds(self, kind: _Kind) -> float:
+        """How long a request may stand still. What is told of timeouts and retries by the user is theirs to set."""
+        is_set = self._client_options.keys() & {"timeout", "connect_timeout"} or self._retry_config
+        longest = self.deadline_seconds if is_set or kind != "small" else retry.REQUEST_SECONDS
+        return max(_STUCK_TIMES * self._timeout_seconds(kind), min(longest, self.deadline_seconds))
+
+    def _timeout_seconds(self, kind: _Kind) -> float:
+        return min(_PART_SECONDS if kind == "part" else _SMALL_SECONDS, self.deadline_seconds)
 
     def head(self, path: str) -> Any:
         """Size, e-tag and time of an object."""
@@ -161,20 +218,26 @@ class Client:
 
         options: Any = {"range": (offset, offset + len(target))} | ({"if_match": e_tag} if e_tag else {})
 
-        def get(store: Any) -> bool:
+        def get(store: Any, call: WatchedCall) -> bool:
             result = obstore.get(store, self.key(path), options=options)
             at = 0
             for chunk in result.stream(min_chunk_size=_READ_BYTES):
-                target[at : at + len(chunk)] = memoryview(chunk)
+                with call.lent():
+                    target[at : at + len(chunk)] = memoryview(chunk)
                 at += len(chunk)
             return at == len(target) and (not e_tag or result.meta["e_tag"] == e_tag)
 
-        return self.persist(lambda: self.ask_once(path, get, kind="part"))
+        return self.ask_watched(path, get, kind="part")
 
     def list(self, folder: str) -> Any:
         import obstore
 
-        return self.ask(folder, lambda store: obstore.list_with_delimiter(store, self.key(folder) or None))
+        # By as many requests as there are pages, of which obstore tells only the end.
+        return self.ask_watched(
+            folder,
+            lambda store, _: obstore.list_with_delimiter(store, self.key(folder) or None),
+            stuck_seconds=self._stuck_seconds("many"),
+        )
 
     def put(self, path: str, data: bytes) -> str:
         import obstore
@@ -228,7 +291,7 @@ class Client:
         except ImportError:
             raise ImportError(f'{self.scheme}:// needs obstore; pip install "async_ckpt[s3]"') from None
 
-        seconds = min(_PART_SECONDS if kind == "part" else _SMALL_SECONDS, self.deadline_seconds)
+        seconds = self._timeout_seconds(kind)
         clients: Any = {"timeout": f"{seconds * 1000:.0f}ms", "connect_timeout": "10s"} | self._client_options
         retries: Any = {"max_retries": 0}
         if kind == "part":
@@ -247,6 +310,14 @@ class Client:
         except Exception as error:
             problem = self.scrubbed(str(error).partition("\n")[0])
         raise ValueError(f"options of {self.url}: {problem}")
+
+    def _begin_anew(self) -> None:
+        """In a forked child: what this client has is the parent's, connections and locks among it."""
+        for store in self._stores.values():
+            never_end(store)
+        self._lock, self._stores = threading.Lock(), {}
+        if self._aws:
+            self._aws.renew()
 
     def _renew(self, store: Any) -> None:
         """These keys are over: the next request is made with what is found then where they come from."""
@@ -302,3 +373,9 @@ class Client:
 def version_of(meta: Any) -> str:
     """What changes with every write: the e-tag, and where the store counts generations that too."""
     return " ".join(filter(None, (meta["e_tag"], meta["version"])))
+
+
+@in_forked_child
+def _forget() -> None:
+    for client in list(_clients):
+        client._begin_anew()

@@ -18,9 +18,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import StorageUnavailableError
+from ...host.calls import StuckError, WatchedCall
 from ...host.life import Life
 from ...host.threads import Running, running_future, start_thread
 from .. import retry, stores
@@ -100,6 +102,7 @@ class ObjectSink:
         self._e_tag: str | None = None  # of ours, once the store has acknowledged it
         self._moved_at = self._timer.now()
         self._thread: Running | None = None
+        self._call = client.watched("part")  # of this attempt; replaced by `_thread` only
 
     # --- from any thread --------------------------------------------------------------------------------------
 
@@ -220,7 +223,8 @@ class ObjectSink:
         if error is not None:
             self.failed.set_exception(self._failure())
         # Also where it could not be made again as a whole, which the cause of the error tells.
-        broke_off = error is not None and any(map(retry.is_transient, (error, error.__cause__ or error)))
+        why = () if error is None else (error, error.__cause__ or error)
+        broke_off = any(retry.is_transient(reason) or isinstance(reason, StuckError) for reason in why)
         if self._is_multipart and (self.num_retries or broke_off):
             self._client.abort_uploads(self._path)
         with self._changed:  # requests that were broken off let go a moment later, in `_let_go`
@@ -232,7 +236,10 @@ class ObjectSink:
         try:
             if self._is_multipart and not self.num_retries:
                 start_thread("look", self._look_before)
-            result = self._client.ask_once(self._path, self._send, kind="part", num_bytes=self.num_bytes)
+            call = self._call = self._client.watched("part")
+            result = self._client.ask_once(
+                self._path, partial(self._send, call), kind="part", num_bytes=self.num_bytes, call=call
+            )
             self._verify(result)
         except FileNotFoundError:
             raise StorageUnavailableError(f"{self._where}: {stores.NO_BUCKET}", path=self._where) from None
@@ -246,16 +253,17 @@ class ObjectSink:
                 ) from error
             raise
 
-    def _send(self, store: Any) -> Any:
+    def _send(self, call: WatchedCall, store: Any) -> Any:
+        """On the thread of the call, as is the iterator that obstore is given."""
         import obstore
 
-        key, body = self._client.key(self._path), self._segments()
+        key, body = self._client.key(self._path), self._segments(call)
         if not self._is_multipart:
-            self._wait_for(lambda: self._life.now is Phase.WRITTEN)
+            self._wait_for(call, lambda: self._life.now is Phase.WRITTEN)
         return obstore.put(
             store,
             key,
-            body if self._is_multipart else self._take(0),
+            body if self._is_multipart else self._take(call, 0),
             use_multipart=self._is_multipart,
             chunk_size=self._segment_bytes * self._part_segments,
             max_concurrency=max(
@@ -263,17 +271,17 @@ class ObjectSink:
             ),  # a store in trouble is asked for less
         )
 
-    def _segments(self) -> Iterator[memoryview]:
+    def _segments(self, call: WatchedCall) -> Iterator[memoryview]:
         number = 0
-        while self._is_there(number):
-            yield self._take(number)
+        while self._is_there(call, number):
+            yield self._take(call, number)
             number += 1
         # obstore completes the object when this ends.
-        self._wait_for(lambda: self._life.now is Phase.WRITTEN and self._has_looked)
+        self._wait_for(call, lambda: self._life.now is Phase.WRITTEN and self._has_looked)
 
-    def _is_there(self, number: int) -> bool:
+    def _is_there(self, call: WatchedCall, number: int) -> bool:
         """Wait for a segment. False when the object has ended before it."""
-        self._wait_for(lambda: number in self._pieces or number >= self._num_segments)
+        self._wait_for(call, lambda: number in self._pieces or number >= self._num_segments)
         return number < self._num_segments
 
     def _look_before(self) -> None:
@@ -286,9 +294,9 @@ class ObjectSink:
                 self._has_looked = True
                 self._changed.notify_all()
 
-    def _take(self, number: int) -> memoryview:
+    def _take(self, call: WatchedCall, number: int) -> memoryview:
         """The segment, once it is there, as a view whose end says that the upload has let go of the memory."""
-        with self._changed:
+        with call.lent(), self._changed:
             piece = self._pieces[number]
             piece.num_views += 1
             self._next, self._moved_at = number + 1, self._timer.now()
@@ -298,6 +306,7 @@ class ObjectSink:
 
     def _let_go(self, number: int) -> None:
         """Called on one of obstore's threads."""
+        self._call.moved()
         with self._changed:
             self._moved_at = self._timer.now()
             piece = self._pieces[number]
@@ -313,9 +322,9 @@ class ObjectSink:
         if released:
             piece.lease.release()
 
-    def _wait_for(self, happened: Callable[[], bool]) -> None:
+    def _wait_for(self, call: WatchedCall, happened: Callable[[], bool]) -> None:
         """Wait for the writers, who end in `finish` or `abort`."""
-        with self._changed:
+        with call.ours(), self._changed:
             self._changed.wait_for(lambda: self._life.now is Phase.GIVEN_UP or happened())
             if self._life.now is Phase.GIVEN_UP:
                 raise GivenUpError

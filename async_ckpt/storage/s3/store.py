@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from ... import spans
 from ...errors import StorageUnavailableError
+from ...host.calls import WatchedCall
 from ...host.threads import run_together
 from ...spans import TIMEKEEPER, Timekeeper
 from .. import stores
@@ -148,12 +149,15 @@ class ObjectStorage:
 
         key = self._client.key(folder)
 
-        def list_all(store: Any) -> dict[str, int]:
-            pages = obstore.list(store, key or None)
-            return {meta["path"]: meta["size"] for page in pages for meta in page if meta["path"] != key}
+        def list_all(store: Any, call: WatchedCall) -> dict[str, int]:
+            found: dict[str, int] = {}
+            for page in obstore.list(store, key or None):
+                call.moved()
+                found.update((meta["path"], meta["size"]) for meta in page if meta["path"] != key)
+            return found
 
         try:
-            found = self._client.ask(folder, list_all)
+            found = self._client.ask_watched(folder, list_all)
         except StorageUnavailableError as error:
             if not isinstance(error.__cause__, InvalidPathError):
                 raise

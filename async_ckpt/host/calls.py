@@ -1,0 +1,147 @@
+"""Calls into foreign code that may never return.
+
+In: a call, and how long it may stand still. Out: its result, or StuckError. Knows nothing of: what is called.
+
+A call runs on a thread of its own, so that its caller can go on without it. Unlike all other threads of the library,
+these are daemons: a stuck one must not keep the process from its end. Nothing is lost by that, since the caller of a
+call that may end waits for it on a thread that the interpreter joins.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from .process import in_forked_child
+from .threads import Task, start_thread
+
+T = TypeVar("T")
+
+_LOOK_SECONDS: Final = 1.0
+# Starting a thread costs ten times as much as handing a call to one that waits for it.
+_IDLE_SECONDS: Final = 10.0
+
+_inboxes: deque[queue.SimpleQueue[Task]] = deque()  # of threads that wait for a call
+
+
+class StuckError(Exception):
+    """A call has stood still for too long and was left alone. It may still be under way."""
+
+
+class LeftError(Exception):
+    """Raised inside a call that its caller has left alone, before it touches what the caller has lent to it."""
+
+
+class WatchedCall:
+    """One call. Its caller makes it and waits in `run`; all else is called by the code that is called, on any thread."""
+
+    def __init__(self, stuck_seconds: float) -> None:
+        self.stuck_seconds = stuck_seconds
+        self._num_moves = 0  # only compared, so that a lost update does no harm
+        self._is_ours = False
+        self._lock = threading.Lock()
+        self._is_left = False  # under _lock
+
+    def run(self, fn: Callable[[], T]) -> T:
+        """Return the result of `fn`, or raise its error, or StuckError once it has not moved for `stuck_seconds`.
+
+        If no thread can be started, `fn` runs on the caller's, unwatched.
+        """
+        outcome: Future[T] = Future()
+        try:
+            _hand_over(partial(_resolve, outcome, fn))
+        except RuntimeError:
+            return fn()
+        try:
+            self._wait_for(outcome)
+            return outcome.result()
+        finally:
+            if not outcome.done():
+                with self._lock:
+                    self._is_left = True
+            del outcome  # its error holds this frame
+
+    def _wait_for(self, outcome: Future[Any]) -> None:
+        """Time is counted in looks, and not by the clock: a process that was stopped meanwhile has not waited."""
+        look_seconds = min(_LOOK_SECONDS, self.stuck_seconds / 4)
+        still_seconds, num_moves = 0.0, self._num_moves
+        while still_seconds < self.stuck_seconds:
+            try:
+                outcome.exception(look_seconds)
+            except TimeoutError:
+                moved = self._is_ours or self._num_moves != num_moves
+                still_seconds = 0.0 if moved else still_seconds + look_seconds
+                num_moves = self._num_moves
+            else:
+                return
+        raise StuckError(f"nothing has happened for {self.stuck_seconds:.0f} s")
+
+    def moved(self) -> None:
+        """The call has got on."""
+        self._num_moves += 1
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """To be held while the call uses what its caller has lent to it. Raises LeftError once the caller has gone."""
+        with self._lock:
+            if self._is_left:
+                raise LeftError("the call was left alone")
+            self._num_moves += 1
+            yield
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """The foreign code has called the caller's code back, and that may take any time. Not from two threads at once."""
+        self._is_ours = True
+        try:
+            yield
+        finally:
+            self._is_ours = False
+            self._num_moves += 1
+
+
+def _resolve(outcome: Future[T], fn: Callable[[], T]) -> None:
+    try:
+        result = fn()
+    except BaseException as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(result)
+
+
+def _hand_over(task: Task) -> None:
+    """Run `task` on a thread that is idle, or a new one. Raises RuntimeError if none can be started."""
+    try:
+        inbox = _inboxes.pop()
+    except IndexError:
+        inbox = queue.SimpleQueue()
+        start_thread("request", partial(_serve, inbox), daemon=True)
+    inbox.put(task)
+
+
+def _serve(inbox: queue.SimpleQueue[Task]) -> None:
+    while True:
+        try:
+            task = inbox.get(timeout=_IDLE_SECONDS)
+        except queue.Empty:
+            try:
+                _inboxes.remove(inbox)
+            except ValueError:  # a task for this thread is on its way
+                continue
+            return
+        task()
+        del task  # what the task holds must not live until the next one comes
+        _inboxes.append(inbox)
+
+
+@in_forked_child
+def _forget() -> None:
+    """The threads are the parent's."""
+    global _inboxes
+    _inboxes = deque()
