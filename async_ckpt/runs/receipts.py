@@ -19,11 +19,14 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
 from ..errors import CorruptCheckpointError
+from ..fields import count, entries, items, row, table, text, whole
 from ..format.digests import block_digest
+from ..format.index import MAX_RANKS
 from ..slicing.locator import Classes
 from ..storage.base import Storage
 from .manifest import NAME as MANIFEST
@@ -53,12 +56,17 @@ class Table(NamedTuple):
 
     @classmethod
     def unpacked(cls, raw: Mapping[str, Any]) -> Self:
-        classes = {
-            structure: [first + step * n for first, count, step in runs for n in range(count)]
-            for structure, runs in raw["classes"].items()
-        }
-        of_some = {str(one): tuple(map(str, names)) for one, names in raw.get("of_some", {}).items()}
-        return cls(classes, tuple(map(str, raw["differing"])), of_some)
+        """Raises ValueError or KeyError for what is no table."""
+
+        def ranks(raw: object) -> list[int]:
+            runs = items(raw, partial(row, of=(count, partial(count, at_most=MAX_RANKS), whole)))
+            if sum(num for _, num, _ in runs) > MAX_RANKS:
+                raise ValueError("it has more ranks than there can be")
+            return [first + step * n for first, num, step in runs for n in range(num)]
+
+        classes = dict(entries(raw["classes"], ranks))
+        of_some = dict(entries(raw.get("of_some", {}), partial(items, of=text)))
+        return cls(classes, items(raw["differing"], text), of_some)
 
 
 EMPTY: Final = Table()  # nothing is known
@@ -145,8 +153,8 @@ class Verdict:
 
     @classmethod
     def unpacked(cls, raw: Mapping[str, Any]) -> Self:
-        causes = tuple(Cause(int(rank), str(error)) for rank, error in raw["causes"])
-        return cls(str(raw["attempt"]), causes, Table.unpacked(raw["table"]))
+        causes = items(raw["causes"], lambda cause: Cause(*row(cause, of=(count, text))))
+        return cls(text(raw["attempt"]), causes, Table.unpacked(table(raw["table"])))
 
 
 class Exchange:
@@ -211,12 +219,11 @@ class Exchange:
     def verdict(self) -> Verdict | None:
         path = self._verdict_of(self.attempt)
         try:
-            raw = unseal(self.storage.read(path)[0])
+            return Verdict.unpacked(table(unseal(self.storage.read(path)[0])))
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
-        return Verdict.unpacked(raw)
 
     def put_verdict(self, verdict: Verdict) -> None:
         """Create-only: an attempt is decided once."""
@@ -268,7 +275,12 @@ def table_of(storage: Storage, folder: str, made: Manifest) -> Table:
     """What a commit says of the ranks' states. Raises CorruptCheckpointError."""
     if made.ranks is None:
         return Table()
-    return Table.unpacked(unseal(_read(storage, folder, made.ranks.layout, made.step)))
+    data = _read(storage, folder, made.ranks.layout, made.step)
+    try:
+        return Table.unpacked(table(unseal(data)))
+    except (ValueError, KeyError) as error:
+        path = storage.locate(f"{folder}/{made.ranks.layout.name}")
+        raise CorruptCheckpointError(f"{path}: {error!r:.300}", path=path) from error
 
 
 def _read(storage: Storage, folder: str, told: Archive, named_by: int) -> bytes:

@@ -210,7 +210,8 @@ class Run:
             _, version = self._root.storage.read(self._root.manifest_path(step))
             made = Manifest(step, "", 1, 0.0, ())
         listing = self._root.listing or self._root.relist()
-        return None if self._root.gone_attempt(step, listing) == made.attempt else (made, version)
+        gone = self._root.gone_attempt(step, listing)
+        return None if gone and gone == made.attempt else (made, version)
 
     def commit(
         self,
