@@ -32,7 +32,7 @@ from .runs.roots import opened
 from .saving.admission import OnOverlap
 from .saving.agreement import tell_of_failure
 from .saving.handle import SaveHandle
-from .saving.line import Line
+from .saving.lineage import Lineage
 from .saving.policy import Due, SavePolicy, whole_step
 from .saving.ranks import Differing, Ranks
 from .saving.request import StepRequest
@@ -162,7 +162,7 @@ class AsyncCheckpointer(RunReader):
             trace=trace,
             ranks=self._ranks,
         )
-        self._line = Line(
+        self._lineage = Lineage(
             self._roots,
             self._saver,
             rule=commit,
@@ -232,7 +232,7 @@ class AsyncCheckpointer(RunReader):
         request = StepRequest(
             state,
             step,
-            self._line,
+            self._lineage,
             self._ranks,
             guard=self._guard if guard is INHERITED else guard,
             is_own_guard=guard is not INHERITED,
@@ -323,7 +323,7 @@ class AsyncCheckpointer(RunReader):
 
         Raises StorageUnavailableError if a root is still unavailable, after the others have been caught up.
         """
-        return self._line.catch_up()
+        return self._lineage.catch_up()
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Numbers for a logger, with the same keys on every call. NaN stands for what is not known yet.
@@ -447,14 +447,14 @@ class AsyncCheckpointer(RunReader):
             self._saver.warm(state)
             return None
         newest = self._roots.latest()
-        self._line.restored(behind=newest is not None and step < newest)
+        self._lineage.restored(behind=newest is not None and step < newest)
         captured = self._saver.warm(state)
         if strict and select is None and isinstance(state, Mapping) and captured is not None:
             # These hold what the step has: they need not be written again, if they are said to be unchanged.
             groups = [
                 name for name, value in state.items() if isinstance(name, str) and is_looked_into(value)
             ]
-            self._line.groups.restored(captured, groups, step, self._roots.holding(step))
+            self._lineage.groups.restored(captured, groups, step, self._roots.holding(step))
         self._policy.restored(step)
         return step
 

@@ -32,10 +32,10 @@ from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
 from async_ckpt.runs.roots import Roots
 from async_ckpt.runs.run import Run
 from async_ckpt.saving import agreement, ranks
-from async_ckpt.saving.borrowed import Contents
-from async_ckpt.saving.line import Line
+from async_ckpt.saving.lineage import Lineage
 from async_ckpt.saving.saver import Saver
 from async_ckpt.saving.targets import step_targets
+from async_ckpt.saving.unchanged_groups import StepContents
 from async_ckpt.slicing.sharded import LocalShards, Slicer
 from async_ckpt.slicing.shares import MODULUS
 from async_ckpt.slicing.slices import Cut, Mesh, Slices
@@ -309,7 +309,7 @@ class _Rank:
         self.ranks = ranks.Ranks(None, None, 1)
         self.ranks._world = host_ranks.World(rank, world.size, store=world._store, has_group=True)
         self.ranks._words = host_ranks.Words(world._store, "scale")
-        self._line = Line(
+        self._lineage = Lineage(
             Roots([self.run]),
             Saver(ranks=self.ranks),
             rule="all",
@@ -327,7 +327,7 @@ class _Rank:
         joint = self.ranks.called(step)
         assert joint is not None
         self.joint = joint
-        (self._target,) = step_targets(self._line, step, False, {}, Contents(), self.ranks, joint)
+        (self._target,) = step_targets(self._lineage, step, False, {}, StepContents(), self.ranks, joint)
         divided, facts = self.ranks.divided(self._capture, joint)
         assert joint.shared is not None
         joint.shared.lie_in(

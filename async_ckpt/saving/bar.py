@@ -64,7 +64,7 @@ class Bars:
             raise OSError("there is no stderr to draw on")
         is_live = self._is_widget or sys.stderr.isatty()
         return self._bar(
-            file=None if self._is_widget else _Forgiving(sys.stderr),
+            file=None if self._is_widget else LenientFile(sys.stderr),
             desc=handle.path if handle.step is None else f"step {handle.step}",
             total=handle.progress.total_bytes,
             unit="B",
@@ -75,7 +75,7 @@ class Bars:
         )
 
 
-class _Forgiving:
+class LenientFile:
     """A file that may be closed, or that nobody reads any more.
 
     What it raised would leave tqdm's lock held, and with it every bar of the training would wait for ever.

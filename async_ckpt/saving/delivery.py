@@ -94,7 +94,7 @@ class Target(Protocol):
         """The save goes on without this place, where writes of it are still under way until `quiet` resolves."""
 
 
-class Reached(IntEnum):
+class DeliveryState(IntEnum):
     """The life of a delivery: how far it came. It goes from each to the next; `error` says why it went no further."""
 
     OPENING = 0  # there is no object yet
@@ -117,7 +117,7 @@ class Delivery:
     ) -> None:
         """`may_miss` tells whether the save can do without a place that has this error."""
         self.target = target
-        self.reached = Reached.OPENING
+        self.reached = DeliveryState.OPENING
         self.error: BaseException | None = None
         self.sink: Sink | None = None
         self.lane: Lane | None = None
@@ -133,12 +133,12 @@ class Delivery:
 
     @property
     def is_committed(self) -> bool:
-        return self.reached is Reached.COMMITTED
+        return self.reached is DeliveryState.COMMITTED
 
     @property
     def is_kept(self) -> bool:
         """It stays there, though it is not committed."""
-        return self.target.is_cache and self.reached is Reached.DURABLE
+        return self.target.is_cache and self.reached is DeliveryState.DURABLE
 
     async def open(self) -> None:
         """Begin the object."""
@@ -150,7 +150,7 @@ class Delivery:
 
     def begin(self, lane: Lane) -> None:
         """Segments go to the sink from now on."""
-        self.reached, self.lane = Reached.WRITING, lane
+        self.reached, self.lane = DeliveryState.WRITING, lane
         self.task = asyncio.create_task(self._deliver(lane))
 
     async def _deliver(self, lane: Lane) -> None:
@@ -165,7 +165,7 @@ class Delivery:
             done, _ = await asyncio.wait([arrived, *failed], return_when=asyncio.FIRST_COMPLETED)
             for future in done:
                 future.result()
-            self.reached = Reached.FINISHING
+            self.reached = DeliveryState.FINISHING
             await self._off_loop(self._spans.traced("finish", sink.finish, path=self.target.path))
         except BaseException as error:
             self.error = error
@@ -179,7 +179,7 @@ class Delivery:
             else:
                 self._drain.fail(error)
             raise
-        self.reached = Reached.DURABLE
+        self.reached = DeliveryState.DURABLE
         self._write_seconds = self._spans.total()
 
     async def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
@@ -190,7 +190,7 @@ class Delivery:
         except BaseException as error:
             self.error = error
             raise
-        self.error, self.reached = None, Reached.COMMITTED
+        self.error, self.reached = None, DeliveryState.COMMITTED
 
     async def take_part(self, archive: Archive, others: Sequence[Delivery]) -> None:
         """See that all ranks have done their parts there, as far as this one is to know; first of all, do this rank's.
@@ -202,7 +202,7 @@ class Delivery:
             if self.task is not None:
                 await asyncio.wait([self.task])
                 self._check()
-            if self.reached is not Reached.DURABLE:
+            if self.reached is not DeliveryState.DURABLE:
                 await self._copy_from(others, archive)
             await self.target.agree(archive, self._off_loop, self._check)
             await self.target.hear(self._off_loop, self._check)
@@ -214,7 +214,7 @@ class Delivery:
         """Raises its error, if it cannot be helped."""
         error = self.error
         assert error is not None
-        source = next((other for other in others if other.reached >= Reached.DURABLE), None)
+        source = next((other for other in others if other.reached >= DeliveryState.DURABLE), None)
         is_answering = self.left_behind is None and self._may_miss(error)
         if source is None or not (is_answering and self.target.may_be_sent_again):
             raise error
@@ -234,7 +234,7 @@ class Delivery:
             self._check()
             await asyncio.sleep(pause)
             pause = min(2 * pause, _PAUSE_SECONDS)
-        self.error, self.reached = None, Reached.DURABLE
+        self.error, self.reached = None, DeliveryState.DURABLE
         self._write_seconds = self._spans.total()
 
     def _check(self) -> None:
@@ -319,7 +319,7 @@ class Delivery:
             ask_for_exception(self.task)
         if self.sink is None or not (self.is_committed or await self._abort(self.sink, for_ever=for_ever)):
             return
-        is_there = self.reached in (Reached.FINISHING, Reached.DURABLE)
+        is_there = self.reached in (DeliveryState.FINISHING, DeliveryState.DURABLE)
         if is_there and self._may_delete and not (self.is_kept and self._drain.is_decided):
             with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
                 await self._off_loop(self.target.discard)

@@ -24,13 +24,13 @@ from ..spans import NO_TRACE, Trace
 from ..spec import BLOCK_BYTES
 from ..storage.base import Sink
 from ..storage.pace import Pace
-from .groups import GroupDigest, GroupDigests
+from .block_digests import GroupDigest, GroupDigests
 from .values import SharedValues
 
 Submit = Callable[[Callable[[], None]], None]
 
 
-class Way(Enum):
+class LaneState(Enum):
     """The life of a lane. `quiet` resolves when it has ended and no write to its sink is under way any more."""
 
     WRITING = "segments are still to be written"
@@ -41,10 +41,10 @@ class Way(Enum):
 
 # What may become of a lane; `written` resolves when it leaves WRITING.
 _LANE_GOES: Final = {
-    Way.WRITING: (Way.ARRIVED, Way.DROPPED),
-    Way.ARRIVED: (Way.GIVEN_UP,),
-    Way.DROPPED: (Way.GIVEN_UP,),
-    Way.GIVEN_UP: (),
+    LaneState.WRITING: (LaneState.ARRIVED, LaneState.DROPPED),
+    LaneState.ARRIVED: (LaneState.GIVEN_UP,),
+    LaneState.DROPPED: (LaneState.GIVEN_UP,),
+    LaneState.GIVEN_UP: (),
 }
 
 
@@ -67,7 +67,7 @@ _DRAIN_GOES: Final = {
 }
 
 
-class _Filled:
+class FilledSegment:
     """One filled segment on its way into every lane."""
 
     __slots__ = ("lease", "number", "undigested")
@@ -87,7 +87,7 @@ class Lane:
         self.pace = pace
         self.written = running_future()  # every segment is taken, or what ended it
         self.quiet = running_future()  # it has ended, and no write to its sink is under way
-        self.queue: deque[_Filled] = deque()
+        self.queue: deque[FilledSegment] = deque()
         self.num_writing = 0
         self.num_left = num_segments
         self.num_held = 0  # leases that the sink has retained
@@ -96,10 +96,10 @@ class Lane:
 
     @property
     def has_ended(self) -> bool:
-        return self.way.now is not Way.WRITING
+        return self.way.now is not LaneState.WRITING
 
 
-class _Counted:
+class CountedLease:
     """A lease as a lane's sink sees it: counted, so that a lane that lags is known by what it holds."""
 
     __slots__ = ("_drain", "_lane", "_lease")
@@ -207,7 +207,7 @@ class Drain:
         elif number >= self._first_tail:
             self._seal_if_due()
         elif flow is not Flow.FILLING:
-            self._send(_Filled(number, lease, undigested=self._covered > 0))
+            self._send(FilledSegment(number, lease, undigested=self._covered > 0))
 
     def open(self, sinks: Sequence[tuple[Sink, Submit, Pace | None]]) -> list[Lane]:
         """There is somewhere to write to: one lane for each sink, with what runs its writes, and how fast."""
@@ -222,7 +222,7 @@ class Drain:
         if failed is not None:
             self.fail(failed)
         for number, lease in early:
-            self._send(_Filled(number, lease, undigested=self._covered > 0))
+            self._send(FilledSegment(number, lease, undigested=self._covered > 0))
         self._seal_if_due()
         return lanes
 
@@ -245,7 +245,7 @@ class Drain:
     def drop(self, lane: Lane, error: BaseException) -> None:
         """End a lane, if it has not ended: the others go on without it; when none is left, the save fails."""
         with self._lock:
-            if not lane.way.go(Way.DROPPED):
+            if not lane.way.go(LaneState.DROPPED):
                 return
             dropped, lane.queue = lane.queue, deque()
             self._num_active -= len(dropped)
@@ -292,7 +292,7 @@ class Drain:
             behind = {
                 lane: lane.num_left + lane.num_held
                 for lane in lanes
-                if lane.way.now in (Way.WRITING, Way.ARRIVED)
+                if lane.way.now in (LaneState.WRITING, LaneState.ARRIVED)
             }
             last = max(behind, key=lambda lane: behind[lane], default=None)
             if last is None or not behind[last]:
@@ -311,7 +311,7 @@ class Drain:
     def give_up(self, lane: Lane) -> None:
         """Nothing will come of a lane: what its sink holds and does not send this moment is free at once."""
         with self._lock:
-            lane.way.go(Way.GIVEN_UP)
+            lane.way.go(LaneState.GIVEN_UP)
         lane.sink.give_up()
 
     def count_held(self, lane: Lane, change: int) -> None:
@@ -320,7 +320,7 @@ class Drain:
 
     # --- the lanes --------------------------------------------------------------------------------------------
 
-    def _send(self, filled: _Filled) -> None:
+    def _send(self, filled: FilledSegment) -> None:
         for lane in self._lanes:
             filled.lease.retain()
             with self._lock:
@@ -338,14 +338,14 @@ class Drain:
         while (filled := self._take(lane)) is not None:
             self._write(lane, filled)
 
-    def _take(self, lane: Lane) -> _Filled | None:
+    def _take(self, lane: Lane) -> FilledSegment | None:
         with self._lock:
             if not lane.queue or lane.num_writing >= self._max_writing:
                 return None
             lane.num_writing += 1
             return lane.queue.popleft()
 
-    def _write(self, lane: Lane, filled: _Filled) -> None:
+    def _write(self, lane: Lane, filled: FilledSegment) -> None:
         num_bytes = self._bytes_of(filled.number)
         try:
             self.check()
@@ -353,7 +353,9 @@ class Drain:
                 lane.pace.wait(num_bytes, partial(self._check_lane, lane))
             data = filled.lease.segment.view[:num_bytes]
             with self._trace.span("write", segment=filled.number, sink=repr(lane.sink)):
-                lane.sink.write(filled.number * self.segment_bytes, data, _Counted(self, lane, filled.lease))
+                lane.sink.write(
+                    filled.number * self.segment_bytes, data, CountedLease(self, lane, filled.lease)
+                )
         except BaseException as error:
             self._end(lane, error)
         else:
@@ -385,11 +387,11 @@ class Drain:
         with self._lock:
             lane.num_left -= 1
             lane.written_bytes += num_bytes
-            arrived = lane.num_left == 0 and lane.way.go(Way.ARRIVED)
+            arrived = lane.num_left == 0 and lane.way.go(LaneState.ARRIVED)
         if arrived:
             lane.written.set_result(None)
 
-    def _digest_once(self, filled: _Filled) -> None:
+    def _digest_once(self, filled: FilledSegment) -> None:
         with self._lock:
             mine, filled.undigested = filled.undigested and self._error is None, False
         if mine:
@@ -415,7 +417,7 @@ class Drain:
         except BaseException as error:
             self.fail(error)
         for number, lease in sorted(leases.items()):
-            self._send(_Filled(number, lease, undigested=False))
+            self._send(FilledSegment(number, lease, undigested=False))
         self._leave()
 
     def _write_digests(self, leases: dict[int, Lease]) -> None:

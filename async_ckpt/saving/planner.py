@@ -17,7 +17,7 @@ from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, RankFacts, align_up, whole_b
 from ..staging.device import fill_image, first_device
 from ..state.capture import capture
 from ..state.captured import Capture
-from .groups import GroupDigests, Groups
+from .block_digests import GroupDigests, Groups
 
 
 class GoesTo(Protocol):

@@ -85,7 +85,7 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class SaveStart:
     """A save that was begun."""
 
     step: int
@@ -122,7 +122,7 @@ class SavePolicy:
         self._asked_at = 0.0
         self._answer = False
         self._under_way: list[Future[SaveReport]] = []
-        self._begun: deque[_Begun] = deque()  # and not looked at yet
+        self._begun: deque[SaveStart] = deque()  # and not looked at yet
         self._last_saves: list[Future[SaveReport]] = []  # begun since the process was asked to leave
         self._save_seconds: deque[float] = deque(maxlen=_NUM_SAVES)
         self._step_seconds: deque[float] = deque(maxlen=_NUM_STEPS)
@@ -158,7 +158,7 @@ class SavePolicy:
     def follow(self, step: int, save: Future[SaveReport]) -> None:
         """Note that a save has begun, and for later how long it takes. A skipped one leaves due what was due."""
         # Looked at by `should_save`: a caller of `save` that is interrupted must not be while it holds a lock.
-        self._begun.append(_Begun(step, self._clock(), save, self._preempted()))
+        self._begun.append(SaveStart(step, self._clock(), save, self._preempted()))
 
     def restored(self, step: int) -> None:
         """Begin to count anew, from the step that training goes on from."""

@@ -12,15 +12,15 @@ from ..spec import flag
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import Capture
 from ..state.names import Select
-from .borrowed import Contents, Look, check_driver, check_entries
 from .delivery import Target
-from .line import Line
+from .lineage import Lineage
 from .ranks import Joint, Ranks
-from .save import Request, UnchangedIn
+from .save import SaveRequest, UnchangedIn
 from .targets import step_targets
+from .unchanged_groups import StateOutline, StepContents, check_driver, check_entries
 
 
-class FileRequest(Request):
+class FileRequest(SaveRequest):
     """A state as one object at a path."""
 
     def __init__(self, state: Any, target: Target, *, guard: Any = None, select: Select = None) -> None:
@@ -37,14 +37,14 @@ class FileRequest(Request):
         refuse_guard(captured.completions, self.guard)
 
 
-class StepRequest(Request):
+class StepRequest(SaveRequest):
     """A state as one step of a run, at all of its roots."""
 
     def __init__(
         self,
         state: Any,
         step: int,
-        line: Line,
+        lineage: Lineage,
         ranks: Ranks,
         *,
         guard: Any,
@@ -53,11 +53,11 @@ class StepRequest(Request):
     ) -> None:
         """`is_own_guard`: the guard was given to this call, and not to the checkpointer."""
         self.step = self._step = step
-        self.guard, self.select, self.rule = guard, select, line.rule
+        self.guard, self.select, self.rule = guard, select, lineage.rule
         self.joint: Joint | None = ranks.called(step)
-        self.contents = Contents(self.joint)
+        self.contents = StepContents(self.joint)
         self._state, self._is_own_guard = state, is_own_guard
-        self._line, self._ranks = line, ranks
+        self._lineage, self._ranks = lineage, ranks
         self._record: Mapping[str, Any] = {}
         self._overwrite = False
         self._unchanged: Collection[str] = ()
@@ -88,19 +88,19 @@ class StepRequest(Request):
 
     @property
     def skipped_path(self) -> str:
-        run = self._line.roots.runs[0]
+        run = self._lineage.roots.runs[0]
         return run.storage.locate(run.folder(self._step))
 
     def targets(self) -> Sequence[Target]:
         return step_targets(
-            self._line, self._step, self._overwrite, self._record, self.contents, self._ranks, self.joint
+            self._lineage, self._step, self._overwrite, self._record, self.contents, self._ranks, self.joint
         )
 
     def state(self) -> Any:
         """The state without the groups that are borrowed from earlier steps."""
-        runs = self._line.roots.runs
+        runs = self._lineage.roots.runs
         state, self._state = self._state, None  # the save may outlive the user's interest in it
-        own, self.contents.borrowed = self._line.groups.without(
+        own, self.contents.borrowed = self._lineage.groups.without(
             state, self._unchanged, step=self._step, runs=runs, joint=self.joint
         )
         return own
@@ -111,7 +111,7 @@ class StepRequest(Request):
         if self.joint is not None:
             self.joint.borrowed = {lent.group: lent.step for lent in self.contents.borrowed}
         if self.select is None:  # nothing can be borrowed from a step that was saved in part
-            self.contents.look = Look(captured)
+            self.contents.look = StateOutline(captured)
 
     @property
     def needs(self) -> Callable[[], Collection[int]]:
@@ -119,5 +119,5 @@ class StepRequest(Request):
 
     @property
     def unchanged_in(self) -> UnchangedIn:
-        line, contents = self._line, self.contents
-        return lambda digests: line.unchanged_in(digests, {lent.group for lent in contents.borrowed})
+        lineage, contents = self._lineage, self.contents
+        return lambda digests: lineage.unchanged_in(digests, {lent.group for lent in contents.borrowed})

@@ -23,11 +23,11 @@ from ..report import Progress, SaveReport
 from ..staging.snapshot import Snapshot
 from ..state.captured import Capture
 from ..state.names import Select
+from .block_digests import GroupDigest
 from .delivery import Target
-from .groups import GroupDigest
 from .handle import SaveHandle, name_of, progress_of
 from .ranks import Joint
-from .story import Attempt, CommitRule, State, new_life, story
+from .story import Attempt, CommitRule, SaveState, new_life, story
 
 UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
@@ -76,7 +76,7 @@ class Save(ABC):
         try:
             return await self.run(turn, off_loop)
         except BaseException as error:
-            self.life.go(State.FAILED)
+            self.life.go(SaveState.FAILED)
             try:
                 await off_loop(partial(self.failed, error))
             except Exception as another:
@@ -107,7 +107,7 @@ class Save(ABC):
         return f"<Save of {name_of(self.handle)}: {self.life.now.value}>"
 
 
-class Request(ABC):
+class SaveRequest(ABC):
     """What a caller wants to save, and where to. Its methods are called on the caller's thread, in this order."""
 
     step: int | None = None

@@ -42,8 +42,8 @@ from .handle import SaveHandle, named, skipped
 from .ledger import Ledger, abandon
 from .planner import Planner, pool_for
 from .ranks import Joint, Ranks
-from .save import Request, Save, StateSave, wait_for_saves
-from .story import Attempt, State
+from .save import Save, SaveRequest, StateSave, wait_for_saves
+from .story import Attempt, SaveState
 from .writers import Writers
 
 
@@ -89,7 +89,7 @@ class Saver:
         """False in a child that was forked after this saver was made."""
         return os.getpid() == self._pid
 
-    def save(self, request: Request) -> SaveHandle:
+    def save(self, request: SaveRequest) -> SaveHandle:
         """Begin a save, as soon as it is its turn.
 
         Raises UnsupportedStateError, ClosedError, what the request refuses the save with, and under `strict` the last unseen
@@ -124,7 +124,7 @@ class Saver:
             raise
 
     def _set_up(
-        self, request: Request, targets: Sequence[Target], optimizers: Optimizers, spans: Spans
+        self, request: SaveRequest, targets: Sequence[Target], optimizers: Optimizers, spans: Spans
     ) -> tuple[StateSave, torch.device | None]:
         """Plan the archive, and what copies, writes and commits it; nothing of that has begun."""
         joint, step = request.joint, request.step
@@ -162,7 +162,7 @@ class Saver:
 
     def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
         """Show a save of a state to others. On the loop's thread."""
-        if not save.life.go(State.STAGING):
+        if not save.life.go(SaveState.STAGING):
             return  # the call has raised meanwhile
         drain, spans = save.attempt.drain, save.attempt.spans
         self.pool.add_reliever(drain.relieve)
@@ -182,12 +182,12 @@ class Saver:
         """The call of `save` has raised: nothing of it becomes visible, and its memory comes back."""
 
         def end() -> None:
-            if save.life.now is State.PLANNED:
+            if save.life.now is SaveState.PLANNED:
                 self._admission.leave(slot)
             else:
                 save.handle.looked_at = True  # whoever called `save` knows
                 save.attempt.drain.fail(error)
-            save.life.go(State.ABANDONED)
+            save.life.go(SaveState.ABANDONED)
             if not save.called.done():
                 save.called.set_result(0.0)
 
@@ -245,7 +245,7 @@ class Saver:
             self._admission.enter_at_once(slot)
             # The next one needs little memory, which is soon there again.
             save.finished.add_done_callback(lambda _: self.pool.release())
-            save.life.go(State.STAGING)
+            save.life.go(SaveState.STAGING)
             self._begin(save, slot)
 
         note_exit_status()

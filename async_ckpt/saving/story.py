@@ -42,7 +42,7 @@ class Staging(Protocol):
     def stall_seconds(self) -> float: ...
 
 
-class State(Enum):
+class SaveState(Enum):
     """The life of a save. Bytes are written as soon as they are staged: WRITING begins when the last one is staged."""
 
     PLANNED = "planned"
@@ -54,23 +54,25 @@ class State(Enum):
     ABANDONED = "abandoned"  # the call of `save` raised
 
 
-_ENDS: Final = frozenset({State.FAILED, State.ABANDONED})
-_GOES: Final[Mapping[State, Collection[State]]] = {
-    State.PLANNED: {State.STAGING, *_ENDS},
-    State.STAGING: {State.WRITING, *_ENDS},
-    State.WRITING: {State.DURABLE, *_ENDS},
-    State.DURABLE: {State.COMMITTED, *_ENDS},
-    State.COMMITTED: (),
-    State.FAILED: (),
-    State.ABANDONED: (),
+_ENDS: Final = frozenset({SaveState.FAILED, SaveState.ABANDONED})
+_GOES: Final[Mapping[SaveState, Collection[SaveState]]] = {
+    SaveState.PLANNED: {SaveState.STAGING, *_ENDS},
+    SaveState.STAGING: {SaveState.WRITING, *_ENDS},
+    SaveState.WRITING: {SaveState.DURABLE, *_ENDS},
+    SaveState.DURABLE: {SaveState.COMMITTED, *_ENDS},
+    SaveState.COMMITTED: (),
+    SaveState.FAILED: (),
+    SaveState.ABANDONED: (),
 }
 
 
-def new_life() -> Life[State]:
+def new_life() -> Life[SaveState]:
     return Life(_GOES)
 
 
-async def story(attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, life: Life[State]) -> None:
+async def story(
+    attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, life: Life[SaveState]
+) -> None:
     """Write, then commit once `turn` has come: the save before this one is settled.
 
     Raises what went wrong, after every trace of the attempt is gone.
@@ -79,17 +81,17 @@ async def story(attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, 
         with attempt.spans.span("write"):
             await attempt.open(off_loop)  # from here on segments go to the sinks, past the story
             await asyncio.wrap_future(attempt.staging.completion)
-            life.go(State.WRITING)
+            life.go(SaveState.WRITING)
         while not attempt.is_committed:
             with attempt.spans.span("write"):
                 durable = await attempt.durable()  # all, or the first
-                life.go(State.DURABLE)
+                life.go(SaveState.DURABLE)
             if turn is not None:
                 await asyncio.wrap_future(turn)
             with attempt.spans.span("commit"):
                 agreed = await attempt.agree(durable)  # the other ranks too, if there are any
                 await attempt.commit(agreed)
-        life.go(State.COMMITTED)
+        life.go(SaveState.COMMITTED)
 
 
 class Attempt:

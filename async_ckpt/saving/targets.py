@@ -27,10 +27,10 @@ from ..storage.locks import temps_of
 from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
 from .agreement import Agreement, Alone, listen_again
-from .borrowed import Contents
 from .delivery import Target, Verify
-from .line import Line
+from .lineage import Lineage
 from .ranks import Joint, Ranks
+from .unchanged_groups import StepContents
 
 Compression = Zstd | Literal["zstd"] | None
 
@@ -133,20 +133,20 @@ class StepTarget:
 
     def __init__(
         self,
-        line: Line,
+        lineage: Lineage,
         run: Run,
         step: int,
         token: str,
         overwrite: bool,
         record: Mapping[str, Any],
-        contents: Contents,
+        contents: StepContents,
         agreement: Agreement | Alone,
     ) -> None:
         """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step."""
         self._agreement = agreement
-        self._line, self._run, self._step, self._token = line, run, step, token
+        self._lineage, self._run, self._step, self._token = lineage, run, step, token
         self._overwrite, self._record, self._contents = overwrite, record, contents
-        self._rolled_back = line.rolled_back
+        self._rolled_back = lineage.rolled_back
         self._reached = Reached.BEGUN
         self._has_settled = run.has_start  # what the other roots show of earlier starts is known
         self._replaces: tuple[Manifest, str] | None = None
@@ -162,18 +162,18 @@ class StepTarget:
             self._check_at_once()
 
     def _check_at_once(self) -> None:
-        line, run = self._line, self._run
+        lineage, run = self._lineage, self._run
         run.check_start()
         run.check_known(self._step, overwrite=self._overwrite)
         if not run.storage.remote:
             try:
                 self._check()
             except StorageUnavailableError:
-                if line.rule == "all" or line.has_one_root:
+                if lineage.rule == "all" or lineage.has_one_root:
                     raise  # otherwise its delivery fails, unless it is back by then
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
-        if self._line.hangs(self._run):
+        if self._lineage.hangs(self._run):
             raise StorageUnavailableError(
                 f"{self.path}: earlier writes there have not returned yet", path=self.path
             )
@@ -204,18 +204,18 @@ class StepTarget:
 
     def _take(self) -> bool:
         """Take the root for this process, at its first save there. Whether it was taken now."""
-        return self._run.take(self._step, [run for run in self._line.roots.runs if run is not self._run])
+        return self._run.take(self._step, [run for run in self._lineage.roots.runs if run is not self._run])
 
     def _check(self) -> None:
-        if not (self._line.has_one_root or self._has_settled):
+        if not (self._lineage.has_one_root or self._has_settled):
             self._has_settled = True
-            self._line.roots.settle()
+            self._lineage.roots.settle()
         with self._telling_ranks():
             self._run.check(
                 self._step,
                 overwrite=self._overwrite,
                 rolled_back=self._rolled_back is not None,
-                retire=self._line.retire,
+                retire=self._lineage.retire,
             )
         self._reached = Reached.CHECKED
 
@@ -273,7 +273,7 @@ class StepTarget:
         ):  # the other ranks learn of a commit by its manifest, so it must not be in vain
             self._run.check_taken()
         # Newer steps may have followed since: a late commit takes none of them out of the run.
-        retire = self._line.retire and not late
+        retire = self._lineage.retire and not late
         elsewhere = (*self._contents.borrowed, *self._write_driver())
         with self._agreement.committing(), self._telling_ranks():
             made = self._run.commit(
@@ -296,12 +296,12 @@ class StepTarget:
 
     def _is_committed_as(self, made: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
         self.num_bytes_beside = made.num_bytes - sum(archive.num_bytes for archive in archives)
-        self._line.groups.committed(self._run, self._step, made.lenders, self._contents)
+        self._lineage.groups.committed(self._run, self._step, made.lenders, self._contents)
         if not late:
-            self._line.committed(since=self._rolled_back)
+            self._lineage.committed(since=self._rolled_back)
 
     def _announce(self) -> None:
-        self._run.announce(self._step, in_flight=self._line.in_flight())
+        self._run.announce(self._step, in_flight=self._lineage.in_flight())
         self._reached = Reached.ANNOUNCED
 
     def _write_driver(self) -> list[Elsewhere]:
@@ -315,7 +315,7 @@ class StepTarget:
             path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
         )
         try:
-            sink.write(0, memoryview(driver.image), _Kept())
+            sink.write(0, memoryview(driver.image), StaticLease())
             sink.finish()
         except BaseException:
             sink.abort()
@@ -335,7 +335,7 @@ class StepTarget:
 
     def afterwards(self) -> None:
         if self.is_cache:
-            self._run.trim(self._step, self._token, self._agreement.rank, in_flight=self._line.in_flight())
+            self._run.trim(self._step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight())
         if self.is_cache or not self._agreement.decides:
             return
         replaced = self._replaces[0] if self._replaces else None
@@ -346,24 +346,24 @@ class StepTarget:
             except CheckpointError as error:
                 refusal = error  # a tracker that cannot be moved must not keep old steps for ever
         self._agreement.afterwards()
-        self._run.retain(self._step, replaced=replaced, in_flight=self._line.in_flight())
+        self._run.retain(self._step, replaced=replaced, in_flight=self._lineage.in_flight())
         if self.storage.remote:
             self._run.sweep_once(has_ranks=self._agreement.has_others)
-        self._line.catch_up_behind(self._run)
+        self._lineage.catch_up_behind(self._run)
         if refusal is not None:
             raise refusal
 
     def hangs(self, quiet: Future[None]) -> None:
-        self._line.left_behind(self._run, quiet)
+        self._lineage.left_behind(self._run, quiet)
         get_loop().note_hanging(quiet)
 
 
 def step_targets(
-    line: Line,
+    lineage: Lineage,
     step: int,
     overwrite: bool,
     record: Mapping[str, Any],
-    contents: Contents,
+    contents: StepContents,
     ranks: Ranks,
     joint: Joint | None,
 ) -> list[StepTarget]:
@@ -371,20 +371,20 @@ def step_targets(
     if joint is None:
         token = os.urandom(4).hex()
         return [
-            StepTarget(line, run, step, token, overwrite, record, contents, Alone())
-            for run in line.roots.runs
+            StepTarget(lineage, run, step, token, overwrite, record, contents, Alone())
+            for run in lineage.roots.runs
         ]
-    runs = line.roots.runs
+    runs = lineage.roots.runs
     ranks.begin(joint, partial(listen_again, ranks, runs))
-    joint.is_any = line.rule == "any" and not line.has_one_root
+    joint.is_any = lineage.rule == "any" and not lineage.has_one_root
     agreements = {run: Agreement(ranks, joint, run, [one for one in runs if one is not run]) for run in runs}
     return [
-        StepTarget(line, run, step, joint.attempt, overwrite, record, contents, agreement)
+        StepTarget(lineage, run, step, joint.attempt, overwrite, record, contents, agreement)
         for run, agreement in agreements.items()
     ]
 
 
-class _Kept:
+class StaticLease:
     """Memory that stays as long as anybody looks at it."""
 
     def retain(self) -> None: ...

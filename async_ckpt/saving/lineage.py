@@ -1,4 +1,4 @@
-"""A run is a line of steps: what its saves and restores leave for those that follow.
+"""A run is a lineage of steps: what its saves and restores leave for those that follow.
 
 In: restores, commits, writes that hang. Out: what a new save has to know of the others. Knows nothing of: archives.
 """
@@ -13,11 +13,11 @@ from typing import Protocol
 from ..errors import CheckpointError
 from ..runs.roots import Roots
 from ..runs.run import Run
-from .borrowed import UnchangedGroups
-from .groups import GroupDigest
+from .block_digests import GroupDigest
 from .ranks import Ranks
 from .saver import Saver
 from .story import CommitRule
+from .unchanged_groups import UnchangedGroups
 
 
 class CatchUp(Protocol):
@@ -28,7 +28,7 @@ class CatchUp(Protocol):
     ) -> list[int]: ...
 
 
-class Line:
+class Lineage:
     """The saves and restores of one checkpointer. From any thread."""
 
     def __init__(

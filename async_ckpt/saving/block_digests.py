@@ -37,7 +37,7 @@ class GroupDigests:
         before = before or {}
         self._groups = groups
         self._moved = {
-            name: [_Moved(extent, old.offset) for extent, old in zip(extents, before[name], strict=True)]
+            name: [MovedExtent(extent, old.offset) for extent, old in zip(extents, before[name], strict=True)]
             for name, extents in groups.items()
             if name in before and _has_moved(extents, before[name])
         }
@@ -79,7 +79,7 @@ class GroupDigests:
         return found
 
 
-class _Moved:
+class MovedExtent:
     """An extent, digested by the blocks that it lay in elsewhere; each is in two blocks of this file at most."""
 
     def __init__(self, extent: Extent, offset_before: int) -> None:

@@ -29,7 +29,7 @@ _MAX_DRIVER_BYTES: Final = 64 * MIB
 _log = logging.getLogger("async_ckpt")
 
 
-class Look:
+class StateOutline:
     """How a state looked when it was captured; kept to be compared with, without its tensors."""
 
     def __init__(self, captured: Capture) -> None:
@@ -45,22 +45,24 @@ class Look:
     def groups(self) -> list[str]:
         return list(self._entries)
 
-    def of(self, group: str) -> _GroupLook:
+    def of(self, group: str) -> GroupOutline:
         numbers = [i for i, spec in enumerate(self._specs) if spec.path[:1] == (group,)]
         of = self._specs[numbers[0]].of if numbers else None
         first = of.number if of else numbers[0] if numbers else 0
         node, unknown = _relative(self._entries.get(group), first)
-        return _GroupLook([self._specs[i] for i in numbers], [self._marks[i] for i in numbers], node, unknown)
+        return GroupOutline(
+            [self._specs[i] for i in numbers], [self._marks[i] for i in numbers], node, unknown
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupLook:
+class GroupOutline:
     specs: Sequence[TensorSpec]
     marks: Sequence[Mark | None]
     node: Json
     has_objects: bool
 
-    def differences(self, other: _GroupLook) -> list[str]:
+    def differences(self, other: GroupOutline) -> list[str]:
         """The names of what differs, or cannot be compared. Nothing: it is the same memory, and was not written to."""
         if self.has_objects or other.has_objects:
             return ["objects that are not plain data"]
@@ -78,12 +80,12 @@ class _GroupLook:
 
 
 @dataclass(slots=True)
-class _Written:
+class SavedGroup:
     """Where a group was written last, in one archive or several, and how it looked then."""
 
     step: int
     borrowed: tuple[Elsewhere, ...]
-    look: Look
+    look: StateOutline
     runs: set[Run] = field(default_factory=set)
 
     @property
@@ -125,13 +127,13 @@ def check_entries(state: Any, names: Collection[str], option: str) -> None:
             raise ValueError(f"{option}={name!r}: the state has no entry of that name at its top level")
 
 
-class Contents:
+class StepContents:
     """One save: what it borrows, and how what it writes looks. Made on the caller's thread, then only read."""
 
     def __init__(self, joint: Joint | None = None) -> None:
         self.joint = joint
         self.borrowed: tuple[Elsewhere, ...] = ()
-        self.look: Look | None = None
+        self.look: StateOutline | None = None
         self.driver: Driver | None = None
         self._given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
 
@@ -168,9 +170,9 @@ class UnchangedGroups:
         self._slicer = slicer
         self._lock = threading.Lock()
         # Since the save of this number, ascending. Replaced as a whole; under _lock, and read without it.
-        self._known: list[tuple[int, dict[str, _Written]]] = []
+        self._known: list[tuple[int, dict[str, SavedGroup]]] = []
 
-    def _written(self, joint: Joint | None = None) -> dict[str, _Written]:
+    def _written(self, joint: Joint | None = None) -> dict[str, SavedGroup]:
         """The newest; with several ranks, what all of them know when a save begins, though some know of a commit sooner."""
         known = [written for number, written in self._known if joint is None or number <= joint.decided]
         return known[-1] if known else {}
@@ -210,7 +212,7 @@ class UnchangedGroups:
             known = written.get(name)
             if known is None or known.step >= step or not known.runs.issuperset(runs):
                 continue  # it has to be written
-            now = Look(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
+            now = StateOutline(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
             differences = known.look.of(name).differences(now)
             if differences:
                 shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")
@@ -228,7 +230,7 @@ class UnchangedGroups:
         """The steps that the next save may borrow from."""
         return {known.step for _, written in self._known for known in written.values()}
 
-    def committed(self, run: Run, step: int, archives: tuple[Archive, ...], contents: Contents) -> None:
+    def committed(self, run: Run, step: int, archives: tuple[Archive, ...], contents: StepContents) -> None:
         """A save is true at one run: from now on its groups may be borrowed from it."""
         if contents.look is None:
             return
@@ -246,7 +248,7 @@ class UnchangedGroups:
                 before = newest.get(group)
                 if before is None or before.archives != archives:
                     there = tuple(Elsewhere(group, step, run.folder(step), archive) for archive in archives)
-                    before = _Written(step, there, contents.look)
+                    before = SavedGroup(step, there, contents.look)
                 before.runs.add(run)
                 kept[group] = before
             if joint is None:
@@ -265,9 +267,11 @@ class UnchangedGroups:
         folder = runs[0].folder(step)
         parts = {name: tuple(Elsewhere(name, step, folder, a) for a in made.lenders) for name in groups}
         parts |= {name: there for name in groups if (there := made.lent(name))}
-        look = Look(captured)
+        look = StateOutline(captured)
         with self._lock:
-            written = {group: _Written(lent[0].step, lent, look, set(runs)) for group, lent in parts.items()}
+            written = {
+                group: SavedGroup(lent[0].step, lent, look, set(runs)) for group, lent in parts.items()
+            }
             self._known = [(_FIRST, written)]
 
 

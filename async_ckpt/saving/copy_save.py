@@ -27,7 +27,7 @@ from ..storage.scratch import Scratch
 from .default import files_saver, host_memory
 from .handle import SaveHandle
 from .save import Save
-from .story import State
+from .story import SaveState
 
 
 class CopySave(Save):
@@ -86,16 +86,16 @@ class CopySave(Save):
 
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         await asyncio.wrap_future(self.staged)
-        self.life.go(State.WRITING)
+        self.life.go(SaveState.WRITING)
         if turn is not None:
             await asyncio.wrap_future(turn)
         with self._spans.span("write"):
             await self._write(off_loop)
         self._check()
-        self.life.go(State.DURABLE)
+        self.life.go(SaveState.DURABLE)
         with self._spans.span("commit"):
             await off_loop(self._commit)
-        self.life.go(State.COMMITTED)
+        self.life.go(SaveState.COMMITTED)
         return self._report(await asyncio.wrap_future(self._called))
 
     @abstractmethod
