@@ -29,10 +29,13 @@ from .loading.sharing import Sharing
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
 from .runs.roots import opened
-from .saving.admission import OnOverlap
+from .saving.admission import Admission, OnOverlap
 from .saving.agreement import tell_of_failure
+from .saving.drain import Writers
 from .saving.handle import SaveHandle
+from .saving.ledger import Ledger
 from .saving.lineage import Lineage
+from .saving.planner import pool_for
 from .saving.policy import Due, SavePolicy, whole_step
 from .saving.ranks import Differing, Ranks
 from .saving.request import StepRequest
@@ -43,7 +46,8 @@ from .spans import wall_time
 from .spec import Keep, flag, keep_of, whole_count
 from .staging.guard import INHERITED, unwrapped
 from .state.names import Select
-from .storage.place import Anywhere
+from .storage.place import Anywhere, local_place
+from .trace import TraceFile
 
 
 class AsyncCheckpointer(RunReader):
@@ -150,21 +154,18 @@ class AsyncCheckpointer(RunReader):
             needs_group=self._needing_group(on_overlap, commit),
         )
         self._saver = Saver(
-            host_bytes=host_bytes,
-            segment_bytes=segment_bytes,
-            on_overlap=on_overlap,
-            max_in_flight=max_in_flight,
-            strict=strict,
-            exit_timeout=exit_timeout,
-            progress=progress,
+            pool_for(segment_bytes, host_bytes),
+            admission=Admission(max_in_flight, on_overlap),
+            ledger=Ledger(exit_timeout, strict=strict, progress=progress),
+            writers=Writers(max_bandwidth),
+            trace_file=None if trace is None else TraceFile(local_place(trace)),
             keep_warm=True,
-            max_bandwidth=max_bandwidth,
-            trace=trace,
             ranks=self._ranks,
         )
         self._lineage = Lineage(
             self._roots,
-            self._saver,
+            self._saver.ledger,
+            self._saver.admission,
             rule=commit,
             retire=on_rollback == "retire",
             catch_up=catch_up,

@@ -32,8 +32,9 @@ from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
 from async_ckpt.runs.roots import Roots
 from async_ckpt.runs.run import Run
 from async_ckpt.saving import agreement, ranks
+from async_ckpt.saving.admission import Admission
+from async_ckpt.saving.ledger import Ledger
 from async_ckpt.saving.lineage import Lineage
-from async_ckpt.saving.saver import Saver
 from async_ckpt.saving.targets import step_targets
 from async_ckpt.saving.unchanged_groups import StepContents
 from async_ckpt.slicing.sharded import LocalShards, Slicer
@@ -311,7 +312,8 @@ class _Rank:
         self.ranks._words = host_ranks.Words(world._store, "scale")
         self._lineage = Lineage(
             Roots([self.run]),
-            Saver(ranks=self.ranks),
+            Ledger(),
+            Admission(),
             rule="all",
             retire=False,
             catch_up=lambda *_, **__: [],

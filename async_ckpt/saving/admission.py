@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from ..host.waits import LIVENESS_SECONDS
+from ..spec import whole_count
 
 OnOverlap = Literal["wait", "skip"]
 
@@ -34,8 +35,10 @@ class Slot:
 class Admission:
     """The slots of one saver. From any thread."""
 
-    def __init__(self, max_in_flight: int, on_overlap: OnOverlap) -> None:
-        self.max_in_flight, self._on_overlap = max_in_flight, on_overlap
+    def __init__(self, max_in_flight: int = 1, on_overlap: OnOverlap = "wait") -> None:
+        if on_overlap not in ("wait", "skip"):
+            raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
+        self.max_in_flight, self._on_overlap = whole_count("max_in_flight", max_in_flight), on_overlap
         # Oldest first. It changes by `append` and `remove` alone, each of which is one step for every other thread.
         self._claims: list[weakref.ref[Slot]] = []
 

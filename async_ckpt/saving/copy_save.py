@@ -26,8 +26,7 @@ from ..storage.base import Storage
 from ..storage.scratch import Scratch
 from .default import files_saver, host_memory
 from .handle import SaveHandle
-from .save import Save
-from .story import SaveState
+from .save import Save, SaveState
 
 
 class CopySave(Save):

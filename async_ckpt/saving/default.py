@@ -12,6 +12,7 @@ from ..host.process import in_forked_child
 from ..host.ranks import World
 from ..spec import MIB
 from ..staging.host_copy import BufferPool
+from .planner import pool_for
 from .ranks import Ranks
 from .saver import Saver
 
@@ -20,7 +21,7 @@ _FILES_BYTES: Final = 256 * MIB
 
 _one_off_saver: Saver | None = None
 _slices_saver: tuple[World, Saver] | None = None
-_files_saver = Saver(host_bytes=_FILES_BYTES)
+_files_saver = Saver(pool_for(host_bytes=_FILES_BYTES))
 _host_memory = BufferPool()
 _held_memory = BufferPool(held=True)
 _making = threading.Lock()
@@ -73,5 +74,5 @@ def release() -> None:
 def _forget() -> None:
     """All of its own; and who held the lock is not here to release it."""
     global _one_off_saver, _slices_saver, _files_saver, _host_memory, _held_memory, _making
-    _one_off_saver, _slices_saver, _files_saver = None, None, Saver(host_bytes=_FILES_BYTES)
+    _one_off_saver, _slices_saver, _files_saver = None, None, Saver(pool_for(host_bytes=_FILES_BYTES))
     _host_memory, _held_memory, _making = BufferPool(), BufferPool(held=True), threading.Lock()

@@ -221,7 +221,7 @@ class Delivery:
         if self.sink is not None and not await self._abort(self.sink, for_ever=False):
             raise error
         copy = partial(
-            self.target.copy_of, source.target, archive.num_bytes, self._drain.compare, self._check
+            self.target.copy_of, source.target, archive.num_bytes, self._drain.digests.compare, self._check
         )
         deadline, pause = self._spans.total() + _AGAIN_SECONDS, _FIRST_PAUSE_SECONDS
         while True:
@@ -320,7 +320,7 @@ class Delivery:
         if self.sink is None or not (self.is_committed or await self._abort(self.sink, for_ever=for_ever)):
             return
         is_there = self.reached in (DeliveryState.FINISHING, DeliveryState.DURABLE)
-        if is_there and self._may_delete and not (self.is_kept and self._drain.is_decided):
+        if is_there and self._may_delete and not (self.is_kept and self._drain.is_committed):
             with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
                 await self._off_loop(self.target.discard)
         await self._off_loop(self.sink.close)

@@ -25,6 +25,7 @@ from ..host.process import in_forked_child
 from ..host.threads import is_library_thread
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for_all
 from ..report import SaveReport
+from ..spec import flag, seconds_or_none
 from .bar import Bars
 from .handle import SaveHandle, name_of, progress_of
 from .save import Save, wait_for_decisions
@@ -58,8 +59,13 @@ def _forget_saves() -> None:
 class Ledger:
     """The saves of one saver. Changed on the loop's thread alone; read by all."""
 
-    def __init__(self, exit_timeout: float | None = None, bars: Bars | None = None) -> None:
-        self._exit_timeout, self._bars = exit_timeout, bars
+    def __init__(
+        self, exit_timeout: float | None = None, *, strict: bool = False, progress: bool = False
+    ) -> None:
+        """The arguments of the checkpointer. Raises TypeError, ValueError, and ImportError as `Bars` does."""
+        self._exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
+        self._strict = flag("strict", strict)
+        self._bars = Bars() if flag("progress", progress) else None
         self._last: Future[None] | None = None  # resolved when the newest save is settled
         self._last_report: SaveReport | None = None
         self._stall_seconds = 0.0
@@ -155,8 +161,10 @@ class Ledger:
         for handle in (*waited_for, *unseen):
             self._warn(handle, f"{reader} goes on without {name_of(handle)}, which was", _user_stacklevel())
 
-    def warn_of_unseen(self, stacklevel: int) -> None:
-        """Warn of each failed save once."""
+    def tell_of_unseen(self, stacklevel: int) -> None:
+        """Warn of each failed save once; under `strict`, raise the first unseen error."""
+        if self._strict:
+            self.raise_unseen()
         for handle in self._unseen():
             if handle not in self._warned:
                 self._warn(handle, f"{handle.path} was", stacklevel + 1)

@@ -13,9 +13,10 @@ from typing import Protocol
 from ..errors import CheckpointError
 from ..runs.roots import Roots
 from ..runs.run import Run
+from .admission import Admission
 from .block_digests import GroupDigest
+from .ledger import Ledger
 from .ranks import Ranks
-from .saver import Saver
 from .story import CommitRule
 from .unchanged_groups import UnchangedGroups
 
@@ -32,11 +33,19 @@ class Lineage:
     """The saves and restores of one checkpointer. From any thread."""
 
     def __init__(
-        self, roots: Roots, saver: Saver, *, rule: CommitRule, retire: bool, catch_up: CatchUp, ranks: Ranks
+        self,
+        roots: Roots,
+        ledger: Ledger,
+        admission: Admission,
+        *,
+        rule: CommitRule,
+        retire: bool,
+        catch_up: CatchUp,
+        ranks: Ranks,
     ) -> None:
         self.roots, self.rule, self.retire = roots, rule, retire
         self.groups = UnchangedGroups(lambda: ranks.slicer)
-        self._saver, self._catch_up, self._ranks = saver, catch_up, ranks
+        self._ledger, self._admission, self._catch_up, self._ranks = ledger, admission, catch_up, ranks
         self._catching_up = threading.Lock()  # one copies at a time: two would write the same object
         self._lock = threading.Lock()
         # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
@@ -84,7 +93,7 @@ class Lineage:
 
     def in_flight(self) -> Collection[int]:
         """What retention must not touch: steps that saves are about, and those that they borrow from, or the next may."""
-        steps = {step for slot in self._saver.under_way() for step in (slot.step, *slot.needs())}
+        steps = {step for slot in self._admission.under_way() for step in (slot.step, *slot.needs())}
         return {step for step in steps if step is not None} | self.groups.lenders()
 
     def catch_up(self) -> dict[str, list[int]]:
@@ -113,16 +122,12 @@ class Lineage:
         """In the background, after a save that reached this root: give it what it has missed before."""
         if not self.has_one_root and self._catching_up.acquire(blocking=False):
             try:
-                self._catch_up(
-                    self.roots, run, skip=self._on_the_way(), check=self._saver.ledger.check_going_on
-                )
+                self._catch_up(self.roots, run, skip=self._on_the_way(), check=self._ledger.check_going_on)
             finally:
                 self._catching_up.release()
 
     def _on_the_way(self) -> Collection[int]:
         """Steps that may still arrive where they lag."""
         return {
-            p.handle.step
-            for p in self._saver.ledger.saves()
-            if p.handle.step is not None and not p.finished.done()
+            p.handle.step for p in self._ledger.saves() if p.handle.step is not None and not p.finished.done()
         }

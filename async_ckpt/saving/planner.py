@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..format import digests
 from ..format.layout import Image, Layout, TensorPlan, lay_out
 from ..host.pool import MIN_SEGMENTS, SegmentPool
 from ..host.threads import Crew
@@ -17,7 +16,7 @@ from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, RankFacts, align_up, whole_b
 from ..staging.device import fill_image, first_device
 from ..state.capture import capture
 from ..state.captured import Capture
-from .block_digests import GroupDigests, Groups
+from .block_digests import BlockDigests, GroupDigests, Groups
 
 
 class GoesTo(Protocol):
@@ -102,14 +101,14 @@ def small_archive(state: object, *, step: int, max_bytes: int) -> tuple[bytes, s
     for at, data in plan.literals:
         image[at : at + len(data)] = data
     fill_image(image, plan.pieces, captured.tensors)
-    covered = layout.digests.data.offset
-    blocks = (memoryview(image)[at : min(at + BLOCK_BYTES, covered)] for at in range(0, covered, BLOCK_BYTES))
-    tail = digests.dump(covered, b"".join(map(digests.block_digest, blocks)))
-    image[covered : covered + len(tail)] = tail
-    return bytes(image), digests.self_digest(tail)
+    digests = BlockDigests(layout)
+    digests.note(0, memoryview(image)[: digests.covered])
+    tail = digests.sealed()
+    image[digests.covered : digests.covered + len(tail)] = tail
+    return bytes(image), digests.of_archive
 
 
-def pool_for(segment_bytes: int | None, host_bytes: int | None) -> SegmentPool:
+def pool_for(segment_bytes: int | None = None, host_bytes: int | None = None) -> SegmentPool:
     """The pool that the user has asked for. Raises ValueError for sizes that make none."""
     segment_bytes = None if segment_bytes is None else whole_bytes("segment_bytes", segment_bytes)
     host_bytes = None if host_bytes is None else whole_bytes("host_bytes", host_bytes)

@@ -5,6 +5,7 @@ In: arguments of `save`. Out: targets, and what of the state is written to them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +16,46 @@ from ..state.names import Select
 from .delivery import Target
 from .lineage import Lineage
 from .ranks import Joint, Ranks
-from .save import SaveRequest, UnchangedIn
+from .story import CommitRule, UnchangedIn
 from .targets import step_targets
 from .unchanged_groups import StateOutline, StepContents, check_driver, check_entries
+
+
+class SaveRequest(ABC):
+    """What a caller wants to save, and where to. Its methods are called on the caller's thread, in this order."""
+
+    step: int | None = None
+    guard: Any = None
+    select: Select = None
+    rule: CommitRule = "all"
+    joint: Joint | None = None  # the save as all ranks see it, where there are several
+
+    @property
+    def skipped_path(self) -> str:
+        """The path of the report, if the save is skipped."""
+        return ""
+
+    @abstractmethod
+    def targets(self) -> Sequence[Target]:
+        """The places to write to, once it is this save's turn. Raises what refuses the save."""
+
+    @abstractmethod
+    def state(self) -> Any:
+        """The state to write, once it is this save's turn. Raises what refuses the save."""
+
+    @abstractmethod
+    def captured(self, captured: Capture) -> None:
+        """The state was captured. Raises what refuses the save."""
+
+    @property
+    def needs(self) -> Callable[[], Collection[int]]:
+        """The steps that must stay on storage until the save is settled; asked from any thread. Keeps nothing of the state."""
+        return tuple
+
+    @property
+    def unchanged_in(self) -> UnchangedIn:
+        """See `StateSave`. The function keeps nothing of the state, nor its guard: a handle may live for long."""
+        return lambda _: ()
 
 
 class FileRequest(SaveRequest):

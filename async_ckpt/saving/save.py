@@ -9,27 +9,47 @@ save belongs to the loop's thread, which no signal interrupts, so its life needs
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Final
 
+from ..host.life import Life
 from ..host.loop import OffLoop, get_loop
 from ..host.threads import running_future
 from ..host.waits import LIVENESS_SECONDS, Wait, wait_for, wait_for_all
 from ..report import Progress, SaveReport
-from ..staging.snapshot import Snapshot
-from ..state.captured import Capture
-from ..state.names import Select
-from .block_digests import GroupDigest
-from .delivery import Target
 from .handle import SaveHandle, name_of, progress_of
-from .ranks import Joint
-from .story import Attempt, CommitRule, SaveState, new_life, story
 
-UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
+
+class SaveState(Enum):
+    """The life of a save. Bytes are written as soon as they are staged: WRITING begins when the last one is staged."""
+
+    PLANNED = "planned"
+    STAGING = "staging"
+    WRITING = "writing"
+    DURABLE = "durable"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    ABANDONED = "abandoned"  # the call of `save` raised
+
+
+_ENDS: Final = frozenset({SaveState.FAILED, SaveState.ABANDONED})
+_GOES: Final[Mapping[SaveState, Collection[SaveState]]] = {
+    SaveState.PLANNED: {SaveState.STAGING, *_ENDS},
+    SaveState.STAGING: {SaveState.WRITING, *_ENDS},
+    SaveState.WRITING: {SaveState.DURABLE, *_ENDS},
+    SaveState.DURABLE: {SaveState.COMMITTED, *_ENDS},
+    SaveState.COMMITTED: (),
+    SaveState.FAILED: (),
+    SaveState.ABANDONED: (),
+}
+
+
+def new_life() -> Life[SaveState]:
+    return Life(_GOES)
 
 
 class Save(ABC):
@@ -105,87 +125,6 @@ class Save(ABC):
 
     def __repr__(self) -> str:
         return f"<Save of {name_of(self.handle)}: {self.life.now.value}>"
-
-
-class SaveRequest(ABC):
-    """What a caller wants to save, and where to. Its methods are called on the caller's thread, in this order."""
-
-    step: int | None = None
-    guard: Any = None
-    select: Select = None
-    rule: CommitRule = "all"
-    joint: Joint | None = None  # the save as all ranks see it, where there are several
-
-    @property
-    def skipped_path(self) -> str:
-        """The path of the report, if the save is skipped."""
-        return ""
-
-    @abstractmethod
-    def targets(self) -> Sequence[Target]:
-        """The places to write to, once it is this save's turn. Raises what refuses the save."""
-
-    @abstractmethod
-    def state(self) -> Any:
-        """The state to write, once it is this save's turn. Raises what refuses the save."""
-
-    @abstractmethod
-    def captured(self, captured: Capture) -> None:
-        """The state was captured. Raises what refuses the save."""
-
-    @property
-    def needs(self) -> Callable[[], Collection[int]]:
-        """The steps that must stay on storage until the save is settled; asked from any thread. Keeps nothing of the state."""
-        return tuple
-
-    @property
-    def unchanged_in(self) -> UnchangedIn:
-        """See `StateSave`. The function keeps nothing of the state, nor its guard: a handle may live for long."""
-        return lambda _: ()
-
-
-class StateSave(Save):
-    """A save of a state: the snapshot fills the segments of an archive, and the attempt takes them to every target."""
-
-    def __init__(
-        self,
-        step: int | None,
-        attempt: Attempt,
-        snapshot: Snapshot,
-        num_tensors: int,
-        unchanged_in: UnchangedIn,
-    ) -> None:
-        """`unchanged_in` tells which groups have the bytes of the commit before; it is asked once, after the commit."""
-        drain = attempt.drain
-        super().__init__(step, attempt.targets[0].path, snapshot.completion, lambda: drain.progress)
-        self.attempt, self.snapshot = attempt, snapshot
-        self.called: Future[float] = (
-            running_future()
-        )  # the seconds of the call, once the caller has its handle
-        self._num_tensors, self._unchanged_in = num_tensors, unchanged_in
-
-    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
-        attempt = self.attempt
-        await story(attempt, turn, off_loop, self.life)
-        return attempt.report(
-            await asyncio.wrap_future(self.called),
-            step=self.handle.step,
-            num_tensors=self._num_tensors,
-            unchanged_groups=self._unchanged_in(attempt.drain.group_digests()),
-        )
-
-    def failed(self, error: BaseException) -> None:
-        """The attempt has left no trace already."""
-
-    def give_up(self, error: BaseException) -> None:
-        super().give_up(error)
-        self.attempt.drain.fail(error)
-
-    async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: ARG002
-        try:
-            await self.attempt.afterwards()
-        finally:
-            self.num_missed = self.attempt.num_missed
 
 
 def wait_for_saves(saves: Sequence[Save], wait: Wait, timeout: float | None = None) -> None:

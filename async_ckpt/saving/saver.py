@@ -18,9 +18,10 @@ import torch
 from ..errors import ClosedError
 from ..format.layout import Layout
 from ..host.loop import get_loop
+from ..host.pool import SegmentPool
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
-from ..spans import NO_TRACE, Clock, Spans, monotonic
-from ..spec import RankFacts, flag, seconds_or_none, whole_count
+from ..spans import NO_TRACE, Spans, monotonic
+from ..spec import RankFacts
 from ..staging.device import first_device, warm_up
 from ..staging.files import FileFill, FilesImage
 from ..staging.filler import StagingHost
@@ -31,20 +32,18 @@ from ..state.capture import capture
 from ..state.captured import Capture
 from ..state.division import RankShare
 from ..state.names import Select
-from ..storage.place import local_place
 from ..trace import TraceFile
-from .admission import Admission, OnOverlap, Slot
-from .bar import Bars
+from .admission import Admission, Slot
 from .delivery import Target
-from .drain import Drain
+from .drain import Drain, Writers
 from .exit import note_exit_status
 from .handle import SaveHandle, named, skipped
 from .ledger import Ledger, abandon
 from .planner import Planner, pool_for
 from .ranks import Joint, Ranks
-from .save import Save, SaveRequest, StateSave, wait_for_saves
-from .story import Attempt, SaveState
-from .writers import Writers
+from .request import SaveRequest
+from .save import Save, SaveState, wait_for_saves
+from .story import Attempt, StateSave
 
 
 class Saver:
@@ -52,34 +51,22 @@ class Saver:
 
     def __init__(
         self,
+        pool: SegmentPool | None = None,
         *,
-        host_bytes: int | None = None,
-        segment_bytes: int | None = None,
-        on_overlap: OnOverlap = "wait",
-        max_in_flight: int = 1,
-        strict: bool = False,
-        exit_timeout: float | None = None,
+        admission: Admission | None = None,
+        ledger: Ledger | None = None,
+        writers: Writers | None = None,
+        trace_file: TraceFile | None = None,
         keep_warm: bool = False,
-        max_bandwidth: float | None = None,
-        trace: str | os.PathLike[str] | None = None,
-        progress: bool = False,
-        clock: Clock = monotonic,
         ranks: Ranks | None = None,
     ) -> None:
-        if on_overlap not in ("wait", "skip"):
-            raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
-        max_in_flight = whole_count("max_in_flight", max_in_flight)
-        self._writers = Writers(max_bandwidth)
-        self.pool = pool_for(segment_bytes, host_bytes)
-        self._planner = Planner(self.pool, max_in_flight)
-        self._admission = Admission(max_in_flight, on_overlap)
-        self._strict, self._keep_warm = flag("strict", strict), keep_warm
-        self._clock, self._ranks = clock, ranks
-        self.ledger = Ledger(
-            seconds_or_none("exit_timeout", exit_timeout), Bars() if flag("progress", progress) else None
-        )
-        self._trace_file = None if trace is None else TraceFile(local_place(trace), clock)
-        self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
+        self.pool = pool or pool_for()
+        self.admission, self.ledger = admission or Admission(), ledger or Ledger()
+        self._planner = Planner(self.pool, self.admission.max_in_flight)
+        self._writers = writers or Writers()
+        self._trace_file = trace_file
+        self._trace = NO_TRACE if trace_file is None else trace_file.trace
+        self._keep_warm, self._ranks = keep_warm, ranks
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()
         self.is_closed = False
@@ -97,8 +84,8 @@ class Saver:
         """
         step = request.step
         optimizers = unwrapped(request.guard)
-        self._tell_of_unseen(stacklevel=4)
-        spans = Spans(self._clock, self._trace)
+        self.ledger.tell_of_unseen(stacklevel=4)
+        spans = Spans(monotonic, self._trace)
         # From here on this thread may be interrupted at any line: what it has begun is taken back below.
         slot = Slot(step, request.needs)
         save: StateSave | None = None
@@ -118,7 +105,7 @@ class Saver:
             return save.handle
         except BaseException as error:
             if save is None:
-                self._admission.leave(slot)
+                self.admission.leave(slot)
             else:
                 self._abandon(save, slot, interrupted(error))
             raise
@@ -134,13 +121,13 @@ class Saver:
         shared = None if joint is None else joint.shared
         if shared is not None:
             shared.lie_in(layout)
+        groups = self._planner.group_digests(layout, step)
         drain = Drain(
             layout,
             self.pool.segment_bytes,
             self._planner.admit(layout, targets),
             get_loop().background.submit,
-            values=shared,
-            groups=self._planner.group_digests(layout, step),
+            block_readers=[groups] if shared is None else [groups, shared],
             may_drop=request.rule == "any" and len(targets) > 1,
             trace=self._trace,
         )
@@ -154,11 +141,11 @@ class Saver:
             targets,
             snapshot,
             spans,
-            request.rule,
-            writers=lambda target: self._writers.of(target.storage, alone=len(targets) == 1),
-            pace=lambda target: self._writers.pace(target.storage),
+            rule=request.rule,
+            writers=self._writers,
         )
-        return StateSave(step, attempt, snapshot, len(captured.specs), request.unchanged_in), device
+        num_tensors = len(captured.specs)
+        return StateSave(step, attempt, snapshot, num_tensors, groups, request.unchanged_in), device
 
     def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
         """Show a save of a state to others. On the loop's thread."""
@@ -175,7 +162,7 @@ class Saver:
         self.warm_for(drain.num_segments, device)
 
     def _begin(self, save: Save, slot: Slot) -> None:
-        save.settled.add_done_callback(lambda _: self._admission.leave(slot))
+        save.settled.add_done_callback(lambda _: self.admission.leave(slot))
         self.ledger.begin(save)
 
     def _abandon(self, save: StateSave, slot: Slot, error: Exception) -> None:
@@ -183,7 +170,7 @@ class Saver:
 
         def end() -> None:
             if save.life.now is SaveState.PLANNED:
-                self._admission.leave(slot)
+                self.admission.leave(slot)
             else:
                 save.handle.looked_at = True  # whoever called `save` knows
                 save.attempt.drain.fail(error)
@@ -226,7 +213,7 @@ class Saver:
             source,
             layout.segments(self.pool.segment_bytes),
             drain,
-            StagingHost(self.pool, loop.copying, self._clock, self._trace),
+            StagingHost(self.pool, loop.copying, monotonic, self._trace),
             order=next(self._orders),
             optimizers=optimizers,
         )
@@ -236,13 +223,13 @@ class Saver:
 
         Raises ClosedError.
         """
-        self._tell_of_unseen(stacklevel=5)
+        self.ledger.tell_of_unseen(stacklevel=5)
         self._refuse_if_forked()
         self._refuse_if_closed()
 
         def begin() -> None:
             slot = Slot(None)
-            self._admission.enter_at_once(slot)
+            self.admission.enter_at_once(slot)
             # The next one needs little memory, which is soon there again.
             save.finished.add_done_callback(lambda _: self.pool.release())
             save.life.go(SaveState.STAGING)
@@ -257,10 +244,9 @@ class Saver:
         loop, size = get_loop(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, [target]), loop.background.submit)
         fill = FileFill(
-            files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=self._clock
+            files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=monotonic
         )
-        writers = loop.writers().submit
-        return Attempt(drain, [target], fill, spans, writers=lambda _: writers), fill
+        return Attempt(drain, [target], fill, spans, writers=self._writers), fill
 
     @contextmanager
     def relieved_by(self, drain: Drain) -> Iterator[None]:
@@ -338,13 +324,9 @@ class Saver:
             except OSError as error:
                 warnings.warn(f"{self._trace_file!r} is incomplete: {error}", RuntimeWarning, stacklevel=4)
 
-    def under_way(self) -> list[Slot]:
-        """The slots of saves that are not settled yet."""
-        return self._admission.under_way()
-
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Counters and the last report, as numbers under constant keys."""
-        in_flight = len(self.under_way())
+        in_flight = len(self.admission.under_way())
         return self.ledger.metrics(prefix, num_in_flight=in_flight, pool_bytes=self.pool.num_bytes)
 
     # --- parts ------------------------------------------------------------------------------------------------
@@ -375,7 +357,7 @@ class Saver:
             self._refuse_if_closed()
             wait.goes_on(self.ledger.progress)
 
-        admission = self._admission
+        admission = self.admission
         if self._ranks is None or joint is None or not admission.may_skip:
             return admission.enter(slot, goes_on)
         enters = self._ranks.enters(joint, lambda: admission.enter(slot, goes_on))
@@ -389,10 +371,5 @@ class Saver:
         if not self.belongs_here:
             raise ClosedError("this checkpointer belongs to the parent process; open one in this process")
 
-    def _tell_of_unseen(self, stacklevel: int) -> None:
-        if self._strict:
-            self.ledger.raise_unseen()
-        self.ledger.warn_of_unseen(stacklevel + 1)
-
     def __repr__(self) -> str:
-        return f"<Saver {len(self.under_way())}/{self._admission.max_in_flight} in flight, {self.pool!r}>"
+        return f"<Saver {len(self.admission.under_way())}/{self.admission.max_in_flight} in flight, {self.pool!r}>"

@@ -10,23 +10,26 @@ ones. The story waits for the last, and decides what becomes of the archives.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from enum import Enum
 from types import TracebackType
 from typing import Final, Literal, Protocol, Self
 
 from ..errors import PeerFailedError, StorageUnavailableError
 from ..host.life import Life
 from ..host.loop import OffLoop
+from ..host.threads import running_future
 from ..report import SaveReport
 from ..runs.manifest import Archive
 from ..spans import Spans
-from ..storage.pace import Pace
+from ..staging.snapshot import Snapshot
+from .block_digests import GroupDigest, GroupDigests
 from .delivery import Delivery, Target, ask_for_exception
-from .drain import Drain, Submit
+from .drain import Drain, Writers
+from .save import Save, SaveState
 
 CommitRule = Literal["all", "any"]
+UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
 # How long a place that does not even open is waited for once the save could go on without it, or has failed.
 _OPEN_SECONDS: Final = 10.0
@@ -40,34 +43,6 @@ class Staging(Protocol):
 
     @property
     def stall_seconds(self) -> float: ...
-
-
-class SaveState(Enum):
-    """The life of a save. Bytes are written as soon as they are staged: WRITING begins when the last one is staged."""
-
-    PLANNED = "planned"
-    STAGING = "staging"
-    WRITING = "writing"
-    DURABLE = "durable"
-    COMMITTED = "committed"
-    FAILED = "failed"
-    ABANDONED = "abandoned"  # the call of `save` raised
-
-
-_ENDS: Final = frozenset({SaveState.FAILED, SaveState.ABANDONED})
-_GOES: Final[Mapping[SaveState, Collection[SaveState]]] = {
-    SaveState.PLANNED: {SaveState.STAGING, *_ENDS},
-    SaveState.STAGING: {SaveState.WRITING, *_ENDS},
-    SaveState.WRITING: {SaveState.DURABLE, *_ENDS},
-    SaveState.DURABLE: {SaveState.COMMITTED, *_ENDS},
-    SaveState.COMMITTED: (),
-    SaveState.FAILED: (),
-    SaveState.ABANDONED: (),
-}
-
-
-def new_life() -> Life[SaveState]:
-    return Life(_GOES)
 
 
 async def story(
@@ -103,14 +78,12 @@ class Attempt:
         targets: Sequence[Target],
         staging: Staging,
         spans: Spans,
-        rule: CommitRule = "all",
         *,
-        writers: Callable[[Target], Submit],
-        pace: Callable[[Target], Pace | None] = lambda _: None,
+        rule: CommitRule = "all",
+        writers: Writers,
     ) -> None:
-        """`writers` and `pace` say which threads write to a target, and how fast they may."""
         self.drain, self.targets, self.staging, self.spans = drain, targets, staging, spans
-        self._rule, self._writers, self._pace = rule, writers, pace
+        self._rule, self._writers = rule, writers
         self._deliveries: list[Delivery] = []  # from `open` on, in the order of the targets
 
     @property
@@ -165,7 +138,11 @@ class Attempt:
                 delivery.error = delivery.lagging("does not answer")
         opened = [delivery for delivery in self._deliveries if delivery.error is None]
         lanes = self.drain.open(
-            [(d.sink, self._writers(d.target), self._pace(d.target)) for d in opened if d.sink is not None]
+            [
+                (d.sink, *self._writers.of(d.target.storage, alone=len(self.targets) == 1))
+                for d in opened
+                if d.sink is not None
+            ]
         )
         for delivery, lane in zip(opened, lanes, strict=True):
             delivery.begin(lane)
@@ -246,7 +223,7 @@ class Attempt:
 
         Raises the first thing that went wrong; nothing of that makes the save less true.
         """
-        self.drain.decided()
+        self.drain.committed()
         errors: list[BaseException] = []
         late = [delivery for delivery in self._deliveries if not delivery.is_committed]
         for delivery in self._deliveries:
@@ -290,7 +267,7 @@ class Attempt:
     @property
     def _archives(self) -> tuple[Archive, ...]:
         """The archive as a manifest names it, the same at every target."""
-        return (Archive(self.targets[0].name, self.drain.file_bytes, self.drain.digest),)
+        return (Archive(self.targets[0].name, self.drain.file_bytes, self.drain.digests.of_archive),)
 
     def _may_miss(self, error: BaseException) -> bool:
         """Whether the save can do without a place that has this error: the place is away, and another may do."""
@@ -307,3 +284,47 @@ def _worst(errors: Sequence[BaseException]) -> BaseException:
         if error is not worst:
             worst.add_note(f"async_ckpt: another root failed, too: {type(error).__name__}: {error}")
     return worst
+
+
+class StateSave(Save):
+    """A save of a state: the snapshot fills the segments of an archive, and the attempt takes them to every target."""
+
+    def __init__(
+        self,
+        step: int | None,
+        attempt: Attempt,
+        snapshot: Snapshot,
+        num_tensors: int,
+        groups: GroupDigests,
+        unchanged_in: UnchangedIn,
+    ) -> None:
+        """`unchanged_in` names the groups that have the bytes of the commit before. It is called once, after the commit."""
+        drain = attempt.drain
+        super().__init__(step, attempt.targets[0].path, snapshot.completion, lambda: drain.progress)
+        self.attempt, self.snapshot = attempt, snapshot
+        # The seconds of the call, once the caller has its handle.
+        self.called: Future[float] = running_future()
+        self._num_tensors, self._groups, self._unchanged_in = num_tensors, groups, unchanged_in
+
+    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+        attempt = self.attempt
+        await story(attempt, turn, off_loop, self.life)
+        return attempt.report(
+            await asyncio.wrap_future(self.called),
+            step=self.handle.step,
+            num_tensors=self._num_tensors,
+            unchanged_groups=self._unchanged_in(self._groups.result(attempt.drain.digests.of_blocks)),
+        )
+
+    def failed(self, error: BaseException) -> None:
+        """The attempt has left no trace already."""
+
+    def give_up(self, error: BaseException) -> None:
+        super().give_up(error)
+        self.attempt.drain.fail(error)
+
+    async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: ARG002
+        try:
+            await self.attempt.afterwards()
+        finally:
+            self.num_missed = self.attempt.num_missed
