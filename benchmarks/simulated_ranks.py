@@ -34,9 +34,8 @@ from async_ckpt.runs.run import Run
 from async_ckpt.saving import agreement, ranks
 from async_ckpt.saving.admission import Admission
 from async_ckpt.saving.ledger import Ledger
-from async_ckpt.saving.lineage import Lineage
+from async_ckpt.saving.lineage import Lineage, StepContents
 from async_ckpt.saving.targets import step_targets
-from async_ckpt.saving.unchanged_groups import StepContents
 from async_ckpt.slicing.sharded import LocalShards, Slicer
 from async_ckpt.slicing.shares import MODULUS
 from async_ckpt.slicing.slices import Cut, Mesh, Slices
@@ -329,7 +328,7 @@ class _Rank:
         joint = self.ranks.called(step)
         assert joint is not None
         self.joint = joint
-        (self._target,) = step_targets(self._lineage, step, False, {}, StepContents(), self.ranks, joint)
+        (self._target,) = step_targets(self._lineage, StepContents(step, joint), self.ranks)
         divided, facts = self.ranks.divided(self._capture, joint)
         assert joint.shared is not None
         joint.shared.lie_in(

@@ -20,9 +20,10 @@ from .block_digests import BlockDigests, GroupDigests, Groups
 
 
 class GoesTo(Protocol):
-    """What the planner wants to know of a target."""
+    """The properties of a target that its plan depends on."""
 
-    in_order: bool
+    @property
+    def in_order(self) -> bool: ...
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int: ...
 

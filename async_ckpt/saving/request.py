@@ -11,14 +11,13 @@ from typing import Any
 
 from ..spec import flag
 from ..staging.held_snapshot import refuse_guard
-from ..state.captured import Capture
+from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
 from .delivery import Target
-from .lineage import Lineage
+from .lineage import Lineage, StateOutline, StepContents
 from .ranks import Joint, Ranks
 from .story import CommitRule, UnchangedIn
 from .targets import step_targets
-from .unchanged_groups import StateOutline, StepContents, check_driver, check_entries
 
 
 class SaveRequest(ABC):
@@ -58,6 +57,28 @@ class SaveRequest(ABC):
         return lambda _: ()
 
 
+def check_driver(driver: Mapping[str, Any], state: Any) -> None:
+    """Raises TypeError for what is not a mapping, and ValueError for entries without a name, or with one that the state
+    has too.
+    """
+    if not isinstance(driver, Mapping):
+        raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
+    for name in driver:
+        if not isinstance(name, str) or (isinstance(state, Mapping | SnapshotView) and name in state):
+            raise ValueError(
+                f"driver={name!r}: the state has entries of the same name; rename those of driver="
+            )
+    if not isinstance(state, Mapping | SnapshotView):
+        raise ValueError("driver= adds entries to the state, so the state must be a dict")
+
+
+def check_entries(state: Any, names: Collection[str], option: str) -> None:
+    """Raises ValueError, naming the option, for a name that is not an entry at the top level of the state."""
+    for name in [names] if isinstance(names, str) else names:
+        if not isinstance(state, Mapping | SnapshotView) or name not in state:
+            raise ValueError(f"{option}={name!r}: the state has no entry of that name at its top level")
+
+
 class FileRequest(SaveRequest):
     """A state as one object at a path."""
 
@@ -90,14 +111,12 @@ class StepRequest(SaveRequest):
         select: Select,
     ) -> None:
         """`is_own_guard`: the guard was given to this call, and not to the checkpointer."""
-        self.step = self._step = step
+        self.step = step
         self.guard, self.select, self.rule = guard, select, lineage.rule
         self.joint: Joint | None = ranks.called(step)
-        self.contents = StepContents(self.joint)
+        self.contents = StepContents(step, self.joint)
         self._state, self._is_own_guard = state, is_own_guard
         self._lineage, self._ranks = lineage, ranks
-        self._record: Mapping[str, Any] = {}
-        self._overwrite = False
         self._unchanged: Collection[str] = ()
 
     def check(
@@ -110,8 +129,8 @@ class StepRequest(SaveRequest):
         driver: Mapping[str, Any] | None,
     ) -> None:
         """Take the other arguments of `save`. Raises ValueError and TypeError for those that are wrong."""
-        state = self._state
-        self._overwrite, self._record = flag("overwrite", overwrite), record
+        state, contents = self._state, self.contents
+        contents.overwrite, contents.record = flag("overwrite", overwrite), record
         self._unchanged = [unchanged] if isinstance(unchanged, str) else unchanged
         if self.select is not None and unchanged:
             raise ValueError(
@@ -122,24 +141,22 @@ class StepRequest(SaveRequest):
             self.joint.per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
         if driver is not None:
             check_driver(driver, state)
-            self.contents.take_driver(driver, step=self._step, rank=self._ranks.world.rank)
+            contents.take_driver(driver, rank=self._ranks.world.rank)
 
     @property
     def skipped_path(self) -> str:
         run = self._lineage.roots.runs[0]
-        return run.storage.locate(run.folder(self._step))
+        return run.storage.locate(run.folder(self.contents.step))
 
     def targets(self) -> Sequence[Target]:
-        return step_targets(
-            self._lineage, self._step, self._overwrite, self._record, self.contents, self._ranks, self.joint
-        )
+        return step_targets(self._lineage, self.contents, self._ranks)
 
     def state(self) -> Any:
         """The state without the groups that are borrowed from earlier steps."""
         runs = self._lineage.roots.runs
         state, self._state = self._state, None  # the save may outlive the user's interest in it
         own, self.contents.borrowed = self._lineage.groups.without(
-            state, self._unchanged, step=self._step, runs=runs, joint=self.joint
+            state, self._unchanged, step=self.contents.step, runs=runs, joint=self.joint
         )
         return own
 

@@ -24,7 +24,7 @@ from ..runs.manifest import Archive
 from ..spans import Spans
 from ..staging.snapshot import Snapshot
 from .block_digests import GroupDigest, GroupDigests
-from .delivery import Delivery, Target, ask_for_exception
+from .delivery import Delivery, Target
 from .drain import Drain, Writers
 from .save import Save, SaveState
 
@@ -108,9 +108,9 @@ class Attempt:
             return
         self.drain.fail(error)
         for delivery in self._deliveries:
-            await delivery.end_part(error)
+            await delivery.part.end(error)
         for delivery in self._deliveries:
-            await delivery.refuse(error)
+            await delivery.part.refuse(error)
         await asyncio.wrap_future(self.drain.idle)
         for delivery in self._deliveries:
             if delivery.left_behind is None:
@@ -181,11 +181,10 @@ class Attempt:
         will be. Raises as soon as that cannot be any more.
         """
         for delivery in self._deliveries if self._rule == "any" else durable:
-            if delivery.part is None:
+            if delivery.part.task is None:
                 others = [other for other in self._deliveries if other is not delivery]
-                delivery.part = asyncio.create_task(delivery.take_part(self._archives[0], others))
-                delivery.part.add_done_callback(ask_for_exception)  # `error` has it
-        return await self._arrived({d: d.part for d in self._deliveries if d.part is not None})
+                delivery.part.begin(delivery.take_part(self._archives[0], others))
+        return await self._arrived({d: d.part.task for d in self._deliveries if d.part.task is not None})
 
     async def _arrived(self, running: Mapping[Delivery, asyncio.Task[None]]) -> list[Delivery]:
         """Those whose tasks have ended well: all, or under "any" the first. Raises what the save cannot do without."""

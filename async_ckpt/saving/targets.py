@@ -6,13 +6,12 @@ In: places, runs. Out: targets. Knows nothing of: tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from ..errors import CheckpointError, StepExistsError, StorageUnavailableError
 from ..host.loop import OffLoop, get_loop
@@ -28,9 +27,8 @@ from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
 from .agreement import Agreement, Alone, listen_again
 from .delivery import Target, Verify
-from .lineage import Lineage
-from .ranks import Joint, Ranks
-from .unchanged_groups import StepContents
+from .lineage import Lineage, StepContents
+from .ranks import Ranks
 
 Compression = Zstd | Literal["zstd"] | None
 
@@ -119,52 +117,58 @@ class FileTarget:
         """Nothing to delete."""
 
 
-class Reached(IntEnum):
-    """The life of an attempt at a step, at one root: it goes from each to the next."""
-
-    BEGUN = 0
-    CHECKED = 1  # it was known, when this was asked, that the step could be committed
-    COMMITTED = 2
-    ANNOUNCED = 3  # tracker and journal say so
-
-
 class StepTarget:
-    """One attempt at one step, at one root. Raises at once when that is known to be in vain."""
+    """One attempt at one step, at one root. A request creates it on the caller's thread; its delivery calls it elsewhere."""
 
     def __init__(
         self,
         lineage: Lineage,
         run: Run,
-        step: int,
-        token: str,
-        overwrite: bool,
-        record: Mapping[str, Any],
         contents: StepContents,
+        token: str,
         agreement: Agreement | Alone,
     ) -> None:
-        """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step."""
+        """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step.
+
+        Raises at once what is known to refuse the step.
+        """
+        self._lineage, self._run, self._contents, self._token = lineage, run, contents, token
         self._agreement = agreement
-        self._lineage, self._run, self._step, self._token = lineage, run, step, token
-        self._overwrite, self._record, self._contents = overwrite, record, contents
         self._rolled_back = lineage.rolled_back
-        self._reached = Reached.BEGUN
         self._has_settled = run.has_start  # what the other roots show of earlier starts is known
+        self._is_checked = False  # when it was asked, the step could be committed
+        self._is_announced = False  # tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
-        self._of_ranks: OfRanks | None = None  # what the manifest is to name, where several ranks have agreed
-        self._made: Manifest | None = None  # what another rank has committed
+        self._of_ranks: OfRanks | None = None  # the manifest names it, where several ranks have agreed
+        self._manifest: Manifest | None = None  # that another rank has committed
         self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
-        self._name = run.attempt_path(step, token, agreement.rank)
-        self.name = self._name.rpartition("/")[2]
-        self.storage, self.in_order = run.storage, run.storage.in_order
-        self.path = run.storage.locate(run.folder(step) if agreement.has_others else self._name)
+        self._name = run.attempt_path(contents.step, token, agreement.rank)
         if agreement.decides:
             self._check_at_once()
+
+    @property
+    def name(self) -> str:
+        return self._name.rpartition("/")[2]
+
+    @property
+    def storage(self) -> Storage:
+        return self._run.storage
+
+    @property
+    def in_order(self) -> bool:
+        return self.storage.in_order
+
+    @property
+    def path(self) -> str:
+        return self.storage.locate(
+            self._run.folder(self._contents.step) if self._agreement.has_others else self._name
+        )
 
     def _check_at_once(self) -> None:
         lineage, run = self._lineage, self._run
         run.check_start()
-        run.check_known(self._step, overwrite=self._overwrite)
+        run.check_known(self._contents.step, overwrite=self._contents.overwrite)
         if not run.storage.remote:
             try:
                 self._check()
@@ -194,17 +198,19 @@ class StepTarget:
             return
         if self.storage.remote:
             self._take()
-        if self._reached < Reached.CHECKED:
+        if not self._is_checked:
             self._check()
         if self.storage.remote:
             with suppress(CheckpointError):
                 self._run.learn()
-        if self._overwrite:
-            self._replaces = self._run.found(self._step)
+        if self._contents.overwrite:
+            self._replaces = self._run.found(self._contents.step)
 
     def _take(self) -> bool:
         """Take the root for this process, at its first save there. Whether it was taken now."""
-        return self._run.take(self._step, [run for run in self._lineage.roots.runs if run is not self._run])
+        return self._run.take(
+            self._contents.step, [run for run in self._lineage.roots.runs if run is not self._run]
+        )
 
     def _check(self) -> None:
         if not (self._lineage.has_one_root or self._has_settled):
@@ -212,12 +218,12 @@ class StepTarget:
             self._lineage.roots.settle()
         with self._telling_ranks():
             self._run.check(
-                self._step,
-                overwrite=self._overwrite,
+                self._contents.step,
+                overwrite=self._contents.overwrite,
                 rolled_back=self._rolled_back is not None,
                 retire=self._lineage.retire,
             )
-        self._reached = Reached.CHECKED
+        self._is_checked = True
 
     @contextmanager
     def _telling_ranks(self) -> Iterator[None]:
@@ -233,7 +239,7 @@ class StepTarget:
                 "each writes the whole state, and only one can commit the step. Save on rank 0 alone "
                 "(`if dist.get_rank() == 0: …`), give each rank a root of its own, or initialize the process group first, "
                 "so that all ranks save together",
-                step=self._step,
+                step=self._contents.step,
             ) from error.__cause__
 
     @property
@@ -254,7 +260,7 @@ class StepTarget:
         self._of_ranks = await self._agreement.agree(archive, off_loop, check)
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        self._made = await self._agreement.hear(off_loop, check)
+        self._manifest = await self._agreement.hear(off_loop, check)
 
     def refuse(self, error: BaseException) -> bool:
         return self._agreement.refuse(error)
@@ -263,10 +269,10 @@ class StepTarget:
         await self._agreement.follow(off_loop)
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
-        if self._made is not None:  # rank 0 has
-            self._contents.warn_of_lost_driver(self._made, self._agreement.rank)
-            self._is_committed_as(self._made, archives, late=late)
-            self._reached = Reached.ANNOUNCED
+        if self._manifest is not None:  # rank 0 has
+            self._contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
+            self._is_committed_as(self._manifest, archives, late=late)
+            self._is_announced = True
             return
         if (
             self._agreement.has_others
@@ -276,40 +282,39 @@ class StepTarget:
         retire = self._lineage.retire and not late
         elsewhere = (*self._contents.borrowed, *self._write_driver())
         with self._agreement.committing(), self._telling_ranks():
-            made = self._run.commit(
-                self._step,
+            manifest = self._run.commit(
+                self._contents.step,
                 self._token,
                 archives,
                 replaces=self._replaces,
                 retire=retire,
-                record=self._record,
+                record=self._contents.record,
                 elsewhere=elsewhere,
                 ranks=self._of_ranks,
                 world_size=self._agreement.world_size,
             )
-        self._reached = Reached.COMMITTED
         self._close_driver()
         self._agreement.committed()
-        self._is_committed_as(made, archives, late=late)
+        self._is_committed_as(manifest, archives, late=late)
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
             self._announce()
 
-    def _is_committed_as(self, made: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
-        self.num_bytes_beside = made.num_bytes - sum(archive.num_bytes for archive in archives)
-        self._lineage.groups.committed(self._run, self._step, made.lenders, self._contents)
+    def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
+        self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
+        self._lineage.groups.committed(self._run, manifest.lenders, self._contents)
         if not late:
             self._lineage.committed(since=self._rolled_back)
 
     def _announce(self) -> None:
-        self._run.announce(self._step, in_flight=self._lineage.in_flight())
-        self._reached = Reached.ANNOUNCED
+        self._run.announce(self._contents.step, in_flight=self._lineage.in_flight())
+        self._is_announced = True
 
     def _write_driver(self) -> list[Elsewhere]:
         """Beside the rank's archive, before the manifest that names both; what of the state is in it."""
         driver = self._contents.driver
         if driver is None:
             return []
-        path, num_bytes = self._run.driver_path(self._step, self._token), len(driver.image)
+        path, num_bytes = self._run.driver_path(self._contents.step, self._token), len(driver.image)
         # By a sink, which keeps others from sweeping it before the manifest is there.
         sink = self._driver_sink = self.storage.create(
             path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
@@ -321,8 +326,8 @@ class StepTarget:
             sink.abort()
             raise
         archive = Archive(path.rpartition("/")[2], num_bytes, driver.digest)
-        folder = self._run.folder(self._step)
-        return [Elsewhere(group, self._step, folder, archive) for group in driver.groups]
+        folder = self._run.folder(self._contents.step)
+        return [Elsewhere(group, self._contents.step, folder, archive) for group in driver.groups]
 
     def _close_driver(self) -> None:
         """Its fate is decided."""
@@ -331,22 +336,24 @@ class StepTarget:
 
     def discard(self) -> None:
         self._close_driver()
-        self._run.discard(self._step, self._token, self._agreement.rank)
+        self._run.discard(self._contents.step, self._token, self._agreement.rank)
 
     def afterwards(self) -> None:
         if self.is_cache:
-            self._run.trim(self._step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight())
+            self._run.trim(
+                self._contents.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight()
+            )
         if self.is_cache or not self._agreement.decides:
             return
         replaced = self._replaces[0] if self._replaces else None
         refusal: CheckpointError | None = None
-        if self._reached < Reached.ANNOUNCED:
+        if not self._is_announced:
             try:
                 self._announce()
             except CheckpointError as error:
                 refusal = error  # a tracker that cannot be moved must not keep old steps for ever
         self._agreement.afterwards()
-        self._run.retain(self._step, replaced=replaced, in_flight=self._lineage.in_flight())
+        self._run.retain(self._contents.step, replaced=replaced, in_flight=self._lineage.in_flight())
         if self.storage.remote:
             self._run.sweep_once(has_ranks=self._agreement.has_others)
         self._lineage.catch_up_behind(self._run)
@@ -358,29 +365,18 @@ class StepTarget:
         get_loop().note_hanging(quiet)
 
 
-def step_targets(
-    lineage: Lineage,
-    step: int,
-    overwrite: bool,
-    record: Mapping[str, Any],
-    contents: StepContents,
-    ranks: Ranks,
-    joint: Joint | None,
-) -> list[StepTarget]:
-    """An attempt at a step, at each root; of all ranks together, with `joint`. Raises what refuses it at once."""
+def step_targets(lineage: Lineage, contents: StepContents, ranks: Ranks) -> list[StepTarget]:
+    """Begin an attempt at a step, at each root; of all ranks together, if there are several. Raises what refuses it."""
+    joint, runs = contents.joint, lineage.roots.runs
     if joint is None:
         token = os.urandom(4).hex()
-        return [
-            StepTarget(lineage, run, step, token, overwrite, record, contents, Alone())
-            for run in lineage.roots.runs
-        ]
-    runs = lineage.roots.runs
+        return [StepTarget(lineage, run, contents, token, Alone()) for run in runs]
     ranks.begin(joint, partial(listen_again, ranks, runs))
     joint.is_any = lineage.rule == "any" and not lineage.has_one_root
-    agreements = {run: Agreement(ranks, joint, run, [one for one in runs if one is not run]) for run in runs}
+    agreements = [Agreement(ranks, joint, run, [other for other in runs if other is not run]) for run in runs]
     return [
-        StepTarget(lineage, run, step, joint.attempt, overwrite, record, contents, agreement)
-        for run, agreement in agreements.items()
+        StepTarget(lineage, run, contents, joint.attempt, agreement)
+        for run, agreement in zip(runs, agreements, strict=True)
     ]
 
 
