@@ -26,8 +26,7 @@ from ..host.threads import is_library_thread
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for_all
 from ..report import SaveReport
 from ..spec import flag, seconds_or_none
-from .bar import Bars
-from .handle import SaveHandle, name_of, progress_of
+from .handle import Bars, SaveHandle, name_of, progress_of
 from .save import Save, wait_for_decisions
 
 _LAST: Final = tuple(SaveReport("committed", None, "").as_dict("last_"))
