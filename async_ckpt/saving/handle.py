@@ -62,7 +62,7 @@ class SaveHandle(Future[SaveReport]):
         self._pid = os.getpid()
         self._callbacks_lock = threading.Lock()
         self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
-        self.looked_at = False  # somebody has seen how it ended; a race here costs one superfluous warning
+        self.looked_at = False  # the outcome was retrieved; a race here costs one superfluous warning
         self.set_running_or_notify_cancel()
         super().add_done_callback(lambda _: self._run_callbacks_soon())
 
@@ -84,7 +84,7 @@ class SaveHandle(Future[SaveReport]):
 
     @property
     def progress(self) -> Progress:
-        """How many bytes of the archive are staged and written so far.
+        """The bytes of the archive that are staged and written so far.
 
         print(handle.progress)  # 36% written, 4.2 MB of 11.5 MB
         """
@@ -148,7 +148,7 @@ class SaveHandle(Future[SaveReport]):
             try:
                 loop.call_soon_threadsafe(resolve)
             except RuntimeError:
-                pass  # that loop was closed; nobody awaits on it any more
+                pass  # that loop was closed, and the await with it
 
         super().add_done_callback(wake)
         yield from ended
@@ -156,8 +156,8 @@ class SaveHandle(Future[SaveReport]):
 
     def _run_callbacks_soon(self) -> None:
         with self._callbacks_lock:
-            some = bool(self._callbacks)
-        if some:
+            has_callbacks = bool(self._callbacks)
+        if has_callbacks:
             self._submit(self._run_callbacks)
 
     def _run_callbacks(self) -> None:
@@ -212,13 +212,13 @@ def name_of(handle: SaveHandle) -> str:
 
 
 def named(step: int | None, path: str) -> str:
-    """The same of a save that has no handle yet."""
+    """The name of a save that has no handle yet."""
     return path if step is None else f"step {step} ({path})"
 
 
 def progress_of(saves: Sequence[SaveHandle]) -> str:
     """The oldest of these saves and how far it is, in words."""
-    if not saves:  # another thread plans one, or they have ended just now
+    if not saves:  # another thread plans one, or the last has ended just now
         return "another save"
     first = saves[0]
     others = f" and {len(saves) - 1} more" if len(saves) > 1 else ""

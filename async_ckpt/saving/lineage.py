@@ -32,14 +32,14 @@ from .story import CommitRule
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
 
-# Stands for what was known before any save; and for all that one process knows.
+# The number of the save before all others; with one rank, of every save.
 _FIRST: Final = -(2**63)
 
 _log = logging.getLogger("async_ckpt")
 
 
 class CatchUp(Protocol):
-    """Copies to a run what other roots hold and it lacks; the steps that were copied."""
+    """Copies to a run the steps that only other roots have. Returns the steps that it has copied."""
 
     def __call__(
         self, roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None]
@@ -47,7 +47,11 @@ class CatchUp(Protocol):
 
 
 class Lineage:
-    """The saves and restores of one checkpointer. From any thread."""
+    """The facts that saves and restores of one checkpointer leave for later saves. From any thread.
+
+    The checkpointer creates it; targets report commits to it, and retention asks it. Both locks guard tables only, or a
+    whole copy between roots; neither is held while a user's code runs.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class Lineage:
         self.roots, self.rule, self.retire = roots, rule, retire
         self.groups = UnchangedGroups(lambda: ranks.slicer)
         self._ledger, self._admission, self._catch_up, self._ranks = ledger, admission, catch_up, ranks
-        self._catching_up = threading.Lock()  # one copies at a time: two would write the same object
+        self._catching_up = threading.Lock()  # one thread copies at a time: two would write the same object
         self._lock = threading.Lock()
         # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
         self.rolled_back: object | None = None
@@ -73,7 +77,7 @@ class Lineage:
     def unchanged_in(self, digests: Mapping[str, GroupDigest], borrowed: Collection[str]) -> tuple[str, ...]:
         """The groups of a commit that have the bytes of the commit before: those that it has borrowed, and others.
 
-        Asked once for each commit, in their order.
+        Called once for each commit, in their order.
         """
         with self._lock:
             before, self._digests = self._digests, {name: digest.here for name, digest in digests.items()}
@@ -86,35 +90,35 @@ class Lineage:
         return len(self.roots.runs) == 1
 
     def restored(self, *, behind: bool) -> None:
-        """Training goes on from a step; `behind` the newest commit."""
+        """Note that training goes on from a step; `behind` the newest commit."""
         with self._lock:
             self.rolled_back = object() if behind else None
             self._digests = {}
 
     def committed(self, *, since: object | None) -> None:
-        """A save is true that was begun after the restore `since`: the run goes on from there."""
+        """Note a commit whose save was begun after the restore `since`: the run goes on from there."""
         with self._lock:
             if self.rolled_back is since:
                 self.rolled_back = None
 
     def left_behind(self, run: Run, quiet: Future[None]) -> None:
-        """A save goes on without writes at this root, which are under way until `quiet` resolves."""
+        """Note that a save goes on without its writes at this root, which are under way until `quiet` resolves."""
         with self._lock:
             hanging = [future for future in self._hanging.get(run, ()) if not future.done()]
             self._hanging[run] = [*hanging, quiet]
 
     def hangs(self, run: Run) -> bool:
-        """Whether writes at this root are still under way that a save went on without."""
+        """True if a save went on without its writes at this root, and they have not returned yet."""
         with self._lock:
             return not all(quiet.done() for quiet in self._hanging.get(run, ()))
 
     def in_flight(self) -> Collection[int]:
-        """What retention must not touch: steps that saves are about, and those that they borrow from, or the next may."""
+        """The steps that retention must not touch: those being saved, and those that they or the next save borrow from."""
         steps = {step for slot in self._admission.under_way() for step in (slot.step, *slot.needs())}
         return {step for step in steps if step is not None} | self.groups.lenders()
 
     def catch_up(self) -> dict[str, list[int]]:
-        """Copy to each root what others hold and it lacks; the steps that each was given.
+        """Copy to each root the steps that only others have. Returns the steps copied to each root.
 
         Raises StorageUnavailableError when a root is still away, after the others have been caught up.
         """
@@ -136,7 +140,7 @@ class Lineage:
         return copied
 
     def catch_up_behind(self, run: Run) -> None:
-        """In the background, after a save that reached this root: give it what it has missed before."""
+        """In the background, after a save that reached this root: copy the steps that it has missed before."""
         if not self.has_one_root and self._catching_up.acquire(blocking=False):
             try:
                 self._catch_up(self.roots, run, skip=self._on_the_way(), check=self._ledger.check_going_on)
@@ -144,14 +148,14 @@ class Lineage:
                 self._catching_up.release()
 
     def _on_the_way(self) -> Collection[int]:
-        """Steps that may still arrive where they lag."""
+        """The steps that may still arrive at a root that lags."""
         return {
             p.handle.step for p in self._ledger.saves() if p.handle.step is not None and not p.finished.done()
         }
 
 
 class StateOutline:
-    """How a state looked when it was captured; kept to be compared with, without its tensors."""
+    """The outline of a captured state: names, dtypes, shapes, version counters and plain values, but no tensors."""
 
     def __init__(self, captured: Capture) -> None:
         self._specs, self._marks, self._skeleton = captured.specs, captured.marks, captured.skeleton
@@ -184,7 +188,7 @@ class GroupOutline:
     has_objects: bool
 
     def differences(self, other: GroupOutline) -> list[str]:
-        """The names of what differs, or cannot be compared. Nothing: it is the same memory, and was not written to."""
+        """The names of differences, and of parts that cannot be compared. None: the same memory, and no write to it."""
         if self.has_objects or other.has_objects:
             return ["objects that are not plain data"]
         ours = [(spec.path, spec.dtype, spec.shape) for spec in self.specs]
@@ -202,11 +206,11 @@ class GroupOutline:
 
 @dataclass(slots=True)
 class SavedGroup:
-    """Where a group was written last, in one archive or several, and how it looked then."""
+    """The archives that a group was last written to, the outline of that state, and the roots that have them."""
 
     step: int
     borrowed: tuple[Elsewhere, ...]
-    look: StateOutline
+    outline: StateOutline
     runs: set[Run] = field(default_factory=set)
 
     @property
@@ -215,7 +219,7 @@ class SavedGroup:
 
 
 class Driver(NamedTuple):
-    """The archive of what one process holds for all ranks."""
+    """The archive of the entries that one process holds for all ranks: `driver=`."""
 
     image: bytes
     digest: str
@@ -233,12 +237,12 @@ class StepContents:
         self.overwrite = False
         self.record: Mapping[str, Any] = {}
         self.borrowed: tuple[Elsewhere, ...] = ()
-        self.look: StateOutline | None = None
+        self.outline: StateOutline | None = None
         self.driver: Driver | None = None
         self._given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
 
     def lenders(self) -> list[int]:
-        """The steps that it borrows from."""
+        """The steps that this one borrows from."""
         return [lent.step for lent in self.borrowed]
 
     def take_driver(self, driver: Mapping[str, Any], *, rank: int) -> None:
@@ -249,31 +253,31 @@ class StepContents:
             image, digest = small_archive(driver, step=self.step, max_bytes=_MAX_DRIVER_BYTES)
             self.driver = Driver(image, digest, tuple(driver))
 
-    def warn_of_lost_driver(self, made: Manifest, rank: int) -> None:
-        """On another rank than 0: its driver= is nowhere, if that of rank 0 has not the same entries."""
-        lost = sorted(self._given_here.difference(lent.group for lent in made.elsewhere))
+    def warn_of_lost_driver(self, manifest: Manifest, rank: int) -> None:
+        """On other ranks than 0: warn of entries of driver= that rank 0 does not have, and that are therefore not saved."""
+        lost = sorted(self._given_here.difference(lent.group for lent in manifest.elsewhere))
         self._given_here = frozenset()
         if lost:
             _log.warning(
                 "step %s: driver= of rank %s is not saved: %s. Only that of rank 0 is, which lacks them; give driver= there",
-                made.step,
+                manifest.step,
                 rank,
                 ", ".join(lost),
             )
 
 
 class UnchangedGroups:
-    """What a run knows of the groups that it has written. From any thread."""
+    """The groups of a run that are committed, and that the next save may borrow. From any thread."""
 
     def __init__(self, slicer: Callable[[], Slicer | None] = lambda: None) -> None:
-        """`slicer` tells which slices of tensors are here, where there are several ranks."""
+        """`slicer` finds the slices of tensors that this rank holds, if there are several ranks."""
         self._slicer = slicer
         self._lock = threading.Lock()
         # Since the save of this number, ascending. Replaced as a whole; under _lock, and read without it.
         self._known: list[tuple[int, dict[str, SavedGroup]]] = []
 
     def _written(self, joint: Joint | None = None) -> dict[str, SavedGroup]:
-        """The newest; with several ranks, what all of them know when a save begins, though some know of a commit sooner."""
+        """The newest groups; with several ranks, those that all of them know of when the save begins."""
         known = [written for number, written in self._known if joint is None or number <= joint.decided]
         return known[-1] if known else {}
 
@@ -286,34 +290,34 @@ class UnchangedGroups:
         runs: Sequence[Run],
         joint: Joint | None = None,
     ) -> tuple[Any, tuple[Elsewhere, ...]]:
-        """The state without those of the named groups that are committed at all these runs already; and where they are.
+        """The state without those of the named groups that all these runs have already, and the archives that have them.
 
-        Several ranks borrow the same. When a commit arrives at a second root is not told alike to all of them, so where one
-        root is enough they write everything.
+        Several ranks must borrow the same groups. If one root is enough for a commit, they do not learn at the same time
+        which other roots have it, so then they write everything.
         Raises ValueError for a name that is not a group of the state, NotUnchangedError for one that has changed.
         """
         if not names:
             return state, ()
         for name in names:
-            there = isinstance(state, Mapping | SnapshotView) and name in state
-            if there and _is_plain(_entry(state, name)):
+            is_entry = isinstance(state, Mapping | SnapshotView) and name in state
+            if is_entry and _is_plain(_entry(state, name)):
                 raise ValueError(
                     f"unchanged={name!r}: that entry of the state is one tensor or value, and only a group can be left out: a "
                     "dict, a module, an optimizer; put it in a dict"
                 )
-            if not there:
+            if not is_entry:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
         if joint is not None and joint.is_any:
             return state, ()
         borrowed: list[Elsewhere] = []
-        # Without the lock: this is the caller's thread, which may be interrupted, and must not be while it holds one.
+        # Without the lock: the caller's thread may be interrupted, and must not be while it holds one.
         written = self._written(joint)
         for name in sorted(names):
             known = written.get(name)
             if known is None or known.step >= step or not known.runs.issuperset(runs):
                 continue  # it has to be written
             now = StateOutline(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
-            differences = known.look.of(name).differences(now)
+            differences = known.outline.of(name).differences(now)
             if differences:
                 shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")
                 raise NotUnchangedError(
@@ -331,8 +335,8 @@ class UnchangedGroups:
         return {known.step for _, written in self._known for known in written.values()}
 
     def committed(self, run: Run, archives: tuple[Archive, ...], contents: StepContents) -> None:
-        """A save is true at one run: from now on its groups may be borrowed from it."""
-        if contents.look is None:
+        """Note a commit at one run: from now on its groups may be borrowed from it."""
+        if contents.outline is None:
             return
         step, joint = contents.step, contents.joint
         with self._lock:
@@ -344,33 +348,33 @@ class UnchangedGroups:
                 return
             lent = {**newest, **self._written(joint)}  # at a second root, this save is the newest itself
             kept = {b.group: lent[b.group] for b in contents.borrowed if b.group in lent}
-            for group in contents.look.groups:
+            for group in contents.outline.groups:
                 before = newest.get(group)
                 if before is None or before.archives != archives:
-                    there = tuple(Elsewhere(group, step, run.folder(step), archive) for archive in archives)
-                    before = SavedGroup(step, there, contents.look)
+                    written = tuple(Elsewhere(group, step, run.folder(step), archive) for archive in archives)
+                    before = SavedGroup(step, written, contents.outline)
                 before.runs.add(run)
                 kept[group] = before
             if joint is None:
                 self._known = [(_FIRST, kept)]
                 return
-            entries = [*(one for one in self._known if one[0] < joint.number), (joint.number, kept)]
-            # What the next save cannot ask for any more goes, and with it the protection of these steps.
+            entries = [*(entry for entry in self._known if entry[0] < joint.number), (joint.number, kept)]
+            # Entries that no save can ask for any more go, and with them the protection of their steps.
             oldest = max((number for number, _ in entries if number <= joint.decided + 1), default=_FIRST)
-            self._known = [one for one in entries if one[0] >= oldest]
+            self._known = [entry for entry in entries if entry[0] >= oldest]
 
     def restored(self, captured: Capture, groups: Collection[str], step: int, runs: Sequence[Run]) -> None:
-        """Groups of a live state hold what a step at these runs has: they need not be written again either."""
-        made = runs[0].committed(step)
-        if made is None or not groups:
+        """Note that groups of a live state hold the bytes of a step at these runs, so that saves may borrow them, too."""
+        manifest = runs[0].committed(step)
+        if manifest is None or not groups:
             return
         folder = runs[0].folder(step)
-        parts = {name: tuple(Elsewhere(name, step, folder, a) for a in made.lenders) for name in groups}
-        parts |= {name: there for name in groups if (there := made.lent(name))}
-        look = StateOutline(captured)
+        parts = {name: tuple(Elsewhere(name, step, folder, a) for a in manifest.lenders) for name in groups}
+        parts |= {name: lent for name in groups if (lent := manifest.lent(name))}
+        outline = StateOutline(captured)
         with self._lock:
             written = {
-                group: SavedGroup(lent[0].step, lent, look, set(runs)) for group, lent in parts.items()
+                group: SavedGroup(lent[0].step, lent, outline, set(runs)) for group, lent in parts.items()
             }
             self._known = [(_FIRST, written)]
 
@@ -386,7 +390,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _relative(node: Json, first: int) -> tuple[Json, bool]:
-    """A group's node with its tensors counted from its first; and whether there are leaves that cannot be compared."""
+    """The node of a group with its tensors counted from the first one; and True if a leaf cannot be compared."""
     if isinstance(node, list):
         parts = [_relative(inner, first) for inner in node]
         return [inner for inner, _ in parts], any(unknown for _, unknown in parts)
@@ -396,5 +400,5 @@ def _relative(node: Json, first: int) -> tuple[Json, bool]:
         return node, True
     if "tensor" in node:
         return {"tensor": node["tensor"] - first}, False
-    found = {key: _relative(inner, first) for key, inner in node.items()}
-    return {key: inner for key, (inner, _) in found.items()}, any(unknown for _, unknown in found.values())
+    nodes = {key: _relative(inner, first) for key, inner in node.items()}
+    return {key: inner for key, (inner, _) in nodes.items()}, any(unknown for _, unknown in nodes.values())

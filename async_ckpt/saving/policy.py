@@ -42,7 +42,7 @@ _log = logging.getLogger("async_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """When a save is due. `should_save` returns True if any of these rules says so.
+    """The rules of when a save is due. `should_save` returns True if any of them says so.
 
         AsyncCheckpointer("runs/a", due=Due(every=50, seconds=600))
 

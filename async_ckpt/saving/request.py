@@ -1,6 +1,6 @@
 """The requests of users: a state to a path, and a state as a step of a run.
 
-In: arguments of `save`. Out: targets, and what of the state is written to them. Knows nothing of: threads, memory.
+In: arguments of `save`. Out: targets, and the state to write to them. Knows nothing of: threads, memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .targets import step_targets
 
 
 class SaveRequest(ABC):
-    """What a caller wants to save, and where to. Its methods are called on the caller's thread, in this order."""
+    """The state that a caller wants to save, and its targets. A saver calls it on the caller's thread, in this order."""
 
     step: int | None = None
     guard: Any = None
@@ -36,31 +36,29 @@ class SaveRequest(ABC):
 
     @abstractmethod
     def targets(self) -> Sequence[Target]:
-        """The places to write to, once it is this save's turn. Raises what refuses the save."""
+        """The places to write to, once it is this save's turn. Raises the refusal of the save."""
 
     @abstractmethod
     def state(self) -> Any:
-        """The state to write, once it is this save's turn. Raises what refuses the save."""
+        """The state to write, once it is this save's turn. Raises the refusal of the save."""
 
     @abstractmethod
     def captured(self, captured: Capture) -> None:
-        """The state was captured. Raises what refuses the save."""
+        """Take note of the captured state. Raises the refusal of the save."""
 
     @property
     def needs(self) -> Callable[[], Collection[int]]:
-        """The steps that must stay on storage until the save is settled; asked from any thread. Keeps nothing of the state."""
+        """The steps that must stay on storage until the save is settled. Called from any thread; keeps no tensor alive."""
         return tuple
 
     @property
     def unchanged_in(self) -> UnchangedIn:
-        """See `StateSave`. The function keeps nothing of the state, nor its guard: a handle may live for long."""
+        """See `StateSave`. The function keeps neither the state nor its guard alive: a handle may live for long."""
         return lambda _: ()
 
 
 def check_driver(driver: Mapping[str, Any], state: Any) -> None:
-    """Raises TypeError for what is not a mapping, and ValueError for entries without a name, or with one that the state
-    has too.
-    """
+    """Raises TypeError unless it is a mapping, and ValueError for entries without a name, or with one of the state's names."""
     if not isinstance(driver, Mapping):
         raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
     for name in driver:
@@ -89,7 +87,7 @@ class FileRequest(SaveRequest):
         return [self._target]
 
     def state(self) -> Any:
-        state, self._state = self._state, None  # the save may outlive the user's interest in it
+        state, self._state = self._state, None  # so that the save does not keep it alive
         return state
 
     def captured(self, captured: Capture) -> None:
@@ -110,7 +108,7 @@ class StepRequest(SaveRequest):
         is_own_guard: bool,
         select: Select,
     ) -> None:
-        """`is_own_guard`: the guard was given to this call, and not to the checkpointer."""
+        """`is_own_guard`: the guard is of this call, and not the checkpointer's."""
         self.step = step
         self.guard, self.select, self.rule = guard, select, lineage.rule
         self.joint: Joint | None = ranks.called(step)
@@ -128,7 +126,7 @@ class StepRequest(SaveRequest):
         per_rank: Collection[str],
         driver: Mapping[str, Any] | None,
     ) -> None:
-        """Take the other arguments of `save`. Raises ValueError and TypeError for those that are wrong."""
+        """Take the other arguments of `save`. Raises ValueError and TypeError for wrong ones."""
         state, contents = self._state, self.contents
         contents.overwrite, contents.record = flag("overwrite", overwrite), record
         self._unchanged = [unchanged] if isinstance(unchanged, str) else unchanged
@@ -154,11 +152,11 @@ class StepRequest(SaveRequest):
     def state(self) -> Any:
         """The state without the groups that are borrowed from earlier steps."""
         runs = self._lineage.roots.runs
-        state, self._state = self._state, None  # the save may outlive the user's interest in it
-        own, self.contents.borrowed = self._lineage.groups.without(
+        state, self._state = self._state, None  # so that the save does not keep it alive
+        written, self.contents.borrowed = self._lineage.groups.without(
             state, self._unchanged, step=self.contents.step, runs=runs, joint=self.joint
         )
-        return own
+        return written
 
     def captured(self, captured: Capture) -> None:
         if self._is_own_guard:
@@ -166,7 +164,7 @@ class StepRequest(SaveRequest):
         if self.joint is not None:
             self.joint.borrowed = {lent.group: lent.step for lent in self.contents.borrowed}
         if self.select is None:  # nothing can be borrowed from a step that was saved in part
-            self.contents.look = StateOutline(captured)
+            self.contents.outline = StateOutline(captured)
 
     @property
     def needs(self) -> Callable[[], Collection[int]]:

@@ -1,7 +1,11 @@
 """One save: from its call until everything that follows its commit is done.
 
-In: what a subclass writes and commits. Out: a handle that is resolved, or an error without a trace of the save.
+In: how a subclass writes and commits. Out: a handle that is resolved, or an error without a trace of the save.
 Knows nothing of: other saves.
+
+The fate of a save is its `life`, and it is decided here. Three futures show it to others, in this order: `settled` when it
+is committed or has failed, the handle with the report or the error, `finished` when the cleanup has ended, too. How far the
+archive is at each of several places is the state of a `Delivery`; a lane of the drain knows only whether it has ended.
 
 The caller's thread creates a save, and may be interrupted by a signal between any two lines. From `Ledger.begin` on the
 save belongs to the loop's thread, which no signal interrupts, so its life needs no lock.
@@ -25,7 +29,7 @@ from .handle import SaveHandle, name_of, progress_of
 
 
 class SaveState(Enum):
-    """The life of a save. Bytes are written as soon as they are staged: WRITING begins when the last one is staged."""
+    """The states of a save. Bytes are written as soon as they are staged: WRITING begins when the last one is staged."""
 
     PLANNED = "planned"
     STAGING = "staging"
@@ -53,19 +57,19 @@ def new_life() -> Life[SaveState]:
 
 
 class Save(ABC):
-    """One save of any kind: of a state, of files, or by a function of the user's. Subclasses say how it is carried out."""
+    """One save of any kind: of a state, of files, or by a function of the user's. Subclasses carry it out."""
 
     exit_timeout: float | None = None  # seconds that the interpreter's exit waits for it
-    num_missed = 0  # targets where it should be once it is committed, and is not
+    num_missed = 0  # targets that have no committed checkpoint when the save has finished
 
     def __init__(
         self, step: int | None, path: str, staged: Future[None], progress: Callable[[], Progress]
     ) -> None:
-        """`staged` resolves when the caller may change what is saved. The handle keeps `progress`, and not the save."""
+        """`staged` resolves when the caller may change the state. The handle keeps `progress`, and not the save."""
         self.staged = staged
         self.life = new_life()
         self.settled = running_future()  # committed or failed, so that the next save may commit
-        self.finished = running_future()  # retention and the progress bar have ended, too
+        self.finished = running_future()  # the cleanup and the progress bar have ended, too
         self.given_up: BaseException | None = None
         self.handle = SaveHandle(
             step=step,
@@ -77,14 +81,14 @@ class Save(ABC):
 
     @abstractmethod
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
-        """Make it durable and, once the save before it is settled (`turn`), visible. Raises what went wrong."""
+        """Make it durable and, once the save before it is settled (`turn`), visible. Raises the error if that fails."""
 
     @abstractmethod
     def failed(self, error: BaseException) -> None:
         """`run` has raised this error: remove every trace of the save. Blocks."""
 
     def give_up(self, error: BaseException) -> None:
-        """The process or the user waits for it no more: `run` raises this error soon. From any thread."""
+        """Have `run` raise this error soon, since nobody waits for the save any more. From any thread."""
         self.given_up = error
 
     @abstractmethod
@@ -92,7 +96,7 @@ class Save(ABC):
         """Clean up after the commit."""
 
     async def tell(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
-        """Run it, and see that no trace of it stays if it fails."""
+        """Run the save, and remove every trace of it if it fails."""
         try:
             return await self.run(turn, off_loop)
         except BaseException as error:
@@ -104,23 +108,23 @@ class Save(ABC):
             raise
 
     def _end_staging(self, error: BaseException) -> None:
-        """The caller may change what is saved, since it has failed."""
+        """Resolve `staged` after a failure."""
         if not self.staged.done():
             self.staged.set_exception(error)
 
     def _check(self) -> None:
-        """Raise the error with which it was given up, if it was."""
+        """Raise the error with which the save was given up, if it was."""
         if self.given_up is not None:
             raise self.given_up
 
     @property
     def is_unseen(self) -> bool:
-        """Whether it has failed and nobody has looked at its error."""
+        """True if the save has failed and nobody has looked at its error."""
         return self.has_failed and not self.handle.looked_at
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended in an error. This is no look at the error."""
+        """True if the save has failed. The question does not count as a look at the error."""
         return self.handle.done() and Future.exception(self.handle) is not None
 
     def __repr__(self) -> str:
@@ -128,7 +132,7 @@ class Save(ABC):
 
 
 def wait_for_saves(saves: Sequence[Save], wait: Wait, timeout: float | None = None) -> None:
-    """Wait until all of these have finished. Raises TimeoutError when `timeout` seconds have passed without."""
+    """Wait until all of these have finished. Raises TimeoutError when `timeout` seconds have passed before."""
 
     def left() -> list[SaveHandle]:
         return [save.handle for save in saves if not save.finished.done()]

@@ -1,6 +1,10 @@
-"""Everything between a call of `save` and its handle: admission, capture, plan, staging.
+"""The way from a call of `save` to its handle: admission, capture, plan, staging.
 
-In: states and targets. Out: handles. Knows nothing of: steps that exist, retention, what a target is made of.
+In: requests. Out: handles. Knows nothing of: steps that exist, retention, how a target commits.
+
+All of this runs on the caller's thread, which a signal may interrupt at any line. So the thread holds no lock, and a slot
+that it loses leaves by itself. A save becomes known to others on the loop's thread, by `_begin_state`; there, too, an
+interrupted call takes it back, by `_abandon`, whether or not it has become known.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ from .story import Attempt, StateSave
 
 
 class Saver:
-    """Saves one after the other, at most `max_in_flight` under way, from one pool of host memory. From any thread."""
+    """The saves of one checkpointer, or of the process: some at a time, from one pool of host memory. From any thread."""
 
     def __init__(
         self,
@@ -73,20 +77,18 @@ class Saver:
 
     @property
     def belongs_here(self) -> bool:
-        """False in a child that was forked after this saver was made."""
+        """False in a child that was forked after this saver was created."""
         return os.getpid() == self._pid
 
     def save(self, request: SaveRequest) -> SaveHandle:
         """Begin a save, as soon as it is its turn.
 
-        Raises UnsupportedStateError, ClosedError, what the request refuses the save with, and under `strict` the last unseen
-        error.
+        Raises UnsupportedStateError, ClosedError, the errors of the request, and under `strict` the last unseen error.
         """
         step = request.step
         optimizers = unwrapped(request.guard)
         self.ledger.tell_of_unseen(stacklevel=4)
         spans = Spans(monotonic, self._trace)
-        # From here on this thread may be interrupted at any line: what it has begun is taken back below.
         slot = Slot(step, request.needs)
         save: StateSave | None = None
         try:
@@ -113,7 +115,7 @@ class Saver:
     def _set_up(
         self, request: SaveRequest, targets: Sequence[Target], optimizers: Optimizers, spans: Spans
     ) -> tuple[StateSave, torch.device | None]:
-        """Plan the archive, and what copies, writes and commits it; nothing of that has begun."""
+        """Plan the archive, and create the objects that copy, write and commit it. None of them begins."""
         joint, step = request.joint, request.step
         captured, facts = self._take(request.state(), request.select, joint, request.captured)
         device = first_device(captured.tensors)
@@ -134,8 +136,8 @@ class Saver:
         frozen = captured.frozen
         if not self._planner.may_defer(drain.num_segments, layout, targets):
             optimizers, frozen = (), frozenset()
-        what = f"the copy of {named(step, targets[0].path)}"
-        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device, what)
+        copy_name = f"the copy of {named(step, targets[0].path)}"
+        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device, copy_name)
         attempt = Attempt(
             drain,
             targets,
@@ -148,9 +150,9 @@ class Saver:
         return StateSave(step, attempt, snapshot, num_tensors, groups, request.unchanged_in), device
 
     def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
-        """Show a save of a state to others. On the loop's thread."""
+        """Make a save of a state known to others. On the loop's thread."""
         if not save.life.go(SaveState.STAGING):
-            return  # the call has raised meanwhile
+            return  # the call has raised
         drain, spans = save.attempt.drain, save.attempt.spans
         self.pool.add_reliever(drain.relieve)
         save.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
@@ -166,13 +168,13 @@ class Saver:
         self.ledger.begin(save)
 
     def _abandon(self, save: StateSave, slot: Slot, error: Exception) -> None:
-        """The call of `save` has raised: nothing of it becomes visible, and its memory comes back."""
+        """The call of `save` has raised: its save never becomes visible, and its memory comes back."""
 
         def end() -> None:
             if save.life.now is SaveState.PLANNED:
                 self.admission.leave(slot)
             else:
-                save.handle.looked_at = True  # whoever called `save` knows
+                save.handle.looked_at = True  # the caller of `save` knows
                 save.attempt.drain.fail(error)
             save.life.go(SaveState.ABANDONED)
             if not save.called.done():
@@ -190,24 +192,24 @@ class Saver:
         optimizers: Optimizers,
         frozen: frozenset[int],
         device: torch.device | None,
-        what: str,
+        copy_name: str,
     ) -> Snapshot:
-        """What copies the tensors into the segments that the drain takes; from here on it alone keeps them alive.
+        """The snapshot, which copies the tensors into segments for the drain, and from now on alone keeps them alive.
 
-        `frozen` change no more; they have their bytes once the snapshots that they are held by are complete.
+        `frozen` are tensors of held snapshots: they do not change any more, but some may still be filled.
         """
         loop = get_loop()
         deferred = deferrable(optimizers, captured.tensors)
         if device is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
-            loop.call(partial(self.pool.reserve, drain.num_segments, loop.copiers, pin=device), what)
+            loop.call(partial(self.pool.reserve, drain.num_segments, loop.copiers, pin=device), copy_name)
         source = SourceTensors(
             captured.specs,
             captured.tensors,
             deferred=deferred,
             frozen=frozen,
             after=captured.completions,
-            wording=Wording(what),
+            wording=Wording(copy_name),
         )
         return Snapshot(
             source,
@@ -219,7 +221,7 @@ class Saver:
         )
 
     def take_on(self, save: Save) -> SaveHandle:
-        """Begin a save that needs no staging here. No call waits; such saves run one at a time, in their order.
+        """Begin a save that stages by itself. No call waits; such saves commit one after the other.
 
         Raises ClosedError.
         """
@@ -230,7 +232,7 @@ class Saver:
         def begin() -> None:
             slot = Slot(None)
             self.admission.enter_at_once(slot)
-            # The next one needs little memory, which is soon there again.
+            # The next save needs little memory, which is soon allocated again.
             save.finished.add_done_callback(lambda _: self.pool.release())
             save.life.go(SaveState.STAGING)
             self._begin(save, slot)
@@ -240,7 +242,7 @@ class Saver:
         return save.handle
 
     def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> tuple[Attempt, FileFill]:
-        """What streams files to a target: begin the fill, then tell the story. May take a while, for 100,000 files."""
+        """An attempt that streams files to a target, and the fill to begin before it. Blocks, seconds for 100,000 files."""
         loop, size = get_loop(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, [target]), loop.background.submit)
         fill = FileFill(
@@ -250,36 +252,38 @@ class Saver:
 
     @contextmanager
     def relieved_by(self, drain: Drain) -> Iterator[None]:
-        """Meanwhile, whoever waits for memory may have what this drain's sinks can do without."""
+        """Within the block, threads that wait for memory may have the segments that the drain's sinks can do without."""
         self.pool.add_reliever(drain.relieve)
         try:
             yield
         finally:
             self.pool.remove_reliever(drain.relieve)
 
-    def prewarm(self, state: Any, captured_as: Callable[[Capture], None]) -> None:
-        """Plan the state and take its host memory now, touched and page-locked by several threads."""
+    def prewarm(self, state: Any, note: Callable[[Capture], None]) -> None:
+        """Plan the state and take its host memory now; several threads touch and page-lock it."""
         with self._trace.span("prewarm"):
-            captured, _ = self._take(state, captured_as=captured_as)
+            captured, _ = self._take(state, note=note)
             self._planner.take_memory(captured, get_loop().copiers)
             warm_up(captured.tensors)
 
     def warm(self, state: Any) -> Capture | None:
-        """The same in the background, at the lowest priority; what cannot be had now, the first save takes. Returns all that is
-        here of the state; None where no save of it can follow.
+        """Prewarm in the background, at the lowest priority; the first save takes the memory that cannot be had now.
+
+        Returns the captured state with all that this process holds, or None if no save of it can follow.
         """
         if not self._keep_warm or self.is_closed or not self.belongs_here:
             return None
-        with suppress(Exception):  # of what a state dict may raise, the first save tells
-            looks: list[Capture] = []
-            captured, _ = self._take(state, captured_as=looks.append)
+        with suppress(Exception):  # the first save raises the errors of a state dict
+            whole: list[Capture] = []
+            captured, _ = self._take(state, note=whole.append)
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
-            return looks[0]
+            return whole[0]
         return None
 
     def warm_for(self, num_segments: int, device: torch.device | None) -> None:
-        """Have the pool grow to what a save takes while that is under way, so that neither it nor the next waits for
-        segments to be written. On the loop's thread.
+        """Let the pool grow to the size of a save while the save is under way. On the loop's thread.
+
+        Then neither this save nor the next waits for segments to be written.
         """
         if self._keep_warm and self.pool.num_bytes < num_segments * self.pool.segment_bytes:
             self._in_background(
@@ -290,20 +294,20 @@ class Saver:
         loop = get_loop()
 
         def run() -> None:
-            # On this thread alone: once the interpreter exits, nobody ends a thread that begins.
+            # Without a crew: once the interpreter exits, nobody would end a thread that begins.
             with suppress(Exception), self._trace.span("prewarm"):
                 take(lambda: not (self.is_closed or loop.is_stopped))
 
         loop.soon(lambda: loop.background.submit(run, lambda _: None))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
+        """Wait for every save begun so far, retention included; raise the first unseen error."""
         wait_for_saves(self.ledger.saves(), Wait("in wait()", ENDS_THE_WAIT), timeout)
         self.ledger.raise_unseen()
 
     def close(self) -> None:
-        """Wait for every save, raise the first unseen error, give the memory back. Ctrl-C gives the saves up."""
-        if not self.belongs_here:  # a lock of the parent's may have been forked held
+        """Wait for every save, raise the first unseen error, free the memory. Ctrl-C gives the saves up."""
+        if not self.belongs_here:  # another thread of the parent may have held a lock
             return
         self.is_closed = True
         try:
@@ -336,18 +340,18 @@ class Saver:
         state: Any,
         select: Select = None,
         joint: Joint | None = None,
-        captured_as: Callable[[Capture], None] = lambda _: None,
+        note: Callable[[Capture], None] = lambda _: None,
     ) -> tuple[Capture, RankFacts | None]:
-        """What of a state is written here; with several ranks, only what falls to this one."""
-        if isinstance(state, RankShare):  # others have planned it
+        """Capture a state, and divide it: with several ranks, each writes a part."""
+        if isinstance(state, RankShare):  # divided already
             return state.captured, state.ranks
         ranks = self._ranks
         captured = capture(state, select, slicer=ranks.slicer if ranks else None)
-        captured_as(captured)
+        note(captured)
         return ranks.divided(captured, joint) if ranks else (captured, None)
 
     def _admit(self, slot: Slot, joint: Joint | None) -> bool:
-        """Take one of the slots for saves under way, waiting for it or not. False: skip."""
+        """Enter a slot for saves under way, and wait for it if need be. False if the save is skipped."""
         note_exit_status()
         self._refuse_if_forked()
         self._refuse_if_closed()

@@ -1,10 +1,10 @@
-"""A save, told once from top to bottom. No threads are started here, and nothing is logged.
+"""The story of a save, told once from top to bottom. It starts no threads, and logs nothing.
 
 In: a layout, segments as they are filled, one or several targets. Out: a committed checkpoint and its report.
-Knows nothing of: where segments come from, what is in them.
+Knows nothing of: where segments come from, or their contents.
 
 Filled segments do not pass through the story: `Drain` takes them from the copying threads straight to the writing
-ones. The story waits for the last, and decides what becomes of the archives.
+ones. The story waits for the last, and decides whether the archives are committed or taken back.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .save import Save, SaveState
 CommitRule = Literal["all", "any"]
 UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
-# How long a place that does not even open is waited for once the save could go on without it, or has failed.
+# The wait for a place that does not even open, once the save could go on without it, or has failed.
 _OPEN_SECONDS: Final = 10.0
 
 
 class Staging(Protocol):
-    """What the story wants to know of a snapshot in the making."""
+    """The snapshot as the story sees it."""
 
     completion: Future[None]
     stage_seconds: float
@@ -50,7 +50,7 @@ async def story(
 ) -> None:
     """Write, then commit once `turn` has come: the save before this one is settled.
 
-    Raises what went wrong, after every trace of the attempt is gone.
+    Raises the error if it fails, after every trace of the attempt is gone.
     """
     async with attempt:
         with attempt.spans.span("write"):
@@ -70,7 +70,10 @@ async def story(
 
 
 class Attempt:
-    """All deliveries of one save. When its block is left by an exception, nothing of it stays; on the loop."""
+    """All deliveries of one save. The saver creates it, the save owns it, and the loop runs it.
+
+    When its block is left by an exception, no trace of it stays.
+    """
 
     def __init__(
         self,
@@ -88,12 +91,12 @@ class Attempt:
 
     @property
     def is_committed(self) -> bool:
-        """Whether it is the checkpoint anywhere."""
+        """True if it is the checkpoint at one of its targets."""
         return any(delivery.is_committed for delivery in self._deliveries)
 
     @property
     def num_missed(self) -> int:
-        """Targets where it should be, and is not."""
+        """The number of targets without a committed checkpoint."""
         return sum(not (delivery.is_committed or delivery.is_kept) for delivery in self._deliveries)
 
     async def __aenter__(self) -> Self:
@@ -122,7 +125,7 @@ class Attempt:
     async def open(self, off_loop: OffLoop) -> None:
         """Begin the object everywhere, or under "any" wherever that is possible, and let the drain write to them.
 
-        Raises what the save cannot do without.
+        Raises the error of a place that the save cannot do without.
         """
         self._deliveries = [
             Delivery(target, self.drain, self.spans, off_loop, self._may_miss) for target in self.targets
@@ -148,9 +151,9 @@ class Attempt:
             delivery.begin(lane)
 
     async def _begin_objects(self) -> None:
-        """Those that do not answer are left behind once the save can go on without them, or has failed."""
+        """Open every delivery. Leave those behind that do not answer, once the save can go on without them, or has failed."""
         tasks = {asyncio.create_task(delivery.open()): delivery for delivery in self._deliveries}
-        # While nothing is open, it is idle for no other reason than a failure.
+        # While nothing is open, the drain is idle only after a failure.
         failed = asyncio.wrap_future(self.drain.idle)
 
         def is_in_vain() -> bool:
@@ -173,12 +176,13 @@ class Attempt:
                 delivery.leave_behind(task)
 
     async def durable(self) -> list[Delivery]:
-        """Those that are durable: all, or under "any" the first. Raises as soon as that cannot be any more."""
+        """Wait for durable deliveries: all, or under "any" the first. Raises as soon as that is impossible."""
         return await self._arrived({d: d.task for d in self._deliveries if d.task is not None})
 
     async def agree(self, durable: Sequence[Delivery]) -> list[Delivery]:
-        """Those at which all ranks have done their parts: all that are durable, or under "any" the first of those that are or
-        will be. Raises as soon as that cannot be any more.
+        """Wait until all ranks have done their parts at the durable deliveries; under "any" at the first one of all.
+
+        Raises as soon as that is impossible.
         """
         for delivery in self._deliveries if self._rule == "any" else durable:
             if delivery.part.task is None:
@@ -187,7 +191,7 @@ class Attempt:
         return await self._arrived({d: d.part.task for d in self._deliveries if d.part.task is not None})
 
     async def _arrived(self, running: Mapping[Delivery, asyncio.Task[None]]) -> list[Delivery]:
-        """Those whose tasks have ended well: all, or under "any" the first. Raises what the save cannot do without."""
+        """Wait for tasks that end well: all, or under "any" the first. Raises the error of one that the save needs."""
         pending = set(running.values())
         while True:
             done = [delivery for delivery, task in running.items() if task.done()]
@@ -204,7 +208,7 @@ class Attempt:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
     async def commit(self, durable: Sequence[Delivery]) -> None:
-        """Make it true wherever it is durable. Raises what the save cannot do without."""
+        """Commit the durable deliveries. Raises the error of one that the save needs."""
         for delivery in durable:
             try:
                 await delivery.commit(self._archives)
@@ -218,9 +222,9 @@ class Attempt:
                     raise
 
     async def afterwards(self) -> None:
-        """The save is true. Deliveries that lag may still arrive and be committed where they go; then retention everywhere.
+        """After the commit: let deliveries that lag arrive and commit them, too; then apply retention everywhere.
 
-        Raises the first thing that went wrong; nothing of that makes the save less true.
+        Raises the first error, which does not make the save less true.
         """
         self.drain.committed()
         errors: list[BaseException] = []
@@ -269,15 +273,14 @@ class Attempt:
         return (Archive(self.targets[0].name, self.drain.file_bytes, self.drain.digests.of_archive),)
 
     def _may_miss(self, error: BaseException) -> bool:
-        """Whether the save can do without a place that has this error: the place is away, and another may do."""
-        is_unheard = (
-            isinstance(error, PeerFailedError) and error.undecided
-        )  # the rank that decides, at this place
+        """True if the save can do without a place that has this error: the place is away, and another may do."""
+        # The rank that decides has not been heard of at this place.
+        is_unheard = isinstance(error, PeerFailedError) and error.undecided
         return self._rule == "any" and (is_unheard or isinstance(error, StorageUnavailableError))
 
 
 def _worst(errors: Sequence[BaseException]) -> BaseException:
-    """What to raise of the errors of all places: that nobody knows whether it is committed, if so."""
+    """The error to raise if all places have failed: first of all that the commit is undecided."""
     worst = next((error for error in errors if isinstance(error, PeerFailedError)), errors[0])
     for error in errors:
         if error is not worst:
@@ -316,7 +319,7 @@ class StateSave(Save):
         )
 
     def failed(self, error: BaseException) -> None:
-        """The attempt has left no trace already."""
+        """Nothing to do: the attempt leaves no trace."""
 
     def give_up(self, error: BaseException) -> None:
         super().give_up(error)

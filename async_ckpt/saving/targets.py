@@ -1,4 +1,4 @@
-"""Where a save goes: one object at a path of the user's choice, or one attempt at a step of a run.
+"""The targets of saves: one object at a path of the user's choice, or one attempt at a step of a run.
 
 In: places, runs. Out: targets. Knows nothing of: tensors.
 """
@@ -33,8 +33,8 @@ from .ranks import Ranks
 Compression = Zstd | Literal["zstd"] | None
 
 
-def _how(compression: Compression, name: str) -> Zstd | None:
-    """What the user said, or what the name says."""
+def _zstd_of(compression: Compression, name: str) -> Zstd | None:
+    """The compression that the user gave, or that the name stands for."""
     if compression is None:
         return Zstd() if name.endswith(".zst") else None
     if compression == "zstd":
@@ -51,18 +51,18 @@ class FileTarget:
 
     @classmethod
     def at(cls, place: Place, compression: Compression = None) -> Self:
-        """What the user said, checked."""
+        """A target at a place of the user's. Raises the errors of a path or compression that cannot be used."""
         storage, name = place.object()
-        how = _how(compression, name)
-        if how is not None:
+        zstd = _zstd_of(compression, name)
+        if zstd is not None:
             refuse_if_missing()
-        return cls(storage, name, how)
+        return cls(storage, name, zstd)
 
-    def __init__(self, storage: Storage, name: str, how: Zstd | None = None) -> None:
-        """`how` it is compressed on the way, if it is."""
-        self.storage, self.name, self._how = storage, name.rpartition("/")[2], how
+    def __init__(self, storage: Storage, name: str, zstd: Zstd | None = None) -> None:
+        """`zstd`: compress on the way."""
+        self.storage, self.name, self._zstd = storage, name.rpartition("/")[2], zstd
         self._name = name
-        self.in_order = storage.in_order or how is not None
+        self.in_order = storage.in_order or zstd is not None
         self.path = self.storage.locate(self._name)
         if not self.storage.remote and Path(self.path).is_dir():
             example = os.path.join(self.path, "checkpoint.tar")
@@ -73,19 +73,19 @@ class FileTarget:
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         if not self.storage.remote:
             self.storage.sweep("", temps_of(self._name, self.storage.names("")), delete=True)
-        if self._how is not None:
+        if self._zstd is not None:
             return ZstdSink(
-                self.storage, self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, how=self._how
+                self.storage, self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, how=self._zstd
             )
         return self.storage.create(
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
         )
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        return 1 if self._how is not None else self.storage.part_segments(num_bytes, segment_bytes)
+        return 1 if self._zstd is not None else self.storage.part_segments(num_bytes, segment_bytes)
 
     def check(self) -> None:
-        """Nothing to ask."""
+        """Nothing to check."""
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         """Nothing to agree on."""
@@ -96,22 +96,22 @@ class FileTarget:
         raise NotImplementedError("a file has one place")
 
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Nobody else writes it."""
+        """Nothing to do: no other rank writes the file."""
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Nobody else decides."""
+        """Nothing to do: this rank decides."""
 
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
         return True
 
     async def follow(self, off_loop: OffLoop) -> None:
-        """Nobody else decides."""
+        """Nothing to do: this rank has decided."""
 
     def hangs(self, quiet: Future[None]) -> None:
-        """There is no other place to go on with."""
+        """Nothing to do: a save to a file has no other place to go on with."""
 
     def discard(self) -> None:
-        """It may have replaced an older file: this one is whole, so it stays."""
+        """Leave the file: it is whole, and may have replaced an older one."""
 
     def afterwards(self) -> None:
         """Nothing to delete."""
@@ -207,7 +207,7 @@ class StepTarget:
             self._replaces = self._run.found(self._contents.step)
 
     def _take(self) -> bool:
-        """Take the root for this process, at its first save there. Whether it was taken now."""
+        """Take the root for this process, at its first save there. True if it was taken now."""
         return self._run.take(
             self._contents.step, [run for run in self._lineage.roots.runs if run is not self._run]
         )
@@ -227,7 +227,7 @@ class StepTarget:
 
     @contextmanager
     def _telling_ranks(self) -> Iterator[None]:
-        """Where ranks save each for itself, whoever committed the step first may have been another of them."""
+        """Explain a step that exists already: if ranks save each for itself, another of them may have committed it."""
         try:
             yield
         except StepExistsError as error:
@@ -310,12 +310,12 @@ class StepTarget:
         self._is_announced = True
 
     def _write_driver(self) -> list[Elsewhere]:
-        """Beside the rank's archive, before the manifest that names both; what of the state is in it."""
+        """Write the archive of `driver=`, before the manifest that names it. Returns the groups that are in it."""
         driver = self._contents.driver
         if driver is None:
             return []
         path, num_bytes = self._run.driver_path(self._contents.step, self._token), len(driver.image)
-        # By a sink, which keeps others from sweeping it before the manifest is there.
+        # By a sink, which keeps other processes from sweeping it before the manifest is there.
         sink = self._driver_sink = self.storage.create(
             path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
         )
@@ -330,7 +330,7 @@ class StepTarget:
         return [Elsewhere(group, self._contents.step, folder, archive) for group in driver.groups]
 
     def _close_driver(self) -> None:
-        """Its fate is decided."""
+        """Close the sink, once the manifest names the archive or nothing does."""
         if self._driver_sink is not None:
             self._driver_sink.close()
 
@@ -381,7 +381,7 @@ def step_targets(lineage: Lineage, contents: StepContents, ranks: Ranks) -> list
 
 
 class StaticLease:
-    """Memory that stays as long as anybody looks at it."""
+    """A lease of memory that Python keeps alive by itself."""
 
     def retain(self) -> None: ...
 
