@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ..errors import CheckpointError, StorageUnavailableError
 from ..host.loop import OffLoop
@@ -33,59 +33,63 @@ from ..spans import Spans
 from ..storage.base import Sink, Storage
 from .drain import Drain, Lane
 
-# With `commit="any"`, how long a place that lags behind a committed one goes on before it is left to be caught up.
+# With `commit="any"`, a place that lags behind a committed one goes on for so long. Then it is left to be caught up.
 _LAG_SECONDS: Final = 900.0
-# How long a place that was away is tried again, while other ranks may wait for what belongs there; and between tries.
+# A place that was away is tried again for so long, while other ranks may wait for its object; and the pauses between tries.
 _AGAIN_SECONDS: Final = 1800.0
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 5.0
-# How long whatever still runs at a place is waited for once it is in vain.
+# The wait for calls at a place whose part is in vain.
 _END_SECONDS: Final = 10.0
 
 Verify: TypeAlias = Callable[[int, memoryview], None]
 
 
-class Target(Protocol):
-    """One place that a save goes to. The request of a save creates it, and a delivery calls it on helper threads."""
+class Target:
+    """One place that a save goes to, with one object there. A request creates it; a delivery calls it on helper threads.
 
-    num_bytes_beside: int
+    By default a durable object is committed, and there are no other ranks to agree with.
+    """
+
+    num_bytes_beside = 0
     """Bytes of other objects of the checkpoint, which `commit` writes."""
 
-    @property
-    def path(self) -> str:
-        """The path in reports and messages."""
-
-    @property
-    def name(self) -> str:
-        """The name of the object there."""
-
-    @property
-    def storage(self) -> Storage:
-        """The storage of the object."""
+    def __init__(self, storage: Storage, name: str, shown: str | None = None) -> None:
+        """`shown` names the place in reports and messages, if that is not the object."""
+        self.storage, self._name, self.name = storage, name, name.rpartition("/")[2]
+        self.path = storage.locate(name if shown is None else shown)
 
     @property
     def in_order(self) -> bool:
         """True if its sink sends in file order, and holds what comes early."""
-
-    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        """The number of segments in a row that its sink must hold at once before it can send any of them."""
-
-    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
-        """Begin the object, without a request over a network."""
-
-    def check(self) -> None:
-        """Make the checks that need requests over a network, while the writing goes on. Raises the refusal of the save."""
+        return self.storage.in_order
 
     @property
     def is_cache(self) -> bool:
-        """True if the place is this node's own, which other ranks do not see: a durable object stays, and is never committed."""
+        """True if the place is this node's own: its object stays when it is durable, and is never committed."""
+        return False
 
     @property
     def may_be_sent_again(self) -> bool:
-        """True if the object is copied from another place as soon as this one is back, if it was away."""
+        """True if the object is copied from another place when this one is back after a failure."""
+        return False
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        """The number of segments in a row that its sink must hold at once before it can send any of them."""
+        return self.storage.part_segments(num_bytes, segment_bytes)
+
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        """Begin the object, without a request over a network."""
+        return self.storage.create(
+            self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
+        )
+
+    def check(self) -> None:
+        """Make the checks that need requests over a network, while segments are written. Raises a refusal."""
 
     def copy_of(self, other: Target, num_bytes: int, verify: Verify, check: Callable[[], None]) -> Sink:
         """Copy the object from another place, where it is durable. Returns its finished sink."""
+        raise NotImplementedError
 
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
         """Tell the other ranks that the object is durable; on the rank that decides, wait for theirs.
@@ -96,11 +100,12 @@ class Target(Protocol):
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
         """Wait for the decision, if another rank decides. Raises when it is a refusal."""
 
-    def refuse(self, error: BaseException) -> bool:
+    def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
         """Tell the other ranks that the save has failed, there or altogether.
 
         False if they may commit it all the same: then its object stays.
         """
+        return True
 
     async def follow(self, off_loop: OffLoop) -> None:
         """Learn what the other ranks decide about a save that has failed here."""

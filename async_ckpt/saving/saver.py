@@ -138,14 +138,7 @@ class Saver:
             optimizers, frozen = (), frozenset()
         copy_name = f"the copy of {named(step, targets[0].path)}"
         snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device, copy_name)
-        attempt = Attempt(
-            drain,
-            targets,
-            snapshot,
-            spans,
-            rule=request.rule,
-            writers=self._writers,
-        )
+        attempt = Attempt(drain, targets, snapshot, spans, rule=request.rule, writers=self._writers)
         num_tensors = len(captured.specs)
         return StateSave(step, attempt, snapshot, num_tensors, groups, request.unchanged_in), device
 

@@ -44,10 +44,8 @@ def _zstd_of(compression: Compression, name: str) -> Zstd | None:
     return compression
 
 
-class FileTarget:
+class FileTarget(Target):
     """One object at a path of the user's choice: durable is committed."""
-
-    num_bytes_beside = 0
 
     @classmethod
     def at(cls, place: Place, compression: Compression = None) -> Self:
@@ -60,10 +58,8 @@ class FileTarget:
 
     def __init__(self, storage: Storage, name: str, zstd: Zstd | None = None) -> None:
         """`zstd`: compress on the way."""
-        self.storage, self.name, self._zstd = storage, name.rpartition("/")[2], zstd
-        self._name = name
-        self.in_order = storage.in_order or zstd is not None
-        self.path = self.storage.locate(self._name)
+        super().__init__(storage, name)
+        self._zstd = zstd
         if not self.storage.remote and Path(self.path).is_dir():
             example = os.path.join(self.path, "checkpoint.tar")
             raise IsADirectoryError(f"{self.path} is a folder; give the path of a file, such as {example}")
@@ -77,47 +73,20 @@ class FileTarget:
             return ZstdSink(
                 self.storage, self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, how=self._zstd
             )
-        return self.storage.create(
-            self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
-        )
+        return super().open(num_bytes, segment_bytes, max_segments)
+
+    @property
+    def in_order(self) -> bool:
+        return self.storage.in_order or self._zstd is not None
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
         return 1 if self._zstd is not None else self.storage.part_segments(num_bytes, segment_bytes)
 
-    def check(self) -> None:
-        """Nothing to check."""
-
-    def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
-        """Nothing to agree on."""
-
-    is_cache = may_be_sent_again = False
-
-    def copy_of(self, other: Target, num_bytes: int, verify: Verify, check: Callable[[], None]) -> Sink:
-        raise NotImplementedError("a file has one place")
-
-    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Nothing to do: no other rank writes the file."""
-
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Nothing to do: this rank decides."""
-
-    def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
-        return True
-
-    async def follow(self, off_loop: OffLoop) -> None:
-        """Nothing to do: this rank has decided."""
-
-    def hangs(self, quiet: Future[None]) -> None:
-        """Nothing to do: a save to a file has no other place to go on with."""
-
     def discard(self) -> None:
         """Leave the file: it is whole, and may have replaced an older one."""
 
-    def afterwards(self) -> None:
-        """Nothing to delete."""
 
-
-class StepTarget:
+class StepTarget(Target):
     """One attempt at one step, at one root. A request creates it on the caller's thread; its delivery calls it elsewhere."""
 
     def __init__(
@@ -132,6 +101,8 @@ class StepTarget:
 
         Raises at once what is known to refuse the step.
         """
+        folder, name = run.folder(contents.step), run.attempt_path(contents.step, token, agreement.rank)
+        super().__init__(run.storage, name, folder if agreement.has_others else None)
         self._lineage, self._run, self._contents, self._token = lineage, run, contents, token
         self._agreement = agreement
         self._rolled_back = lineage.rolled_back
@@ -143,27 +114,8 @@ class StepTarget:
         self._of_ranks: OfRanks | None = None  # the manifest names it, where several ranks have agreed
         self._manifest: Manifest | None = None  # that another rank has committed
         self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
-        self._name = run.attempt_path(contents.step, token, agreement.rank)
         if agreement.decides:
             self._check_at_once()
-
-    @property
-    def name(self) -> str:
-        return self._name.rpartition("/")[2]
-
-    @property
-    def storage(self) -> Storage:
-        return self._run.storage
-
-    @property
-    def in_order(self) -> bool:
-        return self.storage.in_order
-
-    @property
-    def path(self) -> str:
-        return self.storage.locate(
-            self._run.folder(self._contents.step) if self._agreement.has_others else self._name
-        )
 
     def _check_at_once(self) -> None:
         lineage, run = self._lineage, self._run
@@ -186,12 +138,7 @@ class StepTarget:
             if self._take():
                 self._check()
             self._run.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
-        return self.storage.create(
-            self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
-        )
-
-    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        return self.storage.part_segments(num_bytes, segment_bytes)
+        return super().open(num_bytes, segment_bytes, max_segments)
 
     def check(self) -> None:
         if not self._agreement.decides:
