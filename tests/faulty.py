@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from buckets import PART, Bucket, OnServer, no_memory_is_lent, through
-from racing import Skipping
+from racing import Skipping, until
 from states import assert_is_state, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Place, StorageUnavailableError
@@ -64,6 +64,9 @@ class Far:
         yield
         self.proxy.clear()
         no_memory_is_lent(ckpt)
+        until(
+            lambda: not any(".async_ckpt-probe-" in name for name in self.direct.names())
+        )  # a look may end late
         assert self.direct.names() == before
         assert_is_state(self.direct.load(), 1)
         self.goes_on(ckpt, 1)

@@ -264,6 +264,17 @@ def test_what_a_planner_says_is_kept(step):
     assert torch.equal(async_ckpt.load(step)["w"]["x"], torch.ones(1))
 
 
+def test_the_id_of_a_save_is_that_of_what_is_read(step, tmp_path):
+    """As torch's own reader tells it; what a checkpointer has saved has none."""
+    writer = TarStorageWriter(step)
+    dcp.save({"a": torch.ones(2)}, storage_writer=writer)
+    told = [TarStorageReader(step).read_metadata().storage_meta for _ in range(2)]
+    assert told[0].save_id == told[1].save_id == writer.storage_meta().save_id
+    assert told[0].load_id != told[1].load_id
+    async_ckpt.save({"a": torch.ones(2)}, tmp_path / "x.tar").result()
+    assert TarStorageReader(tmp_path / "x.tar").read_metadata().storage_meta.save_id is None
+
+
 def test_what_a_planner_says_that_is_not_plain_is_refused(step):
     planner = Says()
     planner.said = object()

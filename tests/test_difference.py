@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,25 +153,68 @@ def test_folders_are_named_by_versions_and_nothing_else_is_one():
         assert version_of(name) is None
 
 
+def told_of(number: int) -> str:
+    """What could be a checksum."""
+    return f"{number:032x}"
+
+
+ANCHOR = VersionIndex(
+    5,
+    {"a": "x.safetensors"},
+    identity=told_of(1),
+    structure=told_of(2),
+    checksums={"a": told_of(3)},
+    digests={"config.json": told_of(4)},
+)
+CHANGE = VersionIndex(
+    6, {"a": "x.safetensors"}, base=5, encoding="xor", identity=told_of(5), base_identity=told_of(1), structure=told_of(2),
+    digests={"x.safetensors": told_of(6)},
+)  # fmt: skip
+
+
+def dumped(index: VersionIndex) -> bytes:
+    """As a publisher dumps it; with more in its metadata, as anchors have."""
+    told = {"metadata": {"total_size": 3, **index.metadata()}, "weight_map": dict(index.files)}
+    return delta.seal(json.dumps(told).encode())
+
+
 def test_an_index_is_what_was_written():
-    anchor = VersionIndex(
-        5,
-        {"a": "x.safetensors"},
-        identity="i",
-        structure="s",
-        checksums={"a": "c"},
-        digests={"config.json": "d"},
-    )
-    data = delta.sealed(
-        {"metadata": {"total_size": 3, **anchor.metadata()}, "weight_map": dict(anchor.files)}
-    )
-    assert parse(data, 5) == anchor
-    change = VersionIndex(
-        6, {"a": "x.safetensors"}, base=5, encoding="xor", identity="j", base_identity="i", structure="s",
-        digests={"x.safetensors": "d"},
-    )  # fmt: skip
-    assert parse(delta.dump_delta(change), 6) == change
-    assert (anchor.is_anchor, change.is_anchor) == (True, False)
+    assert parse(dumped(ANCHOR), 5) == replace(ANCHOR, is_sealed=True)
+    assert parse(delta.dump_delta(CHANGE), 6) == replace(CHANGE, is_sealed=True)
+    assert (ANCHOR.is_anchor, CHANGE.is_anchor) == (True, False)
+
+
+@pytest.mark.parametrize("index", [ANCHOR, CHANGE], ids=["anchor", "delta"])
+def test_an_index_of_which_a_bit_is_flipped_is_refused_or_says_the_same_or_is_nobodys(index):
+    """Where the flip hides that it is ours, nothing of what only a publisher writes is believed, and a delta stays a delta."""
+    data = dumped(index)
+    for at in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[at // 8] ^= 1 << at % 8
+        try:
+            found = parse(bytes(flipped), index.version)
+        except ValueError:
+            continue
+        assert not found.is_sealed
+        assert not found.identity
+        assert found.is_anchor == index.is_anchor or b'"metadata"' not in flipped
+
+
+def test_an_index_of_a_release_before_is_read_if_it_holds_together():
+    for index in (ANCHOR, CHANGE):
+        told = json.loads(dumped(index))
+        ours = told["metadata"]["async_ckpt"]
+        for key in ("digest", "heads"):
+            ours.pop(key, None)
+        assert parse(json.dumps(told).encode(), index.version) == index
+        for key in ("identity", "structure", "checksums", "base_identity", "digests"):
+            less = json.loads(json.dumps(told))
+            if less["metadata"]["async_ckpt"].pop(key, None) and not (key == "digests" and index.is_anchor):
+                with pytest.raises(ValueError, match=r"."):
+                    parse(json.dumps(less).encode(), index.version)
+        ours["digesu"] = "0" * 32
+        with pytest.raises(ValueError, match="no digest of itself"):
+            parse(json.dumps(told).encode(), index.version)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +224,10 @@ def test_an_index_is_what_was_written():
         '{"weight_map": {"a": "x/../../y"}}', '{"weight_map": {}, "metadata": 3}', '{"weight_map": {}, "metadata": {"version": "x"}}',
         '{"weight_map": {}, "metadata": {"delta_encoding": "xor"}}', "[" * 100_000,
         '{"weight_map": {}, "metadata": {"async_ckpt": {"digests": {"../x": "1"}}}}',
-        '{"weight_map": {}, "metadata": {"async_ckpt": 3}}',
+        '{"weight_map": {}, "metadata": {"async_ckpt": 3}}', '{"weight_map": {"a": "\\ud800.safetensors"}}',
+        '{"weight_map": {"\\ud800": "x.safetensors"}}', '{"weight_map": {"a": ".Weight_Sync/x"}}', '{"weight_map": {"a": null}}',
+        '{"weight_map": {}, "metadata": {"compression_format": "zstd"}}', '{"weight_map": {}, "metadata": {"version": 5.0}}',
+        '{"weight_map": {}, "metadata": {"async_ckpt": {"digest": "x"}}}', '{"weight_map": {}, "metadata": {"async_ckpt": null}}',
         ('{"weight_map": {}, "metadata": {"delta_encoding": "xor", "base_version": "-1", "compression_format": "zstd", '
         '"checksum_format": "xxh3-128"}}'),
     ],

@@ -114,7 +114,7 @@ SIGNATURES = {
     async_ckpt.Publisher.publish: "(self, state_or_snapshot, version, config_folder=None, *, guard=None)",
     async_ckpt.Publisher.versions: "(self)",
     async_ckpt.Publisher.close: "(self)",
-    async_ckpt.Subscriber: "(root)",
+    async_ckpt.Subscriber: "(root, *, base=None)",
     async_ckpt.Subscriber.pull: "(self, into, version=None)",
     async_ckpt.Subscriber.watch: "(self, *, poll_seconds=1.0)",
     async_ckpt.Subscriber.versions: "(self)",

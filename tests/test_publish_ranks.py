@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from exported import assert_only, assert_same, weights_in
-from published import files_below
+from published import edit, files_below
 from rank_worlds import Worlds
 from slices import ALL
 
@@ -25,7 +24,7 @@ from async_ckpt import (
     UnsupportedStateError,
 )
 from async_ckpt.around.hub import Weights
-from async_ckpt.format.delta import INDEX, sealed
+from async_ckpt.format.delta import INDEX
 from async_ckpt.host.threads import Crew
 from async_ckpt.publishing import ranks as publishing_ranks
 from async_ckpt.publishing import subscriber as publishing_subscriber
@@ -165,11 +164,8 @@ def test_ranks_of_two_starts_are_never_mixed_and_what_other_worlds_have_left_goe
     """
     out = tmp_path / "out"
     published(worlds, 2, "fsdp()", out, versions=[1, 2])
-    index = out / "rank_00001_of_00002" / "weight_v000002" / INDEX
-    told = json.loads(index.read_text())
-    told["metadata"]["async_ckpt"]["start"] = "another"
-    del told["metadata"]["async_ckpt"]["digest"]
-    index.write_bytes(sealed(told))
+    folder = out / "rank_00001_of_00002" / "weight_v000002"
+    edit(folder, lambda told: told["metadata"]["async_ckpt"].update(start="another"))
 
     assert Subscriber(out).versions() == [1]
     # On both ranks, though one of them has a version 2.

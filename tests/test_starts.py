@@ -20,12 +20,13 @@ from states import assert_is_state, open_run, state_at
 import async_ckpt
 from async_ckpt import (
     AsyncCheckpointer,
+    NotCommittedError,
     Place,
     RunTakenError,
     StepBehindError,
     StorageUnavailableError,
 )
-from async_ckpt.runs.starts import Commit, Start, Tenure, out_of_line
+from async_ckpt.runs.starts import Commit, Start, Tenure, counts, out_of_line
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 
@@ -112,6 +113,29 @@ def test_a_commit_just_before_the_next_start_counts_and_that_start_is_refused(tm
         handle.result()
         save(old, 11)
     assert_line(tmp_path, [2, 10, 11])
+
+
+@pytest.mark.parametrize("later", [[3, 8], [8, 3]])
+def test_a_manifest_that_comes_late_between_steps_of_the_next_start_does_not_count(tmp_path, later):
+    """Also where the next start has rolled back below its own first step."""
+    with of_another_process(tmp_path) as old, scripted(old) as disk:
+        save(old, 2)
+        stop = disk.stop("put_new", "step_00000005/manifest.json", times=1)
+        handle = old.save(state_at(5), step=5)
+        stop.wait_reached()
+        with of_another_process(tmp_path, on_rollback="retire") as new:
+            new.restore(state_at(0))
+            for step in later:
+                save(new, step)
+            stop.release()
+            assert isinstance(handle.exception(), RunTakenError)
+            steps = [2, *sorted(later)] if later[-1] == 8 else [2, 3]
+            assert_line(tmp_path, steps)
+            with open_run(tmp_path) as ckpt, pytest.raises(NotCommittedError):
+                ckpt.load(5)
+            save(new, 9)
+        assert_line(tmp_path, [*steps, 9])
+        assert not (tmp_path / "step_00000005" / "manifest.json").exists()
 
 
 def test_until_the_next_start_has_committed_the_line_before_it_counts(tmp_path):
@@ -443,7 +467,7 @@ def test_a_start_that_cannot_be_read_is_a_start(tmp_path, damage):
     st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=12),
     st.sets(st.integers(1, 5)),
 )
-def test_the_newest_step_that_counts_is_that_of_the_definition(owners, listed):
+def test_the_steps_that_count_are_those_of_the_definition(owners, listed):
     """By the definition, a step is out if one below it was committed by a later start that is listed, as its own is."""
     firsts = {n: min((i for i, (own, _) in enumerate(owners) if own == n), default=0) for n in listed}
     known = [Start(n, f"{n:08x}", first) for n, first in firsts.items()]
@@ -459,8 +483,7 @@ def test_the_newest_step_that_counts_is_that_of_the_definition(owners, listed):
             other in listed and other > own for i, (other, there) in enumerate(owners[:step]) if there
         )
 
-    out = out_of_line(range(len(owners)), known, commits.get)
-
-    assert all(is_out(step) for step in out)
-    newest = max((step for step in commits if step not in out), default=None)
-    assert newest is None or not is_out(newest) or any(not owners[i][0] for i in commits if i > newest)
+    steps = range(len(owners))
+    stale = {step for step in commits if is_out(step)}
+    assert {*out_of_line(steps, known, commits.get)} == stale
+    assert {step for step in commits if not counts(step, steps, known, commits.get)} == stale

@@ -14,7 +14,7 @@ import receiver
 import torch
 from disks import mounted, needs_mount
 from exported import assert_loads, assert_same, gpt2, spoil, state_of
-from published import Line, changed, files_below, weights_below
+from published import Line, as_others_write, changed, edit, files_below, flip, weights_below
 from racing import Call, until
 from safetensors.torch import load_file, save_file
 from slices import one_in
@@ -36,7 +36,7 @@ from async_ckpt import (
     StorageUnavailableError,
     Subscriber,
 )
-from async_ckpt.format.delta import INDEX, checksum, sealed
+from async_ckpt.format.delta import INDEX, checksum
 from async_ckpt.publishing import folder as folders
 from async_ckpt.publishing import source
 from async_ckpt.storage.place import storage_at
@@ -56,26 +56,6 @@ def line(tmp_path: Path) -> Line:
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
     return tmp_path / "local"
-
-
-def edit(folder: Path, change: Any) -> None:
-    """Change what an index says, and what it says of itself."""
-    path = folder / INDEX
-    told = json.loads(path.read_text())
-    change(told)
-    ours = told["metadata"].get("async_ckpt", {})
-    path.write_bytes(sealed(told) if ours.pop("digest", None) else json.dumps(told).encode())
-
-
-def as_others_write(folder: Path) -> None:
-    """Without what only this library writes and reads."""
-    edit(folder, lambda told: told["metadata"].pop("async_ckpt"))
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
 
 
 # --- what a pull makes --------------------------------------------------------------------------------------------
@@ -153,9 +133,10 @@ def test_a_pulled_folder_is_an_ordinary_one(line, local):
     assert sorted(weights_below(local)) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
-def test_what_another_receiver_has_applied_is_not_believed_and_ours_is_by_it(line, local):
+def test_what_another_receiver_has_applied_is_gone_on_from_and_ours_by_it(line, local):
+    """It is what its marker says: all of its bytes have the digest of that version."""
     receiver.pull(local, line.folder(1).parent, 2)
-    assert line.subscriber().pull(local, 3).base is None
+    assert line.subscriber().pull(local, 3).base == 2
     line.assert_is(3, local)
     receiver.pull(local, line.folder(1).parent, 4)
     line.assert_is(4, local)
@@ -256,7 +237,7 @@ def test_an_index_in_the_place_of_a_deltas_makes_no_weights_of_its_frames(line, 
     line.assert_is(1, local)
     told = json.loads((line.folder(3) / INDEX).read_text())
     (line.folder(3) / INDEX).write_text(json.dumps({"weight_map": told["weight_map"]}))
-    with pytest.raises(CorruptCheckpointError, match="it holds the frames of a delta"):
+    with pytest.raises(CorruptCheckpointError, match="it is damaged, or another program"):
         line.subscriber().pull(local.with_name("new"), 3)
 
 
@@ -268,7 +249,7 @@ def test_bytes_behind_the_tensors_of_an_anchor_are_refused(tmp_path, local):
         file.write(b"more")
     assert Subscriber(tmp_path / "weights").versions() == []
     (folder / INDEX).write_text(json.dumps({"weight_map": {"weight": "model.safetensors"}}))
-    with pytest.raises(CorruptCheckpointError, match="4 bytes behind its tensors"):
+    with pytest.raises(CorruptCheckpointError, match="4 bytes after its last tensor"):
         Subscriber(tmp_path / "weights").pull(local)
 
 
@@ -380,7 +361,7 @@ def other_encoding(line: Line) -> None:
 
 
 def other_checksums(line: Line) -> None:
-    edit(line.folder(3), lambda told: told["metadata"].update(checksum_format="adler32"))
+    edit(line.folder(3), lambda told: told["metadata"].update(checksum_format="md5"))
 
 
 def fewer_tensors(line: Line) -> None:
@@ -416,7 +397,7 @@ def out_of_order(line: Line) -> None:
         (index_of_another, "it is the index of version 2"),
         (base_above, "which is not before it"),
         (other_encoding, "its delta_encoding is 'add'; only xor, overwrite can be applied"),
-        (other_checksums, "its checksum_format is 'adler32'"),
+        (other_checksums, "its checksum_format is 'md5'; only xxh3-128, adler32, blake3 can"),
         (fewer_tensors, "other tensors than its files hold"),
         (leads_outside, "is not the name of a file of its folder"),
         (wrong_identity, "not those of the version"),
@@ -798,13 +779,13 @@ def test_a_version_writes_nothing_behind_a_link(tmp_path, local):
         publisher.publish({"weight": torch.ones(9)}, 1, config).result()
     (local / ".weight_sync").mkdir(parents=True)
     (local / "additional_chat_templates").symlink_to(outside)
-    with pytest.raises(StorageUnavailableError, match="is a link; make it a folder"):
+    with pytest.raises(StorageUnavailableError, match="is a link, and nothing but"):
         Subscriber(tmp_path / "weights").pull(local)
     assert list(outside.iterdir()) == []
     shutil.rmtree(local)
     local.mkdir()
     (local / ".weight_sync").symlink_to(outside)
-    with pytest.raises(FileExistsError, match="is a link; make it a folder"):
+    with pytest.raises(StorageUnavailableError, match="is a link, and nothing but"):
         Subscriber(tmp_path / "weights").pull(local)
     assert list(outside.iterdir()) == []
 
@@ -839,11 +820,12 @@ def test_an_anchor_whose_files_cannot_take_their_places_leaves_those_that_were_t
     before = weights_below(local)
     real = os.replace
 
-    def replace(a: Any, b: Any) -> None:
-        if Path(b) == local.resolve() / "model.safetensors" and "new" in Path(a).parts:
+    def replace(a: Any, b: Any, **folders: Any) -> None:
+        is_new = os.readlink(f"/proc/self/fd/{folders['src_dir_fd']}").endswith("/new")
+        if b == "model.safetensors" and is_new:
             monkeypatch.undo()
             raise OSError(5, "no luck")
-        real(a, b)
+        real(a, b, **folders)
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(StorageUnavailableError, match="no luck"):

@@ -123,12 +123,17 @@ def _replaceable(folder: str) -> str:
     return real
 
 
+def is_left_out(path: str) -> bool:
+    """Whether a file in the folder of a model is none of those that are copied beside its weights."""
+    return any(map(_NOT_COPIED.fullmatch, path.split("/")))
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     """Config, tokenizer and the like. Read now, so that the folder may go as soon as the call returns."""
     if not folder.is_dir():
         raise NotADirectoryError(
             f"config_folder {folder} is not a folder; give the one with the model's config.json"
         )
-    paths = [path for path in folder.iterdir() if not _NOT_COPIED.fullmatch(path.name) and not path.is_dir()]
+    paths = [path for path in folder.iterdir() if not is_left_out(path.name) and not path.is_dir()]
     paths += (folder / _TEMPLATES).glob("*.jinja")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(paths)}

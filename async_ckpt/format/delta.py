@@ -7,6 +7,9 @@ tensor that has changed since its base, one frame of zstd, as a tensor of bytes 
 tensor's new bytes is in the metadata of that file. The index, `model.safetensors.index.json`, says which of the two it is,
 and is there only when the version is whole. What other programs do not read of it is under "async_ckpt".
 
+An index of ours has a digest of itself, there too: that of all of its bytes, with zeros in the digest's own place. It is
+compared before anything else in the index is believed.
+
 An "xor" frame holds the new bytes xor the base's; an "overwrite" frame a count, the positions of so many bytes, all of them
 little-endian and of 4 bytes, and then their new values.
 """
@@ -15,9 +18,13 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
+from json.encoder import encode_basestring_ascii
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import xxhash
 
@@ -29,9 +36,21 @@ COUNT_BYTES: Final = 4
 POSITION_BYTES: Final = 4
 MAX_OVERWRITTEN_BYTES: Final = 2**32
 MAX_VERSION: Final = 10**18 - 1
-_CHECKSUMS: Final = "xxh3-128"
+OUR_CHECKSUMS: Final = "xxh3-128"
+# What others may have in their deltas, and how many digits each has.
+CHECKSUM_DIGITS: Final = {OUR_CHECKSUMS: 32, "adler32": 8, "blake3": 64}
+_DIGITS: Final = re.compile(r"[0-9a-f]+")
 _COMPRESSION: Final = "zstd"
 _OURS: Final = "async_ckpt"
+# Of which no other delta says anything, and every delta says all.
+_OF_DELTAS: Final = ("base_version", "delta_encoding", "compression_format")
+_DIGEST: Final = "digest"
+_BLANK: Final = "0" * CHECKSUM_DIGITS[OUR_CHECKSUMS]
+# What releases before the digest have written; an index that has none must have these and no others.
+_UNSEALED: Final = frozenset(
+    {"identity", "structure", "digests", "start", "slices", "checksums", "base_identity"}
+)
+_NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _ATTEMPT: Final = re.compile(r"files\.[0-9a-f]{8}")
 _FOLDER: Final = re.compile(r"weight_v(\d{6,18})")
 
@@ -54,25 +73,71 @@ def stays_inside(file: object) -> bool:
     if not isinstance(file, str) or not file or "\0" in file or "\\" in file or file[1:2] == ":":
         return False
     parts = file.split("/")
-    return parts[0] != ".weight_sync" and not {"", ".", ".."} & {*parts}
+    return is_text(file) and parts[0].lower() != ".weight_sync" and not {"", ".", ".."} & {*parts}
+
+
+def is_text(name: object) -> bool:
+    """Whether it is a text of UTF-8: JSON can spell half of a surrogate pair."""
+    try:
+        return isinstance(name, str) and name.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+class Hash(Protocol):
+    """What `hashlib` and its like make."""
+
+    def update(self, data: bytes | memoryview, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class _Adler32:
+    def __init__(self) -> None:
+        self._sum = 1
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        self._sum = zlib.adler32(data, self._sum)
+
+    def hexdigest(self) -> str:
+        return f"{self._sum:08x}"
+
+
+def new_hash(checksum_format: str) -> Hash:
+    """What computes a checksum of this format."""
+    if checksum_format == OUR_CHECKSUMS:
+        return xxhash.xxh3_128()
+    if checksum_format == "adler32":
+        return _Adler32()
+    made: Hash = import_module("blake3").blake3()
+    return made
+
+
+def is_checksum(told: object, checksum_format: str = OUR_CHECKSUMS) -> bool:
+    """Whether it has the form of one."""
+    digits = CHECKSUM_DIGITS[checksum_format]
+    return isinstance(told, str) and len(told) == digits and _DIGITS.fullmatch(told) is not None
+
+
 def identity_of(checksums: Mapping[str, str]) -> str:
     """One digest of all weights, from those of their bytes by name: equal for the same weights, whoever counts them."""
-    digest = xxhash.xxh3_128()
-    for name in sorted(checksums):
-        digest.update(f"{name}\0{checksums[name]}\0".encode())
-    return digest.hexdigest()
+    return checksum("".join(f"{name}\0{checksums[name]}\0" for name in sorted(checksums)).encode())
 
 
 def structure_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
     """One digest of names, dtypes and shapes: it says whether two versions are of the same model."""
-    rows = sorted([name, dtype, *shape] for name, dtype, shape in tensors)
-    return checksum(json.dumps(rows).encode())
+    # As JSON of a list for each, which would be hundreds of thousands of lists.
+    rest: dict[tuple[str, tuple[int, ...]], str] = {}
+    rows = []
+    for name, dtype, shape in sorted(tensors):
+        told = rest.setdefault((dtype, shape), "") or json.dumps([dtype, *shape])[1:]
+        rest[dtype, shape] = told
+        rows.append(f"[{encode_basestring_ascii(name)}, {told}")
+    return checksum(f"[{', '.join(rows)}]".encode())
 
 
 class SliceOf(NamedTuple):
@@ -86,15 +151,21 @@ class SliceOf(NamedTuple):
 
     @classmethod
     def parsed(cls, told: Any) -> SliceOf:
-        """Raises ValueError or TypeError for what is none."""
-        name, dtype, *numbers = told
-        shape, offsets, sizes = (tuple(int(n) for n in of_dims) for of_dims in numbers)
-        fits = len(shape) == len(offsets) == len(sizes) and all(
-            0 <= at <= at + size <= length for length, at, size in zip(shape, offsets, sizes, strict=True)
+        """Raises ValueError for what is none."""
+        match told:
+            case [str(name), str(dtype), [*shape], [*offsets], [*sizes]]:
+                numbers = [*shape, *offsets, *sizes]
+            case _:
+                raise ValueError(f"{told!r:.200} is no slice of a tensor")
+        fits = (
+            is_text(name)
+            and all(type(number) is int for number in numbers)
+            and len(shape) == len(offsets) == len(sizes)
+            and all(0 <= at <= at + n <= length for length, at, n in zip(shape, offsets, sizes, strict=True))
         )
         if not fits:
             raise ValueError(f"{name!r:.200} has a slice that is not in it")
-        return cls(str(name), str(dtype), shape, offsets, sizes)
+        return cls(name, dtype, tuple(shape), tuple(offsets), tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +181,16 @@ class VersionIndex:
     structure: str = ""
     checksums: Mapping[str, str] = field(default_factory=dict)  # of all tensors, of an anchor
     digests: Mapping[str, str] = field(default_factory=dict)  # of all other files, and of those of a delta
+    heads: Mapping[str, str] = field(default_factory=dict)  # of an anchor: the digests of its files' headers
     # Where each rank publishes what it holds: by which start of them all, and what part of a tensor each tensor is.
     start: str = ""
     slices: Mapping[str, SliceOf] = field(default_factory=dict)
     attempt: str = ""  # the folder within, in which all other files are; empty on a disk
+    checksum_format: str = OUR_CHECKSUMS  # of the frames of a delta
+    is_sealed: bool = False  # it has a digest of itself, as a Publisher's has
+    stamp: str = field(
+        default="", compare=False
+    )  # by which the storage tells it from another one of its name
 
     @property
     def prefix(self) -> str:
@@ -134,16 +211,20 @@ class VersionIndex:
         return sorted(set(self.files.values()))
 
     def metadata(self) -> dict[str, Any]:
-        """What goes under "metadata"."""
-        ours: dict[str, Any] = {"identity": self.identity, "structure": self.structure}
+        """What goes under "metadata" of an index that is sealed afterwards."""
+        ours: dict[str, Any] = {
+            _DIGEST: _BLANK,
+            "identity": self.identity,
+            "structure": self.structure,
+        }
         ours["digests"] = dict(self.digests)
         if self.attempt:
             ours["attempt"] = self.attempt
         if self.start:
             ours |= {"start": self.start, "slices": dict(self.slices)}
-        told: dict[str, Any] = {"version": f"{self.version:06d}", "checksum_format": _CHECKSUMS}
+        told: dict[str, Any] = {"version": f"{self.version:06d}", "checksum_format": OUR_CHECKSUMS}
         if self.base is None:
-            ours["checksums"] = dict(self.checksums)
+            ours |= {"checksums": dict(self.checksums), "heads": dict(self.heads)}
         else:
             ours["base_identity"] = self.base_identity
             told["base_version"] = f"{self.base:06d}"
@@ -154,82 +235,169 @@ class VersionIndex:
 
 def dump_delta(index: VersionIndex) -> bytes:
     """The index of a delta. That of an anchor is one of Hugging Face, with more in its metadata."""
-    return sealed({"metadata": index.metadata(), "weight_map": index.weight_map})
+    told = {"metadata": index.metadata(), "weight_map": index.weight_map}
+    return seal((json.dumps(told, indent=2, sort_keys=True) + "\n").encode())
 
 
-def sealed(told: Mapping[str, Any]) -> bytes:
-    """An index of ours as text, with a digest of all else in it."""
-    plain = json.loads(json.dumps(told))
-    plain["metadata"][_OURS]["digest"] = _digest_of(plain)
-    return (json.dumps(plain, indent=2, sort_keys=True) + "\n").encode()
+def seal(data: bytes) -> bytes:
+    """An index with its own digest in it, in the place that `metadata` has left for it."""
+    place = f'"{_DIGEST}": "{_BLANK}"'.encode()
+    if data.count(place) != 1:
+        raise ValueError("an index has one place for its digest")
+    return data.replace(place, place.replace(_BLANK.encode(), checksum(data).encode()))
 
 
-def _digest_of(told: Mapping[str, Any]) -> str:
-    """Of all that an index says, however it is spaced."""
-    return checksum(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
+def _is_sealed(data: bytes, ours: Mapping[str, Any]) -> bool:
+    """Whether it has a digest of itself. Raises ValueError unless that is the digest of it."""
+    if _DIGEST not in ours:
+        return False
+    digest = ours[_DIGEST]
+    if not is_checksum(digest) or data.count(digest.encode()) != 1:
+        raise ValueError("its digest is none")
+    if checksum(data.replace(digest.encode(), _BLANK.encode())) != digest:
+        raise ValueError("it does not match its own digest")
+    return True
 
 
-def _unseal(told: Any) -> None:
-    """Take the digest out of an index of ours. Raises ValueError unless it is that of all else."""
-    ours = told["metadata"][_OURS]
-    digest = ours.pop("digest", "")
-    if digest != _digest_of(told):
-        raise ValueError(
-            "it does not match its own digest, or an earlier version of async_ckpt has written it"
-        )
+# --- reading it back, every field by its type -----------------------------------------------------------------
 
 
 def parse(data: bytes, version: int) -> VersionIndex:
     """The index of what the folder of this version holds. Raises ValueError when it does not hold together."""
-    try:
-        told = json.loads(data)
-        if _OURS in (told.get("metadata") or {}):
-            _unseal(told)
-        files, metadata = dict(told["weight_map"]), dict(told.get("metadata") or {})
-        ours = dict(metadata.get(_OURS) or {})
-        digests = {str(name): str(digest) for name, digest in dict(ours.get("digests") or {}).items()}
-        checksums = {str(name): str(digest) for name, digest in dict(ours.get("checksums") or {}).items()}
-        texts = {key: str(ours.get(key, "")) for key in ("identity", "structure", "base_identity", "start")}
-        slices = {str(key): SliceOf.parsed(one) for key, one in dict(ours.get("slices") or {}).items()}
-        attempt = str(ours.get("attempt") or "")
-        if attempt and not is_attempt(attempt):
-            raise ValueError(f"{attempt!r:.100} is no attempt")
-        if attempt:
-            files = {str(name): _without(file, f"{attempt}/") for name, file in files.items()}
-        number = int(metadata.get("version", version))
-        is_delta = "delta_encoding" in metadata
-        base = int(metadata["base_version"]) if is_delta else None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is not the index of a version ({error!r:.200})") from error
-    if not (files or identity_is_of_nothing(texts["identity"], base)):
-        raise ValueError("it names no tensors")
-    for file in (*files.values(), *digests):
-        if not stays_inside(file):
-            raise ValueError(f"{file!r:.300} is not the name of a file of its folder")
+    told, metadata = _opened(data)
+    ours = _table(metadata.get(_OURS, {}), _OURS)
+    is_sealed = _is_sealed(data, ours)
+    files = _texts(told.get("weight_map"), "weight_map")
+    _refuse_outside(files.values())
+    number = number_of(metadata.get("version", version))
     if number != version:
         raise ValueError(f"it is the index of version {number}")
-    if base is not None:
-        _refuse_foreign(metadata, base, version)
-    return VersionIndex(
-        version=version,
+    index = VersionIndex(version, files, **_of_delta(metadata, version), is_sealed=is_sealed)
+    return _ours(index, ours) if _OURS in metadata else index
+
+
+def weight_map_in(data: bytes) -> dict[str, str]:
+    """The file of each tensor in any folder of Hugging Face, by its index. Raises ValueError for what is none, or a delta."""
+    told, metadata = _opened(data)
+    if any(key in metadata for key in _OF_DELTAS):
+        raise ValueError("it is the index of a delta")
+    files = _texts(told.get("weight_map"), "weight_map")
+    _refuse_outside(files.values())
+    return files
+
+
+def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An index, and its metadata."""
+    try:
+        told = _table(json.loads(data), "it")
+        return told, _table(told.get("metadata") or {}, "metadata")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not the index of a version ({error!s:.200})") from error
+
+
+def _refuse_outside(files: Iterable[str]) -> None:
+    for file in {*files}:
+        if not stays_inside(file):
+            raise ValueError(f"{file!r:.300} is not the name of a file of its folder")
+
+
+def _of_delta(metadata: Mapping[str, Any], version: int) -> dict[str, Any]:
+    """What an index says only of a delta. Raises ValueError for one that cannot be applied."""
+    missing = [key for key in _OF_DELTAS if key not in metadata]
+    if len(missing) == len(_OF_DELTAS):
+        return {}
+    if missing:
+        raise ValueError(f"it is a delta by its metadata, and has no {missing[0]} there")
+    known = {
+        "delta_encoding": ENCODINGS,
+        "compression_format": (_COMPRESSION,),
+        "checksum_format": tuple(CHECKSUM_DIGITS),
+    }
+    for key, values in known.items():
+        if metadata.get(key) not in values:
+            raise ValueError(
+                f"its {key} is {metadata.get(key)!r:.100}; only {', '.join(values)} can be applied"
+            )
+    checksum_format = metadata["checksum_format"]
+    if checksum_format == "blake3" and find_spec("blake3") is None:
+        raise ValueError(
+            "its checksum_format is 'blake3', which is computed by the package blake3; install that"
+        )
+    base = number_of(metadata["base_version"], "base_version")
+    if base >= version:
+        raise ValueError(f"it is a delta of version {version} against {base}, which is not before it")
+    return {"base": base, "encoding": metadata["delta_encoding"], "checksum_format": checksum_format}
+
+
+def _ours(index: VersionIndex, ours: Mapping[str, Any]) -> VersionIndex:
+    """With what only a Publisher writes."""
+    if not index.is_sealed and not ours.keys() <= _UNSEALED:
+        raise ValueError(f"it has no digest of itself, but {min(ours.keys() - _UNSEALED)!a:.100}")
+    checksums = _checksums(ours.get("checksums", {}), "checksums")
+    digests = _checksums(ours.get("digests", {}), "digests")
+    _refuse_outside(digests)
+    attempt, start = ours.get("attempt", ""), ours.get("start", "")
+    if not isinstance(start, str) or not (
+        attempt == "" or (isinstance(attempt, str) and is_attempt(attempt))
+    ):
+        raise ValueError(f"{attempt!r:.100} of {start!r:.100} is no attempt")
+    wanted = ("identity", "structure") if index.is_anchor else ("identity", "structure", "base_identity")
+    for key in wanted:
+        if not is_checksum(ours.get(key)):
+            raise ValueError(f"its {key} is {ours.get(key)!r:.100}")
+    files = {name: _without(file, f"{attempt}/" if attempt else "") for name, file in index.files.items()}
+    if index.is_anchor and ("base_identity" in ours or checksums.keys() != files.keys()):
+        raise ValueError("it is an anchor by its metadata, and does not have the checksums of its tensors")
+    if not index.is_anchor and not digests.keys() >= set(files.values()):
+        raise ValueError("it is a delta, and does not have the digests of its files")
+    return replace(
+        index,
         files=files,
-        base=base,
-        encoding=metadata.get("delta_encoding"),
         checksums=checksums,
         digests=digests,
-        slices=slices,
+        heads=_checksums(ours.get("heads", {}), "heads"),
+        slices={name: SliceOf.parsed(one) for name, one in _table(ours.get("slices", {}), "slices").items()},
+        start=start,
         attempt=attempt,
-        **texts,
+        **{key: ours[key] for key in wanted},
     )
 
 
-def identity_is_of_nothing(identity: str, base: int | None) -> bool:
-    """Whether an index of ours may name no tensors: that of a delta without a change, or of a rank that has none."""
-    return bool(identity) or base is not None
+def _table(told: Any, what: str) -> dict[str, Any]:
+    if not isinstance(told, dict):
+        raise ValueError(f"{what} is {told!r:.100}, and no table")
+    return told
 
 
-def _without(file: object, prefix: str) -> str:
-    if not isinstance(file, str) or not file.startswith(prefix):
+def _texts(told: Any, what: str) -> dict[str, str]:
+    table = _table(told, what)
+    if not all(type(value) is str for value in table.values()):
+        raise ValueError(f"{what} has values that are no texts")
+    if not is_text("".join(table)):
+        raise ValueError(f"{what} has a name with half of a surrogate pair in it")
+    return table
+
+
+def _checksums(told: Any, what: str) -> dict[str, str]:
+    table = _texts(told, what)
+    text = "".join(table.values())
+    sizes = set(map(len, table.values()))
+    if not sizes <= {CHECKSUM_DIGITS[OUR_CHECKSUMS]} or (text and not _DIGITS.fullmatch(text)):
+        raise ValueError(f"{what} has values that are no checksums")
+    return table
+
+
+def number_of(told: Any, what: str = "version") -> int:
+    """Digits, as others write them, too."""
+    if type(told) is int and 0 <= told <= MAX_VERSION:
+        return told
+    if isinstance(told, str) and _NUMBER.fullmatch(told):
+        return int(told)
+    raise ValueError(f"its {what} is {told!r:.100}, and no number of a version")
+
+
+def _without(file: str, prefix: str) -> str:
+    if not file.startswith(prefix):
         raise ValueError(f"{file!r:.300} is not a file of its attempt")
     return file.removeprefix(prefix)
 
@@ -237,19 +405,3 @@ def _without(file: object, prefix: str) -> str:
 def is_attempt(name: str) -> bool:
     """Whether the files of one attempt at a version lie in a folder of this name."""
     return _ATTEMPT.fullmatch(name) is not None
-
-
-def _refuse_foreign(metadata: Mapping[str, Any], base: int, version: int) -> None:
-    """Raises ValueError for a delta that cannot be applied."""
-    known = {
-        "delta_encoding": ENCODINGS,
-        "compression_format": (_COMPRESSION,),
-        "checksum_format": (_CHECKSUMS,),
-    }
-    for key, values in known.items():
-        if metadata.get(key) not in values:
-            raise ValueError(
-                f"its {key} is {metadata.get(key)!r:.100}; only {', '.join(values)} can be applied"
-            )
-    if not 0 <= base < version:
-        raise ValueError(f"it is a delta of version {version} against {base}, which is not before it")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ..spec import DTYPES
@@ -29,6 +30,7 @@ _DTYPE_OF: Final = {code: name for name, (_, code) in DTYPES.items() if code} | 
 # What DCP's writer calls the files of its ranks, and where it says in them which pieces of tensors they hold.
 _OF_RANK: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING: Final = "DCP_SHARDING_INFO"
+_NO_TABLE: Final = "its safetensors header is not a table of tensors, each with dtype, shape and data_offsets"
 PIECES: Final = (
     "pieces of tensors, as HuggingFaceStorageWriter(save_distributed=True) of torch.distributed.checkpoint writes them; load their folder "
     "with its HuggingFaceStorageReader, or save with enable_consolidation=True"
@@ -113,22 +115,63 @@ def parse_foreign_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
     """The header of anybody's file, from the length prefix on, and its metadata. Raises ValueError as above, and for a
     name that is there twice.
     """
-
-    def load(text: bytes) -> Any:
-        table = json.loads(text, object_pairs_hook=_without_duplicates)
-        if isinstance(table, dict):
-            table.setdefault(RESERVED_NAME, {})
-        return table
-
-    return _parsed(data, load)
+    table = parse_table(data)
+    rows = {name: Row(*table.kinds[kind], begin, end) for name, (kind, begin, end) in table.rows.items()}
+    return rows, table.metadata
 
 
-def _parsed(data: bytes, load: Callable[[bytes], Any]) -> tuple[dict[str, Row], dict[str, str]]:
+class Table(NamedTuple):
+    """What a header says of many tensors: of each the number of its kind, and its extent; of each kind, its code and shape."""
+
+    rows: dict[str, tuple[int, int, int]]
+    kinds: list[tuple[str, list[int]]]
+    metadata: dict[str, str]
+
+
+def parse_table(data: bytes) -> Table:
+    """As above. With hundreds of thousands of tensors, few objects live at a time that the garbage collector looks at."""
+    made = _Kinds()
+    table = _loaded(data, partial(json.loads, object_pairs_hook=made.of))
+    metadata = table.pop(RESERVED_NAME, {}) if isinstance(table, dict) else None
+    if not isinstance(metadata, dict) or not all(type(row) is tuple for row in table.values()):
+        raise ValueError(_NO_TABLE)
+    return Table(table, made.kinds, metadata)
+
+
+def refuse_unwritable(texts: Iterable[str]) -> None:
+    """Raises ValueError for what is no text of UTF-8: JSON can spell half of a character."""
+    try:
+        "".join(texts).encode()
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ValueError("safetensors header: its names and metadata are not all texts of UTF-8") from error
+
+
+def refuse_gaps(table: Table, num_bytes: int) -> None:
+    """Raises ValueError unless the tensors fill the bytes behind the header, one after the other, as the format asks."""
+    at = 0
+    for begin, end in sorted(row[1:] for row in table.rows.values()):
+        if begin != at or end < begin:
+            raise ValueError("its tensors overlap, or have bytes between them that are of none")
+        at = end
+    if at > num_bytes:
+        raise ValueError(f"it is cut off: its tensors end at {at:,} of {num_bytes:,} bytes")
+    if at < num_bytes:
+        raise ValueError(f"it has {num_bytes - at:,} bytes after its last tensor")
+
+
+def _loaded(data: bytes, load: Callable[[bytes], Any]) -> Any:
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES or 8 + length > len(data):
         raise ValueError(f"safetensors header of {length} bytes does not fit")
     try:
-        table = load(data[8 : 8 + length])
+        return load(data[8 : 8 + length])
+    except (TypeError, RecursionError) as error:
+        raise ValueError(_NO_TABLE) from error
+
+
+def _parsed(data: bytes, load: Callable[[bytes], Any]) -> tuple[dict[str, Row], dict[str, str]]:
+    try:
+        table = _loaded(data, load)
         metadata = table.pop(RESERVED_NAME)
         parsed = {}
         for name, row in table.items():
@@ -139,13 +182,27 @@ def _parsed(data: bytes, load: Callable[[bytes], Any]) -> tuple[dict[str, Row], 
             parsed[name] = Row(str(row["dtype"]), shape, begin, end)
         return parsed, metadata
     except (KeyError, TypeError, RecursionError, AttributeError) as error:
-        raise ValueError(
-            "its safetensors header is not a table of tensors, each with dtype, shape and data_offsets"
-        ) from error
+        raise ValueError(_NO_TABLE) from error
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("safetensors header: a name appears twice")
-    return made
+class _Kinds:
+    """Makes rows of JSON objects while they are parsed."""
+
+    def __init__(self) -> None:
+        self.kinds: list[tuple[str, list[int]]] = []
+        self._numbers: dict[tuple[str | int, ...], int] = {}
+
+    def of(self, pairs: list[tuple[str, Any]]) -> Any:
+        """A row for what tells of a tensor, a dict for any other object."""
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("safetensors header: a name appears twice")
+        offsets, shape, code = found.get("data_offsets"), found.get("shape"), found.get("dtype")
+        if type(offsets) is not list or type(shape) is not list or type(code) is not str:
+            return found  # the table, or its metadata, which has texts
+        if len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in (*offsets, *shape)):
+            raise ValueError("safetensors header: a tensor has a number that is not a count")
+        kind = self._numbers.setdefault((code, *shape), len(self.kinds))
+        if kind == len(self.kinds):
+            self.kinds.append((code, shape))
+        return kind, *offsets

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Self, TypeVar
 
 from ..errors import (
@@ -27,7 +27,7 @@ from ..runs.receipts import archives_in, archives_of, attempt_of_all
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
-from ..runs.starts import Commit, out_of_line, parted
+from ..runs.starts import Commit, counts, parted
 from ..state.names import Selector, shown
 from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
@@ -372,12 +372,8 @@ def committed_folders(storage: Storage) -> Iterator[tuple[int, str]]:
     for _ in range(TRIES):
         names = storage.names("")
         folders = [(told.step, name) for name in names if (told := numbered(name))]
-        retired = _retired(storage, names, folders)
-        ranked = (
-            (step, name)
-            for step, name in sorted(folders, reverse=True)
-            if _is_committed(storage, step, name, retired)
-        )
+        is_committed = _judge(storage, names, folders)
+        ranked = ((step, name) for step, name in sorted(folders, reverse=True) if is_committed(step, name))
         newest = next(ranked, None)
         if names == before or (folders and newest == max(folders)):
             return itertools.chain(() if newest is None else (newest,), ranked)
@@ -385,27 +381,34 @@ def committed_folders(storage: Storage) -> Iterator[tuple[int, str]]:
     raise overtaken(storage.locate(""))
 
 
-def _is_committed(storage: Storage, step: int, folder: str, retired: Mapping[int, str]) -> bool:
-    if step not in retired:
-        return storage.exists(f"{folder}/{MANIFEST}")
-    made = _made(storage, folder)
-    return made is not None and made.attempt != retired[step]
+def _judge(
+    storage: Storage, names: Sequence[str], folders: Sequence[tuple[int, str]]
+) -> Callable[[int, str], bool]:
+    """A test whether a folder of a step is committed: no rollback has taken it out, and no later start goes on below it."""
 
+    def manifests(step: int) -> Iterator[Manifest]:
+        found = (_made(storage, name) for number, name in folders if number == step)
+        return (manifest for manifest in found if manifest is not None)
 
-def _retired(storage: Storage, names: Sequence[str], folders: Sequence[tuple[int, str]]) -> dict[int, str]:
-    """The attempts that announced rollbacks have taken out of the run, by step."""
-
-    def made(step: int) -> Iterable[Manifest | None]:
-        return (_made(storage, name) for number, name in folders if number == step)
-
-    gone = taken_out(filter(None, map(parse_intent, names)), made)
+    retired = taken_out(filter(None, map(parse_intent, names)), manifests)
     starts = parted(sorted(names))[1]
+    steps = sorted({step for step, _ in folders})
 
+    @functools.cache
     def committed(step: int) -> Commit | None:
-        counting = (one for one in made(step) if one is not None and one.attempt != gone.get(step))
-        return next((Commit(one.attempt, one.start) for one in counting), None)
+        counting = (made for made in manifests(step) if made.attempt != retired.get(step))
+        return next((Commit(made.attempt, made.start) for made in counting), None)
 
-    return {**out_of_line(sorted({step for step, _ in folders}), starts, committed), **gone}
+    def is_committed(step: int, folder: str) -> bool:
+        if not storage.exists(f"{folder}/{MANIFEST}"):
+            return False
+        if step in retired:
+            made = _made(storage, folder)
+            if made is None or made.attempt == retired[step]:
+                return False
+        return counts(step, steps, starts, committed)
+
+    return is_committed
 
 
 def _made(storage: Storage, folder: str) -> Manifest | None:

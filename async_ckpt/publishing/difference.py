@@ -16,7 +16,14 @@ import torch
 import xxhash
 
 from ..around.shards import view_of
-from ..format.delta import COUNT_BYTES, MAX_OVERWRITTEN_BYTES, POSITION_BYTES, Encoding, checksum
+from ..format.delta import (
+    COUNT_BYTES,
+    MAX_OVERWRITTEN_BYTES,
+    OUR_CHECKSUMS,
+    POSITION_BYTES,
+    Encoding,
+    new_hash,
+)
 from ..spec import MIB
 from ..staging.device import dense_blocks
 from ..storage.compressed import zstandard_package
@@ -35,9 +42,9 @@ class NotTheBase(ValueError):
     """A frame does not make of these bytes what it should."""
 
 
-def checksum_of(tensor: torch.Tensor) -> str:
+def checksum_of(tensor: torch.Tensor, checksum_format: str = OUR_CHECKSUMS) -> str:
     """Of a tensor's bytes, as they would lie in memory if it were dense."""
-    digest = xxhash.xxh3_128()
+    digest = new_hash(checksum_format)
     for _, block in dense_blocks(tensor, 0, tensor.nbytes):
         digest.update(view_of(block))
     return digest.hexdigest()
@@ -59,13 +66,19 @@ def encode(new: torch.Tensor, base: torch.Tensor, encoding: Encoding) -> tuple[b
     return _encode_overwrite(new, base)
 
 
-def apply(data: memoryview, region: torch.Tensor, encoding: Encoding, wanted: str) -> Callable[[], None]:
+def apply(
+    data: memoryview,
+    region: torch.Tensor,
+    encoding: Encoding,
+    wanted: str,
+    checksum_format: str = OUR_CHECKSUMS,
+) -> Callable[[], None]:
     """Make of the base's bytes the new ones, in place. Returns what puts the old ones back.
 
     Raises NotTheBase if they do not have the wanted checksum then, or if the frame is damaged; the region is then as
     it was.
     """
-    return (_apply_xor if encoding == "xor" else _apply_overwrite)(data, region, wanted)
+    return (_apply_xor if encoding == "xor" else _apply_overwrite)(data, region, wanted, checksum_format)
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -91,8 +104,10 @@ def _encode_xor(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
     return b"".join(out), digest.hexdigest()
 
 
-def _apply_xor(data: memoryview, region: torch.Tensor, wanted: str) -> Callable[[], None]:
-    digest, num_done = xxhash.xxh3_128(), 0
+def _apply_xor(
+    data: memoryview, region: torch.Tensor, wanted: str, checksum_format: str
+) -> Callable[[], None]:
+    digest, num_done = new_hash(checksum_format), 0
     try:
         for piece in _unpacked(data):
             part = region[num_done : num_done + len(piece)]
@@ -169,7 +184,9 @@ def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str
     return b"".join(out), digest.hexdigest()
 
 
-def _apply_overwrite(data: memoryview, region: torch.Tensor, wanted: str) -> Callable[[], None]:
+def _apply_overwrite(
+    data: memoryview, region: torch.Tensor, wanted: str, checksum_format: str
+) -> Callable[[], None]:
     positions, values = _overwritten(data, len(region))
     old = [
         region[where] for where, _ in _changes(positions, values)
@@ -183,7 +200,7 @@ def _apply_overwrite(data: memoryview, region: torch.Tensor, wanted: str) -> Cal
         for (where, _), what in zip(again, old, strict=True):
             region[where] = what
 
-    if checksum(view_of(region)) != wanted:
+    if checksum_of(region, checksum_format) != wanted:
         undo()
         raise NotTheBase("the new bytes do not have the checksum that they should")
     return undo

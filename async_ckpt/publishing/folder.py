@@ -4,36 +4,38 @@ In: the indices of versions, and a storage with their files. Out: a folder of Hu
 Knows nothing of: which versions there are.
 
 A delta is applied in place, by memory maps. The files of an anchor are made in a folder within, on the same disk, and renamed to
-their places when all of them are there and compared.
+their places when all of them are there and compared. No other files are touched than those that are noted as put there by versions,
+and of these none whose bytes are also those of a file elsewhere, by a link of either kind.
 """
 
 from __future__ import annotations
 
-import errno
 import json
+import logging
 import mmap
 import os
-import shutil
-import stat
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from ..around.export import is_left_out
 from ..around.hub import Weights
-from ..around.shards import MAX_SHARD_BYTES, index_of, shards_of, view_of
+from ..around.shards import MAX_SHARD_BYTES, index_of, shards_of
+from ..errors import StorageUnavailableError
 from ..format import safetensors
-from ..format.delta import INDEX, checksum, stays_inside, structure_of
+from ..format.delta import INDEX, checksum, identity_of, new_hash, structure_of
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..state.dtypes import dtype_name
-from ..storage.disk import free_bytes_at, full, preallocate, pwrite, remove_if_empty, translated
-from ..storage.scratch import files_in
+from ..storage.beneath import Beneath, read_at, write_at
+from ..storage.disk import free_bytes_at, full, preallocate, translated
 from .difference import checksum_of
+from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, Files, Notes
 from .replica import Damaged, other_model
-from .source import Anchor, Source, State
+from .source import Anchor, Part, Source, State
 
 try:
     import fcntl
@@ -41,96 +43,143 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _POLL_SECONDS: Final = 0.05
-# What other receivers of these versions use, too.
-_SYNC: Final = ".weight_sync"
-_STATE: Final = f"{_SYNC}/state.json"
-_LOCK: Final = f"{_SYNC}/lock"
-# And what only this one does.
-_FILES: Final = f"{_SYNC}/files.json"
-_NEW: Final = f"{_SYNC}/new"
-_OLD: Final = f"{_SYNC}/old"
-_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
 # In folders that are otherwise empty.
 _OF_DISKS: Final = frozenset({"lost+found"})
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_log: Final = logging.getLogger("async_ckpt")
 
 
 class FolderReplica:
     """A folder of Hugging Face on this machine, which nobody else changes.
 
-    A file in it says which version it holds, and is not there while that changes. Another one lists the files that versions have
-    put there; all others are the user's. Nothing is synced: after a restart of the machine all bytes are compared with their
-    checksums first.
+    Its notes say which version it holds, and in which files. One caller at a time, inside `locked`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder = folder.resolve()  # which may be a link, or where a disk is mounted
+        self.folder = folder = Path(os.path.realpath(folder))  # it may be a link, or where a disk is mounted
+        self._files = Beneath(folder)
+        self._notes = Notes(self._files)
         self._state: State | None = None
-        if folder.exists() and not folder.is_dir():
+        self._there = Files({}, (), "")  # what versions have put there
+        with translated(folder):
+            is_folder, is_there = folder.is_dir(), os.path.lexists(folder)
+            names = {*os.listdir(folder)} - _OF_DISKS if is_folder else set()
+        if is_there and not is_folder:
             raise NotADirectoryError(f"{folder} is a file; give a folder to pull into")
-        if folder.is_dir() and not (folder / _SYNC).is_dir() and {*os.listdir(folder)} - _OF_DISKS:
+        if names and FOLDER not in names:
             raise FileExistsError(
                 f"{folder} has files that no version put there; give a folder that is new or empty"
             )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        if (self.folder / _SYNC).is_symlink():
-            raise FileExistsError(
-                f"{self.folder / _SYNC} is a link; make it a folder, or pull into another one"
-            )
         with translated(self.folder):
-            (self.folder / _SYNC).mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o666)
+            os.makedirs(self.folder, exist_ok=True)
+        fd = self._files.open(LOCK, os.O_CREAT | os.O_RDWR, make=True)
         try:
             wait = Wait("", ENDS_THE_CALL)
-            while not _try_lock(fd):
+            while not self._is_taken(fd):
                 wait.goes_on(lambda: f"another pull into {self.folder}")
                 threading.Event().wait(_POLL_SECONDS)
+            with suppress(StorageUnavailableError):  # what could not be removed the last time
+                self._clear()
+            self._there = self._put_there()
             self._state = self._noted()
             yield
         finally:
-            os.close(fd)
+            with suppress(OSError):  # it was opened for its lock, and nothing was written
+                os.close(fd)
+
+    def _is_taken(self, fd: int) -> bool:
+        with translated(self.folder):
+            return _try_lock(fd)
 
     @property
     def state(self) -> State | None:
         return self._state
 
     def _noted(self) -> State | None:
-        """What its note says, if that can be believed."""
+        """What its notes say, if that can be believed."""
+        noted = self._notes.noted()
         try:
-            told = json.loads((self.folder / _STATE).read_bytes())
-            state = State(int(told["version"]), told["identity"], told["structure"], dict(told["checksums"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None  # there is none, or one of another receiver
-        if not self._has_all_files():
+            if noted is None:
+                return None
+            if noted.state is None:
+                return self._marked(noted.version)
+            if not self._has_all_files():
+                return None
+            if noted.boot == _boot() != "":
+                return noted.state
+            if self._checksums() != noted.state.checksums:
+                return None
+        except (Damaged, StorageUnavailableError):
             return None
-        if told.get("boot") == _boot() != "":
-            return state
-        try:
-            found = self._checksums()
-        except (OSError, Damaged):
-            return None
-        if found != state.checksums:
-            return None
-        self.note(state)
-        return state
+        self.note(noted.state)
+        return noted.state
+
+    def _marked(self, version: int) -> State | None:
+        """What is there, and another receiver says to be a version."""
+        found, structure = self._checksums(), self._structure()
+        return State(version, identity_of(found), structure, found, is_marked=True) if structure else None
 
     def _checksums(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        with self.regions(None) as regions:
-            for name, region in regions.items():
-                found[name] = checksum(view_of(region)) if len(region) else checksum(b"")
-        return found
+        with self._bytes(None) as found:
+            return {name: checksum(data) for name, data in found.items()}
+
+    def _has_all_files(self) -> bool:
+        """Whether they are there still, and the weights as long as they were. What the user has made of a config is his."""
+        there = self._there
+        return bool(there.sizes) and all(
+            self._files.size(name) == size if name in there.weights else self._files.stat(name) is not None
+            for name, size in there.sizes.items()
+        )
+
+    def _put_there(self) -> Files:
+        """The files that versions have put there; of a folder that another receiver has filled, its weights."""
+        noted, files = self._notes.noted(), self._notes.files()
+        if files.weights and (noted is None or noted.state is not None):
+            return files
+        others = self._notes.files_of_another()
+        return Files({**files.sizes, **others.sizes}, others.weights, "")
+
+    def _structure(self) -> str:
+        """Of the tensors that are there, or were before a pull that was killed; empty where nobody can tell."""
+        if self._there.structure:
+            return self._there.structure
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        try:
+            for file in self._there.weights:
+                fd = self._files.open(file, os.O_RDONLY)
+                try:
+                    table, _ = _header(fd)
+                finally:
+                    os.close(fd)
+                kinds = [safetensors.loaded_as(code, shape) for code, shape in table.kinds]
+                tensors |= {
+                    name: (kinds[row[0]][0], tuple(kinds[row[0]][1])) for name, row in table.rows.items()
+                }
+        except (OSError, ValueError, StorageUnavailableError):
+            return ""
+        return structure_of((name, *told) for name, told in tensors.items()) if tensors else ""
 
     def seed(self, anchor: Anchor) -> int:
-        source, state = anchor.source, self._state
-        if state is not None and state.structure != anchor.structure:
-            raise other_model(source.where, anchor.tensors.keys() - state.checksums.keys())
-        with self._renewed(anchor.num_bytes) as new:
-            num_bytes = self._copy_others(source, new)
-            self._take_over(new, self._copy_weights(anchor, new))
+        self._refuse_other_model(anchor)
+        with self._renewed(anchor.num_bytes):
+            num_bytes = self._copy_others(anchor.source)
+            self._take_over(anchor.source.index.tensor_files, self._copy_weights(anchor))
         return num_bytes + anchor.num_bytes
+
+    def _refuse_other_model(self, anchor: Anchor) -> None:
+        """Raises StateMismatchError. A version that a Publisher has made is believed where nobody knows what was here."""
+        state = self._state
+        if state is not None and state.structure != anchor.structure:
+            raise other_model(anchor.source.where, anchor.tensors.keys() - state.checksums.keys())
+        if (
+            state is None
+            and not anchor.source.index.is_sealed
+            and self._structure() not in ("", anchor.structure)
+        ):
+            raise other_model(anchor.source.where, ())
 
     def become(
         self, tensors: Mapping[str, torch.Tensor], version: int, identity: str, beside: Mapping[str, bytes]
@@ -140,160 +189,167 @@ class FolderReplica:
         if self._state is not None and self._state.structure != structure:
             raise other_model(f"version {version}", tensors.keys() - self._state.checksums.keys())
         shards = shards_of(Weights("model", dict(tensors), {}, {}, dict), MAX_SHARD_BYTES)
-        with self._renewed(sum(shard.num_bytes for shard in shards)) as new:
+        with self._renewed(sum(shard.num_bytes for shard in shards)):
             for name, data in beside.items():
-                (new / name).parent.mkdir(parents=True, exist_ok=True)
-                (new / name).write_bytes(data)
+                self._files.put(f"{NEW}/{name}", [data])
             for shard in shards:
-                with open(new / shard.name, "wb") as file:
-                    file.writelines(view for _, view in shard.pieces())
+                self._files.put(f"{NEW}/{shard.name}", (view for _, view in shard.pieces()))
             if len(shards) > 1:
-                (new / INDEX).write_bytes(index_of(shards))
+                self._files.put(f"{NEW}/{INDEX}", [index_of(shards)])
             checksums = {name: checksum_of(tensor) for name, tensor in tensors.items()}
-            self._take_over(new, State(version, identity, structure, checksums))
+            state = State(version, identity, structure, checksums)
+            self._take_over([shard.name for shard in shards], state)
 
     @contextmanager
-    def _renewed(self, num_bytes: int) -> Iterator[Path]:
-        """Where the files of another version are made, before they take over."""
+    def _renewed(self, num_bytes: int) -> Iterator[None]:
+        """While the files of another version are made, and take over."""
         free = free_bytes_at(self.folder)
         if free is not None and free < num_bytes:
             raise full(self.folder, num_bytes, free)
         try:
-            with translated(self.folder):
-                self._clear()
-                (self.folder / _NEW).mkdir()
-                yield self.folder / _NEW
+            self._clear()
+            yield
         finally:
-            with suppress(OSError):
+            with suppress(StorageUnavailableError):
                 self._clear()
 
     def _clear(self) -> None:
-        for inner in (_NEW, _OLD):
-            if (self.folder / inner).exists():
-                shutil.rmtree(self.folder / inner)
+        for inner in (NEW, OLD):
+            self._files.delete_all(inner)
 
-    def _take_over(self, new: Path, state: State) -> None:
-        """Put these files in the place of those of the version before; each at once. After an error that one is there again."""
-        before, names = self._state, {path.relative_to(new).as_posix() for path in files_in(new)}
-        known = self._files()
-        gone = {*known} or {path.name for pattern in _WEIGHTS for path in self.folder.glob(pattern)}
-        for name in gone | names:
-            _refuse_links_above(self.folder, name)
+    def _take_over(self, weights: Collection[str], state: State) -> None:
+        """Put what is new in the place of the files of the version before; each at once. After an error that one is there again."""
+        before, known = self._state, self._there
+        sizes = self._files.sizes(NEW)
+        self._look_for_decoys(sizes.keys() | known.sizes.keys())
+        new = Files(sizes, tuple(weights), state.structure)
         self.note(None)
-        _write(self.folder / _FILES, known | dict.fromkeys(names, 0))
+        self._notes.note_files(new._replace(sizes={**known.sizes, **sizes}))
         aside: list[str] = []
         put: list[str] = []
         try:
-            for name in sorted(gone | names):
-                if os.path.lexists(self.folder / name):
-                    _set_aside(self.folder / name, self.folder / _OLD / name)
+            for name in sorted(known.sizes.keys() | sizes.keys()):
+                if self._files.stat(name) is not None:
+                    self._set_aside(name)
                     aside.append(name)
-                if name in names:
-                    (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    os.replace(new / name, self.folder / name)
+                if name in sizes:
+                    self._files.move(f"{NEW}/{name}", name)
                     put.append(name)
                 else:
-                    self._delete(name)
-            _write(self.folder / _FILES, {name: os.path.getsize(self.folder / name) for name in names})
+                    self._files.delete(name)
+            self._notes.note_files(new)
+            self._there = new
             self.note(state)
         except BaseException:
             for name in put:
-                self._delete(name)
+                self._files.delete(name)
             for name in aside:
-                os.replace(self.folder / _OLD / name, self.folder / name)
-            _write(self.folder / _FILES, known)
+                self._files.move(f"{OLD}/{name}", name)
+            self._notes.note_files(known)
+            self._there = known
             self.note(before)
             raise
 
-    def _delete(self, name: str) -> None:
-        (self.folder / name).unlink(missing_ok=True)
-        if "/" in name:
-            remove_if_empty((self.folder / name).parent)
+    def _set_aside(self, name: str) -> None:
+        """Keep a file until what takes its place is there; where files can have two names, it stays meanwhile."""
+        if not self._files.link(name, f"{OLD}/{name}"):
+            self._files.move(name, f"{OLD}/{name}")
 
-    def _files(self) -> dict[str, int]:
-        """The files that versions have put there, and their sizes when they did."""
-        try:
-            told = json.loads((self.folder / _FILES).read_bytes())
-            return {name: int(size) for name, size in told.items() if stays_inside(name)}
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}
+    def _look_for_decoys(self, ours: Collection[str]) -> None:
+        """Raises StorageUnavailableError for a file of the user's that is loaded instead of a version, and warns of others that
+        may be.
+        """
+        for name in {SINGLE, INDEX} - {*ours}:
+            if self._files.stat(name) is not None:
+                raise StorageUnavailableError(
+                    f"{self.folder / name} was not put there by a version, and would be loaded instead of one; move it away",
+                    path=str(self.folder / name),
+                )
+        with translated(self.folder):
+            beside = [n for n in os.listdir(self.folder) if n.endswith(".safetensors") and n not in ours]
+        if beside:
+            _log.warning(
+                "%s has weights that no version put there, such as %s; engines that load every file would load these too",
+                self.folder,
+                min(beside),
+            )
 
-    def _has_all_files(self) -> bool:
-        """Whether they are there still, and the weights as long as they were. What the user has made of a config is his."""
-        files = self._files()
-        for name, num_bytes in files.items():
-            try:
-                _refuse_links_above(self.folder, name)
-                found = os.lstat(self.folder / name)
-            except OSError:
-                return False
-            if name.endswith(".safetensors") and (
-                not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes
-            ):
-                return False
-        return bool(files)
-
-    def _weight_files(self) -> list[str]:
-        """The files with weights that versions have put there; where another receiver has, all that there are."""
-        known = self._files() or {path.name for path in self.folder.glob("*.safetensors")}
-        return sorted(name for name in known if name.endswith(".safetensors"))
-
-    @staticmethod
-    def _copy_others(source: Source, into: Path) -> int:
+    def _copy_others(self, source: Source) -> int:
         """Config, tokenizer and the like; and an index, where several files have the weights."""
         num_bytes = 0
-        with translated(into):
-            for name in source.other_files():
+        for name in source.other_files():
+            if source.index.is_sealed or not is_left_out(name):  # weights, which deltas would not change
                 data = source.read(name)
-                (into / name).parent.mkdir(parents=True, exist_ok=True)
-                (into / name).write_bytes(data)
+                self._files.put(f"{NEW}/{name}", [data])
                 num_bytes += len(data)
-            if len(source.index.tensor_files) > 1:
-                plain = {"metadata": {}, "weight_map": dict(source.index.files)}
-                (into / INDEX).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n")
+        if source.index.tensor_files != [SINGLE]:
+            plain = {"metadata": {}, "weight_map": dict(source.index.files)}
+            self._files.put(f"{NEW}/{INDEX}", [(json.dumps(plain, indent=2, sort_keys=True) + "\n").encode()])
         return num_bytes
 
-    @staticmethod
-    def _copy_weights(anchor: Anchor, into: Path) -> State:
+    def _copy_weights(self, anchor: Anchor) -> State:
+        begins: dict[str, int] = {}
+        for where in anchor.tensors.values():
+            begins[where.file] = min(where.begin, begins.get(where.file, where.begin))
         files: dict[str, int] = {}
         try:
-            with translated(into):
-                for name in anchor.source.index.tensor_files:
-                    with anchor.source.open(name) as reader:
-                        fd = files[name] = os.open(into / name, os.O_CREAT | os.O_RDWR, 0o666)
-                        preallocate(fd, reader.num_bytes, into / name)
-                        begin = min(
-                            (w.begin for w in anchor.tensors.values() if w.file == name),
-                            default=reader.num_bytes,
-                        )
-                        head = memoryview(bytearray(begin))
-                        reader.read_into(0, head)
-                    _write_at(fd, head, 0)
+            for name in anchor.source.index.tensor_files:
+                inner = f"{NEW}/{name}"
+                with translated(self.folder / inner), anchor.source.open(name) as reader:
+                    fd = files[name] = self._files.open(inner, os.O_CREAT | os.O_EXCL | os.O_RDWR, make=True)
+                    preallocate(fd, reader.num_bytes, self.folder / inner)
+                    head = memoryview(bytearray(begins.get(name, reader.num_bytes)))
+                    anchor.source.fill(reader, name, 0, head)
+                    write_at(fd, head, 0)
 
-                def put(name: str, at: int, part: memoryview) -> None:
-                    where = anchor.tensors[name]
-                    _write_at(files[where.file], part, where.begin + at)
+            def put(file: str, at: int, data: memoryview, parts: list[Part]) -> None:  # noqa: ARG001
+                with translated(self.folder / NEW / file):
+                    write_at(files[file], data, at)
 
-                return anchor.read(put)
+            return anchor.read(put)
         finally:
-            for fd in files.values():
-                os.close(fd)
+            for name, fd in files.items():
+                with translated(self.folder / NEW / name):
+                    os.close(fd)
 
     @contextmanager
-    def regions(self, names: Collection[str] | None) -> Iterator[Mapping[str, torch.Tensor]]:
-        """With None, of all tensors. Raises Damaged."""
-        found: dict[str, torch.Tensor] = {}
+    def regions(self, names: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Raises Damaged."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._look_for_decoys(self._there.sizes)
+        with self._bytes(names) as parts:
+            found = {n: torch.frombuffer(p, dtype=torch.uint8) if p else nothing for n, p in parts.items()}
+            try:
+                yield found
+            finally:
+                found.clear()
+
+    def checksums(self, names: Set[str], checksum_format: str) -> dict[str, str]:
+        """Raises Damaged."""
+        found: dict[str, str] = {}
+        with self._bytes(None) as parts:
+            for name in parts.keys() & names:
+                made = new_hash(checksum_format)
+                made.update(parts[name])
+                found[name] = made.hexdigest()
+        return found
+
+    @contextmanager
+    def _bytes(self, names: Collection[str] | None) -> Iterator[dict[str, memoryview]]:
+        """The bytes of these tensors, to be changed in place; with None, of all, to be read. Raises Damaged."""
+        found: dict[str, memoryview] = {}
         maps: list[mmap.mmap] = []
         try:
-            for name in self._weight_files():
-                path = self.folder / name
+            for file in self._there.weights:
                 try:
-                    _own_alone(self.folder, name, self.folder / _SYNC)
-                    regions = _regions_in(path, maps)
-                except (ValueError, OSError) as error:
-                    raise Damaged(f"{path} is damaged ({error})", path=str(path)) from error
-                found |= {n: region for n, region in regions.items() if names is None or n in names}
-                regions.clear()
+                    with translated(self.folder / file, passing=(FileNotFoundError,)):
+                        parts = self._parts_of(file, names, maps)
+                except (FileNotFoundError, ValueError) as error:
+                    path = str(self.folder / file)
+                    raise Damaged(f"{path} is damaged ({error})", path=path) from error
+                if parts.keys() & found.keys():
+                    raise Damaged(f"{self.folder}: two files have the same tensor", path=str(self.folder))
+                found |= parts
             yield found
         finally:
             found.clear()
@@ -301,12 +357,30 @@ class FolderReplica:
                 with suppress(BufferError):  # a traceback looks at it still, and closes it when it goes
                     mapped.close()
 
+    def _parts_of(
+        self, file: str, names: Collection[str] | None, maps: list[mmap.mmap]
+    ) -> dict[str, memoryview]:
+        """The bytes of tensors in a file, which is mapped to memory for them. Raises ValueError for what is no such file."""
+        is_read, is_own = names is None, False
+        while True:
+            fd = self._files.open(file, os.O_RDONLY if is_read else os.O_RDWR)
+            try:
+                table, at = _header(fd)
+                rows = {name: row for name, row in table.rows.items() if names is None or name in names}
+                if not rows:
+                    return {}
+                if is_read or is_own or os.fstat(fd).st_nlink == 1:
+                    maps.append(mmap.mmap(fd, 0, access=mmap.ACCESS_READ if is_read else mmap.ACCESS_WRITE))
+                    break
+            finally:
+                os.close(fd)
+            self._files.part(file, by=f"{NEW}/{file}")
+            is_own = True
+        whole = memoryview(maps[-1])
+        return {name: whole[at + begin : at + end] for name, (_, begin, end) in rows.items()}
+
     def note(self, state: State | None) -> None:
-        with translated(self.folder):
-            if state is None:
-                (self.folder / _STATE).unlink(missing_ok=True)
-            else:
-                _write(self.folder / _STATE, _told(state))
+        self._notes.note(state, _boot())
         self._state = state
 
 
@@ -320,79 +394,22 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _refuse_links_above(folder: Path, name: str) -> None:
-    """Raises FileExistsError where a folder between these two is a link: what it leads to is not this folder's."""
-    for parent in Path(name).parents:
-        if parent != Path() and (folder / parent).is_symlink():
-            raise FileExistsError(f"{folder / parent} is a link; make it a folder, or pull into another one")
-
-
-def _own_alone(folder: Path, name: str, temp: Path) -> None:
-    """See that a file has no other name, and is no link: what is changed in place must change nowhere else.
-
-    A file that has another name is copied. Raises OSError for what is no file, or is not there.
-    """
-    _refuse_links_above(folder, name)
-    path = folder / name
-    found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.ELOOP, "it is a link, or no file", str(path))
-    if found.st_nlink > 1:
-        copy = temp / "copy"
-        try:
-            shutil.copyfile(path, copy, follow_symlinks=False)
-            os.replace(copy, path)
-        finally:
-            copy.unlink(missing_ok=True)
-
-
-def _regions_in(path: Path, maps: list[mmap.mmap]) -> dict[str, torch.Tensor]:
-    """The bytes of each tensor in a file, which is mapped to memory for it. Raises ValueError for what is no such file."""
-    fd = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
-    try:
-        mapped = mmap.mmap(fd, 0)
-    finally:
-        os.close(fd)
-    maps.append(mapped)
-    begin = 8 + int.from_bytes(mapped[:8], "little")
-    rows, _ = safetensors.parse_foreign_header(mapped[:begin])
-    found = {}
-    for name, row in rows.items():
-        length = row.end - row.begin
-        if begin + row.end > len(mapped):
-            raise ValueError("it is cut off")
-        found[name] = (
-            torch.frombuffer(mapped, dtype=torch.uint8, count=length, offset=begin + row.begin)
-            if length
-            else torch.empty(0, dtype=torch.uint8)
-        )
-    return found
-
-
-def _set_aside(path: Path, to: Path) -> None:
-    """Keep a file under another name until what takes its place is there; where files can have two names, it stays meanwhile."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(path, to, follow_symlinks=False)
-    except OSError:
-        os.replace(path, to)
-
-
-def _told(state: State) -> dict[str, Any]:
-    return {
-        "version": f"{state.version:06d}",
-        "identity": state.identity,
-        "structure": state.structure,
-        "boot": _boot(),
-        "checksums": state.checksums,
-    }
-
-
-def _write(path: Path, told: Mapping[str, Any]) -> None:
-    """At once."""
-    temp = path.with_name(path.name + ".tmp")
-    temp.write_text(json.dumps(told))
-    os.replace(temp, path)
+def _header(fd: int) -> tuple[safetensors.Table, int]:
+    """The tensors in a file, and where its data begins. Raises ValueError for what is no safetensors file."""
+    num_bytes = os.fstat(fd).st_size
+    if num_bytes < 8:
+        raise ValueError("it is cut off")
+    length = memoryview(bytearray(8))
+    read_at(fd, length, 0)
+    begin = 8 + int.from_bytes(length, "little")
+    if begin > min(num_bytes, 8 + safetensors.MAX_HEADER_BYTES):
+        raise ValueError("it is cut off, or no safetensors file")
+    head = bytearray(begin)
+    read_at(fd, memoryview(head), 0)
+    table = safetensors.parse_table(bytes(head))
+    safetensors.refuse_unwritable((*table.rows, *table.metadata, *table.metadata.values()))
+    safetensors.refuse_gaps(table, num_bytes - begin)
+    return table, begin
 
 
 def _boot() -> str:
@@ -401,9 +418,3 @@ def _boot() -> str:
         return _BOOT.read_text().strip()
     except OSError:
         return ""
-
-
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        num_written = pwrite(fd, data, offset)
-        data, offset = data[num_written:], offset + num_written

@@ -7,7 +7,6 @@ One publication at a time has the `Line`, which says what a version may be again
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -32,7 +31,7 @@ from ..format.delta import (
     dump_delta,
     folder_of,
     identity_of,
-    sealed,
+    seal,
     structure_of,
 )
 from ..host.loop import OffLoop
@@ -176,12 +175,13 @@ class Publication(CopySave):
             structure=structure,
             checksums=checksums,
             digests={name: checksum(data) for name, data in self._small.items()},
+            heads={shard.name: checksum(shard.head) for shard in shards},
             start=self._start(),
             slices=self._slices,
             attempt=self._attempt,
         )
         state = State(self._version, identity, structure, checksums)
-        return index, state, sealed(json.loads(index_of(shards, index.weight_map, **index.metadata())))
+        return index, state, seal(index_of(shards, index.weight_map, **index.metadata()))
 
     def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
         """Write the files, several parts at once, and take the checksums of the tensors meanwhile."""

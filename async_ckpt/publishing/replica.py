@@ -9,21 +9,24 @@ A delta is applied in place, and undone if one tensor does not come out as it sh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
 import torch
 
-from ..errors import CorruptCheckpointError, StateMismatchError
-from ..format.delta import INDEX, VersionIndex, identity_of
+from ..errors import CorruptCheckpointError, NotCommittedError, StateMismatchError
+from ..format.delta import INDEX, OUR_CHECKSUMS, VersionIndex, identity_of
 from ..host.limits import num_cpus
 from ..host.threads import Crew
 from ..staging.device import dense_blocks
 from ..state.dtypes import dtype_named
-from .difference import NotTheBase, apply
-from .source import Anchor, Frame, Source, State, Where
+from .base import Base
+from .difference import NotTheBase, apply, checksum_of
+from .proof import is_proven, source_of
+from .source import Anchor, Frame, Part, Source, State, Where
 from .versions import Versions
 
 _ALIGNMENT: Final = 64
@@ -31,7 +34,12 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class Damaged(CorruptCheckpointError):
-    """What is here is not what was noted: the weights have to begin with an anchor."""
+    """What is here is not what was noted: the weights have to begin with an anchor.
+
+    With `perhaps`, it may as well be the delta, of which nothing tells whether its bytes are those that were published.
+    """
+
+    perhaps: bool = False
 
 
 class Replica(Protocol):
@@ -53,30 +61,81 @@ class Replica(Protocol):
     def regions(self, names: Collection[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """The bytes of each of these tensors, to be changed in place; without those that it has not."""
 
+    def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
+        """The checksums of these tensors, computed anew; without those that it has not."""
+
     def note(self, state: State | None) -> None:
         """These weights it has now; with None, they are about to change."""
 
 
-def bring(replica: Replica, versions: Versions, target: int, crew: Crew) -> tuple[list[VersionIndex], int]:
+def bring(
+    replica: Replica,
+    versions: Versions,
+    target: int,
+    crew: Crew,
+    *,
+    base: Base | None = None,
+    planned: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
+) -> tuple[list[VersionIndex], int]:
     """Make of a replica a version, by what lies between it and what is there. What was applied, and the bytes read.
 
-    After an error it has the last version that was applied as a whole. Raises NotCommittedError, CorruptCheckpointError,
-    StateMismatchError, StorageUnavailableError, StorageFullError.
+    `base` is what the first delta of all is against; `planned` is told what is about to be applied. After an error the replica has
+    the last version that was applied as a whole. Raises NotCommittedError, CorruptCheckpointError, StateMismatchError,
+    StorageUnavailableError, StorageFullError.
     """
-    chain = versions.chain(target, replica.state)
+    chain = versions.chain(target, replica.state, base)
+    if replica.state is not None and not is_proven(replica, chain, versions, target, crew, base):
+        _log.warning(
+            "the weights here are not those of version %d; they are begun anew", replica.state.version
+        )
+        chain = versions.chain(target, None, base)
+    planned(chain)
     try:
-        return chain, _follow(replica, versions, chain, crew)
+        num_bytes = _follow(replica, versions, chain, crew, base)
     except Damaged as error:
-        _log.warning("%s; what is here begins with an anchor again", error)
+        chain = _begun_anew(replica, versions, target, base, chain, error)
+        planned(chain)
+        num_bytes = _follow(replica, versions, chain, crew, base)
+    if not chain and replica.state is not None:
+        _note_proven(replica, versions.read_or_base(target, base, fresh=False))
+    return chain, num_bytes
+
+
+def _begun_anew(
+    replica: Replica,
+    versions: Versions,
+    target: int,
+    base: Base | None,
+    chain: Sequence[VersionIndex],
+    error: Damaged,
+) -> list[VersionIndex]:
+    """What to apply, from nothing on, once a chain did not fit what was here. Raises the error where that is of no use."""
+    if error.perhaps and chain[0].is_anchor:
+        raise error
+    if not error.perhaps and not (replica.state and replica.state.is_marked):
         replica.note(None)
-    chain = versions.chain(target, None)
-    return chain, _follow(replica, versions, chain, crew)
+    try:
+        anew = versions.chain(target, None, base)
+    except NotCommittedError as missing:
+        raise error from missing
+    _log.warning("%s; what is here begins with an anchor again", error)
+    return anew
 
 
-def _follow(replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew) -> int:
+def _note_proven(replica: Replica, index: VersionIndex) -> None:
+    """A version was there already, and may not have been noted as such by us."""
+    assert replica.state is not None
+    known = replace(replica.state, stamp="" if index.identity else index.stamp, is_marked=False)
+    if known != replica.state:
+        replica.note(known)
+
+
+def _follow(
+    replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew, base: Base | None
+) -> int:
     num_bytes = 0
     for index in chain:
-        source = Source(versions.storage, index)
+        source = source_of(index, versions, base)
         if index.is_anchor:
             num_bytes += replica.seed(Anchor(source, crew))
         else:
@@ -88,17 +147,16 @@ def _apply(replica: Replica, source: Source, crew: Crew) -> int:
     """Apply one delta: all of it is read and understood before anything is changed."""
     before, index = replica.state, source.index
     assert before is not None
-    assert index.encoding is not None
+    if not before.is_base_of(index):
+        raise source.corrupt(INDEX, f"it is against other weights than version {before.version} has")
     blobs = {file: source.whole(file, crew) for file in index.tensor_files}
-    frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
-    if frames.keys() != index.files.keys():
-        raise source.corrupt(INDEX, "it names other tensors than its files hold")
+    frames = _frames(source, blobs)
     unknown = frames.keys() - before.checksums.keys()
     if unknown or index.structure not in ("", before.structure):
         raise other_model(source.where, unknown)
-    checksums = before.checksums | {name: frame.checksum for name, frame in frames.items()}
-    now = State(index.version, identity_of(checksums), before.structure, checksums)
-    if index.identity not in ("", now.identity):
+    is_ours = index.checksum_format == OUR_CHECKSUMS
+    checksums = before.checksums | {name: frame.checksum for name, frame in frames.items() if is_ours}
+    if index.identity not in ("", identity_of(checksums)):
         raise source.corrupt(
             INDEX, "the checksums in its files are not those of the version that it tells of"
         )
@@ -115,23 +173,32 @@ def _apply(replica: Replica, source: Source, crew: Crew) -> int:
                 put_back()
             replica.note(before)
             raise
-    replica.note(now)
+        if not is_ours:
+            checksums |= {name: checksum_of(region) for name, region in regions.items()}
+    replica.note(State(index.version, identity_of(checksums), before.structure, checksums, source.stamp))
     return sum(map(len, blobs.values()))
+
+
+def _frames(source: Source, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
+    """What a delta changes. Raises CorruptCheckpointError where its files do not have what its index tells of."""
+    frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
+    if {name: frame.file for name, frame in frames.items()} != source.index.files:
+        raise source.corrupt(INDEX, "it names other tensors than its files hold")
+    return frames
 
 
 def _change(
     region: torch.Tensor, name: str, frame: Frame, source: Source, undo: list[Callable[[], None]]
 ) -> None:
-    assert source.index.encoding is not None
+    index = source.index
+    assert index.encoding is not None
     try:
-        undo.append(apply(frame.data, region, source.index.encoding, frame.checksum))
+        undo.append(apply(frame.data, region, index.encoding, frame.checksum, index.checksum_format))
     except NotTheBase as error:
         told = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
-        if source.index.digests.get(
-            frame.file
-        ):  # the frame is what was published, so it is the base that is not
-            raise Damaged(str(told), path=told.path, tensors=told.tensors) from error
-        raise told from error
+        # Where the file has its digest, the frame is what was published, so it is the base that is not.
+        perhaps = frame.file not in index.digests
+        raise Damaged(str(told), path=told.path, tensors=told.tensors, perhaps=perhaps) from error
 
 
 def other_model(where: str, names: Collection[str]) -> StateMismatchError:
@@ -184,8 +251,11 @@ class MemoryReplica:
         self.state = None
         self.lay_out(anchor.tensors)
 
-        def put(name: str, at: int, part: memoryview) -> None:
-            self._regions[name][at : at + len(part)].copy_(torch.frombuffer(part, dtype=torch.uint8))
+        def put(file: str, at: int, data: memoryview, parts: list[Part]) -> None:  # noqa: ARG001
+            for name, begin, part in parts:
+                if part:
+                    region = self._regions[name][begin : begin + len(part)]
+                    region.copy_(torch.frombuffer(part, dtype=torch.uint8))
 
         self.state = anchor.read(put)
         return anchor.num_bytes
@@ -202,6 +272,9 @@ class MemoryReplica:
     @contextmanager
     def regions(self, names: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
         yield {name: self._regions[name] for name in names if name in self._regions}
+
+    def checksums(self, names: Set[str], checksum_format: str) -> dict[str, str]:
+        return {n: checksum_of(self._regions[n], checksum_format) for n in self._regions.keys() & names}
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, in this memory."""

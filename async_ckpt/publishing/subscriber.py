@@ -25,6 +25,7 @@ from ..saving.default import held_memory
 from ..saving.policy import whole_step
 from ..spans import Spans
 from ..storage.place import Anywhere, local_place, written_at
+from .base import Base
 from .folder import FolderReplica
 from .module import fill, refuse_misfit
 from .ranks import RankLines, WholeVersion, assembled
@@ -50,10 +51,15 @@ class Subscriber:
 
     Args:
         root: where the versions are: a path, a URL or a Place.
+        base: a folder of Hugging Face on this machine, for a root whose first version is a delta against a model that is in none,
+            such as slime's. Where a pull finds no anchor, it begins with this model. It must not change.
+
+    Raises NotADirectoryError if `base` is not a folder, and ValueError if it is not on this machine.
     """
 
-    def __init__(self, root: Anywhere) -> None:
+    def __init__(self, root: Anywhere, *, base: str | os.PathLike[str] | None = None) -> None:
         place = written_at(root)
+        self._base = None if base is None else Base(local_place(base).absolute())
         self._versions, self._lines = Versions(place.storage()), RankLines(place)
         self._sizes: dict[int, int] = {}  # of versions that ranks have published, how many
         self._slices: dict[int, dict[int, MemoryReplica]] = {}  # what these hold, in memory
@@ -150,13 +156,19 @@ class Subscriber:
         return self._versions.were_replaced(self._read)
 
     def _pull(self, replica: Replica, target: int, into: object) -> _Done:
+        self._read = {target}
         with replica.locked():
             before = replica.state
-            self._read = {index.version for index in self._versions.chain(target, before)} | {target}
-            chain, num_bytes = bring(replica, self._versions, target, self._crew)
+            chain, num_bytes = bring(
+                replica, self._versions, target, self._crew, base=self._base, planned=self._planned
+            )
             if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
                 fill(into, {n: replica.tensor(n) for n in replica.tensors}, self._named(target))
         return _Done(_base(before, chain), len(chain), num_bytes)
+
+    def _planned(self, chain: Sequence[VersionIndex]) -> None:
+        """These are about to be read; what the user has given as their base is none of the root's."""
+        self._read |= {i.version for i in chain if self._base is None or not self._base.is_meant(i)}
 
     def _pull_of_ranks(self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int) -> _Done:
         """Bring the slices of each rank to the version, in memory; then put whole tensors together."""
@@ -286,7 +298,7 @@ class Subscriber:
     def _target(self, version: int | None) -> int:
         there = self._numbers()
         if version is not None:
-            if version not in there:
+            if version not in there and (self._base is None or version or there[:1] == [0]):
                 self._versions.read(version, fresh=True)  # which says what is there
             return version
         newest = max(there, default=None)
@@ -302,7 +314,12 @@ class Subscriber:
 
     def _replica(self, into: str | os.PathLike[str] | torch.nn.Module) -> Replica:
         if not isinstance(into, torch.nn.Module):
-            return self._folder(into)
+            folder = self._folder(into)
+            if self._base is not None and folder.folder == self._base.folder.resolve():
+                raise ValueError(
+                    f"{into} is the base itself, which must not change; pull into another folder"
+                )
+            return folder
         module = into
         replica = self._modules.get(module)
         if replica is None:

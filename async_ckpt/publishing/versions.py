@@ -22,6 +22,7 @@ from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCo
 from ..format.delta import (
     INDEX,
     VersionIndex,
+    checksum,
     folder_of,
     is_attempt,
     parse,
@@ -31,6 +32,8 @@ from ..storage.base import Storage
 from ..storage.disk import sync_folder, translated
 from ..storage.locks import TEMP_SUFFIX, temps_of
 from ..storage.scratch import Scratch
+from .base import Base
+from .notes import SINGLE
 from .source import Source, State
 
 # Which publisher adds versions: the one that has written this last.
@@ -40,8 +43,6 @@ _UNFINISHED: Final = re.compile(r"unfinished(\.[0-9a-f]{16})?\.json")
 # Whenever versions take the place of others, a publisher leaves such a mark in the root, and takes older ones away: whoever
 # lists the root then believes nothing that was read before.
 _MARK: Final = re.compile(r"replaced\.[0-9a-f]{16}\.json")
-# What others publish as a full version may be this alone.
-_SINGLE: Final = "model.safetensors"
 
 
 class _Known(NamedTuple):
@@ -101,11 +102,11 @@ class Versions:
 
         Only on a disk, where folders are renamed to their place: in a store the index tells that all of it is there.
         """
-        if self.storage.remote:
+        if self.storage.remote or not Ownership(self.storage).admits(number, b""):
             return None
-        index = VersionIndex(number, {"": _SINGLE})
+        index = VersionIndex(number, {"": SINGLE}, stamp=str(self._stamp(number, SINGLE)))
         try:
-            return replace(index, files=dict.fromkeys(Source(self.storage, index).held_in(_SINGLE), _SINGLE))
+            return replace(index, files=dict.fromkeys(Source(self.storage, index).held_in(SINGLE), SINGLE))
         except CorruptCheckpointError:
             return None
 
@@ -122,7 +123,12 @@ class Versions:
         try:
             stamp = self._stamp(number)
             data, version = self.storage.read(path)
-            index = parse(data, number)
+            index = replace(parse(data, number), stamp=version)
+            if not index.is_sealed and not Ownership(self.storage).admits(number, data, index):
+                raise ValueError(
+                    f"it is damaged, or another program's: a Publisher publishes here ({_OWNER}), whose indices have digests of "
+                    "themselves. What others publish belongs into a root of its own"
+                )
         except FileNotFoundError:
             bare = self._bare(number)
             if bare is not None:
@@ -131,6 +137,8 @@ class Versions:
                 self._known.pop(number, None)
             there = self.numbers()
             told = f"there are {there[0]} to {there[-1]}" if there else "there is none"
+            if wanted_by and number < there[0]:
+                told += "; if it is the model that all began with, give its folder: Subscriber(root, base=…)"
             raise NotCommittedError(
                 f"{self.root}: version {number} is not there{wanted_by}; {told}", path=self.root, step=number
             ) from None
@@ -143,12 +151,19 @@ class Versions:
             self._known[number] = _Known(index, version, stamp)
         return index
 
-    def _stamp(self, number: int) -> object:
+    def bytes_of(self, number: int) -> bytes:
+        """The index as it is in the storage; nothing if there is none."""
+        try:
+            return self.storage.read(f"{folder_of(number)}/{INDEX}")[0]
+        except FileNotFoundError:
+            return b""
+
+    def _stamp(self, number: int, file: str = INDEX) -> object:
         """What tells of an index on a disk that it is the same file; None in a store, where marks in the root do."""
         if self.storage.remote:
             return None
         with suppress(OSError):
-            told = os.stat(Path(self.root) / folder_of(number) / INDEX)
+            told = os.stat(Path(self.root) / folder_of(number) / file)
             return told.st_ino, told.st_mtime_ns, told.st_size
         return None
 
@@ -165,15 +180,27 @@ class Versions:
                 return True
         return False
 
-    def chain(self, target: int, state: State | None) -> list[VersionIndex]:
+    def read_or_base(
+        self, number: int, base: Base | None, *, wanted_by: str = "", fresh: bool = True
+    ) -> VersionIndex:
+        """The index, or that of the base, which stands for what is older than all versions. Raises as `read` does."""
+        try:
+            return self.read(number, wanted_by=wanted_by, fresh=fresh)
+        except NotCommittedError:
+            if base is None or number >= min(self.numbers(), default=1):
+                raise
+            return base.index(number)
+
+    def chain(self, target: int, state: State | None, base: Base | None = None) -> list[VersionIndex]:
         """What to apply to a state, or from nothing on, to have a version: in this order. Empty if it is there already.
 
-        Raises NotCommittedError where one is missing, and CorruptCheckpointError.
+        `base` stands for what the oldest version is against. Raises NotCommittedError where one is missing, and
+        CorruptCheckpointError.
         """
         steps: list[VersionIndex] = []
         number, wanted_by = target, ""
         while True:
-            index = self.read(number, wanted_by=wanted_by, fresh=True)
+            index = self.read_or_base(number, base, wanted_by=wanted_by)
             if state is not None and state.is_version(index):
                 break
             steps.append(index)
@@ -292,20 +319,56 @@ class Ownership:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self.token = os.urandom(8).hex()
-        told = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
-        self._told = json.dumps(told, sort_keys=True).encode() + b"\n"
+        self._told = b""
         self.is_taken = False
 
     def take(self) -> None:
         """Whoever has it has lost it."""
+        told = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
+        self._told = json.dumps({**told, "unsealed": self._unsealed()}, sort_keys=True).encode() + b"\n"
         names = [] if self._storage.remote else self._storage.names("")
-        left = [
-            *temps_of(_OWNER, names),
-            *(n for n in names if n.startswith(".replaced.") and n.endswith(TEMP_SUFFIX)),
-        ]
+        marks = [name for name in names if name.startswith(".replaced.") and name.endswith(TEMP_SUFFIX)]
+        left = [*temps_of(_OWNER, names), *marks]
         self._storage.sweep("", left, delete=True)  # of those that were killed in the next line
         self._storage.replace(_OWNER, self._told)
         self.is_taken = True
+
+    def _unsealed(self) -> dict[str, str]:
+        """The versions whose index has no digest of itself, and that were there before the first publisher that writes one: each
+        with the digest of its index, which is that of nothing if it has none.
+        """
+        told = self._owner()
+        if told is not None and "unsealed" in told:
+            return _texts(told["unsealed"])
+        found: dict[str, str] = {}
+        versions = Versions(self._storage)
+        for number in versions.numbers():
+            with suppress(CheckpointError):
+                if not versions.read(number).is_sealed:
+                    found[str(number)] = checksum(versions.bytes_of(number))
+        return found
+
+    def admits(self, number: int, data: bytes, index: VersionIndex | None = None) -> bool:
+        """Whether an index that has no digest of itself is that of a version all the same.
+
+        Where a publisher publishes, anything may be a damaged index of its own, also what looks as if others had written it.
+        """
+        told = self._owner()
+        if told is None:
+            return True
+        if "unsealed" not in told:  # of a release before, of which indices say what they are
+            return index is not None and bool(index.identity)
+        return _texts(told["unsealed"]).get(str(number)) == checksum(data)
+
+    def _owner(self) -> dict[str, object] | None:
+        """What a publisher has written that has taken the root; None if none has."""
+        try:
+            told = json.loads(self._storage.read(_OWNER)[0])
+        except FileNotFoundError:
+            return None
+        except (ValueError, RecursionError):
+            return {"unsealed": {}}
+        return told if isinstance(told, dict) else {"unsealed": {}}
 
     def check(self) -> None:
         """Raises ClosedError when another publisher has taken it since."""
@@ -322,3 +385,7 @@ class Ownership:
                 f"{root}: another Publisher has begun to publish here ({other:.200}); give each one a root of its own. "
                 "If all ranks publish the same model, let rank 0 do it alone"
             )
+
+
+def _texts(told: object) -> dict[str, str]:
+    return told if isinstance(told, dict) and all(isinstance(t, str) for t in told.values()) else {}

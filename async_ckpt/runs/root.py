@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Final, NamedTuple
 
 from ..errors import (
@@ -27,7 +27,7 @@ from .manifest import Archive, Manifest, intent_name, parse_intent, retired_name
 from .naming import STEP_FORMAT, folder_pattern
 from .others import newest_named_otherwise
 from .retention import Commits
-from .starts import Commit, Start, out_of_line, parted
+from .starts import Commit, Start, counts, out_of_line, parted
 
 # A writer that keeps one step deletes it with its next save: whoever reads that slowly comes too late many times.
 TRIES: Final = 100
@@ -229,17 +229,11 @@ class Root:
     def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
         """The last of these steps, given in ascending order, that is committed and counts; of all steps by default."""
         gone = self.retiring(listing.intents)
-        has_asked = False
         for step in reversed(listing.steps if steps is None else steps):
             if not self.storage.exists(self.manifest_path(step)) or self.is_retired(step, gone):
                 continue
-            if not has_asked:  # this one, and none above it, is committed
-                has_asked = True
-                lower = listing.steps[: bisect_right(listing.steps, step)]
-                gone = {**self.stale(listing, gone, lower), **gone}
-                if self.is_retired(step, gone):
-                    continue
-            return step
+            if not self.is_retired(step, self._stale_of(step, listing, gone)):
+                return step
         return None
 
     def read(self, step: int, *, say: bool = True) -> tuple[Manifest, str]:
@@ -278,25 +272,55 @@ class Root:
         gone = self.retiring(listing.intents)
         return {**self.stale(listing, gone, listing.steps if steps is None else steps), **gone}
 
-    def stale(self, listing: Listing, gone: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
-        """The commits of processes that had lost the run. Reads at most the newest where that is of the latest start."""
+    def gone_attempt(self, step: int, listing: Listing) -> str:
+        """The attempt at one step that does not count, or nothing, as `out` has it."""
+        gone = self.retiring(listing.intents)
+        return gone.get(step) or self._stale_of(step, listing, gone).get(step, "")
 
+    def stale(self, listing: Listing, gone: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
+        """The commits of processes that had lost the run. Reads the manifests from the second start of the run on."""
+        return {**self.outside, **out_of_line(steps, listing.starts, self._committed(gone))}
+
+    def _stale_of(self, step: int, listing: Listing, gone: Mapping[int, str]) -> dict[int, str]:
+        """The same for one step; reads at most its manifest where that is of the latest start."""
+        committed = self._committed(gone)
+        if counts(step, listing.steps, listing.starts, committed):
+            return self.outside
+        commit = committed(step)
+        return {**self.outside, step: commit.attempt} if commit else self.outside
+
+    def _committed(self, gone: Mapping[int, str]) -> Callable[[int], Commit | None]:
         def committed(step: int) -> Commit | None:
             made = self.known.get(step) or self.find(step)
             return None if is_out(step, made, gone) else commit_of(made)
 
-        found = out_of_line(steps, listing.starts, committed) if listing.starts else {}
-        return {**self.outside, **found}
+        return cache(committed)
 
     def retire(self, stale: Mapping[int, str]) -> None:
         """Rename the manifests of commits that do not count, so that their steps are free again."""
         for step in sorted(stale, reverse=True):
-            made, folder = self.find(step), self.folder(step)
-            if made is not None and made.attempt == stale[step]:
-                with suppress(FileNotFoundError):
-                    self.storage.move(f"{folder}/{manifest.NAME}", f"{folder}/{retired_name()}")
+            self._retire(step, stale)
         self.outside = {step: attempt for step, attempt in self.outside.items() if step not in stale}
         self.forget(stale)
+
+    def _retire(self, step: int, gone: Mapping[int, str]) -> None:
+        """Rename the manifest of a step if it is that of the attempt in `gone`.
+
+        This process may have slept since it read the manifest, and another one may have retired it meanwhile and committed the
+        step anew: then the new manifest is put back.
+        """
+        path, retired = self.manifest_path(step), f"{self.folder(step)}/{retired_name()}"
+        try:
+            before = self.storage.read(path)[0]
+            if not _is_of(before, path, gone[step]):
+                return
+            self.storage.move(path, retired)
+            after = self.storage.read(retired)[0]
+        except FileNotFoundError:  # another process was faster
+            return
+        if after != before:
+            with suppress(FileExistsError):
+                self.storage.put_new(path, after)
 
     def is_retired(self, step: int, gone: Mapping[int, str]) -> bool:
         return step in gone and is_out(step, self.find(step), gone)
@@ -308,13 +332,7 @@ class Root:
             if made is None or made.attempt != attempt:
                 continue  # not committed: it counts for nothing, and goes with its archive
             gone = {retired.step: retired.attempt for retired in made.retires}
-            found = self.look_up(list(gone))
-            for newer in sorted(found, reverse=True):
-                if is_out(newer, found[newer], gone):
-                    folder = self.folder(newer)
-                    retired = f"{folder}/{retired_name()}"
-                    with suppress(FileNotFoundError):  # somebody else was faster
-                        self.storage.move(f"{folder}/{manifest.NAME}", retired)
+            self.do_all([partial(self._retire, newer, gone) for newer in sorted(gone, reverse=True)])
             with self._lock:
                 self.made -= gone.keys()
             self.storage.delete(intent_name(step, attempt))
@@ -348,6 +366,13 @@ def commit_of(made: Manifest | None) -> Commit | None:
 def is_out(step: int, made: Manifest | None, gone: Mapping[int, str]) -> bool:
     """Whether a rollback took this very commit of the step out of the run; one that is damaged is what was there."""
     return step in gone and (made is None or made.attempt == gone[step])
+
+
+def _is_of(data: bytes, path: str, attempt: str) -> bool:
+    try:
+        return manifest.parse(data, path=path).attempt == attempt
+    except CheckpointError:  # damaged: it is what was there when it was taken out
+        return True
 
 
 def overtaken(where: str) -> StorageUnavailableError:

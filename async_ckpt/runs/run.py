@@ -127,8 +127,7 @@ class Run:
     def manifest(self, step: int) -> Manifest:
         """Raises NotCommittedError when there is none."""
         made = self._root.read(step)[0]
-        gone = self._root.out(self._root.relist())
-        if gone.get(step) == made.attempt:
+        if self._root.gone_attempt(step, self._root.relist()) == made.attempt:
             raise self._root.not_committed(step)
         return made
 
@@ -211,7 +210,7 @@ class Run:
             _, version = self._root.storage.read(self._root.manifest_path(step))
             made = Manifest(step, "", 1, 0.0, ())
         listing = self._root.listing or self._root.relist()
-        return None if self._root.out(listing).get(step) == made.attempt else (made, version)
+        return None if self._root.gone_attempt(step, listing) == made.attempt else (made, version)
 
     def commit(
         self,
@@ -306,7 +305,7 @@ class Run:
 
         `others` are the runs at the other roots. Raises RunTakenError.
         """
-        if self._start is not None:
+        if self._start is not None and self._start.first <= step:
             return False
         self._start, is_new = self._tenure.take(
             self,
@@ -334,17 +333,25 @@ class Run:
         self._tenure.leave(self)
 
     def adopt(self, made: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
-        """Commit, under its own manifest, a step whose archives were copied here from another root.
+        """Commit, under its own manifest, a step whose archives were copied here from another root, as the rollback that it was.
 
         Raises StepExistsError when the step has been committed here meanwhile.
         """
-        self._root.finish_rollbacks(self._root.relist().intents)
+        listing = self._root.relist()
+        self._root.retire(self._root.stale(listing, self._root.retiring(listing.intents), listing.steps))
+        self._root.finish_rollbacks(listing.intents)
+        if made.retires:
+            with suppress(FileExistsError):
+                self.storage.put_new(intent_name(made.step, made.attempt), made.dump())
         try:
             self._put(made, replaces)
         except FileExistsError as error:
             raise _exists(made.step) from error
+        self._root.forget(retired.step for retired in made.retires)
         self._root.note({made.step: made})
         self._root.listing = None
+        if made.retires:
+            self._root.finish_rollbacks([(made.step, made.attempt)])
         self._sweeper.delete_replaced(made.step, replaces[0] if replaces else None)
 
     def committed(self, step: int) -> Manifest | None:
@@ -354,7 +361,7 @@ class Run:
     def retired(self, step: int) -> set[str]:
         """Attempts at a step that a rollback has taken out of the run."""
         attempts = self._sweeper.retired(step)
-        gone = self._root.out(self._root.listing or self._root.relist()).get(step)
+        gone = self._root.gone_attempt(step, self._root.listing or self._root.relist())
         return attempts | {gone} if gone else attempts
 
     # --- deleting ---------------------------------------------------------------------------------------------

@@ -79,37 +79,54 @@ class Commit(NamedTuple):
     start: str
 
 
-def out_of_line(
-    steps: Sequence[int], starts: Iterable[Start], committed: Callable[[int], Commit | None]
-) -> dict[int, str]:
+Committed = Callable[[int], Commit | None]
+
+
+def out_of_line(steps: Sequence[int], starts: Iterable[Start], committed: Committed) -> dict[int, str]:
     """The attempts, by step, that do not count: a step below them was committed by a later start.
 
-    On a sound line starts never fall as steps rise, for a start that saves below newer steps retires them, or is refused. So
-    only the newest steps can be in doubt, and only as long as there is a later start whose saves may lie below them.
-    `committed` reads the manifest of a step, None where there is none. Commits of starts that are not listed, of older versions
-    and of other tools always count: nothing is known of their order.
+    On a sound line starts never fall as steps rise, for a start that saves below newer steps retires them, or is refused.
+    `steps` are ascending; `committed` reads the manifest of a step, None where there is none. Commits of starts that are not
+    listed, of older versions and of other tools always count: nothing is known of their order.
     """
-    known = {start.token: start for start in starts}
+    known = _by_token(starts)
+    firsts = [start.first for start in sorted(known.values())[1:]]
     out: dict[int, str] = {}
-    doubtful: dict[int, tuple[str, Start]] = {}
-    for step in reversed(steps):
-        later = [start for start in known.values() if start.first < step]
-        if not (doubtful or later):
-            break
-        found = committed(step)
-        own = None if found is None else known.get(found.start.rpartition(".")[2])
-        if found is None or own is None:
-            if found is not None and not doubtful:
-                break
+    latest: Start | None = None
+    for step in steps[bisect_left(steps, min(firsts)) :] if firsts else ():  # below there is no later start
+        commit = committed(step)
+        own = _start_of(commit, known)
+        if commit is None or own is None:
             continue
-        out |= {one: attempt for one, (attempt, start) in doubtful.items() if start.is_before(own)}
-        doubtful = {one: doubt for one, doubt in doubtful.items() if one not in out}
-        if any(own.is_before(start) for start in later):
-            doubtful[step] = found.attempt, own
-        rivals = (s.first for s in known.values() for _, start in doubtful.values() if start.is_before(s))
-        if step <= min(rivals, default=step):
-            break
+        if latest is not None and own.is_before(latest):
+            out[step] = commit.attempt
+        else:
+            latest = own
     return out
+
+
+def counts(step: int, steps: Sequence[int], starts: Iterable[Start], committed: Committed) -> bool:
+    """Whether the commit of one step counts, by the rule of `out_of_line`. Reads only manifests that may be of later starts."""
+    known = _by_token(starts)
+    if len(known) < 2 or (own := _start_of(committed(step), known)) is None:
+        return True
+    begin = min((later.first for later in known.values() if own.is_before(later)), default=step)
+    below = steps[bisect_left(steps, begin) : bisect_left(steps, step)]
+    others = (_start_of(committed(lower), known) for lower in reversed(below))
+    return not any(other is not None and own.is_before(other) for other in others)
+
+
+def _by_token(starts: Iterable[Start]) -> dict[str, Start]:
+    """One of each process, with the least of its first steps: a process takes a root again to save below its first step."""
+    known: dict[str, Start] = {}
+    for start in sorted(starts):
+        earlier = known.get(start.token, start)
+        known[start.token] = start._replace(first=min(start.first, earlier.first))
+    return known
+
+
+def _start_of(commit: Commit | None, known: dict[str, Start]) -> Start | None:
+    return known.get(commit.start.rpartition(".")[2]) if commit else None
 
 
 # --- this process -------------------------------------------------------------------------------------------------
@@ -145,8 +162,8 @@ class Tenure:
         listed: Callable[[], Sequence[Start]],
         elsewhere: Callable[[], Iterable[Start]],
     ) -> tuple[Start, bool]:
-        """Take a root for a user that is about to save, if that has not been done. The start, and whether it is new: then the
-        commits there are to be looked at again.
+        """Take a root for a user that is about to save, if that has not been done for this step or a lower one. The start, and
+        whether it is new: then the commits there are to be looked at again.
 
         `token` is that of the start at all roots of the run; `listed` lists the starts at this root, and `elsewhere` those at the
         others.
@@ -154,9 +171,12 @@ class Tenure:
         """
         with self._taking:
             self._users.add(user)
-            if self.start is not None:
+            if self.start is not None and self.start.first <= step:
                 return self.start, False
             there = listed()
+            if self.start is not None:
+                self.refuse_if_later(storage, self.start, there)
+                token = self.start.token
             refuse_if_alive(storage, there)
             # Another root may have been taken a moment ago.
             least = max((s.number + (s.token != token) for s in elsewhere()), default=1)

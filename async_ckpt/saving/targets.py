@@ -216,20 +216,41 @@ class StepTarget(Target):
         await self._agreement.follow(off_loop)
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
-        if self._manifest is not None:  # rank 0 has
+        if self._manifest is not None:  # rank 0 has committed
             self._contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
             self._is_committed_as(self._manifest, archives, late=late)
             self._is_announced = True
             return
-        if (
-            self._agreement.has_others
-        ):  # the other ranks learn of a commit by its manifest, so it must not be in vain
-            self._run.check_taken()
-        # Newer steps may have followed since: a late commit takes none of them out of the run.
-        retire = self._lineage.retire and not late
+        if self._agreement.has_others:
+            self._run.check_taken()  # the other ranks learn of a commit by its manifest, so it must not be in vain
         elsewhere = (*self._contents.borrowed, *self._write_driver())
+        manifest = self._committed_elsewhere() if late else None
+        if manifest is not None:
+            self._run.adopt(manifest, replaces=self._replaces)
+        else:
+            manifest = self._put_manifest(archives, elsewhere, retire=self._lineage.retire and not late)
+        self._close_driver()
+        self._agreement.committed()
+        self._is_committed_as(manifest, archives, late=late)
+        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
+            self._announce()
+
+    def _committed_elsewhere(self) -> Manifest | None:
+        """The manifest that commits this attempt at another root. A late commit takes it over, and so retires the same
+        steps, and no newer step that has followed since.
+        """
+        for run in self._lineage.roots.runs:
+            with suppress(StorageUnavailableError):
+                manifest = run.committed(self._contents.step) if run is not self._run else None
+                if manifest is not None and manifest.attempt == self._token:
+                    return manifest
+        return None
+
+    def _put_manifest(
+        self, archives: tuple[Archive, ...], elsewhere: tuple[Elsewhere, ...], *, retire: bool
+    ) -> Manifest:
         with self._agreement.committing(), self._telling_ranks():
-            manifest = self._run.commit(
+            return self._run.commit(
                 self._contents.step,
                 self._token,
                 archives,
@@ -240,11 +261,6 @@ class StepTarget(Target):
                 ranks=self._of_ranks,
                 world_size=self._agreement.world_size,
             )
-        self._close_driver()
-        self._agreement.committed()
-        self._is_committed_as(manifest, archives, late=late)
-        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
-            self._announce()
 
     def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
         self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)

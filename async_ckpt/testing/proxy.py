@@ -185,6 +185,15 @@ class FaultyProxy:
 
         return self._add(f"answer {number} {code}", act, times, match)
 
+    def ignore_conditions(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
+        """Take If-Match and If-None-Match out of the request, as a store does that knows neither."""
+
+        async def act(exchange: ProxiedRequest) -> bool:
+            exchange.leave_out("if-match", "if-none-match")
+            return await exchange.forward()
+
+        return self._add("ignore conditions", act, times, match)
+
     def lose(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Acknowledge with an e-tag, and pass nothing on: what the client takes for stored is lost.
 

@@ -149,6 +149,14 @@ class ProxiedRequest:
         self._upstream = upstream
         self._head = head
 
+    def leave_out(self, *headers: str) -> None:
+        """Forward the request without these headers, named in lower case."""
+        lines = self._head.split(b"\r\n")
+        names = [line.partition(b":")[0].strip().lower().decode("latin-1") for line in lines]
+        self._head = b"\r\n".join(
+            line for line, name in zip(lines, names, strict=True) if name not in headers
+        )
+
     async def forward(
         self,
         *,

@@ -99,11 +99,16 @@ class TarStorageReader(StorageReader):
         """What is in the step, as torch says it. Raises TypeError for a state that is not a dict."""
         # Without `**kwargs`: torch would try once more, and if that went well go on without the other ranks.
 
-        def use(parts: Sequence[Part]) -> tuple[str, Metadata]:
-            return identity_of(parts), metadata_of(entries_of(parts), kept_in(parts))
+        def use(parts: Sequence[Part]) -> tuple[str, Metadata, object]:
+            kept = kept_in(parts)
+            return identity_of(parts), metadata_of(entries_of(parts), kept), kept.get("save_id")
 
-        self._seen, metadata = self._read(use)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
+        self._seen, metadata, save_id = self._read(use)
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=self.checkpoint_id,
+            save_id=save_id if isinstance(save_id, str) else None,
+            load_id=self._load_id,
+        )
         return metadata
 
     def set_up_storage_reader(

@@ -182,7 +182,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         metadata.storage_meta = self.storage_meta()
         kept = kept_of(metadata, (name for one in written.values() for name in one.blobs))
         archives = tuple(written[rank].archive for rank in sorted(written))
-        self._commit(save, archives, {KEPT: kept} if kept else {})
+        self._commit(save, archives, {KEPT: {**kept, "save_id": save.save_id}})
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.save_id)
