@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..host.loop import OffLoop
 from ..report import Progress
-from ..saving.errand import CopySave
+from ..saving.copy_save import CopySave
 from ..spans import Spans
 from ..staging.guard import Optimizers
 from ..state.captured import SnapshotView

@@ -37,7 +37,7 @@ from ..format.delta import (
 from ..host.loop import OffLoop
 from ..host.threads import Crew, running_future
 from ..report import Progress, SaveReport
-from ..saving.errand import CopySave
+from ..saving.copy_save import CopySave
 from ..spans import Spans
 from ..spec import MIB
 from ..staging.guard import Optimizers
