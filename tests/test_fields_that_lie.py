@@ -16,8 +16,9 @@ from slices import one_in
 from states import open_run
 
 import async_ckpt
-from async_ckpt import CheckpointError
+from async_ckpt import CheckpointError, StorageUnavailableError
 from async_ckpt.runs.manifest import seal, unseal
+from async_ckpt.storage.local import LocalStorage
 
 ODD: list[Any] = [
     None, True, -1, 2**70, 1e308, float("nan"), "", "x", "\ud800", "../../x", "9" * 5000, [], {}, [[]], [None], {"x": 1}, ["x"] * 3,
@@ -111,3 +112,37 @@ def test_a_field_of_another_type_is_refused_by_name(sound: Path, tmp_path: Path,
                     wrong.append((lie, at, repr(error)[:200]))
         shutil.rmtree(root)
     assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step_00000001",
+        "step_00000003",
+        "*2/manifest.json",
+        "*2/rank*",
+        "checkpoints.jsonl",
+        "latest",
+        "start-*",
+    ],
+)
+def test_a_link_that_leads_to_itself_is_refused_by_name_or_passed_over(
+    sound: Path, tmp_path: Path, name: str
+) -> None:
+    root = shutil.copytree(sound, tmp_path / "run")
+    (path,) = root.glob(name)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(path.name)
+    for read in readers(root):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                read()
+            except CheckpointError:
+                continue
+
+
+def test_a_folder_that_nothing_can_be_written_to_has_no_clock_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageUnavailableError, match="is writable"):
+        LocalStorage(tmp_path).sweep("file", ["rank_00000.0123abcd.tar"], decided=True, of_ranks=True)

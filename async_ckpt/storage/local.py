@@ -208,7 +208,8 @@ class LocalStorage:
 
     def _old(self, folder: str, names: list[str]) -> list[str]:
         """Those that were last written to more than a day ago, by the clock of the file system."""
-        temp, fd = create_locked(self.root / folder / "clock")
+        with translated(self.root / folder):
+            temp, fd = create_locked(self.root / folder / "clock")
         try:
             limit = os.fstat(fd).st_mtime - ORPHAN_SECONDS
         finally:
