@@ -241,9 +241,17 @@ class Sweeper:
         gone = [n for n in names if is_beside(n) and _attempt_of(n) not in left]
         swept = self._root.storage.sweep(folder, gone, delete=True, decided=True, of_ranks=True)
         attempts = {_attempt_of(n) for n in (*swept, *dead)} - left
-        for name in names:
-            if is_folder_of_receipts(name) and _attempt_of(name) in attempts:
-                self._root.storage.delete_all(f"{folder}/{name}")
+        for name in filter(is_folder_of_receipts, names):
+            path = f"{folder}/{name}"
+            if _attempt_of(name) in attempts:
+                self._root.storage.delete_all(path)
+            elif (
+                _attempt_of(name) not in left
+            ):  # its ranks were killed before any of them had begun an archive
+                receipts = self._root.storage.names(path)
+                old = self._root.storage.sweep(path, receipts, delete=True, decided=True, of_ranks=True)
+                swept += [f"{name}/{receipt}" for receipt in old]
+                self._root.storage.remove_if_empty(path)
         return swept
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
