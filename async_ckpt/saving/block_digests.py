@@ -4,9 +4,9 @@ In: where the groups lie, blocks as they are digested. Out: the digests of the a
 Knows nothing of: who writes.
 
 The digests of groups show which groups have the very bytes of the commit before: a training that stands still, a
-snapshot that is stale. The digests of whole blocks serve the group that fills these blocks, so only the ends that a group
-shares with others are digested a second time. A group that has moved in the file, because something before it has grown,
-is digested once more as a whole, by the blocks of the place where it was.
+snapshot that is stale. The digests of whole blocks serve the group that fills these blocks, so only the ends that a
+group shares with others are digested a second time. A group that has moved in the file, because something before it
+has grown, is digested once more as a whole, by the blocks of the place where it was.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GroupDigests:
                 extent.note(number * BLOCK_BYTES, block)
 
     def result(self, of_blocks: bytes | bytearray) -> dict[str, GroupDigest]:
-        """The digest of each group that has bytes, once all its blocks are noted; `of_blocks` are those of the blocks."""
+        """The digest of each group that has bytes, once all its blocks are noted; `of_blocks` are the blocks' own."""
         result = {}
         for name, extents in self._groups.items():
             if any(extent.length for extent in extents):
@@ -130,8 +130,8 @@ class GroupDigests:
 class MovedExtent:
     """An extent, digested by the blocks that it lay in before. Each of those is in two blocks of this file at most.
 
-    Two threads may note the two halves of a block at once. The first leaves a copy of its half under the lock; the second
-    takes the copy out, and digests both without the lock.
+    Two threads may note the two halves of a block at once. The first leaves a copy of its half under the lock; the
+    second takes the copy out, and digests both without the lock.
     """
 
     def __init__(self, extent: Extent, offset_before: int) -> None:

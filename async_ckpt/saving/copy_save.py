@@ -1,7 +1,7 @@
 """Saves of copied tensors that others write: wrapped functions, exports and publications.
 
-In: tensors, copied to the host before the caller goes on. Out: a handle, and its report. Knows nothing of: the files that
-are written from the copies.
+In: tensors, copied to the host before the caller goes on. Out: a handle, and its report. Knows nothing of: the
+files that are written from the copies.
 """
 
 from __future__ import annotations

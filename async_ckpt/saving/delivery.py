@@ -3,10 +3,11 @@
 In: a target, and the drain that writes to it. Out: an object that is durable there, and committed; or no trace of it.
 Knows nothing of: other targets.
 
-A delivery has two tasks. `task` waits until the lane of the drain has written every segment and the target's check has
-passed, then finishes the object. `part.task` waits for `task` and then for the other ranks, where there are several. The
-story commits a delivery when both have ended. `state` says how far the object is, and so what has to be taken back when the
-save fails: an object that was never finished goes with its sink, a finished one is discarded unless it is committed.
+A delivery has two tasks. `task` waits until the lane of the drain has written every segment and the target's check
+has passed, then finishes the object. `part.task` waits for `task` and then for the other ranks, where there are
+several. The story commits a delivery when both have ended. `state` says how far the object is, and so what has to be
+taken back when the save fails: an object that was never finished goes with its sink, a finished one is discarded
+unless it is committed.
 
 All of this runs on the loop's thread, so there is no lock: between two awaits nothing changes. Calls that block run on
 helper threads and touch nothing here. The lane belongs to the drain and changes on any thread; its two futures, which
@@ -35,7 +36,7 @@ from .drain import Drain, Lane
 
 # With `commit="any"`, a place that lags behind a committed one goes on for so long. Then it is left to be caught up.
 _LAG_SECONDS: Final = 900.0
-# A place that was away is tried again for so long, while other ranks may wait for its object; and the pauses between tries.
+# A place that was away is tried again for so long, since other ranks may wait for its object; the pauses between tries.
 _AGAIN_SECONDS: Final = 1800.0
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 5.0
@@ -46,7 +47,7 @@ Verify: TypeAlias = Callable[[int, memoryview], None]
 
 
 class Target:
-    """One place that a save goes to, with one object there. A request creates it; a delivery calls it on helper threads.
+    """One place that a save goes to, and one object there. A request creates it; a delivery calls it on helper threads.
 
     By default a durable object is committed, and there are no other ranks to agree with.
     """
@@ -263,8 +264,8 @@ class Delivery:
     async def take_part(self, archive: Archive, others: Sequence[Delivery]) -> None:
         """Do this rank's part there, and wait until all ranks have done theirs, as far as this one is to know.
 
-        If the place was away or fell behind, the object is copied from one of the `others` that has it. Raises the error
-        that prevents a commit there.
+        If the place was away or fell behind, the object is copied from one of the `others` that has it. Raises the
+        error that prevents a commit there.
         """
         try:
             if self.task is not None:
@@ -365,7 +366,7 @@ class Delivery:
         self.target.hangs(quiet)
 
     async def take_back(self, *, for_ever: bool = False) -> None:
-        """End the delivery: an object that is not committed leaves no trace. Waits for its writes, `for_ever` or some time."""
+        """End the delivery, and remove an object that is not committed. Waits for its writes, `for_ever` or some time."""
         if self.task is not None:
             await asyncio.wait([self.task])
             ask_for_exception(self.task)

@@ -3,16 +3,18 @@
 In: segments, in any order and from any thread. Out: written, digested, their memory given back. Knows nothing of: where
 segments come from, what becomes of the archives.
 
-Each sink has a lane with threads of its own, so a sink that hangs holds up no other. The thread that has written a segment
-first also digests it: the disk works meanwhile without the processor. The last segments of an archive (the tail) hold
-the digests of all others; the drain keeps the tail until they are known. Segments that come before the sinks are open
-are kept, too. After a failure the drain returns memory unread, so that threads that wait for memory go on.
+Each sink has a lane with threads of its own, so a sink that hangs holds up no other. The thread that has written a
+segment first also digests it: the disk works meanwhile without the processor. The last segments of an archive (the
+tail) hold the digests of all others; the drain keeps the tail until they are known. Segments that come before the
+sinks are open are kept, too. After a failure the drain returns memory unread, so that threads that wait for memory go
+on.
 
-One lock guards the queues, the counts and the error. No thread holds it while it calls a sink, digests, releases a lease
-or resolves a future: each method takes what it needs out of the tables under the lock, and acts on it afterwards. Hence
-the order of events does not matter: a segment that is taken from a queue counts as active until its write and its digest
-have returned, and `idle` resolves when all lanes have ended and nothing is active. The thread that makes the last of these
-conditions true learns that under the lock, and so exactly one thread seals the tail, and one ends each lane.
+One lock guards the queues, the counts and the error. No thread holds it while it calls a sink, digests, releases a
+lease or resolves a future: each method takes what it needs out of the tables under the lock, and acts on it
+afterwards. Hence the order of events does not matter: a segment that is taken from a queue counts as active until its
+write and its digest have returned, and `idle` resolves when all lanes have ended and nothing is active. The thread
+that makes the last of these conditions true learns that under the lock, and so exactly one thread seals the tail, and
+one ends each lane.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Writers:
         self._paces: dict[str, Pace] = {}  # by place
 
     def of(self, storage: Storage, *, alone: bool) -> tuple[Submit, Pace | None]:
-        """The `submit` of the threads that write to a place, and their pace. `alone`: the save goes to no other place."""
+        """The `submit` of the threads that write to a place, and its pace. `alone`: the save goes nowhere else."""
         if alone and self._max_bandwidth is None:
             return get_loop().writers().submit, None
         place = storage.locate("")
@@ -146,7 +148,7 @@ class _Intake:
 class Drain:
     """Takes the filled segments of one save to every sink: write, digest, give the memory back.
 
-    The saver creates it. The staging threads `put`, the loop's thread opens and decides, the threads of the lanes write.
+    The saver creates it. Staging threads `put`, the loop's thread opens and decides, the threads of the lanes write.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class Drain:
             self._send(filled)
 
     def open(self, sinks: Sequence[tuple[Sink, Submit, Pace | None]]) -> list[Lane]:
-        """Send to these sinks from now on, by one lane for each: a sink, the `submit` of its threads, and their pace."""
+        """Send to these sinks from now on, by one lane for each: sink, `submit` of its threads, pace."""
         lanes = [Lane(sink, submit, self.num_segments, pace) for sink, submit, pace in sinks]
         with self._lock:
             self._lanes = lanes

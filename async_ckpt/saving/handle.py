@@ -40,8 +40,8 @@ class SaveHandle(Future[SaveReport]):
         report = handle.result()  # or: report = await handle
 
     It cannot be cancelled, and cancelling an `await` leaves the save alone. Callbacks run on a separate thread, in
-    the order in which they were added; exceptions that they raise are logged. Waiting on one of the library's own threads
-    raises RuntimeError at once, since it would wait for itself.
+    the order in which they were added; exceptions that they raise are logged. Waiting on one of the library's own
+    threads raises RuntimeError at once, since it would wait for itself.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class SaveHandle(Future[SaveReport]):
             handle.wait_staged()
             model.eval()  # a schedule-free optimizer's weights change here
 
-        It is for changes that `guard=` does not cover: an optimizer that steps in the backward pass, graph replay, tools
-        that unmap device memory. `timeout` is in seconds. Raises the error if staging failed.
+        It is for changes that `guard=` does not cover: an optimizer that steps in the backward pass, graph replay,
+        tools that unmap device memory. `timeout` is in seconds. Raises the error if staging failed.
         """
         self._refuse_to_wait_for_itself(self.staging_completion)
         self.staging_completion.result(timeout)

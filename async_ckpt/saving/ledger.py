@@ -1,7 +1,7 @@
 """The saves that are under way, and the account of those that have ended.
 
-In: saves, as they begin. Out: resolved handles, the order of commits, numbers for a logger. Knows nothing of: how a save
-is carried out.
+In: saves, as they begin. Out: resolved handles, the order of commits, numbers for a logger. Knows nothing of: how a
+save is carried out.
 
 The process has one list of saves, since its exit waits for all of them; each saver sees its own part as a `Ledger`.
 """
@@ -39,8 +39,8 @@ _LAST_DRAWING_SECONDS: Final = 1.0
 
 _log = logging.getLogger("async_ckpt")
 
-# Saves that have not finished, or have failed and are unseen, the oldest first. Replaced as a whole on the loop's thread,
-# which no signal interrupts; any thread reads it.
+# Saves that have not finished, or have failed and are unseen, the oldest first. Replaced as a whole on the loop's
+# thread, which no signal interrupts; any thread reads it.
 _saves: list[tuple[Ledger, Save]] = []
 
 
@@ -139,17 +139,17 @@ class Ledger:
                 raise save.given_up
 
     def see_decided(self, reader: str, meanwhile: Callable[[], None], *, overwrites: bool = False) -> None:
-        """Return when all saves begun so far are decided, so that `reader` sees their commits. Warn of each that has failed.
+        """Return when all saves begun so far are decided, so that `reader` sees their commits. Warn of failed ones.
 
-        Saves that were given up are not waited for; but if the reader `overwrites` the state, the copies of all saves are.
-        `meanwhile` is called now and then. Raises RuntimeError at once on a thread of this library, if a save is under way.
+        Saves that were given up are not waited for; if the reader `overwrites` the state, the copies of all saves are.
+        `meanwhile` is called now and then. Raises RuntimeError on a thread of this library, if a save is under way.
         """
         begun = self.saves()
         undecided = [save for save in begun if not (save.handle.done() or save.given_up)]
         if undecided and is_library_thread():
             raise RuntimeError(
-                f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of async_ckpt must not: it would wait "
-                "for itself. Call it on another thread, or when no save is under way"
+                f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of async_ckpt must not: it "
+                "would wait for itself. Call it on another thread, or when no save is under way"
             )
         for save in begun if overwrites else ():
             save.staged.exception()

@@ -113,7 +113,7 @@ class Lineage:
             return not all(quiet.done() for quiet in self._hanging.get(run, ()))
 
     def in_flight(self) -> Collection[int]:
-        """The steps that retention must not touch: those being saved, and those that they or the next save borrow from."""
+        """The steps that retention must not touch: those being saved, and those that a save may borrow from."""
         steps = {step for slot in self._admission.under_way() for step in (slot.step, *slot.needs())}
         return {step for step in steps if step is not None} | self.groups.lenders()
 
@@ -254,12 +254,13 @@ class StepContents:
             self.driver = Driver(image, digest, tuple(driver))
 
     def warn_of_lost_driver(self, manifest: Manifest, rank: int) -> None:
-        """On other ranks than 0: warn of entries of driver= that rank 0 does not have, and that are therefore not saved."""
+        """On other ranks than 0: warn of entries of driver= that are not saved, since rank 0 does not have them."""
         lost = sorted(self._given_here.difference(lent.group for lent in manifest.elsewhere))
         self._given_here = frozenset()
         if lost:
             _log.warning(
-                "step %s: driver= of rank %s is not saved: %s. Only that of rank 0 is, which lacks them; give driver= there",
+                "step %s: driver= of rank %s is not saved: %s. Only that of rank 0 is, which lacks them; give "
+                "driver= there",
                 manifest.step,
                 rank,
                 ", ".join(lost),
@@ -290,9 +291,9 @@ class UnchangedGroups:
         runs: Sequence[Run],
         joint: Joint | None = None,
     ) -> tuple[Any, tuple[Elsewhere, ...]]:
-        """The state without those of the named groups that all these runs have already, and the archives that have them.
+        """The state without the named groups that all these runs have already, and the archives that have them.
 
-        Several ranks must borrow the same groups. If one root is enough for a commit, they do not learn at the same time
+        Several ranks must borrow the same groups. If one root is enough for a commit, they learn at different times
         which other roots have it, so then they write everything.
         Raises ValueError for a name that is not a group of the state, NotUnchangedError for one that has changed.
         """
@@ -302,8 +303,8 @@ class UnchangedGroups:
             is_entry = isinstance(state, Mapping | SnapshotView) and name in state
             if is_entry and _is_plain(_entry(state, name)):
                 raise ValueError(
-                    f"unchanged={name!r}: that entry of the state is one tensor or value, and only a group can be left out: a "
-                    "dict, a module, an optimizer; put it in a dict"
+                    f"unchanged={name!r}: that entry of the state is one tensor or value, and only a group can be left "
+                    "out: a dict, a module, an optimizer; put it in a dict"
                 )
             if not is_entry:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
@@ -364,7 +365,7 @@ class UnchangedGroups:
             self._known = [entry for entry in entries if entry[0] >= oldest]
 
     def restored(self, captured: Capture, groups: Collection[str], step: int, runs: Sequence[Run]) -> None:
-        """Note that groups of a live state hold the bytes of a step at these runs, so that saves may borrow them, too."""
+        """Note that groups of a live state hold the bytes of a step at these runs: saves may borrow them, too."""
         manifest = runs[0].committed(step)
         if manifest is None or not groups:
             return

@@ -95,7 +95,8 @@ def small_archive(state: object, *, step: int, max_bytes: int) -> tuple[bytes, s
     layout = _lay_out(TensorPlan(captured.specs), captured, step)
     if layout.file_bytes > max_bytes:
         raise ValueError(
-            f"{layout.file_bytes:,} bytes is too large for the archive of one process; the limit is {max_bytes:,}. Put tensors into the state"
+            f"{layout.file_bytes:,} bytes is too large for the archive of one process; the limit is "
+            f"{max_bytes:,}. Put tensors into the state"
         )
     image = bytearray(layout.file_bytes)
     (plan,) = layout.segments(align_up(layout.file_bytes, BLOCK_BYTES))

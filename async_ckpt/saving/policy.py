@@ -4,8 +4,8 @@ In: steps, clocks, whether the process was asked to leave, and the saves that we
 Knows nothing of: how a save is made, signals, other ranks.
 
 The rule of a deadline: save at the last step after which one more step, a save and the margin would no longer fit. A
-step is expected to take as long as the longest recent one, a save likewise. If that was too cautious, there is room for another
-save once the first has ended, and so it is due; an estimate that is too high costs a save, not progress.
+step is expected to take as long as the longest recent one, a save likewise. If that was too cautious, there is room
+for another save once the first has ended, and so it is due; an estimate that is too high costs a save, not progress.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Due:
             seconds since the epoch, or a function that is called at every step and returns the number of seconds left,
             or None if that is not known.
         margin_seconds: how many seconds to leave between the commit of that last save and the deadline.
-        signals: one save is due at the next step after a signal that announces the end of the job. True means SIGTERM and
-            SIGUSR1; otherwise give several names or numbers, such as ("SIGTERM", "SIGUSR2"). If the signal would end the
-            process, the first one no longer does, but a second one of the same kind does. Handlers that were installed from Python are
-            called as well, and an ignored signal stays ignored. SIGINT is handled only if it is named, and still raises
-            KeyboardInterrupt.
+        signals: one save is due at the next step after a signal that announces the end of the job. True means SIGTERM
+            and SIGUSR1; otherwise give several names or numbers, such as ("SIGTERM", "SIGUSR2"). If the signal would end
+            the process, the first one no longer does, but a second one of the same kind does. Handlers that were
+            installed from Python are called as well, and an ignored signal stays ignored. SIGINT is handled only if it
+            is named, and still raises KeyboardInterrupt.
 
     Raises ValueError if a rule is not valid, and TypeError if the deadline is not a time or a signal is not a signal.
     """
@@ -162,8 +162,8 @@ class _DeadlineRule:
 class SavePolicy:
     """The answers of `should_save` for one checkpointer, which creates it. Safe to call from any thread.
 
-    `preempted` tells whether the process was asked to leave. `clock` is for durations, `wall_clock` for a deadline that is
-    a time.
+    `preempted` tells whether the process was asked to leave. `clock` measures durations, `wall_clock` is for a deadline
+    that is a time.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class SavePolicy:
     def should_save(self, step: int) -> bool:
         """True if a save of `step` is due. To be called once at every step; called again, the answer is the same.
 
-        False for the step of the last save, however that ended, and for the one restored. Raises ValueError when there is
-        no rule, and nothing else.
+        False for the step of the last save, however that ended, and for the one restored. Raises ValueError when there
+        is no rule, and nothing else.
         """
         if self.is_arithmetic and self._due.every is None:
             raise ValueError(

@@ -21,7 +21,7 @@ from .targets import step_targets
 
 
 class SaveRequest(ABC):
-    """The state that a caller wants to save, and its targets. A saver calls it on the caller's thread, in this order."""
+    """The state that a caller wants to save, and its targets. A saver calls it on the caller's thread, from top down."""
 
     step: int | None = None
     guard: Any = None
@@ -48,7 +48,7 @@ class SaveRequest(ABC):
 
     @property
     def needs(self) -> Callable[[], Collection[int]]:
-        """The steps that must stay on storage until the save is settled. Called from any thread; keeps no tensor alive."""
+        """The steps that must stay on storage until the save is settled. For any thread; keeps no tensor alive."""
         return tuple
 
     @property
@@ -58,7 +58,7 @@ class SaveRequest(ABC):
 
 
 def check_driver(driver: Mapping[str, Any], state: Any) -> None:
-    """Raises TypeError unless it is a mapping, and ValueError for entries without a name, or with one of the state's names."""
+    """Raises TypeError unless it is a mapping, and ValueError for entries without a name, or with a name of the state."""
     if not isinstance(driver, Mapping):
         raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
     for name in driver:

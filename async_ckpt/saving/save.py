@@ -3,9 +3,10 @@
 In: how a subclass writes and commits. Out: a handle that is resolved, or an error without a trace of the save.
 Knows nothing of: other saves.
 
-The fate of a save is its `life`, and it is decided here. Three futures show it to others, in this order: `settled` when it
-is committed or has failed, the handle with the report or the error, `finished` when the cleanup has ended, too. How far the
-archive is at each of several places is the state of a `Delivery`; a lane of the drain knows only whether it has ended.
+The fate of a save is its `life`, and it is decided here. Three futures show it to others, in this order: `settled`
+when it is committed or has failed, the handle with the report or the error, `finished` when the cleanup has ended,
+too. How far the archive is at each of several places is the state of a `Delivery`; a lane of the drain knows only
+whether it has ended.
 
 The caller's thread creates a save, and may be interrupted by a signal between any two lines. From `Ledger.begin` on the
 save belongs to the loop's thread, which no signal interrupts, so its life needs no lock.
@@ -29,7 +30,7 @@ from .handle import SaveHandle, name_of, progress_of
 
 
 class SaveState(Enum):
-    """The states of a save. Bytes are written as soon as they are staged: WRITING begins when the last one is staged."""
+    """The states of a save. Bytes are written as soon as they are staged; WRITING begins when all are staged."""
 
     PLANNED = "planned"
     STAGING = "staging"

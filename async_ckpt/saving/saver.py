@@ -2,9 +2,9 @@
 
 In: requests. Out: handles. Knows nothing of: steps that exist, retention, how a target commits.
 
-All of this runs on the caller's thread, which a signal may interrupt at any line. So the thread holds no lock, and a slot
-that it loses leaves by itself. A save becomes known to others on the loop's thread, by `_begin_state`; there, too, an
-interrupted call takes it back, by `_abandon`, whether or not it has become known.
+All of this runs on the caller's thread, which a signal may interrupt at any line. So the thread holds no lock, and a
+slot that it loses leaves by itself. A save becomes known to others on the loop's thread, by `_begin_state`; there,
+too, an interrupted call takes it back, by `_abandon`, whether or not it has become known.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .story import Attempt, StateSave
 
 
 class Saver:
-    """The saves of one checkpointer, or of the process: some at a time, from one pool of host memory. From any thread."""
+    """The saves of one checkpointer, or of the process, with one pool of host memory. From any thread."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Saver:
         return save.handle
 
     def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> tuple[Attempt, FileFill]:
-        """An attempt that streams files to a target, and the fill to begin before it. Blocks, seconds for 100,000 files."""
+        """An attempt that streams files to a target, and the fill to begin before it. Takes seconds for 100,000 files."""
         loop, size = get_loop(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, [target]), loop.background.submit)
         fill = FileFill(
@@ -245,7 +245,7 @@ class Saver:
 
     @contextmanager
     def relieved_by(self, drain: Drain) -> Iterator[None]:
-        """Within the block, threads that wait for memory may have the segments that the drain's sinks can do without."""
+        """Within the block, threads that wait for memory may have segments that the drain's sinks can do without."""
         self.pool.add_reliever(drain.relieve)
         try:
             yield

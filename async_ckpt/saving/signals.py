@@ -56,7 +56,7 @@ def _number_of(given: str | int) -> int:
 
 
 class Notice:
-    """The flag that a signal has asked the process to leave since `listen`. A checkpointer creates it; any thread reads it."""
+    """The flag that a signal has asked the process to leave. A checkpointer creates it; any thread reads it."""
 
     def __init__(self, signals: Signals) -> None:
         self._signums = signals_of(signals)
@@ -65,7 +65,7 @@ class Notice:
         self.is_given = False  # set by a handler
 
     def listen(self) -> None:
-        """Install handlers. Signals that are ignored stay so. Raises RuntimeError on another thread than the main one."""
+        """Install handlers. Ignored signals stay ignored. Raises RuntimeError on another thread than the main one."""
         global _listeners
         if not self._signums:
             return
@@ -132,8 +132,8 @@ def _install(signum: int) -> None:
         return
     if before is None or (before is signal.SIG_DFL and _is_caught(signum)):
         warnings.warn(
-            f"{_name_of(signum)} has a handler that was not installed from Python (by faulthandler, for one). It is left "
-            "alone, and this signal makes no save due; name others with Due(signals=…)",
+            f"{_name_of(signum)} has a handler that was not installed from Python (by faulthandler, for one). It is "
+            "left alone, and this signal makes no save due; name others with Due(signals=…)",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -151,7 +151,7 @@ class Attempt:
             delivery.begin(lane)
 
     async def _begin_objects(self) -> None:
-        """Open every delivery. Leave those behind that do not answer, once the save can go on without them, or has failed."""
+        """Open every delivery. Those that do not answer are left behind once the save can do without them, or has failed."""
         tasks = {asyncio.create_task(delivery.open()): delivery for delivery in self._deliveries}
         # While nothing is open, the drain is idle only after a failure.
         failed = asyncio.wrap_future(self.drain.idle)
@@ -300,7 +300,7 @@ class StateSave(Save):
         groups: GroupDigests,
         unchanged_in: UnchangedIn,
     ) -> None:
-        """`unchanged_in` names the groups that have the bytes of the commit before. It is called once, after the commit."""
+        """`unchanged_in` names the groups with the bytes of the commit before. It is called once, after the commit."""
         drain = attempt.drain
         super().__init__(step, attempt.targets[0].path, snapshot.completion, lambda: drain.progress)
         self.attempt, self.snapshot = attempt, snapshot

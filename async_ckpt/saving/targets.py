@@ -87,7 +87,7 @@ class FileTarget(Target):
 
 
 class StepTarget(Target):
-    """One attempt at one step, at one root. A request creates it on the caller's thread; its delivery calls it elsewhere."""
+    """One attempt at one step, at one root. The request creates it on the caller's thread; a delivery calls it elsewhere."""
 
     def __init__(
         self,
@@ -184,8 +184,8 @@ class StepTarget(Target):
             raise StepExistsError(
                 f"{error}. This is rank {rank} of {world_size}: if every rank saves to {self._run.storage.locate('')}, "
                 "each writes the whole state, and only one can commit the step. Save on rank 0 alone "
-                "(`if dist.get_rank() == 0: …`), give each rank a root of its own, or initialize the process group first, "
-                "so that all ranks save together",
+                "(`if dist.get_rank() == 0: …`), give each rank a root of its own, or initialize the process group "
+                "first, so that all ranks save together",
                 step=self._contents.step,
             ) from error.__cause__
 
