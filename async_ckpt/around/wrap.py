@@ -394,7 +394,7 @@ class _Call(CopySave):
 
 
 class _File(io.RawIOBase):
-    """What a function writes to, from front to back."""
+    """The file that a function writes to, from front to back."""
 
     def __init__(self, out: Appender) -> None:
         super().__init__()

@@ -323,7 +323,7 @@ class Publication(CopySave):
         line.crew.stop()
 
     def _let_go(self) -> None:
-        """Of the copies, and of the model."""
+        """The optimizers of the copies, and of the model."""
         self._weights = self._weights._replace(tensors={}, as_published=dict)
         self._small = {}
         self.copy.release()

@@ -101,7 +101,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class OfRanks:
-    """What a commit of several ranks has beside its archives, which are named by their ranks (see `receipts`).
+    """The objects that a commit of several ranks has beside its archives, which are named by their ranks (see `receipts`).
 
     `table` is known to those who shared by it, `num_bytes` are of all archives, and `per_rank` the names in the state of
     what each rank has for itself.
@@ -152,7 +152,7 @@ class Manifest:
 
     @property
     def lenders(self) -> tuple[Archive, ...]:
-        """What later steps name to borrow a group from this one: its archive, or what tells of those of all ranks."""
+        """The objects that later steps name to borrow a group from this one: its archive, or the list of those of all ranks."""
         return self.archives if self.ranks is None else (self.ranks.archives,)
 
     def lent(self, group: str) -> tuple[Elsewhere, ...]:
@@ -219,12 +219,12 @@ def unseal(data: bytes) -> Any:
 
 
 def archive_name(rank: int, attempt: str) -> str:
-    """What the archive of a rank is called in its step's folder."""
+    """The name of a rank's archive in its step's folder."""
     return f"rank_{rank:05d}.{attempt}.tar"
 
 
 def missing(shown: str, named_by: int) -> CorruptCheckpointError:
-    """What to raise where something is not there that the manifest of a step names, its own or an earlier one's."""
+    """The error about an object that is not there though the manifest of a step names, its own or an earlier one's."""
     return CorruptCheckpointError(
         f"{shown} is missing, though the manifest of step {named_by} names it; if the run was copied, copy all of it, or merge() step "
         f"{named_by} where the run is whole; else load an earlier checkpoint",

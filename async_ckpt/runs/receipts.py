@@ -1,4 +1,4 @@
-"""What the ranks of one attempt tell each other on storage: receipts, a verdict, and what a manifest leaves to others.
+"""Messages of the ranks of one attempt on storage: receipts, a verdict, and the lists that a manifest leaves to others.
 
 In: a storage and an attempt. Out: who has done what, and what was decided. Knows nothing of: who waits for whom.
 
@@ -34,7 +34,7 @@ from .manifest import Archive, Manifest, archive_name, missing, parse, seal, uns
 
 
 class Table(NamedTuple):
-    """What is known of the ranks' states: which ranks have states alike, and the names of what differs all the same.
+    """Knowledge of the ranks' states: which ranks have states alike, and the names of what differs all the same.
 
     `of_some` are names of what ranks of a structure have and not all ranks, as of a stage of a pipeline.
     """
@@ -45,7 +45,7 @@ class Table(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """What a table is known by."""
+        """The digest that a table is known by."""
         return block_digest(json.dumps(self.packed(), sort_keys=True).encode()).hex()[:16]
 
     def packed(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def is_beside(name: str) -> bool:
 
 
 class Receipt(NamedTuple):
-    """What one rank has done for an attempt. Its archive is durable, if it is `ok`; else it has none.
+    """One rank's report on an attempt. Its archive is durable, if it is `ok`; else it has none.
 
     `table` is the digest of the classes by which it has taken its share, `NO_TABLE` if it wrote all that it holds;
     `structure`, `values` and `copies` are digests of how its state looks, of what all ranks should have alike (and, in the other
@@ -123,7 +123,7 @@ class Receipt(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> Receipt | None:
-        """What a name says; None for any other name."""
+        """The receipt of a name; None for any other name."""
         found = _NAME.fullmatch(name)
         if found is None:
             return None
@@ -171,7 +171,7 @@ class Exchange:
         self.storage.replace(f"{self._receipts}/{receipt.name}", seal(more))
 
     def receipts(self) -> dict[int, Receipt]:
-        """Those that are there, by rank. Of two of one rank, the one that says no."""
+        """The receipts that are there, by rank. If one rank has two, the one that says no."""
         found: dict[int, Receipt] = {}
         for name in self.storage.names(self._receipts):
             receipt = Receipt.named(name)
@@ -180,7 +180,7 @@ class Exchange:
         return found
 
     def more_of(self, receipt: Receipt) -> Any:
-        """What a receipt says beside its name. Raises CorruptCheckpointError."""
+        """The content of a receipt, beside its name. Raises CorruptCheckpointError."""
         path = f"{self._receipts}/{receipt.name}"
         try:
             return unseal(self.storage.read(path)[0])
@@ -188,7 +188,7 @@ class Exchange:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
 
     def forget(self, refused: Iterable[str]) -> None:
-        """It is committed, by all ranks: they need neither its receipts any more, nor what is left of refused attempts.
+        """The attempt is committed, by all ranks: they need neither its receipts any more, nor what is left of refused attempts.
 
         Not before: as long as one of them may still be late, it would put its receipt into a folder that goes away.
         """
@@ -272,7 +272,7 @@ def archives_in(storage: Storage, folder: str, told: Sequence[Archive], named_by
 
 
 def table_of(storage: Storage, folder: str, made: Manifest) -> Table:
-    """What a commit says of the ranks' states. Raises CorruptCheckpointError."""
+    """A commit's knowledge of the ranks' states. Raises CorruptCheckpointError."""
     if made.ranks is None:
         return Table()
     data = _read(storage, folder, made.ranks.layout, made.step)
