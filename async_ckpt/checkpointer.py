@@ -26,15 +26,15 @@ from .loading.reading import RunReader
 from .loading.restore import restore_state
 from .loading.resume import resume
 from .loading.sharing import Sharing
+from .ranks.agreement import tell_of_failure
+from .ranks.attempts import Differing, Ranks
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
 from .runs.roots import opened
 from .saving.admission import OnOverlap
-from .saving.agreement import tell_of_failure
 from .saving.handle import SaveHandle
 from .saving.line import Line
 from .saving.policy import Due, SavePolicy, whole_step
-from .saving.ranks import Differing, Ranks
 from .saving.request import StepRequest
 from .saving.saver import Saver
 from .saving.signals import Notice

@@ -25,14 +25,14 @@ from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from ..host.loop import OffLoop
 from ..host.memory import HostBuffer
 from ..host.process import OnceInProcess
-from ..host.ranks import Words, World, world_of
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..loading.contents import Part
 from ..loading.load import load_state
 from ..loading.lots import opened_parts
 from ..loading.ranges import Range, read_ranges
+from ..ranks.answers import in_words
+from ..ranks.world import Words, World, world_of
 from ..report import SaveReport
-from ..saving.answers import in_words
 from ..saving.default import slices_saver
 from ..saving.handle import SaveHandle
 from ..saving.request import FileRequest

@@ -23,7 +23,7 @@ import torch
 from ..around.hub import Weights
 from ..errors import CorruptCheckpointError, PeerFailedError, UnsupportedStateError
 from ..format.delta import INDEX, SliceOf, VersionIndex, folder_of, identity_of
-from ..host.ranks import Words, World
+from ..ranks.world import Words, World
 from ..slicing.cover import Box, cover
 from ..slicing.sharded import Slicer, is_sharded
 from ..spans import TIMEKEEPER, monotonic

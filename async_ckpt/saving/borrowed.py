@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from ..errors import NotUnchangedError
+from ..ranks.attempts import Joint
 from ..runs.manifest import Archive, Elsewhere, Manifest
 from ..runs.run import Run
 from ..slicing.sharded import Slicer
@@ -22,7 +23,6 @@ from ..spec import MIB, Json, TensorSpec
 from ..state.capture import capture
 from ..state.captured import Capture, Mark, SnapshotView, is_leaf, part_of
 from .planner import small_archive
-from .ranks import Joint
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
 

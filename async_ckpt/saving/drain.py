@@ -19,13 +19,13 @@ from ..format.layout import Image
 from ..host.life import Life
 from ..host.pool import Lease
 from ..host.threads import running_future
+from ..ranks.shared_values import SharedValues
 from ..report import Progress
 from ..spans import NO_TRACE, Trace
 from ..spec import BLOCK_BYTES
 from ..storage.base import Sink
 from ..storage.pace import Pace
 from .groups import GroupDigest, GroupDigests
-from .values import SharedValues
 
 Submit = Callable[[Callable[[], None]], None]
 

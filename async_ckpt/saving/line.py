@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from ..errors import CheckpointError
+from ..ranks.attempts import Ranks
 from ..runs.roots import Roots
 from ..runs.run import Run
 from .borrowed import UnchangedGroups
 from .groups import GroupDigest
-from .ranks import Ranks
 from .saver import Saver
 from .story import CommitRule
 

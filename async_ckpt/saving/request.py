@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ..ranks.attempts import Joint, Ranks
 from ..spec import flag
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import Capture
@@ -15,7 +16,6 @@ from ..state.names import Select
 from .borrowed import Contents, Look, check_driver, check_entries
 from .delivery import Target
 from .line import Line
-from .ranks import Joint, Ranks
 from .save import Request, UnchangedIn
 from .targets import step_targets
 

@@ -19,6 +19,7 @@ from typing import Any
 from ..host.loop import OffLoop, get_loop
 from ..host.threads import running_future
 from ..host.waits import LIVENESS_SECONDS, Wait, wait_for, wait_for_all
+from ..ranks.attempts import Joint
 from ..report import Progress, SaveReport
 from ..staging.snapshot import Snapshot
 from ..state.captured import Capture
@@ -26,7 +27,6 @@ from ..state.names import Select
 from .delivery import Target
 from .groups import GroupDigest
 from .handle import SaveHandle, name_of, progress_of
-from .ranks import Joint
 from .story import Attempt, CommitRule, State, new_life, story
 
 UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]

@@ -19,6 +19,7 @@ from ..errors import ClosedError
 from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
+from ..ranks.attempts import Joint, Ranks
 from ..spans import NO_TRACE, Clock, Spans, monotonic
 from ..spec import RankFacts, flag, seconds_or_none, whole_count
 from ..staging.device import first_device, warm_up
@@ -41,7 +42,6 @@ from .exit import note_exit_status
 from .handle import SaveHandle, named, skipped
 from .ledger import Ledger, abandon
 from .planner import Planner, pool_for
-from .ranks import Joint, Ranks
 from .save import Request, Save, StateSave, wait_for_saves
 from .story import Attempt, State
 from .writers import Writers

@@ -16,7 +16,9 @@ from typing import Any, Literal, Self
 
 from ..errors import CheckpointError, StepExistsError, StorageUnavailableError
 from ..host.loop import OffLoop, get_loop
-from ..host.ranks import ranks
+from ..ranks.agreement import Agreement, Alone, listen_again
+from ..ranks.attempts import Joint, Ranks
+from ..ranks.world import ranks
 from ..runs.manifest import Archive, Elsewhere, Manifest, OfRanks
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
@@ -26,11 +28,9 @@ from ..storage.compressed import Zstd, ZstdSink, refuse_if_missing
 from ..storage.locks import temps_of
 from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
-from .agreement import Agreement, Alone, listen_again
 from .borrowed import Contents
 from .delivery import Target, Verify
 from .line import Line
-from .ranks import Joint, Ranks
 
 Compression = Zstd | Literal["zstd"] | None
 

@@ -28,8 +28,8 @@ from ..runs.run import Run
 from ..spans import monotonic
 from ..state.division import Structure
 from .answers import in_words
+from .attempts import NOT_ALONE, Joint, Ranks
 from .comparison import Comparison
-from .ranks import NOT_ALONE, Joint, Ranks
 
 # How long rank 0, whose own archive is durable, waits for the receipts of others; they wait longer for its decision.
 PEER_SECONDS: Final = 1800.0

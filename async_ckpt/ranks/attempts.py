@@ -25,7 +25,6 @@ import torch
 
 from ..errors import PeerFailedError
 from ..format.digests import block_digest
-from ..host.ranks import Words, World, refuse_if_changed, world_of
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..runs.run import Run
@@ -37,9 +36,10 @@ from ..staging.device import dense_blocks
 from ..state.captured import Capture
 from ..state.division import StateDivider, Structure
 from .answers import Answers, in_words
-from .shared import SharedRoot
+from .shared_root import SharedRoot
+from .shared_values import SharedValues
 from .talk import Talk
-from .values import SharedValues
+from .world import Words, World, refuse_if_changed, world_of
 
 Differing: TypeAlias = Literal["keep", "fail"]
 
