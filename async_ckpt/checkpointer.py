@@ -16,6 +16,7 @@ from .errors import (
     CheckpointError,
     CorruptCheckpointError,
 )
+from .host.loop import get_loop
 from .loading.catch_up import catch_up
 from .loading.contents import Part
 from .loading.find import from_step
@@ -249,7 +250,7 @@ class AsyncCheckpointer(RunReader):
             handle = self._saver.save(request)
         except BaseException as error:
             if request.joint is not None:
-                tell_of_failure(self._ranks, request.joint, self._roots.runs, error)
+                tell_of_failure(self._ranks, request.joint, self._roots.runs, error, get_loop())
             raise
         self._policy.follow(step, handle)
         return handle

@@ -23,7 +23,7 @@ from children import Child, Nursery
 from racing import PATIENCE, until
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
-from async_ckpt.ranks import agreement, attempts
+from async_ckpt.ranks import agreement, attempts, meeting
 from async_ckpt.ranks.agreement import Agreement
 from async_ckpt.runs.receipts import Exchange
 from async_ckpt.runs.run import Run
@@ -282,7 +282,7 @@ class Here:
             num_calls += is_due()
             return real() + 1e6 * num_calls
 
-        agreement.monotonic = attempts.monotonic = clock  # type: ignore[attr-defined]
+        agreement.monotonic = meeting.monotonic = clock  # type: ignore[attr-defined]
 
 
 _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {

@@ -393,7 +393,7 @@ def step_targets(
             for run in line.roots.runs
         ]
     runs = line.roots.runs
-    ranks.begin(joint, partial(listen_again, ranks, runs))
+    ranks.begin(joint, partial(listen_again, get_loop(), ranks, runs))
     joint.is_any = line.rule == "any" and not line.has_one_root
     agreements = {run: Agreement(ranks, joint, run, [one for one in runs if one is not run]) for run in runs}
     return [
