@@ -26,6 +26,7 @@ test: .venv/.test          ## everything that the tests need, then the tests
 check: .venv/.check        ## lint, formatting, types, and what the package index is given
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/prose.py
 	$(BIN)/mypy
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation

@@ -112,7 +112,7 @@ else:
     }
 
     def __getattr__(name: str) -> object:
-        """What is imported later, and the errors that are not listed above: `async_ckpt.ClosedError`, for one."""
+        """Import the names that are imported late, and the errors that are not listed above, such as `ClosedError`."""
         if name in _LATER:
             module = import_module(_LATER[name], __name__)
             value = globals()[name] = getattr(module, name, module)  # files is the module itself

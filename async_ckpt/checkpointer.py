@@ -32,9 +32,12 @@ from .ranks.attempts import Differing, Ranks
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
 from .runs.roots import opened
-from .saving.admission import OnOverlap
+from .saving.admission import Admission, OnOverlap
+from .saving.drain import Writers
 from .saving.handle import SaveHandle
-from .saving.line import Line
+from .saving.ledger import Ledger
+from .saving.lineage import Lineage
+from .saving.planner import pool_for
 from .saving.policy import Due, SavePolicy, whole_step
 from .saving.request import StepRequest
 from .saving.saver import Saver
@@ -44,7 +47,8 @@ from .spans import wall_time
 from .spec import Keep, flag, keep_of, whole_count
 from .staging.guard import INHERITED, unwrapped
 from .state.names import Select
-from .storage.place import Anywhere
+from .storage.place import Anywhere, local_place
+from .trace import TraceFile
 
 
 class AsyncCheckpointer(RunReader):
@@ -151,30 +155,27 @@ class AsyncCheckpointer(RunReader):
             needs_group=self._needing_group(on_overlap, commit),
         )
         self._saver = Saver(
-            host_bytes=host_bytes,
-            segment_bytes=segment_bytes,
-            on_overlap=on_overlap,
-            max_in_flight=max_in_flight,
-            strict=strict,
-            exit_timeout=exit_timeout,
-            progress=progress,
+            pool_for(segment_bytes, host_bytes),
+            admission=Admission(max_in_flight, on_overlap),
+            ledger=Ledger(exit_timeout, strict=strict, progress=progress),
+            writers=Writers(max_bandwidth),
+            trace_file=None if trace is None else TraceFile(local_place(trace)),
             keep_warm=True,
-            max_bandwidth=max_bandwidth,
-            trace=trace,
             ranks=self._ranks,
         )
-        self._line = Line(
+        self._lineage = Lineage(
             self._roots,
-            self._saver,
+            self._saver.ledger,
+            self._saver.admission,
             rule=commit,
             retire=on_rollback == "retire",
             catch_up=catch_up,
             ranks=self._ranks,
         )
-        self._notice.listen()  # last: what could not be constructed has no handlers
+        self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
 
     def _needing_group(self, on_overlap: OnOverlap, commit: CommitRule) -> dict[str, bool]:
-        """What several ranks need a process group for, and whether it was asked for."""
+        """The arguments for which several ranks need a process group, and True for those that were given."""
         return {
             'on_overlap="skip"': on_overlap == "skip",
             "due= with rules of time or signals": not self._policy.is_arithmetic,
@@ -233,13 +234,13 @@ class AsyncCheckpointer(RunReader):
         request = StepRequest(
             state,
             step,
-            self._line,
+            self._lineage,
             self._ranks,
             guard=self._guard if guard is INHERITED else guard,
             is_own_guard=guard is not INHERITED,
             select=select,
         )
-        try:  # whatever is wrong on this rank is told to the others
+        try:  # the other ranks learn of an error on this one
             request.check(
                 overwrite=overwrite,
                 record=plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds),
@@ -256,7 +257,7 @@ class AsyncCheckpointer(RunReader):
         return handle
 
     def should_save(self, step: int) -> bool:
-        """Whether a save of `step` is due by one of the rules of `due=`. Call it once at every step.
+        """Return True if a save of `step` is due by one of the rules of `due=`. Call it once at every step.
 
             if ckpt.should_save(step):
                 ckpt.save(state, step)
@@ -281,7 +282,7 @@ class AsyncCheckpointer(RunReader):
 
     @property
     def preempted(self) -> bool:
-        """Whether one of the signals of `Due(signals=…)` has arrived, so that the process should save and exit.
+        """True if one of the signals of `Due(signals=…)` has arrived, so that the process should save and exit.
 
             if ckpt.should_save(step):
                 ckpt.save(state, step)
@@ -300,8 +301,8 @@ class AsyncCheckpointer(RunReader):
         With several ranks, call it on all of them: it waits until they have told each other how their states look, so that the
         first save need not. Give the `per_rank` of that save. Raises PeerFailedError if a rank does not come.
         """
-        with self._ranks.meeting(per_rank) as captured_as:
-            self._saver.prewarm(state, captured_as)
+        with self._ranks.meeting(per_rank) as meet:
+            self._saver.prewarm(state, meet)
 
     def release(self) -> None:
         """Free the host memory that no save is using. The next save takes it again.
@@ -324,7 +325,7 @@ class AsyncCheckpointer(RunReader):
 
         Raises StorageUnavailableError if a root is still unavailable, after the others have been caught up.
         """
-        return self._line.catch_up()
+        return self._lineage.catch_up()
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Numbers for a logger, with the same keys on every call. NaN stands for what is not known yet.
@@ -443,19 +444,19 @@ class AsyncCheckpointer(RunReader):
         else:
             step = sharing.restored(partial(read, step, sharing), lambda found: read(found, None))
         if step is None:
-            for told in self._roots.told_of_others():
-                warnings.warn(f"nothing was restored: {told}", RuntimeWarning, stacklevel=2)
+            for note in self._roots.told_of_others():
+                warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
             self._saver.warm(state)
             return None
         newest = self._roots.latest()
-        self._line.restored(behind=newest is not None and step < newest)
+        self._lineage.restored(behind=newest is not None and step < newest)
         captured = self._saver.warm(state)
         if strict and select is None and isinstance(state, Mapping) and captured is not None:
-            # These hold what the step has: they need not be written again, if they are said to be unchanged.
+            # These hold the bytes of the step: with `unchanged=` they need not be written again.
             groups = [
                 name for name, value in state.items() if isinstance(name, str) and is_looked_into(value)
             ]
-            self._line.groups.restored(captured, groups, step, self._roots.holding(step))
+            self._lineage.groups.restored(captured, groups, step, self._roots.holding(step))
         self._policy.restored(step)
         return step
 
@@ -464,12 +465,12 @@ class AsyncCheckpointer(RunReader):
     def _see_own_saves(
         self, reader: str, *, overwrites: bool = False, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        if self._saver.belongs_here:  # in a forked child, they are another process's
+        if self._saver.belongs_here:  # in a forked child, the saves are another process's
             self._saver.ledger.see_decided(reader, meanwhile, overwrites=overwrites)
 
     def __repr__(self) -> str:
         under_way = [save.handle for save in self._saver.ledger.saves() if not save.handle.done()]
-        told = [self._roots.known(), *(f"saving step {save.step}: {save.progress}" for save in under_way)]
+        facts = [self._roots.known(), *(f"saving step {save.step}: {save.progress}" for save in under_way)]
         if self._saver.is_closed:
-            told.append("closed")
-        return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(told)}>"
+            facts.append("closed")
+        return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(facts)}>"

@@ -20,8 +20,17 @@ def sized(num_bytes: float) -> str:
     return f"{num_bytes:.0f} bytes"
 
 
+class _NotebookText:
+    """A value that notebooks and IPython show as its text."""
+
+    __slots__ = ()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
+        printer.text(str(self))
+
+
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(_NotebookText):
     """The progress of a save, in bytes of the finished archive."""
 
     total_bytes: int
@@ -32,10 +41,6 @@ class Progress:
     def fraction(self) -> float:
         """Written share of the archive, 0 to 1."""
         return self.written_bytes / self.total_bytes if self.total_bytes else 0.0
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
-        """The text that a notebook and IPython show."""
-        printer.text(str(self))
 
     def __str__(self) -> str:
         if not self.total_bytes:  # some saves do not know it ahead
@@ -66,7 +71,7 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
+class SaveReport(_NotebookText):
     """One save, measured. The durations overlap: staging and writing run at the same time.
 
         print(handle.result())  # step 100: 1.49 GB, stall 12.1 ms, durable after 0.84 s at 1.77 GB/s
@@ -113,10 +118,6 @@ class SaveReport:
             row[name] = nan if skipped and name != "stall_seconds" else float(getattr(self, name))
         return {prefix + key: value for key, value in row.items()}
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
-        """The text that a notebook and IPython show."""
-        printer.text(str(self))
-
     def __str__(self) -> str:
         if self.status == "skipped":
             return f"step {self.step} skipped: an earlier save is still in flight"
@@ -128,7 +129,7 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(_NotebookText):
     """The archives that `verify` has read. Everything in them is sound.
 
         print(async_ckpt.verify("runs/a"))  # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in …
@@ -160,10 +161,6 @@ class VerifyReport:
             row[name] = float(getattr(self, name))
         return {prefix + key: value for key, value in row.items()}
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
-        """The text that a notebook and IPython show."""
-        printer.text(str(self))
-
     def __str__(self) -> str:
         if not self.steps:
             subject = "the archive is"
@@ -179,7 +176,7 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class PullReport:
+class PullReport(_NotebookText):
     """One pull of a `Subscriber`.
 
         print(subscriber.pull("/local/model"))  # version 102 from 100: 2 versions, 31.2 MB read in 0.42 s
@@ -203,10 +200,6 @@ class PullReport:
             name: getattr(self, name) for name in ("version", "base", "num_versions", "num_bytes", "seconds")
         }
         return {prefix + key: nan if value is None else float(value) for key, value in row.items()}
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
-        """The text that a notebook and IPython show."""
-        printer.text(str(self))
 
     def __str__(self) -> str:
         if not self.num_versions:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from async_ckpt.format import digests
 from async_ckpt.format.layout import Layout
-from async_ckpt.saving.groups import GroupDigests
+from async_ckpt.saving.block_digests import GroupDigests
 from async_ckpt.spec import BLOCK_BYTES, PAGE_BYTES, Extent
 
 from .figures import Saves

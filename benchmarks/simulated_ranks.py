@@ -32,9 +32,9 @@ from async_ckpt.runs.manifest import Archive, Manifest, archive_name, parse, sea
 from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
 from async_ckpt.runs.roots import Roots
 from async_ckpt.runs.run import Run
-from async_ckpt.saving.borrowed import Contents
-from async_ckpt.saving.line import Line
-from async_ckpt.saving.saver import Saver
+from async_ckpt.saving.admission import Admission
+from async_ckpt.saving.ledger import Ledger
+from async_ckpt.saving.lineage import Lineage, StepContents
 from async_ckpt.saving.targets import step_targets
 from async_ckpt.slicing.sharded import LocalShards, Slicer
 from async_ckpt.slicing.shares import MODULUS
@@ -309,9 +309,10 @@ class _Rank:
         self.ranks = attempts.Ranks(None, None, 1)
         self.ranks._world = ranks_world.World(rank, world.size, store=world._store, has_group=True)
         self.ranks._words = ranks_world.Words(world._store, "scale")
-        self._line = Line(
+        self._lineage = Lineage(
             Roots([self.run]),
-            Saver(ranks=self.ranks),
+            Ledger(),
+            Admission(),
             rule="all",
             retire=False,
             catch_up=lambda *_, **__: [],
@@ -327,7 +328,7 @@ class _Rank:
         joint = self.ranks.called(step)
         assert joint is not None
         self.joint = joint
-        (self._target,) = step_targets(self._line, step, False, {}, Contents(), self.ranks, joint)
+        (self._target,) = step_targets(self._lineage, StepContents(step, joint), self.ranks)
         divided, facts = self.ranks.divided(self._capture, joint)
         assert joint.shared is not None
         joint.shared.lie_in(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -24,6 +25,7 @@ from async_ckpt import (
     StepExistsError,
     StorageUnavailableError,
 )
+from async_ckpt.runs.receipts import Receipt
 from async_ckpt.runs.run import Run
 from async_ckpt.spec import Keep
 from async_ckpt.storage.local import LocalStorage
@@ -557,3 +559,18 @@ def test_a_run_behaves_like_a_dictionary_of_its_commits(tmp_path):
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.parametrize("days", [0, 2])
+def test_receipts_of_ranks_that_were_killed_before_any_archive_go_a_day_later(tmp_path, days):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+    receipts = tmp_path / "step_00000001" / "receipts.0123abcd"
+    receipts.mkdir()
+    receipt = receipts / Receipt(0, is_ok=False).name
+    receipt.write_text("")
+    then = receipt.stat().st_mtime - days * 24 * 3600 - 60
+    os.utime(receipt, (then, then))
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_at(2), step=2).result()
+    assert receipts.exists() == (days == 0)

@@ -36,6 +36,7 @@ from async_ckpt import (
 )
 from async_ckpt.files import extract, pack_folder
 from async_ckpt.format.zstd import FOOTER_BYTES, ZstdFrame, dump, parse, table_bytes
+from async_ckpt.saving.planner import pool_for
 from async_ckpt.storage.compressed import ZstdReader
 from async_ckpt.storage.local import LocalStorage
 
@@ -188,7 +189,7 @@ def test_a_guarded_save_through_a_pool_that_is_too_small_for_it_ends(tmp_path, m
     """What is held until its turn must not keep memory from what comes before it."""
     monkeypatch.setattr(
         "async_ckpt.saving.default._one_off_saver",
-        async_ckpt.saving.saver.Saver(host_bytes=16 * MIB, segment_bytes=BLOCK),
+        async_ckpt.saving.saver.Saver(pool_for(BLOCK, 16 * MIB)),
     )
     parameters = [torch.nn.Parameter(torch.randn(MIB)) for _ in range(12)]
     optimizer = torch.optim.SGD(parameters)
@@ -210,7 +211,7 @@ def test_a_guarded_save_whose_first_segments_would_come_later_than_a_small_pool_
     """What is copied at once fills the pool, and a compressor holds it until what comes before it is there."""
     monkeypatch.setattr(
         "async_ckpt.saving.default._one_off_saver",
-        async_ckpt.saving.saver.Saver(host_bytes=16 * MIB, segment_bytes=BLOCK),
+        async_ckpt.saving.saver.Saver(pool_for(BLOCK, 16 * MIB)),
     )
     parameter = torch.nn.Parameter(torch.randn(3 * MIB))  # three segments
     state = {"a": parameter, "b": torch.randn(16 * MIB)}

@@ -418,7 +418,7 @@ def test_a_root_that_hangs_when_it_is_opened_is_not_asked_again_until_it_has_ans
             ckpt.wait()
             assert [call for call, _ in disk.calls].count("create") == 1
             stop.release()
-            quiet = ckpt._line._hanging[ckpt._roots.runs[1]]
+            quiet = ckpt._lineage._hanging[ckpt._roots.runs[1]]
             assert all(future.exception(PATIENCE) is None for future in quiet)
             assert leftovers(roots[1]) == []
         monkeypatch.undo()
@@ -436,7 +436,7 @@ def test_an_archive_that_is_finished_when_nobody_waits_for_it_any_more_is_taken_
             ckpt.wait()
             stop.wait_reached()
             stop.release()
-            quiet = ckpt._line._hanging[ckpt._roots.runs[1]]
+            quiet = ckpt._lineage._hanging[ckpt._roots.runs[1]]
             assert all(future.exception(PATIENCE) is None for future in quiet)
         assert leftovers(roots[1]) == []
         ckpt.save(state_at(2), step=2).result()
@@ -455,7 +455,7 @@ def test_all_does_not_wait_for_a_root_that_hangs_when_another_has_refused_the_sa
         assert isinstance(error, async_ckpt.StorageFullError)
         assert ckpt.metrics()["saves_failed"] == 1
         stop.release()
-        quiet = ckpt._line._hanging[ckpt._roots.runs[1 - place]]
+        quiet = ckpt._lineage._hanging[ckpt._roots.runs[1 - place]]
         assert all(future.exception(PATIENCE) is None for future in quiet)
         assert [leftovers(root) for root in roots] == [[], []]
 

@@ -15,7 +15,7 @@ from states import MIB, open_run
 
 import async_ckpt
 from async_ckpt.format import digests
-from async_ckpt.saving.groups import GroupDigest, GroupDigests
+from async_ckpt.saving.block_digests import GroupDigest, GroupDigests
 from async_ckpt.spec import BLOCK_BYTES, Extent
 
 Groups = dict[str, list[Extent]]

@@ -1,1 +1,1 @@
-"""What is wrapped around the work of others: their functions, their files, their folders."""
+"""Wrappers around the work of others: their functions, their files, their folders."""

@@ -118,7 +118,7 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What a deep copy of a value is made of, each with a name."""
+    """The parts that a deep copy of a value is made of, each with a name."""
     kind = type(value)
     if kind is dict:
         return [*value.items(), *(("key", key) for key in value)]

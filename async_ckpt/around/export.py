@@ -111,7 +111,7 @@ def export_hf(
 
 
 def _replaceable(folder: str) -> str:
-    """What is behind a link to a folder, since it is exchanged. Raises for what cannot be."""
+    """The folder behind a link, since the folder is exchanged. Raises for one that cannot be."""
     real = os.path.realpath(folder)
     if os.path.lexists(real) and not os.path.isdir(real):
         raise NotADirectoryError(f"{folder} is a file; give the folder to write the model to")

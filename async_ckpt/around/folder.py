@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..host.loop import OffLoop
 from ..report import Progress
-from ..saving.errand import CopySave
+from ..saving.copy_save import CopySave
 from ..spans import Spans
 from ..staging.guard import Optimizers
 from ..state.captured import SnapshotView
@@ -26,7 +26,7 @@ from .shards import INDEX, Shard, index_of, shards_of
 
 
 class Asked(NamedTuple):
-    """What the user has asked for, beside the weights: where the folder is to be, small files that go into it, and the size of
+    """The user's wishes, beside the weights: where the folder is to be, small files that go into it, and the size of
     the others; and since when.
     """
 
@@ -132,7 +132,7 @@ class Export(CopySave):
         return LocalStorage(self._scratch.folder)
 
     def _hide_the_one_before(self) -> None:
-        """What stands there must not be loaded while its files are replaced one by one."""
+        """The folder that stands there must not be loaded while its files are replaced one by one."""
         last = self._weights.last
         if self._storage.exists(last):
             if last not in self._small:  # it stays that of the new weights
@@ -145,7 +145,7 @@ class Export(CopySave):
         yield from (view for _, view in shard.pieces())
 
     def _let_go(self) -> None:
-        """Of the copies, and of the model."""
+        """The optimizers of the copies, and of the model."""
         self._weights = self._weights._replace(tensors={}, as_published=dict)
         self.copy.release()
 

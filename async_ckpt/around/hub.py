@@ -45,7 +45,7 @@ _LEAVES: Final = frozenset({"weight", "bias"})
 
 
 class Weights(NamedTuple):
-    """What is to be written: tensors by name, names tied to others, and small files made from the model."""
+    """The content of a folder: tensors by name, names tied to others, and small files made from the model."""
 
     stem: str
     tensors: Tensors
@@ -67,7 +67,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(given: Any, beside: Mapping[str, bytes]) -> Weights:
-    """What to write of a model or state dict, with the files that the user puts beside it.
+    """The content to write for a model or state dict, with the files that the user puts beside it.
 
     Raises UnsupportedStateError for anything but plain tensors of dtypes that safetensors knows.
     """
@@ -149,7 +149,7 @@ def _tied_by_loading(model: Any) -> frozenset[str] | None:
 
 
 def _without_tied(tensors: Tensors, tied: frozenset[str] | None) -> tuple[Tensors, dict[str, str]]:
-    """Of tensors with the very same memory one; and the others' names, each with its own.
+    """One of all tensors with the very same memory; and the names of the others, each with that of the one.
 
     What shares memory though the model does not say so is written under every name, since nothing would tie it again.
     """
@@ -170,7 +170,7 @@ def _without_tied(tensors: Tensors, tied: frozenset[str] | None) -> tuple[Tensor
 
 
 def _configs_of(model: Any) -> dict[str, bytes]:
-    """What `save_pretrained` writes beside the weights, of a model that knows its own config."""
+    """The files that `save_pretrained` writes beside the weights, of a model that knows its own config."""
     files = {}
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
@@ -284,7 +284,7 @@ def _only_adapter(tensors: Tensors) -> str | None:
 
 
 def _adapter_only(tensors: Tensors, adapter: str, config: Mapping[str, Any]) -> Tensors:
-    """What PEFT's `get_peft_model_state_dict` selects, under the names that it gives."""
+    """The tensors that PEFT's `get_peft_model_state_dict` selects, under the names that it gives."""
     bias = config.get("bias", "none")
     found: Tensors = {}
     layers = set()
@@ -326,7 +326,7 @@ def _name_in_file(name: str, match: re.Match[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What configs hold that JSON has not."""
+    """Values in configs that JSON has not, as JSON."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, set | frozenset):

@@ -114,7 +114,7 @@ def merge(
 
 @dataclass(frozen=True, slots=True)
 class _MergedState:
-    """What is to be written: as a capture of live objects, but that each tensor is one of a file."""
+    """The state to write: as a capture of live objects, but that each tensor is one of a file."""
 
     skeleton: str
     specs: list[TensorSpec]

@@ -62,7 +62,7 @@ class Ranges(io.RawIOBase):
         return length
 
     def readall(self) -> bytes:
-        """What is left, in large requests: the inherited one would ask for a few KiB at a time."""
+        """The rest, in large requests: the inherited one would ask for a few KiB at a time."""
         data = bytearray(max(0, self._reader.num_bytes - self._at))
         at = 0
         while at < len(data):

@@ -108,7 +108,7 @@ def unpack(
 
 @dataclass(slots=True)
 class _Limits:
-    """What may come, and what has come so far."""
+    """The limits of an unpacking, and the amounts so far."""
 
     max_bytes: int | None
     max_file_bytes: int | None
@@ -230,7 +230,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _kinds(folder: Path, parts: Sequence[str]) -> list[int]:
-    """What lies there, part by part, as far as it is there and no link would be followed."""
+    """The members there, part by part, as far as it is there and no link would be followed."""
     kinds: list[int] = []
     place = str(folder)
     for part in parts:
@@ -285,7 +285,7 @@ class _StrictTarInfo(tarfile.TarInfo):
 
 
 class _DamagedError(Exception):
-    """What `tarfile` must not swallow, as it does its own errors."""
+    """An error that `tarfile` must not swallow, as it does its own errors."""
 
 
 # What a hostile or broken archive makes `tarfile`, `gzip` and `zlib` raise.
@@ -317,7 +317,7 @@ def _damage_told(path: str) -> Iterator[None]:
 
 
 def _decompressed(raw: io.RawIOBase, path: str) -> Any:
-    """What is in the file, by what its first bytes say."""
+    """The kind of a file, by its first bytes."""
     buffered = io.BufferedReader(raw, _BUFFER_BYTES)
     magic = buffered.peek(4)[:4]
     if magic.startswith(_GZIP_MAGIC):

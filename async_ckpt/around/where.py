@@ -178,7 +178,7 @@ class OutPath(NamedTuple):
 
     @property
     def parent(self) -> Path:
-        """Of a local destination."""
+        """The folder of a local destination."""
         return Path(self.path).parent
 
     @property
@@ -220,7 +220,7 @@ def _is_state(value: Any) -> bool:
 
 
 def ending_of(fn: Callable[..., Any]) -> str | None:
-    """What is added to a path that is given to this function, if it is one that takes open files; else None."""
+    """The suffix of a path that is given to this function, if it is one that takes open files; else None."""
     return TAKE_FILES.get(_known_as(fn))
 
 

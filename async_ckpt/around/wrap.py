@@ -30,10 +30,11 @@ from ..host.loop import OffLoop
 from ..host.process import in_forked_child
 from ..host.threads import running_future
 from ..report import Progress
+from ..saving.copy_save import CopySave
 from ..saving.default import files_saver
-from ..saving.errand import CopySave
 from ..saving.handle import SaveHandle
-from ..saving.story import Attempt, new_life, story
+from ..saving.save import new_life
+from ..saving.story import Attempt, story
 from ..saving.targets import FileTarget
 from ..spans import Spans
 from ..spec import GIB, MIB, with_article
@@ -393,7 +394,7 @@ class _Call(CopySave):
 
 
 class _File(io.RawIOBase):
-    """What a function writes to, from front to back."""
+    """The file that a function writes to, from front to back."""
 
     def __init__(self, out: Appender) -> None:
         super().__init__()

@@ -292,7 +292,7 @@ def _existing_folder(place: Place) -> str:
 
 
 def _sizes_below(storage: Storage, name: str) -> dict[str, int]:
-    """What lies below a folder of a store, and can be files below a local one."""
+    """The objects below a folder of a store that can be files below a local one."""
     sizes = storage.sizes(name)
     if not sizes:
         raise _no_folder(storage, name)

@@ -89,7 +89,7 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 class Hash(Protocol):
-    """What `hashlib` and its like make."""
+    """A hash object of `hashlib` and its like."""
 
     def update(self, data: bytes | memoryview, /) -> object: ...
 
@@ -108,7 +108,7 @@ class _Adler32:
 
 
 def new_hash(checksum_format: str) -> Hash:
-    """What computes a checksum of this format."""
+    """The hash of this format."""
     if checksum_format == OUR_CHECKSUMS:
         return xxhash.xxh3_128()
     if checksum_format == "adler32":
@@ -141,7 +141,7 @@ def structure_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
 
 
 class SliceOf(NamedTuple):
-    """Which part of a tensor of the model one of these tensors is, where each rank publishes what it holds."""
+    """The part of a tensor of the model that one of these tensors is, where each rank publishes what it holds."""
 
     name: str
     dtype: str
@@ -170,7 +170,7 @@ class SliceOf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VersionIndex:
-    """What the index of a version says. Texts are empty, and mappings too, where its writer did not say it."""
+    """The index of a version. Texts are empty, and mappings too, where its writer did not say it."""
 
     version: int
     files: Mapping[str, str]  # of each tensor in it, by name
@@ -194,7 +194,7 @@ class VersionIndex:
 
     @property
     def prefix(self) -> str:
-        """What the names of its files begin with in the folder of the version."""
+        """The beginning of the names of its files in the folder of the version."""
         return f"{self.attempt}/" if self.attempt else ""
 
     @property
@@ -211,7 +211,7 @@ class VersionIndex:
         return sorted(set(self.files.values()))
 
     def metadata(self) -> dict[str, Any]:
-        """What goes under "metadata" of an index that is sealed afterwards."""
+        """The "metadata" of an index that is sealed afterwards."""
         ours: dict[str, Any] = {
             _DIGEST: _BLANK,
             "identity": self.identity,
@@ -302,7 +302,7 @@ def _refuse_outside(files: Iterable[str]) -> None:
 
 
 def _of_delta(metadata: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """What an index says only of a delta. Raises ValueError for one that cannot be applied."""
+    """The fields of an index that only a delta has. Raises ValueError for one that cannot be applied."""
     missing = [key for key in _OF_DELTAS if key not in metadata]
     if len(missing) == len(_OF_DELTAS):
         return {}

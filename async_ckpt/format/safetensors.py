@@ -48,7 +48,7 @@ class Entry(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a header says of one tensor, as it stands there."""
+    """A header's entry for one tensor, as it stands there."""
 
     code: str
     shape: list[int]
@@ -121,7 +121,7 @@ def parse_foreign_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
 
 
 class Table(NamedTuple):
-    """What a header says of many tensors: of each the number of its kind, and its extent; of each kind, its code and shape."""
+    """A header's entries for many tensors: of each the number of its kind, and its extent; of each kind, its code and shape."""
 
     rows: dict[str, tuple[int, int, int]]
     kinds: list[tuple[str, list[int]]]

@@ -1,4 +1,4 @@
-"""What a process must not take over from the one that it was forked from.
+"""Things that a process must not take over from the one that it was forked from.
 
 In: functions that make a module's globals anew. Out: their calls, in each forked child. Knows nothing of: what they forget.
 """
@@ -26,7 +26,7 @@ def in_forked_child(forget: Forget) -> Forget:
 
 
 class OnceInProcess(Generic[K, V]):
-    """What a process makes once for each key, when it is first asked for. A forked child begins without any of it."""
+    """Objects that a process makes once for each key, when the key is first asked for. A forked child begins without any of it."""
 
     def __init__(self, make: Callable[[K], V]) -> None:
         self._make = make

@@ -128,7 +128,7 @@ class _Reserve:
 
 
 class _Reserved:
-    """What a thread of the reserve runs, as if the thread had been started for it."""
+    """The work of a thread of the reserve, as if the thread had been started for it."""
 
     def __init__(self, name: str, run: Task) -> None:
         self._name, self._run = name, run

@@ -51,7 +51,7 @@ _SAMPLED: Final = "policy"
 
 
 class Dispatch(Protocol):
-    """What every `WorkerDispatch` has. Where its methods take a `model_id`, they are given it.
+    """The methods that every `WorkerDispatch` has. Where its methods take a `model_id`, they are given it.
 
     The folder that they are to write does not exist yet, the one that it is in does; the one to read exists.
 
@@ -215,7 +215,7 @@ class CheckpointBackend:
     # --- parts ------------------------------------------------------------------------------------------------
 
     def _begin(self, model_id: str) -> str:
-        """What every save asks first; the role of its model."""
+        """The checks of every save; returns the role of its model."""
         if self._closed:
             raise ClosedError("this backend is closed; make a new one to save")
         return self._role_of(model_id)

@@ -31,7 +31,7 @@ class Base:
         self._index: VersionIndex | None = None  # which was made last
 
     def index(self, number: int) -> VersionIndex:
-        """What says as much as the index of a version with this number. Raises CorruptCheckpointError."""
+        """The equivalent of the index of a version with this number. Raises CorruptCheckpointError."""
         found = VersionIndex(number, self._files())
         found = replace(found, stamp=self._stamp(found.tensor_files))
         if self._index is None or (self._index, self._index.stamp) != (found, found.stamp):

@@ -43,7 +43,7 @@ class NotTheBase(ValueError):
 
 
 def checksum_of(tensor: torch.Tensor, checksum_format: str = OUR_CHECKSUMS) -> str:
-    """Of a tensor's bytes, as they would lie in memory if it were dense."""
+    """A view of a tensor's bytes, as they would lie in memory if it were dense."""
     digest = new_hash(checksum_format)
     for _, block in dense_blocks(tensor, 0, tensor.nbytes):
         digest.update(view_of(block))
@@ -127,7 +127,7 @@ def _apply_xor(
 
 
 def _xor_again(data: memoryview, region: torch.Tensor) -> None:
-    """What was done twice is undone."""
+    """A change that was done twice is undone."""
     at = 0
     for piece in _unpacked(data) if len(region) else ():
         part = region[at : at + len(piece)]

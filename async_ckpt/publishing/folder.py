@@ -99,7 +99,7 @@ class FolderReplica:
         return self._state
 
     def _noted(self) -> State | None:
-        """What its notes say, if that can be believed."""
+        """The state in its notes, if these can be believed."""
         noted = self._notes.noted()
         try:
             if noted is None:
@@ -118,7 +118,7 @@ class FolderReplica:
         return noted.state
 
     def _marked(self, version: int) -> State | None:
-        """What is there, and another receiver says to be a version."""
+        """The weights that are there, which another receiver says to be a version."""
         found, structure = self._checksums(), self._structure()
         return State(version, identity_of(found), structure, found, is_marked=True) if structure else None
 
@@ -143,7 +143,7 @@ class FolderReplica:
         return Files({**files.sizes, **others.sizes}, others.weights, "")
 
     def _structure(self) -> str:
-        """Of the tensors that are there, or were before a pull that was killed; empty where nobody can tell."""
+        """The names and kinds of the tensors that are there, or were before a pull that was killed; empty where nobody can tell."""
         if self._there.structure:
             return self._there.structure
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -413,7 +413,7 @@ def _header(fd: int) -> tuple[safetensors.Table, int]:
 
 
 def _boot() -> str:
-    """Which start of the machine this is: what was written since is there, synced or not. Empty where nobody can tell."""
+    """The id of the machine's current start: files that were written since are there, synced or not. Empty where nobody can tell."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

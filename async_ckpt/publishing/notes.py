@@ -1,4 +1,4 @@
-"""What is noted in a folder about the weights in it: which version they are, and in which files versions have put them.
+"""Notes in a folder about the weights in it: which version they are, and in which files versions have put them.
 
 In: a folder. Out: small files in its `.weight_sync`, and what they say, as far as every field of them has its type.
 Knows nothing of: versions, tensors.
@@ -39,7 +39,7 @@ class Files(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """What a marker says. Of one of another receiver, only the version is known."""
+    """The content of a marker. A marker of another receiver has only the version."""
 
     version: int
     state: State | None
@@ -47,7 +47,7 @@ class Noted(NamedTuple):
 
 
 class Notes:
-    """What is noted in one folder. Its owner has the lock."""
+    """The notes of one folder. Their owner has the lock."""
 
     def __init__(self, files: Beneath) -> None:
         self._files = files
@@ -83,7 +83,7 @@ class Notes:
         self._files.replace(_STATE, json.dumps(told).encode())
 
     def files(self) -> Files:
-        """Those of no version where nothing is noted that can be understood."""
+        """The files of versions; none where no note can be understood."""
         nothing = Files({}, (), "")
         try:
             told = json.loads(self._files.read(_FILES))

@@ -37,7 +37,7 @@ from ..format.delta import (
 from ..host.loop import OffLoop
 from ..host.threads import Crew, running_future
 from ..report import Progress, SaveReport
-from ..saving.errand import CopySave
+from ..saving.copy_save import CopySave
 from ..spans import Spans
 from ..spec import MIB
 from ..staging.guard import Optimizers
@@ -323,7 +323,7 @@ class Publication(CopySave):
         line.crew.stop()
 
     def _let_go(self) -> None:
-        """Of the copies, and of the model."""
+        """The optimizers of the copies, and of the model."""
         self._weights = self._weights._replace(tensors={}, as_published=dict)
         self._small = {}
         self.copy.release()

@@ -246,7 +246,7 @@ class Publisher:
 
 
 def _files_beside(folder: Path) -> dict[str, bytes]:
-    """What is published with the weights. Raises ValueError for a name that not every place can have."""
+    """The small files that are published with the weights. Raises ValueError for a name that not every place can have."""
     files = files_of(folder)
     for name in files:
         if not stays_inside(name) or not name.isprintable():

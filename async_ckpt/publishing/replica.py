@@ -34,7 +34,7 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class Damaged(CorruptCheckpointError):
-    """What is here is not what was noted: the weights have to begin with an anchor.
+    """The weights here are not those that were noted: they have to begin with an anchor.
 
     With `perhaps`, it may as well be the delta, of which nothing tells whether its bytes are those that were published.
     """
@@ -43,11 +43,11 @@ class Damaged(CorruptCheckpointError):
 
 
 class Replica(Protocol):
-    """What versions are brought to. One caller at a time, inside `locked`."""
+    """The weights that versions are brought to. One caller at a time, inside `locked`."""
 
     @property
     def state(self) -> State | None:
-        """Which weights it has; None if it has none that are known to be whole."""
+        """The state of the weights; None if they are not known to be whole."""
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep others away."""
@@ -109,7 +109,7 @@ def _begun_anew(
     chain: Sequence[VersionIndex],
     error: Damaged,
 ) -> list[VersionIndex]:
-    """What to apply, from nothing on, once a chain did not fit what was here. Raises the error where that is of no use."""
+    """The chain to apply from nothing on, once another did not fit the weights here. Raises the error where that is of no use."""
     if error.perhaps and chain[0].is_anchor:
         raise error
     if not error.perhaps and not (replica.state and replica.state.is_marked):
@@ -180,7 +180,7 @@ def _apply(replica: Replica, source: Source, crew: Crew) -> int:
 
 
 def _frames(source: Source, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
-    """What a delta changes. Raises CorruptCheckpointError where its files do not have what its index tells of."""
+    """The tensors that a delta changes. Raises CorruptCheckpointError where its files do not have what its index tells of."""
     frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
     if {name: frame.file for name, frame in frames.items()} != source.index.files:
         raise source.corrupt(INDEX, "it names other tensors than its files hold")
@@ -202,7 +202,7 @@ def _change(
 
 
 def other_model(where: str, names: Collection[str]) -> StateMismatchError:
-    """What is said of a version whose tensors are not those that are here."""
+    """The error about a version whose tensors are not those that are here."""
     told = f" (such as {min(names)!a:.200})" if names else ""
     return StateMismatchError(
         f"{where}: it is of another model than what is here{told}; pull it into another folder or module",

@@ -36,7 +36,7 @@ _CHUNK_BYTES: Final = 4 * MIB
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Which weights somebody has: `checksums` of all tensors by name.
+    """The identity of weights that somebody has: `checksums` of all tensors by name.
 
     `stamp` is that of the index of others by which they are the version; empty where a Publisher's says what it holds. If another
     receiver has marked them as the version, nothing is known but that.
@@ -142,7 +142,7 @@ class Source:
             raise self.corrupt(file, "its bytes are not those that were published")
 
     def _header(self, file: str, data: memoryview, num_bytes: int) -> tuple[safetensors.Table, int]:
-        """What the header of a file says, whose tensors fill it, and where these begin. `data` is its beginning, up to there at
+        """The header of a file, whose tensors fill it, and where these begin. `data` is its beginning, up to there at
         least.
         """
         try:
@@ -179,7 +179,7 @@ class Source:
             )
 
     def frame_checksums(self) -> dict[str, str]:
-        """What a delta says that the tensors are that it changes; no more is read than that."""
+        """A delta's checksums of the tensors that it changes; no more is read than these."""
         found: dict[str, str] = {}
         for file in self.index.tensor_files:
             with self.open(file) as reader:

@@ -343,7 +343,7 @@ class _Done(NamedTuple):
 
 
 def _base(before: State | None, chain: Sequence[VersionIndex]) -> int | None:
-    """What was there and was built on."""
+    """The version that was there and was built on."""
     return None if before is None or (chain and chain[0].is_anchor) else before.version
 
 

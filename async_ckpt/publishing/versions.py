@@ -66,7 +66,7 @@ def mark_replaced(root: Storage) -> None:
 
 
 class Versions:
-    """What is at one root. From any thread."""
+    """The versions at one root. From any thread."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -98,7 +98,7 @@ class Versions:
         return sorted(known | seen | bare)
 
     def _bare(self, number: int) -> VersionIndex | None:
-        """What says as much as an index of a version that others have published as one file, without one; None if it is no such.
+        """The equivalent of an index of a version that others have published as one file, without one; None if it is no such.
 
         Only on a disk, where folders are renamed to their place: in a store the index tells that all of it is there.
         """
@@ -159,7 +159,7 @@ class Versions:
             return b""
 
     def _stamp(self, number: int, file: str = INDEX) -> object:
-        """What tells of an index on a disk that it is the same file; None in a store, where marks in the root do."""
+        """The identity of an index as a file on a disk; None in a store, where marks in the root do."""
         if self.storage.remote:
             return None
         with suppress(OSError):
@@ -192,7 +192,7 @@ class Versions:
             return base.index(number)
 
     def chain(self, target: int, state: State | None, base: Base | None = None) -> list[VersionIndex]:
-        """What to apply to a state, or from nothing on, to have a version: in this order. Empty if it is there already.
+        """The versions to apply to a state, or from nothing on, to have a version: in this order. Empty if it is there already.
 
         `base` stands for what the oldest version is against. Raises NotCommittedError where one is missing, and
         CorruptCheckpointError.
@@ -361,7 +361,7 @@ class Ownership:
         return _texts(told["unsealed"]).get(str(number)) == checksum(data)
 
     def _owner(self) -> dict[str, object] | None:
-        """What a publisher has written that has taken the root; None if none has."""
+        """The note of the publisher that has taken the root; None if none has."""
         try:
             told = json.loads(self._storage.read(_OWNER)[0])
         except FileNotFoundError:

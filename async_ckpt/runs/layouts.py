@@ -8,12 +8,13 @@ be made again (`layout.<attempt>.rebuilt.json`), which changes nothing that the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from ..fields import count, entries, items, row, table, text, whole
 from ..slicing.cover import Box
-from ..slicing.locator import StepLayout
+from ..slicing.locator import StepLayout, check_structure
 from ..slicing.shares import KNOWN_VERSIONS
 from ..slicing.shares import VERSION as SHARES_VERSION
 from ..slicing.slices import Mesh
@@ -38,12 +39,14 @@ def dump(layout: StepLayout, table: Table) -> bytes:
 
 def parse(data: bytes) -> StepLayout:
     """Raises ValueError, KeyError or TypeError for what is none, or is by an arithmetic that is not known here."""
-    raw = unseal(data)
+    raw = table(unseal(data))
     if raw["shares"] not in KNOWN_VERSIONS:
         raise ValueError(f"shares by version {raw['shares']}")
     classes = Table.unpacked(raw).classes
     shared = Table.unpacked({"classes": raw["shared"], "differing": ()}).classes
-    structures = {str(digest): str(raw["structures"][digest]) for digest in classes}
+    structures = {digest: text(raw["structures"][digest]) for digest in classes}
+    for lines in structures.values():
+        check_structure(lines)
     return StepLayout(classes, structures, shared, _mesh(raw["root"]), _apart(raw.get("apart", {})))
 
 
@@ -60,14 +63,14 @@ def rebuilt_name(attempt: str) -> str:
 
 
 def _mesh(raw: Any) -> Mesh | None:
-    return raw and Mesh(raw[0], tuple(raw[1]), tuple(raw[2]), tuple(raw[3]))
+    return None if raw is None else Mesh(*row(raw, (whole, _counts, partial(items, of=whole), _counts)))
 
 
-def _apart(raw: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[str, list[Box]]]:
-    return {
-        int(rank): {
-            name: [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
-            for name, boxes in tensors.items()
-        }
-        for rank, tensors in raw.items()
-    }
+def _apart(raw: object) -> dict[int, dict[str, list[Box]]]:
+    def boxes(raw: object) -> list[Box]:
+        return [Box(*box) for box in items(raw, partial(row, of=(_counts, _counts)))]
+
+    return {int(rank): dict(entries(tensors, boxes)) for rank, tensors in table(raw).items()}
+
+
+_counts = partial(items, of=count)

@@ -13,7 +13,6 @@ Before it is put, the same text is put in the root under a name that says which 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from ..errors import CorruptCheckpointError, FormatVersionError
+from ..fields import count, items, number, table, text, whole
 from ..format.digests import DIGEST_BYTES, block_digest
 from ..format.index import MAX_RANKS
 
@@ -101,7 +101,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class OfRanks:
-    """What a commit of several ranks has beside its archives, which are named by their ranks (see `receipts`).
+    """The objects that a commit of several ranks has beside its archives, which are named by their ranks (see `receipts`).
 
     `table` is known to those who shared by it, `num_bytes` are of all archives, and `per_rank` the names in the state of
     what each rank has for itself.
@@ -152,7 +152,7 @@ class Manifest:
 
     @property
     def lenders(self) -> tuple[Archive, ...]:
-        """What later steps name to borrow a group from this one: its archive, or what tells of those of all ranks."""
+        """The objects that later steps name to borrow a group from this one: its archive, or the list of those of all ranks."""
         return self.archives if self.ranks is None else (self.ranks.archives,)
 
     def lent(self, group: str) -> tuple[Elsewhere, ...]:
@@ -175,34 +175,28 @@ class Manifest:
 def parse(data: bytes, *, path: str) -> Manifest:
     """Raises CorruptCheckpointError for text that is not a manifest, FormatVersionError for a sound one from the future."""
     try:
-        raw = unseal(data)
-        if raw["version"] > VERSION:
+        raw = table(unseal(data))
+        if count(raw["version"]) > VERSION:
             raise FormatVersionError(
                 f"{path}: manifest version {raw['version']}, this library reads up to {VERSION}; "
                 "install a newer async_ckpt",
                 path=path,
                 version=raw["version"],
             )
-        archives, world_size = tuple(map(_archive, raw["archives"])), int(raw["world_size"])
-        ranks = raw["ranks"] and _of_ranks(raw["ranks"])
-        if not (archives or ranks) or not 0 < world_size <= MAX_RANKS:
+        archives, world_size = items(raw["archives"], _archive), count(raw["world_size"], MAX_RANKS)
+        ranks = None if raw["ranks"] is None else _of_ranks(raw["ranks"])
+        if not (archives or ranks) or not world_size:
             raise ValueError("it names no archive")
-        created = float(raw["created"])
-        if not math.isfinite(created):
-            raise ValueError(f"created is {created}")
         return Manifest(
-            int(raw["step"]),
+            whole(raw["step"]),
             _attempt(raw["attempt"]),
             world_size,
-            created,
+            number(raw["created"]),
             archives,
-            tuple(map(_attempt, raw["replaces"])),
-            dict(raw["record"]),
-            tuple(
-                Elsewhere(str(b["group"]), int(b["step"]), _folder_name(b["folder"]), _archive(b["archive"]))
-                for b in raw["elsewhere"]
-            ),
-            tuple(Retired(int(r["step"]), r["attempt"] and _attempt(r["attempt"])) for r in raw["retires"]),
+            items(raw["replaces"], _attempt),
+            table(raw["record"]),
+            items(raw["elsewhere"], _elsewhere),
+            items(raw["retires"], _retired),
             ranks,
             _start(raw.get("start", "")),
         )
@@ -225,12 +219,12 @@ def unseal(data: bytes) -> Any:
 
 
 def archive_name(rank: int, attempt: str) -> str:
-    """What the archive of a rank is called in its step's folder."""
+    """The name of a rank's archive in its step's folder."""
     return f"rank_{rank:05d}.{attempt}.tar"
 
 
 def missing(shown: str, named_by: int) -> CorruptCheckpointError:
-    """What to raise where something is not there that the manifest of a step names, its own or an earlier one's."""
+    """The error about an object that is not there though the manifest of a step names, its own or an earlier one's."""
     return CorruptCheckpointError(
         f"{shown} is missing, though the manifest of step {named_by} names it; if the run was copied, copy all of it, or merge() step "
         f"{named_by} where the run is whole; else load an earlier checkpoint",
@@ -238,18 +232,32 @@ def missing(shown: str, named_by: int) -> CorruptCheckpointError:
     )
 
 
-def _of_ranks(raw: Mapping[str, Any]) -> OfRanks:
+def _of_ranks(raw: object) -> OfRanks:
+    told = table(raw)
     return OfRanks(
-        _archive(raw["archives"]),
-        _archive(raw["layout"]),
-        str(raw["table"]),
-        int(raw["num_bytes"]),
-        tuple(map(str, raw["per_rank"])),
+        _archive(told["archives"]),
+        _archive(told["layout"]),
+        text(told["table"]),
+        count(told["num_bytes"]),
+        items(told["per_rank"], text),
     )
 
 
-def _archive(raw: Mapping[str, Any]) -> Archive:
-    return Archive(_file_name(raw["name"]), int(raw["num_bytes"]), str(raw["digest"]))
+def _archive(raw: object) -> Archive:
+    told = table(raw)
+    return Archive(_file_name(told["name"]), count(told["num_bytes"]), text(told["digest"]))
+
+
+def _elsewhere(raw: object) -> Elsewhere:
+    told = table(raw)
+    return Elsewhere(
+        text(told["group"]), whole(told["step"]), _folder_name(told["folder"]), _archive(told["archive"])
+    )
+
+
+def _retired(raw: object) -> Retired:
+    told = table(raw)
+    return Retired(whole(told["step"]), "" if told["attempt"] == "" else _attempt(told["attempt"]))
 
 
 def _attempt(raw: object) -> str:
@@ -273,7 +281,6 @@ def _file_name(name: object) -> str:
 
 def _folder_name(name: object) -> str:
     """And what it borrows lies in a folder beside its own."""
-    if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0.][^/\\\0]{0,254}", name):
+    if not re.fullmatch(r"[^/\\\0.][^/\\\0]{0,254}", text(name)):
         raise ValueError(f"{name!r:.300} is not the name of a step's folder")
-    name.encode()  # a lone surrogate names no folder
-    return name
+    return text(name)

@@ -45,7 +45,7 @@ class Tracker:
             )
 
     def dump(self, step: int) -> bytes:
-        """What the file holds for a step."""
+        """The file's content for a step."""
         return self.text.format(step).encode()
 
     def parse(self, data: bytes) -> int | None:
@@ -62,7 +62,7 @@ TRACKERS: Final = (TRACKER, *_KNOWN)
 
 
 def tracker_of(tracker: tuple[str, str] | str | None, step_format: str) -> Tracker | None:
-    """What the user means. Given only a name, the content is what is known for it, or the name of the step's folder."""
+    """The tracker that the user means. Given only a name, the content is that which is known for it, or the name of the step's folder."""
     pattern = folder_pattern(step_format)
     if tracker is None:
         return None
@@ -153,7 +153,7 @@ class Numbered(NamedTuple):
 
 
 def numbered(name: str) -> Numbered | None:
-    """What a name may say of a step, whatever naming it is of; None for one without a number."""
+    """The number and the rest in the name of a step, whatever naming it is of; None for one without a number."""
     found = _NUMBERED.fullmatch(name)
     return found and Numbered(int(found[2]), found[2], f"{found[1]}{{}}{found[3]}")
 
@@ -167,7 +167,7 @@ def words_for(folder: str) -> list[str]:
 
 
 def how_to_open(folder: str, beside: Collection[str]) -> str:
-    """What to do for a checkpointer whose steps have such names; `beside` are the names in the run's folder."""
+    """Advice for a checkpointer whose steps have such names; `beside` are the names in the run's folder."""
     told = numbered(folder)
     assert told is not None
     if STEP_FORMAT.format(told.step) == folder:
@@ -181,7 +181,7 @@ def how_to_open(folder: str, beside: Collection[str]) -> str:
 
 
 def naming_of(naming: Naming | str | None) -> Naming:
-    """What the user means. Raises ValueError for an unknown word, and TypeError for anything else."""
+    """The format that the user means. Raises ValueError for an unknown word, and TypeError for anything else."""
     if naming is None:
         return Naming()
     if isinstance(naming, str):

@@ -1,4 +1,4 @@
-"""What lies in the folder of a run beside its own steps: those of another naming, and what other programs have written.
+"""Other things in the folder of a run than its own steps: those of another naming, and what other programs have written.
 
 In: a storage, and which names are the run's own. Out: the newest of the others, and what it all is, for people.
 Knows nothing of: what is restored from it.
@@ -35,7 +35,7 @@ class NamedOtherwise(NamedTuple):
 
 
 def newest_named_otherwise(storage: Storage, is_own: Callable[[str], bool]) -> NamedOtherwise | None:
-    """Of the newest committed step of each other naming, the one that was committed last.
+    """The step that was committed last among the newest steps of all other namings.
 
     Numbers of two namings cannot be compared: a run that has begun anew under another one counts from 0 again.
     """
@@ -53,7 +53,7 @@ def newest_named_otherwise(storage: Storage, is_own: Callable[[str], bool]) -> N
 
 
 def foreign_kind(names: Collection[str]) -> str | None:
-    """What a folder with these names holds, and what to do with it; None for what is not known, and for steps."""
+    """The kind of a folder with these names, with advice; None for a kind that is not known, and for steps."""
     if OF_DCP in names:
         return (
             "a checkpoint of torch.distributed.checkpoint, which has no digests: async_ckpt.load reads it, and "

@@ -1,4 +1,4 @@
-"""What the ranks of one attempt tell each other on storage: receipts, a verdict, and what a manifest leaves to others.
+"""Messages of the ranks of one attempt on storage: receipts, a verdict, and the lists that a manifest leaves to others.
 
 In: a storage and an attempt. Out: who has done what, and what was decided. Knows nothing of: who waits for whom.
 
@@ -19,11 +19,14 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
 from ..errors import CorruptCheckpointError
+from ..fields import count, entries, items, row, table, text, whole
 from ..format.digests import block_digest
+from ..format.index import MAX_RANKS
 from ..slicing.locator import Classes
 from ..storage.base import Storage
 from .manifest import NAME as MANIFEST
@@ -31,7 +34,7 @@ from .manifest import Archive, Manifest, archive_name, missing, parse, seal, uns
 
 
 class Table(NamedTuple):
-    """What is known of the ranks' states: which ranks have states alike, and the names of what differs all the same.
+    """Knowledge of the ranks' states: which ranks have states alike, and the names of what differs all the same.
 
     `of_some` are names of what ranks of a structure have and not all ranks, as of a stage of a pipeline.
     """
@@ -42,7 +45,7 @@ class Table(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """What a table is known by."""
+        """The digest that a table is known by."""
         return block_digest(json.dumps(self.packed(), sort_keys=True).encode()).hex()[:16]
 
     def packed(self) -> dict[str, Any]:
@@ -53,12 +56,17 @@ class Table(NamedTuple):
 
     @classmethod
     def unpacked(cls, raw: Mapping[str, Any]) -> Self:
-        classes = {
-            structure: [first + step * n for first, count, step in runs for n in range(count)]
-            for structure, runs in raw["classes"].items()
-        }
-        of_some = {str(one): tuple(map(str, names)) for one, names in raw.get("of_some", {}).items()}
-        return cls(classes, tuple(map(str, raw["differing"])), of_some)
+        """Raises ValueError or KeyError for what is no table."""
+
+        def ranks(raw: object) -> list[int]:
+            runs = items(raw, partial(row, of=(count, partial(count, at_most=MAX_RANKS), whole)))
+            if sum(num for _, num, _ in runs) > MAX_RANKS:
+                raise ValueError("it has more ranks than there can be")
+            return [first + step * n for first, num, step in runs for n in range(num)]
+
+        classes = dict(entries(raw["classes"], ranks))
+        of_some = dict(entries(raw.get("of_some", {}), partial(items, of=text)))
+        return cls(classes, items(raw["differing"], text), of_some)
 
 
 EMPTY: Final = Table()  # nothing is known
@@ -90,7 +98,7 @@ def is_beside(name: str) -> bool:
 
 
 class Receipt(NamedTuple):
-    """What one rank has done for an attempt. Its archive is durable, if it is `ok`; else it has none.
+    """One rank's report on an attempt. Its archive is durable, if it is `ok`; else it has none.
 
     `table` is the digest of the classes by which it has taken its share, `NO_TABLE` if it wrote all that it holds;
     `structure`, `values` and `copies` are digests of how its state looks, of what all ranks should have alike (and, in the other
@@ -115,7 +123,7 @@ class Receipt(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> Receipt | None:
-        """What a name says; None for any other name."""
+        """The receipt of a name; None for any other name."""
         found = _NAME.fullmatch(name)
         if found is None:
             return None
@@ -145,8 +153,8 @@ class Verdict:
 
     @classmethod
     def unpacked(cls, raw: Mapping[str, Any]) -> Self:
-        causes = tuple(Cause(int(rank), str(error)) for rank, error in raw["causes"])
-        return cls(str(raw["attempt"]), causes, Table.unpacked(raw["table"]))
+        causes = items(raw["causes"], lambda cause: Cause(*row(cause, of=(count, text))))
+        return cls(text(raw["attempt"]), causes, Table.unpacked(table(raw["table"])))
 
 
 class Exchange:
@@ -163,7 +171,7 @@ class Exchange:
         self.storage.replace(f"{self._receipts}/{receipt.name}", seal(more))
 
     def receipts(self) -> dict[int, Receipt]:
-        """Those that are there, by rank. Of two of one rank, the one that says no."""
+        """The receipts that are there, by rank. If one rank has two, the one that says no."""
         found: dict[int, Receipt] = {}
         for name in self.storage.names(self._receipts):
             receipt = Receipt.named(name)
@@ -172,7 +180,7 @@ class Exchange:
         return found
 
     def more_of(self, receipt: Receipt) -> Any:
-        """What a receipt says beside its name. Raises CorruptCheckpointError."""
+        """The content of a receipt, beside its name. Raises CorruptCheckpointError."""
         path = f"{self._receipts}/{receipt.name}"
         try:
             return unseal(self.storage.read(path)[0])
@@ -180,7 +188,7 @@ class Exchange:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
 
     def forget(self, refused: Iterable[str]) -> None:
-        """It is committed, by all ranks: they need neither its receipts any more, nor what is left of refused attempts.
+        """The attempt is committed, by all ranks: they need neither its receipts any more, nor what is left of refused attempts.
 
         Not before: as long as one of them may still be late, it would put its receipt into a folder that goes away.
         """
@@ -211,12 +219,11 @@ class Exchange:
     def verdict(self) -> Verdict | None:
         path = self._verdict_of(self.attempt)
         try:
-            raw = unseal(self.storage.read(path)[0])
+            return Verdict.unpacked(table(unseal(self.storage.read(path)[0])))
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
-        return Verdict.unpacked(raw)
 
     def put_verdict(self, verdict: Verdict) -> None:
         """Create-only: an attempt is decided once."""
@@ -265,10 +272,15 @@ def archives_in(storage: Storage, folder: str, told: Sequence[Archive], named_by
 
 
 def table_of(storage: Storage, folder: str, made: Manifest) -> Table:
-    """What a commit says of the ranks' states. Raises CorruptCheckpointError."""
+    """A commit's knowledge of the ranks' states. Raises CorruptCheckpointError."""
     if made.ranks is None:
         return Table()
-    return Table.unpacked(unseal(_read(storage, folder, made.ranks.layout, made.step)))
+    data = _read(storage, folder, made.ranks.layout, made.step)
+    try:
+        return Table.unpacked(table(unseal(data)))
+    except (ValueError, KeyError) as error:
+        path = storage.locate(f"{folder}/{made.ranks.layout.name}")
+        raise CorruptCheckpointError(f"{path}: {error!r:.300}", path=path) from error
 
 
 def _read(storage: Storage, folder: str, told: Archive, named_by: int) -> bytes:

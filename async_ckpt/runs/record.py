@@ -54,7 +54,7 @@ def number(value: object) -> float | None:
 
 
 def _check_keys(record: Mapping[str, Any]) -> None:
-    """What readers of the journal, and retention, rely on."""
+    """Fields that readers of the journal, and retention, rely on."""
     for key in _OURS:
         if key in record:
             raise ValueError(f'record["{key}"] is reserved for async_ckpt; use another name')

@@ -1,4 +1,4 @@
-"""Which steps go.
+"""Rules for the steps that go.
 
 In: the committed steps with their manifests, the time. Out: those to delete. Knows nothing of: storage.
 

@@ -38,7 +38,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 class Listing(NamedTuple):
-    """What one listing of the root says: the folders of steps, ascending, and the rollbacks that are announced."""
+    """One listing of the root: the folders of steps, ascending, and the rollbacks that are announced."""
 
     steps: list[int]
     intents: list[tuple[int, str]]
@@ -54,7 +54,7 @@ class Listing(NamedTuple):
 
 
 class Root:
-    """What there is below one root. From any thread."""
+    """The steps below one root. From any thread."""
 
     def __init__(self, storage: Storage, step_format: str = STEP_FORMAT) -> None:
         self.storage = storage
@@ -127,7 +127,7 @@ class Root:
         return self.step_of(name) >= 0
 
     def settled(self, look: Callable[[Listing], list[int]]) -> list[int]:
-        """What `look` finds, ascending, in a listing, or in the next one: what is listed and not committed may have been
+        """The steps that `look` finds, ascending, in a listing, or in the next one: what is listed and not committed may have been
         deleted since, by a writer that has committed something newer.
         """
         listing = self.relist()
@@ -261,7 +261,7 @@ class Root:
             return None
 
     def retiring(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
-        """What announced rollbacks have taken out of the run, as far as exactly the announced attempt stands committed."""
+        """The commits that announced rollbacks have taken out of the run, as far as exactly the announced attempt stands committed."""
         return taken_out(intents, lambda step: [self.find(step)])
 
     def out(self, listing: Listing, steps: Sequence[int] | None = None) -> dict[int, str]:
@@ -376,7 +376,7 @@ def _is_of(data: bytes, path: str, attempt: str) -> bool:
 
 
 def overtaken(where: str) -> StorageUnavailableError:
-    """What to raise when something newer has come each of `TRIES` times."""
+    """The error for the case that something newer has come each of `TRIES` times."""
     return StorageUnavailableError(
         f"{where}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep more "
         "of them (keep=)",

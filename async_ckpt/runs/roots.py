@@ -54,7 +54,7 @@ class Roots:
                 run.check_naming()
 
     def told_of_others(self) -> list[str]:
-        """What other programs have written there: a run that a trainer has saved without us must not look like none."""
+        """Refuse checkpoints of other programs: a run that a trainer has saved without us must not look like none."""
         told = []
         for name, run in zip(self.names, self.runs, strict=True):
             with suppress(CheckpointError):
@@ -119,7 +119,7 @@ class Roots:
         return [(step, current[step]) for step in kept if run not in current[step]]
 
     def _told(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
-        """What all roots together say of each step, and those that hold it as it is now."""
+        """The manifest of each step at all roots together, and those that hold it as it is now."""
         current = {
             step: self._current(step, {holder: views[holder][step] for holder in holders})
             for step, holders in self._without_retired(views).items()
@@ -128,7 +128,7 @@ class Roots:
         return Commits(first), current
 
     def _current(self, step: int, made: Mapping[Run, Manifest | None]) -> list[Run]:
-        """Of these runs, those whose commit of the step no other one has replaced, or retired and made anew."""
+        """The runs, among these, whose commit of the step no other one has replaced, or retired and made anew."""
         attempts = {found.attempt for found in made.values() if found is not None}
         if len(attempts) < 2:
             return list(made)
@@ -206,7 +206,7 @@ class Roots:
 
 
 def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
-    """What the first that can say it says of a step."""
+    """The answer on a step of the first root that can give one."""
     return next((made for made in manifests if made is not None), None)
 
 

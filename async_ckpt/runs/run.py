@@ -96,7 +96,7 @@ class Run:
         return self._root.starts
 
     def note_outside(self, step: int, attempt: str) -> None:
-        """What lies at other roots shows that this commit does not count."""
+        """Note that, by the commits at other roots, this commit does not count."""
         self._root.outside = {**self._root.outside, step: attempt}
 
     @property
@@ -155,7 +155,7 @@ class Run:
         )
 
     def written_by_others(self) -> str | None:
-        """What looks like a run or a checkpoint here though nothing is committed, and what to do with it."""
+        """A description of anything here that looks like a run or a checkpoint though nothing is committed, with advice."""
         kind = foreign_kind(self.storage.names(""))
         folders = foreign_steps(self.storage, self._root.is_step, is_ours)
         shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
@@ -196,7 +196,7 @@ class Run:
             )
 
     def check_known(self, step: int, *, overwrite: bool) -> None:
-        """What `check` finds without asking the storage."""
+        """The part of `check` that needs no request to the storage."""
         if step in self._root.made and not overwrite:
             raise _exists(step)
 
@@ -210,7 +210,8 @@ class Run:
             _, version = self._root.storage.read(self._root.manifest_path(step))
             made = Manifest(step, "", 1, 0.0, ())
         listing = self._root.listing or self._root.relist()
-        return None if self._root.gone_attempt(step, listing) == made.attempt else (made, version)
+        gone = self._root.gone_attempt(step, listing)
+        return None if gone and gone == made.attempt else (made, version)
 
     def commit(
         self,
@@ -413,7 +414,7 @@ class Run:
         return self._sweeper.sweep()
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
-        """What an earlier process left behind; our own failures leave nothing. With several ranks, only what is old."""
+        """Sweep the leftovers of an earlier process; our own failures leave nothing. With several ranks, only what is old."""
         self._sweeper.sweep_once(has_ranks=has_ranks)
 
     # --- what others are told ---------------------------------------------------------------------------------
@@ -430,7 +431,7 @@ class Run:
         """
 
         def spared(view: Commits) -> Commits:
-            """What the retention that follows is going to leave."""
+            """The steps that the retention that follows is going to leave."""
             if step is None:
                 return view
             return view.without(self.doomed(view, protected=self._protected(step, view, in_flight)))
@@ -453,7 +454,7 @@ class Run:
             self._root.storage.replace(path, made.dump(), version=replaces[1])
 
     def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
-        """What retention does not touch after the commit of a step, whatever its rules say."""
+        """The steps that retention does not touch after the commit of a step, whatever its rules say."""
         newer = takewhile(lambda later: later >= step, reversed(view))
         tracked = self._announcer.tracked()
         return {*in_flight, *newer, *([] if tracked is None else [tracked])}

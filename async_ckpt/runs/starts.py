@@ -73,7 +73,7 @@ def parted(names: list[str]) -> tuple[list[str], list[Start]]:
 
 
 class Commit(NamedTuple):
-    """What the rule wants to know of a committed step: its attempt, and the start as its manifest names it."""
+    """A committed step as the rule sees it: its attempt, and the start as its manifest names it."""
 
     attempt: str
     start: str
@@ -261,7 +261,7 @@ def _about_this_process() -> dict[str, object]:
 
 
 def _about(storage: Storage, start: Start) -> dict[str, object]:
-    """What a start says of its process; nothing where it cannot be read."""
+    """A start's description of its process; nothing where it cannot be read."""
     with suppress(CheckpointError, OSError, ValueError):
         told = unseal(storage.read(start.name)[0])
         if isinstance(told, dict):

@@ -1,4 +1,4 @@
-"""What goes: the files of deleted steps, and what dead writers have left.
+"""Deletion of the files of deleted steps, and of the leftovers of dead writers.
 
 In: a root, steps to delete. Out: a root without them; what others have put there stays. Knows nothing of: which go.
 """
@@ -48,7 +48,7 @@ def _of_ranks(names: Iterable[str]) -> set[str]:
 
 
 class Inside(NamedTuple):
-    """What lies in the folder of a step: its manifest, if it has a sound one, and the archives that are named."""
+    """The content of the folder of a step: its manifest, if it has a sound one, and the archives that are named."""
 
     names: list[str]
     made: Manifest | None
@@ -63,7 +63,7 @@ class Sweeper:
         self._swept = self._has_ranks = False
 
     def inside(self, step: int) -> Inside:
-        """What lies in the folder of a step, and what of that its manifest names, or one that was retired."""
+        """The names in the folder of a step, and those of them that its manifest names, or one that was retired."""
         folder = self._root.folder(step)
         for _ in range(_READ_TRIES):
             names = self._root.storage.names(folder)
@@ -164,7 +164,7 @@ class Sweeper:
         return not self._root.storage.exists(self._root.attempt_path(step, attempt))
 
     def delete_replaced(self, step: int, replaced: Manifest | None) -> None:
-        """What `overwrite` leaves behind."""
+        """Delete the archives that `overwrite` leaves behind."""
         borrowed = self._borrowed(step) if replaced else set()
         names = [name for name in (replaced.own_names if replaced else ()) if name not in borrowed]
         self._root.storage.delete_many([f"{self._root.folder(step)}/{name}" for name in names])
@@ -205,7 +205,7 @@ class Sweeper:
         attempts = _of_ranks(names)
 
         def dead_of(chosen: Iterable[str], *, delete: bool) -> list[str]:
-            """Those whose writers are gone. Of several ranks, some may run on other machines, whose locks are not seen here."""
+            """The files whose writers are gone. With several ranks, some may run on other machines, whose locks are not seen here."""
             of_ranks = {n for n in chosen if self._has_ranks or _attempt_of(n) in attempts}
             sweep = partial(self._root.storage.sweep, folder, delete=delete, decided=decided)
             alone = [n for n in chosen if n not in of_ranks]
@@ -236,18 +236,26 @@ class Sweeper:
         swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
 
     def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str]) -> list[str]:
-        """What attempts of several ranks have left that have no archive here any more."""
+        """Sweep the leftovers of attempts of several ranks that have no archive here any more."""
         left = {_attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
         gone = [n for n in names if is_beside(n) and _attempt_of(n) not in left]
         swept = self._root.storage.sweep(folder, gone, delete=True, decided=True, of_ranks=True)
         attempts = {_attempt_of(n) for n in (*swept, *dead)} - left
-        for name in names:
-            if is_folder_of_receipts(name) and _attempt_of(name) in attempts:
-                self._root.storage.delete_all(f"{folder}/{name}")
+        for name in filter(is_folder_of_receipts, names):
+            path = f"{folder}/{name}"
+            if _attempt_of(name) in attempts:
+                self._root.storage.delete_all(path)
+            elif (
+                _attempt_of(name) not in left
+            ):  # its ranks were killed before any of them had begun an archive
+                receipts = self._root.storage.names(path)
+                old = self._root.storage.sweep(path, receipts, delete=True, decided=True, of_ranks=True)
+                swept += [f"{name}/{receipt}" for receipt in old]
+                self._root.storage.remove_if_empty(path)
         return swept
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
-        """What an earlier process left behind; our own failures leave nothing."""
+        """Sweep the leftovers of an earlier process; our own failures leave nothing."""
         if not self._swept:
             self._swept, self._has_ranks = True, has_ranks
             try:

@@ -1,1 +1,7 @@
-"""A save, told once: from the call to the handle, and from the handle to a commit."""
+"""One save, from its call to its end, and the facts that it leaves for later saves.
+
+To read: `request` (what is asked), `saver` (the call), `save` (the states of a save), `story` and `delivery` (how it is
+written and committed), `drain` and `block_digests` (segments on their way), `targets` (a file, or a step at a root).
+Around it: `admission` and `planner` before, `ledger`, `exit` and `handle` (with its bar) after; `lineage` and unchanged
+groups from save to save; `policy` and `signals` (when one is due); `copy_save` and `default` for saves without a run.
+"""

@@ -1,10 +1,10 @@
-"""How many saves may be under way at once, and whose turn it is.
+"""The admission of saves: so many may be under way at once, and the others wait for their turn.
 
-In: slots, asked for by callers of `save`. Out: admission in the order of asking. Knows nothing of: what a save is.
+In: slots, requested by callers of `save`. Out: admission in the order of requests. Knows nothing of: saves.
 
 The caller's thread may be interrupted between any two steps (Ctrl-C, an exception of a signal handler), so it holds no
-lock here, and nothing has to be undone by it: a slot is admitted while fewer than `max_in_flight` older ones live. It
-leaves by `leave`, and by being lost: slots are known by weak references only. Whoever holds one keeps it alive.
+lock here and has nothing to undo: a slot is admitted while fewer than `max_in_flight` older ones live. A slot leaves by
+`leave`, or when its caller loses it, since the admission has only weak references to slots.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 from ..host.waits import LIVENESS_SECONDS
+from ..spec import whole_count
 
 OnOverlap = Literal["wait", "skip"]
 
@@ -28,20 +29,22 @@ class Slot:
         self.step = step
         self.needs = needs  # steps that must stay on storage until this save is decided
         self.is_admitted = False
-        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # rings when somebody has left
+        self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # rings when another slot has left
 
 
 class Admission:
     """The slots of one saver. From any thread."""
 
-    def __init__(self, max_in_flight: int, on_overlap: OnOverlap) -> None:
-        self.max_in_flight, self._on_overlap = max_in_flight, on_overlap
-        # Oldest first. It changes by `append` and `remove` alone, each of which is one step for every other thread.
+    def __init__(self, max_in_flight: int = 1, on_overlap: OnOverlap = "wait") -> None:
+        if on_overlap not in ("wait", "skip"):
+            raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
+        self.max_in_flight, self._on_overlap = whole_count("max_in_flight", max_in_flight), on_overlap
+        # Oldest first. It changes by `append` and `remove` alone, which are atomic for other threads.
         self._claims: list[weakref.ref[Slot]] = []
 
     @property
     def may_skip(self) -> bool:
-        """Whether overlapping saves are skipped."""
+        """True if overlapping saves are skipped."""
         return self._on_overlap == "skip"
 
     def enter(self, slot: Slot, check: Callable[[], None], *, must: bool = False) -> bool:
@@ -66,7 +69,7 @@ class Admission:
         return True
 
     def enter_at_once(self, slot: Slot) -> None:
-        """Count a save that waits for nobody here."""
+        """Count a save that does not wait for its turn."""
         self._claims.append(weakref.ref(slot))
         slot.is_admitted = True
 

@@ -1,4 +1,4 @@
-"""What one-off saves, wrapped functions and saves of files share: one saver of each kind for the process, and their memory.
+"""The savers and the host memory that all one-off saves, wrapped functions and saves of files of a process share.
 
 In: nothing. Out: savers, and memory for whole tensors. Knows nothing of: states, paths.
 """
@@ -13,21 +13,22 @@ from ..ranks.attempts import Ranks
 from ..ranks.world import World
 from ..spec import MIB
 from ..staging.host_copy import BufferPool
+from .planner import pool_for
 from .saver import Saver
 
-# Files are read while others are written: what a pack needs is a few segments, however large the folder is.
+# Files are read while others are written: a pack needs a few segments, however large the folder is.
 _FILES_BYTES: Final = 256 * MIB
 
 _one_off_saver: Saver | None = None
 _slices_saver: tuple[World, Saver] | None = None
-_files_saver = Saver(host_bytes=_FILES_BYTES)
+_files_saver = Saver(pool_for(host_bytes=_FILES_BYTES))
 _host_memory = BufferPool()
 _held_memory = BufferPool(held=True)
 _making = threading.Lock()
 
 
 def one_off_saver() -> Saver:
-    """One for all saves of a state to a path."""
+    """The saver of all states that are saved to a path."""
     global _one_off_saver
     with _making:
         if _one_off_saver is None:
@@ -36,7 +37,7 @@ def one_off_saver() -> Saver:
 
 
 def slices_saver(world: World) -> Saver:
-    """One for what this process has of states that are spread over the ranks of a world."""
+    """The saver of this process's parts of states that are spread over the ranks of a world."""
     global _slices_saver
     with _making:
         if _slices_saver is None or _slices_saver[0] != world:
@@ -45,22 +46,22 @@ def slices_saver(world: World) -> Saver:
 
 
 def files_saver() -> Saver:
-    """One for all files of the process."""
+    """The saver of all files."""
     return _files_saver
 
 
 def host_memory() -> BufferPool:
-    """Memory for whole tensors, of which foreign writers get copies: one for the process."""
+    """Memory for whole tensors, of which foreign writers get copies."""
     return _host_memory
 
 
 def held_memory() -> BufferPool:
-    """Memory for snapshots that are held: one for the process."""
+    """Memory for held snapshots."""
     return _held_memory
 
 
 def release() -> None:
-    """Give back what is kept for the next save of a state, call of a wrapped function, or snapshot."""
+    """Free the memory that is kept for the next save, call of a wrapped function, or snapshot."""
     if _one_off_saver is not None:
         _one_off_saver.pool.release()
     if _slices_saver is not None:
@@ -71,7 +72,7 @@ def release() -> None:
 
 @in_forked_child
 def _forget() -> None:
-    """All of its own; and who held the lock is not here to release it."""
+    """Begin anew in a forked child, with a lock that no thread holds."""
     global _one_off_saver, _slices_saver, _files_saver, _host_memory, _held_memory, _making
-    _one_off_saver, _slices_saver, _files_saver = None, None, Saver(host_bytes=_FILES_BYTES)
+    _one_off_saver, _slices_saver, _files_saver = None, None, Saver(pool_for(host_bytes=_FILES_BYTES))
     _host_memory, _held_memory, _making = BufferPool(), BufferPool(held=True), threading.Lock()

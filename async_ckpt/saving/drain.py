@@ -1,7 +1,20 @@
-"""Filled segments on their way to every sink.
+"""The drain of one save: filled segments on their way to every sink.
 
 In: segments, in any order and from any thread. Out: written, digested, their memory given back. Knows nothing of: where
 segments come from, what becomes of the archives.
+
+Each sink has a lane with threads of its own, so a sink that hangs holds up no other. The thread that has written a
+segment first also digests it: the disk works meanwhile without the processor. The last segments of an archive (the
+tail) hold the digests of all others; the drain keeps the tail until they are known. Segments that come before the
+sinks are open are kept, too. After a failure the drain returns memory unread, so that threads that wait for memory go
+on.
+
+One lock guards the queues, the counts and the error. No thread holds it while it calls a sink, digests, releases a
+lease or resolves a future: each method takes what it needs out of the tables under the lock, and acts on it
+afterwards. Hence the order of events does not matter: a segment that is taken from a queue counts as active until its
+write and its digest have returned, and `idle` resolves when all lanes have ended and nothing is active. The thread
+that makes the last of these conditions true learns that under the lock, and so exactly one thread seals the tail, and
+one ends each lane.
 """
 
 from __future__ import annotations
@@ -9,65 +22,57 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from functools import partial
-from typing import Final
+from math import inf
 
-from ..errors import StorageUnavailableError
-from ..format import digests
+from ..errors import ClosedError, StorageUnavailableError
 from ..format.layout import Image
-from ..host.life import Life
+from ..host.loop import get_loop
 from ..host.pool import Lease
-from ..host.threads import running_future
-from ..ranks.shared_values import SharedValues
+from ..host.threads import Task, running_future
 from ..report import Progress
 from ..spans import NO_TRACE, Trace
-from ..spec import BLOCK_BYTES
-from ..storage.base import Sink
+from ..storage.base import Sink, Storage
 from ..storage.pace import Pace
-from .groups import GroupDigest, GroupDigests
+from .block_digests import BlockDigests, BlockReader
 
-Submit = Callable[[Callable[[], None]], None]
-
-
-class Way(Enum):
-    """The life of a lane. `quiet` resolves when it has ended and no write to its sink is under way any more."""
-
-    WRITING = "segments are still to be written"
-    ARRIVED = "the sink has taken all of them"
-    DROPPED = "an error has ended it; the others go on"
-    GIVEN_UP = "and its sink lets go of all that it holds"
+Submit = Callable[[Task], None]
 
 
-# What may become of a lane; `written` resolves when it leaves WRITING.
-_LANE_GOES: Final = {
-    Way.WRITING: (Way.ARRIVED, Way.DROPPED),
-    Way.ARRIVED: (Way.GIVEN_UP,),
-    Way.DROPPED: (Way.GIVEN_UP,),
-    Way.GIVEN_UP: (),
-}
+class Writers:
+    """The threads that write to each place, and the pace of each, which all saves of a saver share. On the loop."""
+
+    def __init__(self, max_bandwidth: float | None = None) -> None:
+        is_number = isinstance(max_bandwidth, int | float)
+        if max_bandwidth is not None and not (is_number and 0 < max_bandwidth < inf):
+            raise ValueError(
+                f"max_bandwidth must be a number of bytes per second, such as 500e6, got {max_bandwidth!r}"
+            )
+        self._max_bandwidth = max_bandwidth
+        self._places: set[str] = set()  # places with threads of their own
+        self._paces: dict[str, Pace] = {}  # by place
+
+    def of(self, storage: Storage, *, alone: bool) -> tuple[Submit, Pace | None]:
+        """The `submit` of the threads that write to a place, and its pace. `alone`: the save goes nowhere else."""
+        if alone and self._max_bandwidth is None:
+            return get_loop().writers().submit, None
+        place = storage.locate("")
+        self._places.add(place)
+        pace = None
+        if self._max_bandwidth is not None:
+            pace = self._paces.setdefault(place, Pace(self._max_bandwidth))
+        return get_loop().writers(place).submit, pace
+
+    def stop(self) -> None:
+        """Let the threads end."""
+        with suppress(ClosedError):  # the interpreter is exiting, and ends all threads
+            for place in list(self._places):
+                get_loop().stop_writers(place)
 
 
-class Flow(Enum):
-    """The life of a drain."""
-
-    FILLING = "there is no sink yet: what comes is kept"
-    SENDING = "what comes is sent; the segments of the digests are kept"
-    SEALED = "all else is digested: these are sent, too"
-    DECIDED = "the save is true without the lanes that have not ended: memory goes before them"
-    FAILED = "what comes is given back unread"
-
-
-_DRAIN_GOES: Final = {
-    Flow.FILLING: (Flow.SENDING, Flow.FAILED),
-    Flow.SENDING: (Flow.SEALED, Flow.FAILED),
-    Flow.SEALED: (Flow.DECIDED, Flow.FAILED),
-    Flow.DECIDED: (Flow.FAILED,),
-    Flow.FAILED: (),
-}
-
-
-class _Filled:
+class FilledSegment:
     """One filled segment on its way into every lane."""
 
     __slots__ = ("lease", "number", "undigested")
@@ -79,28 +84,25 @@ class _Filled:
 
 
 class Lane:
-    """The way of one archive's segments to one sink. All its state belongs to the drain."""
+    """The way of one archive's segments to one sink. The drain creates it, and guards all its state by its own lock."""
 
     def __init__(self, sink: Sink, submit: Submit, num_segments: int, pace: Pace | None) -> None:
         self.sink = sink
         self.submit = submit
         self.pace = pace
-        self.written = running_future()  # every segment is taken, or what ended it
-        self.quiet = running_future()  # it has ended, and no write to its sink is under way
-        self.queue: deque[_Filled] = deque()
+        self.written = running_future()  # every segment is taken, or the error that ended the lane
+        self.quiet = running_future()  # the lane has ended, and no write to its sink is under way
+        self.queue: deque[FilledSegment] = deque()
         self.num_writing = 0
         self.num_left = num_segments
         self.num_held = 0  # leases that the sink has retained
         self.written_bytes = 0
-        self.way = Life(_LANE_GOES)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.way.now is not Way.WRITING
+        self.has_ended = False  # `written` resolves
+        self.is_given_up = False  # its sink lets go of all that it holds
 
 
-class _Counted:
-    """A lease as a lane's sink sees it: counted, so that a lane that lags is known by what it holds."""
+class CountedLease:
+    """A lease as the sink of a lane sees it. It is counted, since a lane that lags holds more than others."""
 
     __slots__ = ("_drain", "_lane", "_lease")
 
@@ -116,125 +118,135 @@ class _Counted:
         self._lease.release()
 
 
+class _Intake:
+    """The segments that have come and are not sent yet. The drain owns it, and guards it by its own lock."""
+
+    def __init__(self, num_undigested: int, num_tail: int, *, is_sealed: bool) -> None:
+        self.early: list[FilledSegment] = []  # before the sinks were open
+        self.tail: dict[int, Lease] = {}
+        self.num_undigested = num_undigested
+        self.num_tail = num_tail
+        self.staged_bytes = 0
+        self.is_sealed = is_sealed  # the tail is on its way, or there is none
+
+    def take_early(self) -> list[FilledSegment]:
+        early, self.early = self.early, []
+        return early
+
+    def take_tail(self) -> dict[int, Lease]:
+        tail, self.tail = self.tail, {}
+        return tail
+
+    def may_seal(self) -> bool:
+        """True once, when all else is digested and the tail is complete."""
+        if self.is_sealed or self.num_undigested or len(self.tail) < self.num_tail:
+            return False
+        self.is_sealed = True
+        return True
+
+
 class Drain:
-    """Takes filled segments to every sink: write, digest, give the memory back. From any thread, in any order.
+    """Takes the filled segments of one save to every sink: write, digest, give the memory back.
 
-    Each sink has a lane with threads of its own, so that one that hangs holds up no other. Whoever has written a
-    segment first digests it: what the disk does meanwhile costs no processor, and staging is not over yet.
-    The segments that hold the digests themselves come last; they are kept until all others are digested.
-    After a failure memory is given back unread, so that whoever waits for it goes on.
-
-    `submit` runs what belongs to no lane; `may_drop` is whether the save can do without a lane.
+    The saver creates it. Staging threads `put`, the loop's thread opens and decides, the threads of the lanes write.
     """
 
     def __init__(
         self,
-        layout: Image,
+        file: Image,
         segment_bytes: int,
         max_segments: int,
         submit: Submit,
         *,
-        groups: GroupDigests | None = None,
-        values: SharedValues | None = None,
+        block_readers: Sequence[BlockReader] = (),
         may_drop: bool = False,
         trace: Trace = NO_TRACE,
     ) -> None:
-        self._layout = layout
-        self._trace = trace
-        self.segment_bytes = segment_bytes
-        self.max_segments = max_segments
-        self._submit = submit
-        self.num_segments = -(-layout.file_bytes // segment_bytes)
-        self._may_drop = may_drop
-        # The memory of a write that hangs comes back only with it: a lane may hold a part of the pool in that way.
-        self._max_writing = max(1, max_segments // 4) if may_drop else self.num_segments
-        # What is digested comes before the digests; a file without them is written as it comes.
-        self._covered = layout.digests.data.offset if layout.digests else 0
-        self._first_tail = self._covered // segment_bytes if layout.digests else self.num_segments
-        self._digests = bytearray(digests.num_blocks(self._covered) * digests.DIGEST_BYTES)
-        self._groups, self._values = groups or GroupDigests({}), values
-        self.digest = ""
+        """`submit` runs tasks that belong to no lane. `may_drop`: the save can do without a lane."""
+        self._file, self.segment_bytes, self.max_segments = file, segment_bytes, max_segments
+        self._submit, self._may_drop, self._trace = submit, may_drop, trace
+        # The bytes that are digested come before the digests; a file without digests is written as it comes.
+        self.digests = BlockDigests(file, block_readers)
+        self._first_tail = (
+            self.num_segments if file.digests is None else self.digests.covered // segment_bytes
+        )
         self.idle = running_future()  # all lanes have ended, and no task is under way
         self._lock = threading.Lock()
-        self._flow = Life(_DRAIN_GOES)  # under _lock, like all below
-        self._lanes: list[Lane] = []
-        self._early: list[tuple[int, Lease]] = []
-        self._tail: dict[int, Lease] = {}
-        self._num_undigested = self._first_tail
+        self._lanes: list[Lane] = []  # under _lock, like all below
+        self._intake = _Intake(self._first_tail, self.num_tail, is_sealed=file.digests is None)
         self._num_active = 0
         self._error: BaseException | None = None  # if it has failed
-        self._staged_bytes = 0
+        self._is_committed = False
 
     @property
     def file_bytes(self) -> int:
-        return self._layout.file_bytes
+        return self._file.file_bytes
+
+    @property
+    def num_segments(self) -> int:
+        return -(-self.file_bytes // self.segment_bytes)
 
     @property
     def num_tail(self) -> int:
-        """Segments that are kept until the end."""
+        """The number of segments that are kept until the end."""
         return self.num_segments - self._first_tail
 
     @property
     def progress(self) -> Progress:
-        """What is written everywhere, or under "any" at the fastest place."""
+        """The bytes that are written everywhere, or at the fastest place if the save can do without the others."""
         with self._lock:
             written = [lane.written_bytes for lane in self._lanes]
         least_or_most = max if self._may_drop else min
-        return Progress(self._layout.file_bytes, self._staged_bytes, least_or_most(written, default=0))
-
-    def group_digests(self) -> dict[str, GroupDigest]:
-        """Those of the tensors of each entry of the state, when all is written."""
-        return self._groups.result(self._digests)
+        return Progress(self.file_bytes, self._intake.staged_bytes, least_or_most(written, default=0))
 
     def check(self) -> None:
-        """Raise what made this save fail, if it did."""
+        """Raise the error that made this save fail, if it did."""
         if self._error:
             raise self._error
 
-    # --- what comes in ----------------------------------------------------------------------------------------
+    # --- segments come in -------------------------------------------------------------------------------------
 
     def put(self, number: int, lease: Lease) -> None:
         """Segment `number` is filled; the drain releases the lease."""
+        is_tail = number >= self._first_tail
+        filled = FilledSegment(number, lease, undigested=not is_tail and self.digests.covered > 0)
         with self._lock:
-            self._staged_bytes += self._bytes_of(number)
-            flow = self._flow.now
-            if flow is not Flow.FAILED and number >= self._first_tail:
-                self._tail[number] = lease
-            elif flow is Flow.FILLING:
-                self._early.append((number, lease))
-        if flow is Flow.FAILED:
+            intake, failed = self._intake, self._error is not None
+            intake.staged_bytes += self._bytes_of(number)
+            is_early = not (failed or is_tail or self._lanes)
+            if is_early:
+                intake.early.append(filled)
+            elif is_tail and not failed:
+                intake.tail[number] = lease
+        if failed:
             lease.release()
-        elif number >= self._first_tail:
+        elif is_tail:
             self._seal_if_due()
-        elif flow is not Flow.FILLING:
-            self._send(_Filled(number, lease, undigested=self._covered > 0))
+        elif not is_early:
+            self._send(filled)
 
     def open(self, sinks: Sequence[tuple[Sink, Submit, Pace | None]]) -> list[Lane]:
-        """There is somewhere to write to: one lane for each sink, with what runs its writes, and how fast."""
+        """Send to these sinks from now on, by one lane for each: sink, `submit` of its threads, pace."""
         lanes = [Lane(sink, submit, self.num_segments, pace) for sink, submit, pace in sinks]
         with self._lock:
             self._lanes = lanes
-            self._flow.go(Flow.SENDING)
-            if self._layout.digests is None:
-                self._flow.go(Flow.SEALED)
             failed = self._error
-            early, self._early = self._early, []
+            early = self._intake.take_early()
         if failed is not None:
             self.fail(failed)
-        for number, lease in early:
-            self._send(_Filled(number, lease, undigested=self._covered > 0))
+        for filled in early:
+            self._send(filled)
         self._seal_if_due()
         return lanes
 
-    # --- what ends it -----------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Give up: writes under way end, no other begins. The first error counts."""
         with self._lock:
             self._error = self._error or error
-            self._flow.go(Flow.FAILED)
-            leases = [lease for _, lease in self._early] + list(self._tail.values())
-            self._early, self._tail = [], {}
+            leases = [filled.lease for filled in self._intake.take_early()]
+            leases += self._intake.take_tail().values()
             lanes = list(self._lanes)
         for lease in leases:
             lease.release()
@@ -245,8 +257,9 @@ class Drain:
     def drop(self, lane: Lane, error: BaseException) -> None:
         """End a lane, if it has not ended: the others go on without it; when none is left, the save fails."""
         with self._lock:
-            if not lane.way.go(Way.DROPPED):
+            if lane.has_ended:
                 return
+            lane.has_ended = lane.is_given_up = True
             dropped, lane.queue = lane.queue, deque()
             self._num_active -= len(dropped)
             is_quiet = not lane.num_writing
@@ -260,25 +273,15 @@ class Drain:
             self.fail(error)
         self._settle()
 
-    def decided(self) -> None:
+    def committed(self) -> None:
         """The save is true without the lanes that have not ended: from now on memory goes before them."""
         with self._lock:
-            self._flow.go(Flow.DECIDED)
+            self._is_committed = self._error is None
 
     @property
-    def is_decided(self) -> bool:
-        """Whether the save is true."""
-        return self._flow.now is Flow.DECIDED
-
-    def compare(self, offset: int, data: memoryview) -> None:
-        """Whether these whole blocks, which were read back, are those that were digested. Raises StorageUnavailableError."""
-        for begin in range(offset, min(offset + len(data), self._covered), BLOCK_BYTES):
-            block = data[begin - offset : min(begin + BLOCK_BYTES, self._covered) - offset]
-            at = begin // BLOCK_BYTES * digests.DIGEST_BYTES
-            if digests.block_digest(block) != self._digests[at : at + digests.DIGEST_BYTES]:
-                raise StorageUnavailableError(
-                    f"what was written is not read back: block {begin // BLOCK_BYTES} differs", path=""
-                )
+    def is_committed(self) -> bool:
+        """True if the save is true, and was not given up since."""
+        return self._is_committed and self._error is None
 
     def relieve(self, starving: bool) -> bool:
         """Memory is short. First goes what is only kept for trying again, then a lane that the save can do without."""
@@ -289,19 +292,13 @@ class Drain:
         if not (starving and self._may_drop):
             return False
         with self._lock:
-            behind = {
-                lane: lane.num_left + lane.num_held
-                for lane in lanes
-                if lane.way.now in (Way.WRITING, Way.ARRIVED)
-            }
+            behind = {lane: lane.num_left + lane.num_held for lane in lanes if not lane.is_given_up}
             last = max(behind, key=lambda lane: behind[lane], default=None)
             if last is None or not behind[last]:
                 return False
             # Dropping it helps only as far as it alone keeps others from going on.
             lag = behind[last] - min(behind.values())
-            if self._flow.now is not Flow.DECIDED and (
-                len(behind) < 2 or lag * 2 < self.max_segments - self.num_tail
-            ):
+            if not self.is_committed and (len(behind) < 2 or lag * 2 < self.max_segments - self.num_tail):
                 return False
         path = repr(last.sink)
         self.drop(last, StorageUnavailableError(f"{path} fell behind, and its memory was needed", path=path))
@@ -309,9 +306,9 @@ class Drain:
         return True
 
     def give_up(self, lane: Lane) -> None:
-        """Nothing will come of a lane: what its sink holds and does not send this moment is free at once."""
+        """Have the sink of a lane free all memory that it does not send at this moment."""
         with self._lock:
-            lane.way.go(Way.GIVEN_UP)
+            lane.is_given_up = True
         lane.sink.give_up()
 
     def count_held(self, lane: Lane, change: int) -> None:
@@ -320,7 +317,7 @@ class Drain:
 
     # --- the lanes --------------------------------------------------------------------------------------------
 
-    def _send(self, filled: _Filled) -> None:
+    def _send(self, filled: FilledSegment) -> None:
         for lane in self._lanes:
             filled.lease.retain()
             with self._lock:
@@ -338,14 +335,15 @@ class Drain:
         while (filled := self._take(lane)) is not None:
             self._write(lane, filled)
 
-    def _take(self, lane: Lane) -> _Filled | None:
+    def _take(self, lane: Lane) -> FilledSegment | None:
         with self._lock:
-            if not lane.queue or lane.num_writing >= self._max_writing:
+            # The memory of a write that hangs comes back only with it: a lane may hold a part of the pool in that way.
+            if not lane.queue or (self._may_drop and lane.num_writing >= max(1, self.max_segments // 4)):
                 return None
             lane.num_writing += 1
             return lane.queue.popleft()
 
-    def _write(self, lane: Lane, filled: _Filled) -> None:
+    def _write(self, lane: Lane, filled: FilledSegment) -> None:
         num_bytes = self._bytes_of(filled.number)
         try:
             self.check()
@@ -353,9 +351,14 @@ class Drain:
                 lane.pace.wait(num_bytes, partial(self._check_lane, lane))
             data = filled.lease.segment.view[:num_bytes]
             with self._trace.span("write", segment=filled.number, sink=repr(lane.sink)):
-                lane.sink.write(filled.number * self.segment_bytes, data, _Counted(self, lane, filled.lease))
+                lane.sink.write(
+                    filled.number * self.segment_bytes, data, CountedLease(self, lane, filled.lease)
+                )
         except BaseException as error:
-            self._end(lane, error)
+            if self._may_drop and isinstance(error, StorageUnavailableError):
+                self.drop(lane, error)
+            else:
+                self.fail(error)
         else:
             self._count_written(lane, num_bytes)
         try:
@@ -375,37 +378,34 @@ class Drain:
         if lane.has_ended:  # dropped: the others go on without it
             raise StorageUnavailableError(f"{lane.sink!r} was given up", path=repr(lane.sink))
 
-    def _end(self, lane: Lane, error: BaseException) -> None:
-        if self._may_drop and isinstance(error, StorageUnavailableError):
-            self.drop(lane, error)
-        else:
-            self.fail(error)
-
     def _count_written(self, lane: Lane, num_bytes: int) -> None:
         with self._lock:
             lane.num_left -= 1
             lane.written_bytes += num_bytes
-            arrived = lane.num_left == 0 and lane.way.go(Way.ARRIVED)
+            arrived = lane.num_left == 0 and not lane.has_ended
+            lane.has_ended |= arrived
         if arrived:
             lane.written.set_result(None)
 
-    def _digest_once(self, filled: _Filled) -> None:
+    def _digest_once(self, filled: FilledSegment) -> None:
         with self._lock:
             mine, filled.undigested = filled.undigested and self._error is None, False
         if mine:
-            self._digest(filled.number, filled.lease, self.segment_bytes)
+            self._digest(filled.number, filled.lease, self._bytes_of(filled.number))
             with self._lock:
-                self._num_undigested -= 1
+                self._intake.num_undigested -= 1
             self._seal_if_due()
 
+    def _digest(self, number: int, lease: Lease, num_bytes: int) -> None:
+        with self._trace.span("digest", segment=number):
+            self.digests.note(number * self.segment_bytes, lease.segment.view[:num_bytes])
+
     def _seal_if_due(self) -> None:
-        """Once all else is digested, the tail can be."""
+        """Digest and send the tail, once all else is digested."""
         with self._lock:
-            complete = len(self._tail) == self.num_tail and not self._num_undigested
-            if self._flow.now is not Flow.SENDING or not complete:
+            if not self._lanes or self._error is not None or not self._intake.may_seal():
                 return
-            self._flow.go(Flow.SEALED)
-            tail, self._tail = self._tail, {}
+            tail = self._intake.take_tail()
             self._num_active += 1
         self._submit(partial(self._seal, tail))
 
@@ -415,35 +415,22 @@ class Drain:
         except BaseException as error:
             self.fail(error)
         for number, lease in sorted(leases.items()):
-            self._send(_Filled(number, lease, undigested=False))
+            self._send(FilledSegment(number, lease, undigested=False))
         self._leave()
 
     def _write_digests(self, leases: dict[int, Lease]) -> None:
-        covered, size = self._covered, self.segment_bytes
+        at, size = self.digests.covered, self.segment_bytes
         for number, lease in leases.items():
-            self._digest(number, lease, covered - number * size)
-        data = memoryview(digests.dump(covered, bytes(self._digests)))
-        self.digest = digests.self_digest(bytes(data[-128:]))
-        at = covered
+            self._digest(number, lease, max(0, at - number * size))
+        data = memoryview(self.digests.sealed())
         while data:
             number, begin = divmod(at, size)
             length = min(len(data), size - begin)
             leases[number].segment.view[begin : begin + length] = data[:length]
             at, data = at + length, data[length:]
 
-    def _digest(self, number: int, lease: Lease, num_bytes: int) -> None:
-        first = number * self.segment_bytes // BLOCK_BYTES
-        with self._trace.span("digest", segment=number):
-            for i, begin in enumerate(range(0, num_bytes, BLOCK_BYTES)):
-                block = lease.segment.view[begin : min(begin + BLOCK_BYTES, num_bytes)]
-                self._groups.note(first + i, block)
-                if self._values is not None:
-                    self._values.note(first + i, block)
-                at = (first + i) * digests.DIGEST_BYTES
-                self._digests[at : at + digests.DIGEST_BYTES] = digests.block_digest(block)
-
     def _bytes_of(self, number: int) -> int:
-        return min(self.segment_bytes, self._layout.file_bytes - number * self.segment_bytes)
+        return min(self.segment_bytes, self.file_bytes - number * self.segment_bytes)
 
     def _leave(self) -> None:
         with self._lock:
@@ -453,10 +440,10 @@ class Drain:
     def _settle(self) -> None:
         with self._lock:
             ended = bool(self._lanes) and all(lane.has_ended for lane in self._lanes)
-            over = self._flow.now is Flow.FAILED or ended
-            if self._num_active or not over or self.idle.done():
-                return
-            self.idle.set_result(None)
+            is_idle = not self._num_active and (ended or self._error is not None)
+        if is_idle:
+            with suppress(InvalidStateError):  # another thread has found the same
+                self.idle.set_result(None)
 
     def __repr__(self) -> str:
         p = self.progress

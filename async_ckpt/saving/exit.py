@@ -1,7 +1,7 @@
 """The end of the process: every save under way is waited for, or given up, before the interpreter joins its threads.
 
-In: the saves that are under way. Out: their ends, a line on stderr for each that was lost, and the exit status.
-Knows nothing of: how a save is made.
+In: the saves that are under way. Out: their ends, a line on stderr for each lost one, and the exit status.
+Knows nothing of: how a save is carried out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def drain_at_exit() -> None:
 
 
 def _wait_for_all(loop: Loop) -> int:
-    """Wait for all saves; the exit status for which the wait itself gives reason, 0 for none."""
+    """Wait for all saves. Returns the exit status that the wait itself gives reason for, or 0."""
     begin = monotonic()
     wait = Wait("at exit", GIVES_UP, say=say_on_stderr)
     given_up: list[Save] = []
@@ -90,7 +90,7 @@ def _say_lost(handle: SaveHandle, why: str) -> None:
 
 def say_on_stderr(line: str) -> None:
     """Print a line on stderr, if there is one."""
-    with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+    with suppress(OSError, ValueError):  # closed, or a pipe without a reader
         if sys.stderr is not None:
             print(line, file=sys.stderr, flush=True)
 
@@ -99,7 +99,7 @@ _exit_code: Any = None
 
 
 def note_exit_status() -> None:
-    """Remember the argument of `sys.exit` from now on: Python tells no exit hook, and a status of the user's must stand."""
+    """Remember the argument of `sys.exit` from now on: Python tells no exit hook, and the user's status must stand."""
     if getattr(sys.exit, "_notes_status", False):
         return
     really_exit = sys.exit

@@ -1,7 +1,10 @@
-"""The future of a save.
+"""The handle of a save, which is a future, and the bar that shows it: `progress=True`.
 
-In: a save under way. Out: its report, or what went wrong, for threads and for event loops.
-Knows nothing of: how a save works.
+In: a save under way. Out: its report or its error, for threads and for event loops; lines on stderr or in a notebook,
+drawn by tqdm. Knows nothing of: how a save works.
+
+A task on the loop follows a save that has a bar. A helper thread draws, since a terminal may hold up the thread that
+writes to it. An error of the bar costs the bar, and not the save.
 """
 
 from __future__ import annotations
@@ -9,15 +12,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
 
 from ..errors import ClosedError
+from ..host.loop import OffLoop
 from ..host.threads import Task, is_library_thread, running_future
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ..report import Progress, SaveReport
+
+_DRAW_SECONDS: Final = 0.2
+# In a log file, where each drawing is a line that stays.
+_LOG_SECONDS: Final = 30.0
 
 _log = logging.getLogger("async_ckpt")
 
@@ -29,8 +40,8 @@ class SaveHandle(Future[SaveReport]):
         report = handle.result()  # or: report = await handle
 
     It cannot be cancelled, and cancelling an `await` leaves the save alone. Callbacks run on a separate thread, in
-    the order in which they were added; exceptions that they raise are logged. Waiting on one of the library's own threads
-    raises RuntimeError at once, since it would wait for itself.
+    the order in which they were added; exceptions that they raise are logged. Waiting on one of the library's own
+    threads raises RuntimeError at once, since it would wait for itself.
     """
 
     def __init__(
@@ -51,7 +62,7 @@ class SaveHandle(Future[SaveReport]):
         self._pid = os.getpid()
         self._callbacks_lock = threading.Lock()
         self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
-        self.looked_at = False  # somebody has seen how it ended; a race here costs one superfluous warning
+        self.looked_at = False  # the outcome was retrieved; a race here costs one superfluous warning
         self.set_running_or_notify_cancel()
         super().add_done_callback(lambda _: self._run_callbacks_soon())
 
@@ -73,7 +84,7 @@ class SaveHandle(Future[SaveReport]):
 
     @property
     def progress(self) -> Progress:
-        """How many bytes of the archive are staged and written so far.
+        """The bytes of the archive that are staged and written so far.
 
         print(handle.progress)  # 36% written, 4.2 MB of 11.5 MB
         """
@@ -107,8 +118,8 @@ class SaveHandle(Future[SaveReport]):
             handle.wait_staged()
             model.eval()  # a schedule-free optimizer's weights change here
 
-        It is for changes that `guard=` does not cover: an optimizer that steps in the backward pass, graph replay, tools
-        that unmap device memory. `timeout` is in seconds. Raises the error if staging failed.
+        It is for changes that `guard=` does not cover: an optimizer that steps in the backward pass, graph replay,
+        tools that unmap device memory. `timeout` is in seconds. Raises the error if staging failed.
         """
         self._refuse_to_wait_for_itself(self.staging_completion)
         self.staging_completion.result(timeout)
@@ -137,7 +148,7 @@ class SaveHandle(Future[SaveReport]):
             try:
                 loop.call_soon_threadsafe(resolve)
             except RuntimeError:
-                pass  # that loop was closed; nobody awaits on it any more
+                pass  # that loop was closed, and the await with it
 
         super().add_done_callback(wake)
         yield from ended
@@ -145,8 +156,8 @@ class SaveHandle(Future[SaveReport]):
 
     def _run_callbacks_soon(self) -> None:
         with self._callbacks_lock:
-            some = bool(self._callbacks)
-        if some:
+            has_callbacks = bool(self._callbacks)
+        if has_callbacks:
             self._submit(self._run_callbacks)
 
     def _run_callbacks(self) -> None:
@@ -201,13 +212,13 @@ def name_of(handle: SaveHandle) -> str:
 
 
 def named(step: int | None, path: str) -> str:
-    """The same of a save that has no handle yet."""
+    """The name of a save that has no handle yet."""
     return path if step is None else f"step {step} ({path})"
 
 
 def progress_of(saves: Sequence[SaveHandle]) -> str:
     """The oldest of these saves and how far it is, in words."""
-    if not saves:  # another thread plans one, or they have ended just now
+    if not saves:  # another thread plans one, or the last has ended just now
         return "another save"
     first = saves[0]
     others = f" and {len(saves) - 1} more" if len(saves) > 1 else ""
@@ -215,3 +226,86 @@ def progress_of(saves: Sequence[SaveHandle]) -> str:
         return f"{name_of(first)}{others}: {first.progress}"
     ended = "committed" if Future.exception(first) is None else "failed"
     return f"{name_of(first)}{others}: {ended}, and cleaning up"
+
+
+class Bars:
+    """The bars of the saves of one ledger, which creates it. Raises ImportError if tqdm is not installed."""
+
+    def __init__(self) -> None:
+        try:
+            from tqdm.auto import tqdm  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise ImportError(
+                'progress=True needs tqdm to draw with: pip install "async_ckpt[progress]"'
+            ) from error
+
+        class Bar(tqdm):  # type: ignore[misc]
+            monitor_interval = 0  # no thread of tqdm's own: we draw often enough
+
+        self._bar = Bar
+        self._is_widget = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
+
+    async def follow(self, handle: SaveHandle, off_loop: OffLoop) -> None:
+        """Draw until the save has ended."""
+        ended = asyncio.Event()
+        Future.add_done_callback(handle, lambda _: ended.set())  # it is resolved on this very loop
+        try:
+            bar = await off_loop(partial(self._begin, handle))
+            has_ended = False
+            while not has_ended:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), _DRAW_SECONDS)
+                has_ended = ended.is_set()
+                await off_loop(partial(_draw, bar, handle))
+            await off_loop(bar.close)
+        except Exception:
+            _log.debug("the bar of %r cannot be drawn", handle, exc_info=True)
+
+    def _begin(self, handle: SaveHandle) -> Any:
+        if sys.stderr is None:
+            raise OSError("there is no stderr to draw on")
+        is_live = self._is_widget or sys.stderr.isatty()
+        return self._bar(
+            file=None if self._is_widget else LenientFile(sys.stderr),
+            desc=handle.path if handle.step is None else f"step {handle.step}",
+            total=handle.progress.total_bytes,
+            unit="B",
+            unit_scale=True,
+            mininterval=_DRAW_SECONDS / 2 if is_live else _LOG_SECONDS,
+            miniters=1,
+            leave=None,  # below a bar of the user's, only that one stays
+        )
+
+
+class LenientFile:
+    """A file that may be closed, or that nobody reads any more.
+
+    An error of the file would leave tqdm's lock held, and every bar of the training would wait for ever.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __eq__(self, other: object) -> bool:
+        """True for the wrapped file, too: `tqdm.write` clears the bars that are drawn on the same file."""
+        return bool(self._file == getattr(other, "_file", other))
+
+    def __hash__(self) -> int:
+        return hash(self._file)
+
+
+def _draw(bar: Any, handle: SaveHandle) -> None:
+    if handle.done() and Future.exception(handle) is not None:
+        bar.set_postfix_str("failed", refresh=False)
+    bar.update(max(0, handle.progress.written_bytes - bar.n))

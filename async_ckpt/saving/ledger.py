@@ -1,7 +1,7 @@
 """The saves that are under way, and the account of those that have ended.
 
-In: saves, as they begin. Out: resolved handles, the order of commits, numbers for a logger. Knows nothing of: what a
-save is made of.
+In: saves, as they begin. Out: resolved handles, the order of commits, numbers for a logger. Knows nothing of: how a
+save is carried out.
 
 The process has one list of saves, since its exit waits for all of them; each saver sees its own part as a `Ledger`.
 """
@@ -25,27 +25,27 @@ from ..host.process import in_forked_child
 from ..host.threads import is_library_thread
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for_all
 from ..report import SaveReport
-from .bar import Bars
-from .handle import SaveHandle, name_of, progress_of
+from ..spec import flag, seconds_or_none
+from .handle import Bars, SaveHandle, name_of, progress_of
 from .save import Save, wait_for_decisions
 
 _LAST: Final = tuple(SaveReport("committed", None, "").as_dict("last_"))
-# How long abandoned saves may take to end their last writes. An exit with a timeout waits only for a tenth of that
-# timeout more, but at least as long as a healthy disk may need.
+# The wait for the last writes of abandoned saves. An exit with a timeout waits only for a tenth of that timeout more,
+# but at least as long as a healthy disk may need.
 _ABANDON_SECONDS: Final = 10.0
 LEAST_ABANDON_SECONDS: Final = 1.0
-# A terminal that somebody has stopped takes nothing; no save waits for that.
+# A stopped terminal takes nothing, and no save waits for it.
 _LAST_DRAWING_SECONDS: Final = 1.0
 
 _log = logging.getLogger("async_ckpt")
 
-# Saves that have not finished, or have failed without anybody having looked, the oldest first. Replaced as a whole, on the
-# loop's thread alone, which no signal interrupts; read by all.
+# Saves that have not finished, or have failed and are unseen, the oldest first. Replaced as a whole on the loop's
+# thread, which no signal interrupts; any thread reads it.
 _saves: list[tuple[Ledger, Save]] = []
 
 
 def all_saves() -> list[Save]:
-    """The saves of this process that have not finished, or have failed without anybody having looked."""
+    """The saves of this process that have not finished, or have failed and are unseen."""
     return [save for _, save in _saves]
 
 
@@ -56,10 +56,15 @@ def _forget_saves() -> None:
 
 
 class Ledger:
-    """The saves of one saver. Changed on the loop's thread alone; read by all."""
+    """The saves of one saver. Only the loop's thread changes it, so it needs no lock; any thread reads it."""
 
-    def __init__(self, exit_timeout: float | None = None, bars: Bars | None = None) -> None:
-        self._exit_timeout, self._bars = exit_timeout, bars
+    def __init__(
+        self, exit_timeout: float | None = None, *, strict: bool = False, progress: bool = False
+    ) -> None:
+        """The arguments of the checkpointer. Raises TypeError, ValueError, and ImportError as `Bars` does."""
+        self._exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
+        self._strict = flag("strict", strict)
+        self._bars = Bars() if flag("progress", progress) else None
         self._last: Future[None] | None = None  # resolved when the newest save is settled
         self._last_report: SaveReport | None = None
         self._stall_seconds = 0.0
@@ -73,7 +78,7 @@ class Ledger:
         global _saves
         turn, self._last = self._last, save.settled
         save.exit_timeout = self._exit_timeout
-        # A failed save that nobody has looked at stays until somebody has.
+        # A failed save stays until somebody has looked at its error.
         others = [(ledger, s) for ledger, s in _saves if not s.finished.done() or s.is_unseen]
         _saves = [*others, (self, save)]
         get_loop().begin(self._tell(save, turn))
@@ -101,7 +106,7 @@ class Ledger:
                 save.finished.set_exception(error)
             self._num_missed += save.num_missed
         finally:
-            if drawing is not None:  # so that who waits for the save prints below it
+            if drawing is not None:  # so that a caller that waits for the save prints below it
                 await asyncio.wait([drawing], timeout=_LAST_DRAWING_SECONDS)
             if not save.finished.done():
                 save.finished.set_result(None)
@@ -114,38 +119,37 @@ class Ledger:
         self._stall_seconds += report.stall_seconds
 
     def skipped(self) -> None:
-        """A save was not begun, since others are under way. From any thread."""
+        """Count a save that was not begun, since others are under way. From any thread."""
         self._num_skipped = next(self._skips)
 
     def saves(self) -> list[Save]:
-        """The saves that have not finished, or have failed without anybody having looked, the oldest first."""
+        """The saves that have not finished, or have failed and are unseen, the oldest first."""
         with suppress(ClosedError):  # the interpreter is exiting: none begins any more
             get_loop().sync()
         return [save for ledger, save in _saves if ledger is self]
 
     def progress(self) -> str:
-        """How far the saves are that the next one waits for, in words."""
+        """The progress of the saves that the next one waits for, in words."""
         return progress_of([save.handle for save in self.saves() if not save.settled.done()])
 
     def check_going_on(self) -> None:
-        """Raise the error with which a save was given up, since the process or the user waits for nothing more then."""
+        """Raise the error with which a save was given up: then the process or the user waits for nothing more."""
         for ledger, save in _saves:
             if ledger is self and save.given_up is not None:
                 raise save.given_up
 
     def see_decided(self, reader: str, meanwhile: Callable[[], None], *, overwrites: bool = False) -> None:
-        """Return when all saves begun so far are decided, so that `reader` sees what they have committed. It goes on without
-        those that have failed, and warns of each of them. Those that were given up are not waited for, but their copies are if
-        the reader `overwrites` what may still be copied.
+        """Return when all saves begun so far are decided, so that `reader` sees their commits. Warn of failed ones.
 
-        `meanwhile` is called now and then. Raises RuntimeError at once on a thread of this library, if a save is under way.
+        Saves that were given up are not waited for; if the reader `overwrites` the state, the copies of all saves are.
+        `meanwhile` is called now and then. Raises RuntimeError on a thread of this library, if a save is under way.
         """
         begun = self.saves()
         undecided = [save for save in begun if not (save.handle.done() or save.given_up)]
         if undecided and is_library_thread():
             raise RuntimeError(
-                f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of async_ckpt must not: it would wait "
-                "for itself. Call it on another thread, or when no save is under way"
+                f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of async_ckpt must not: it "
+                "would wait for itself. Call it on another thread, or when no save is under way"
             )
         for save in begun if overwrites else ():
             save.staged.exception()
@@ -155,22 +159,24 @@ class Ledger:
         for handle in (*waited_for, *unseen):
             self._warn(handle, f"{reader} goes on without {name_of(handle)}, which was", _user_stacklevel())
 
-    def warn_of_unseen(self, stacklevel: int) -> None:
-        """Warn of each failed save once."""
+    def tell_of_unseen(self, stacklevel: int) -> None:
+        """Warn of each failed save once; under `strict`, raise the first unseen error."""
+        if self._strict:
+            self.raise_unseen()
         for handle in self._unseen():
             if handle not in self._warned:
                 self._warn(handle, f"{handle.path} was", stacklevel + 1)
 
-    def _warn(self, handle: SaveHandle, who: str, stacklevel: int) -> None:
+    def _warn(self, handle: SaveHandle, subject: str, stacklevel: int) -> None:
         if handle not in self._warned:
             self._warned = [*self._warned[-8:], handle]
         error = Future.exception(handle)
         warnings.warn(
-            f"{who} not saved: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=stacklevel
+            f"{subject} not saved: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=stacklevel
         )
 
     def raise_unseen(self) -> None:
-        """Raise the first error that nobody has looked at; the others are noted in it."""
+        """Raise the first unseen error; the others are noted in it."""
         errors = [error for handle in self._unseen() if (error := handle.exception()) is not None]
         if errors:
             for other in errors[1:]:
@@ -210,14 +216,14 @@ def abandon(saves: list[Save], why: str) -> None:
 
 
 def _abandon_seconds(save: Save) -> float:
-    """How long an abandoned save is waited for."""
+    """The time that an abandoned save is waited for."""
     if save.exit_timeout is None:
         return _ABANDON_SECONDS
     return min(_ABANDON_SECONDS, max(LEAST_ABANDON_SECONDS, save.exit_timeout / 10))
 
 
 def _user_stacklevel() -> int:
-    """The `stacklevel` for a warning of whoever calls the caller of this: the first line of code that is not this library's."""
+    """The `stacklevel` of a warning of the caller: the first frame whose code is not this library's."""
     level, frame = 2, sys._getframe(1)
     package = __name__.partition(".")[0]
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:

@@ -1,6 +1,6 @@
 """From a state to the plan of its archive, and the host memory that it may have.
 
-In: captured states, targets. Out: layouts, and how many segments are theirs. Knows nothing of: copies, saves under way.
+In: captured states, targets. Out: layouts, and numbers of segments. Knows nothing of: copies, saves under way.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..format import digests
 from ..format.layout import Image, Layout, TensorPlan, lay_out
 from ..host.pool import MIN_SEGMENTS, SegmentPool
 from ..host.threads import Crew
@@ -17,24 +16,25 @@ from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, RankFacts, align_up, whole_b
 from ..staging.device import fill_image, first_device
 from ..state.capture import capture
 from ..state.captured import Capture
-from .groups import GroupDigests, Groups
+from .block_digests import BlockDigests, GroupDigests, Groups
 
 
 class GoesTo(Protocol):
-    """What the planner wants to know of a target."""
+    """The properties of a target that its plan depends on."""
 
-    in_order: bool
+    @property
+    def in_order(self) -> bool: ...
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int: ...
 
 
 class Planner:
-    """The plans of one saver, whose tensors are seldom others than those of the save before. From any thread."""
+    """The plans of one saver, which creates it. Most saves have the tensors of the save before. From any thread."""
 
     def __init__(self, pool: SegmentPool, max_in_flight: int) -> None:
         self._pool, self._max_in_flight = pool, max_in_flight
         self._plan: TensorPlan | None = None  # of the last save; replaced as a whole
-        self._groups: Groups = {}  # where each was in the last archive that had it; replaced as a whole
+        self._groups: Groups = {}  # the place of each in the last archive that had it; replaced as a whole
 
     def lay_out(self, captured: Capture, step: int | None, ranks: RankFacts | None = None) -> Layout:
         plan = self._plan
@@ -43,21 +43,21 @@ class Planner:
         return _lay_out(plan, captured, step, ranks)
 
     def group_digests(self, layout: Layout, step: int | None) -> GroupDigests:
-        """What digests the groups of this archive, also as they lay in those before. Of a one-off save nobody asks."""
+        """The digests of the groups of an archive, to be noted; without any groups for a one-off save."""
         if step is None:
             return GroupDigests({})
         before, self._groups = self._groups, {**self._groups, **layout.groups}
         return GroupDigests(layout.groups, before)
 
     def admit(self, layout: Image, targets: Sequence[GoesTo]) -> int:
-        """Make sure that the pool can hold what has to be in it at one time; how many segments it may have.
+        """Let the pool grow to the needs of an archive. Returns the number of segments that it may have.
 
-        Raises ValueError when it cannot.
+        Raises ValueError if it cannot hold the segments that have to be there at one time.
         """
         size = self._pool.segment_bytes
-        told = layout.digests
-        num_tail = -(-layout.file_bytes // size) - told.data.offset // size if told else 0
-        # The tail waits for all else, of which a part is sent while the next one is filled.
+        member = layout.digests
+        num_tail = -(-layout.file_bytes // size) - member.data.offset // size if member else 0
+        # The tail waits for all other segments, of which a part is sent while the next one is filled.
         part = max((t.part_segments(layout.file_bytes, size) for t in targets), default=1)
         least = num_tail + 2 * part
         self._pool.admit(layout.file_bytes, self._max_in_flight, least=least)
@@ -71,17 +71,17 @@ class Planner:
     def take_memory(
         self, captured: Capture, crew: Crew | None, *, goes_on: Callable[[], bool] = lambda: True
     ) -> None:
-        """Plan such a state, and have the pool hold what its archive needs; `goes_on` is asked again and again."""
+        """Plan a state, and take the memory for its archive, as long as `goes_on()`."""
         layout = self.lay_out(captured, step=0)
         self.admit(layout, ())
         num_segments = -(-layout.file_bytes // self._pool.segment_bytes)
         self._pool.reserve(num_segments, crew, pin=first_device(captured.tensors), goes_on=goes_on)
 
     def may_defer(self, num_segments: int, layout: Image, targets: Sequence[GoesTo]) -> bool:
-        """Whether some tensors may be copied later than others.
+        """True if some tensors may be copied later than others.
 
-        What is copied up front could fill a small pool, and wait there for what is copied later: where other saves are
-        under way, or where a sink may hold a segment until another one has come.
+        The tensors that are copied first could fill a small pool, and wait there for the later ones: if other saves are
+        under way, or if a sink may hold a segment until another one has come.
         """
         is_tight = num_segments * self._max_in_flight > self._pool.max_segments
         size = self._pool.segment_bytes
@@ -90,27 +90,28 @@ class Planner:
 
 
 def small_archive(state: object, *, step: int, max_bytes: int) -> tuple[bytes, str]:
-    """The archive of a small state, made at once in memory, and its digest. Raises ValueError when it is too large."""
+    """The archive of a small state, as bytes, and its digest. Raises ValueError if it is too large."""
     captured = capture(state)
     layout = _lay_out(TensorPlan(captured.specs), captured, step)
     if layout.file_bytes > max_bytes:
         raise ValueError(
-            f"{layout.file_bytes:,} bytes is too large for the archive of one process; the limit is {max_bytes:,}. Put tensors into the state"
+            f"{layout.file_bytes:,} bytes is too large for the archive of one process; the limit is "
+            f"{max_bytes:,}. Put tensors into the state"
         )
     image = bytearray(layout.file_bytes)
     (plan,) = layout.segments(align_up(layout.file_bytes, BLOCK_BYTES))
     for at, data in plan.literals:
         image[at : at + len(data)] = data
     fill_image(image, plan.pieces, captured.tensors)
-    covered = layout.digests.data.offset
-    blocks = (memoryview(image)[at : min(at + BLOCK_BYTES, covered)] for at in range(0, covered, BLOCK_BYTES))
-    tail = digests.dump(covered, b"".join(map(digests.block_digest, blocks)))
-    image[covered : covered + len(tail)] = tail
-    return bytes(image), digests.self_digest(tail)
+    digests = BlockDigests(layout)
+    digests.note(0, memoryview(image)[: digests.covered])
+    tail = digests.sealed()
+    image[digests.covered : digests.covered + len(tail)] = tail
+    return bytes(image), digests.of_archive
 
 
-def pool_for(segment_bytes: int | None, host_bytes: int | None) -> SegmentPool:
-    """The pool that the user has asked for. Raises ValueError for sizes that make none."""
+def pool_for(segment_bytes: int | None = None, host_bytes: int | None = None) -> SegmentPool:
+    """The pool of these sizes. Raises ValueError for sizes that are not valid."""
     segment_bytes = None if segment_bytes is None else whole_bytes("segment_bytes", segment_bytes)
     host_bytes = None if host_bytes is None else whole_bytes("host_bytes", host_bytes)
     if host_bytes is not None and host_bytes < MIN_SEGMENTS * BLOCK_BYTES:

@@ -1,26 +1,83 @@
 """The requests of users: a state to a path, and a state as a step of a run.
 
-In: arguments of `save`. Out: targets, and what of the state is written to them. Knows nothing of: threads, memory.
+In: arguments of `save`. Out: targets, and the state to write to them. Knows nothing of: threads, memory.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..ranks.attempts import Joint, Ranks
 from ..spec import flag
 from ..staging.held_snapshot import refuse_guard
-from ..state.captured import Capture
+from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
-from .borrowed import Contents, Look, check_driver, check_entries
 from .delivery import Target
-from .line import Line
-from .save import Request, UnchangedIn
+from .lineage import Lineage, StateOutline, StepContents
+from .story import CommitRule, UnchangedIn
 from .targets import step_targets
 
 
-class FileRequest(Request):
+class SaveRequest(ABC):
+    """The state that a caller wants to save, and its targets. A saver calls it on the caller's thread, from top down."""
+
+    step: int | None = None
+    guard: Any = None
+    select: Select = None
+    rule: CommitRule = "all"
+    joint: Joint | None = None  # the save as all ranks see it, where there are several
+
+    @property
+    def skipped_path(self) -> str:
+        """The path of the report, if the save is skipped."""
+        return ""
+
+    @abstractmethod
+    def targets(self) -> Sequence[Target]:
+        """The places to write to, once it is this save's turn. Raises the refusal of the save."""
+
+    @abstractmethod
+    def state(self) -> Any:
+        """The state to write, once it is this save's turn. Raises the refusal of the save."""
+
+    @abstractmethod
+    def captured(self, captured: Capture) -> None:
+        """Take note of the captured state. Raises the refusal of the save."""
+
+    @property
+    def needs(self) -> Callable[[], Collection[int]]:
+        """The steps that must stay on storage until the save is settled. For any thread; keeps no tensor alive."""
+        return tuple
+
+    @property
+    def unchanged_in(self) -> UnchangedIn:
+        """See `StateSave`. The function keeps neither the state nor its guard alive: a handle may live for long."""
+        return lambda _: ()
+
+
+def check_driver(driver: Mapping[str, Any], state: Any) -> None:
+    """Raises TypeError unless it is a mapping, and ValueError for entries without a name, or with a name of the state."""
+    if not isinstance(driver, Mapping):
+        raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
+    for name in driver:
+        if not isinstance(name, str) or (isinstance(state, Mapping | SnapshotView) and name in state):
+            raise ValueError(
+                f"driver={name!r}: the state has entries of the same name; rename those of driver="
+            )
+    if not isinstance(state, Mapping | SnapshotView):
+        raise ValueError("driver= adds entries to the state, so the state must be a dict")
+
+
+def check_entries(state: Any, names: Collection[str], option: str) -> None:
+    """Raises ValueError, naming the option, for a name that is not an entry at the top level of the state."""
+    for name in [names] if isinstance(names, str) else names:
+        if not isinstance(state, Mapping | SnapshotView) or name not in state:
+            raise ValueError(f"{option}={name!r}: the state has no entry of that name at its top level")
+
+
+class FileRequest(SaveRequest):
     """A state as one object at a path."""
 
     def __init__(self, state: Any, target: Target, *, guard: Any = None, select: Select = None) -> None:
@@ -30,36 +87,34 @@ class FileRequest(Request):
         return [self._target]
 
     def state(self) -> Any:
-        state, self._state = self._state, None  # the save may outlive the user's interest in it
+        state, self._state = self._state, None  # so that the save does not keep it alive
         return state
 
     def captured(self, captured: Capture) -> None:
         refuse_guard(captured.completions, self.guard)
 
 
-class StepRequest(Request):
+class StepRequest(SaveRequest):
     """A state as one step of a run, at all of its roots."""
 
     def __init__(
         self,
         state: Any,
         step: int,
-        line: Line,
+        lineage: Lineage,
         ranks: Ranks,
         *,
         guard: Any,
         is_own_guard: bool,
         select: Select,
     ) -> None:
-        """`is_own_guard`: the guard was given to this call, and not to the checkpointer."""
-        self.step = self._step = step
-        self.guard, self.select, self.rule = guard, select, line.rule
+        """`is_own_guard`: the guard is of this call, and not the checkpointer's."""
+        self.step = step
+        self.guard, self.select, self.rule = guard, select, lineage.rule
         self.joint: Joint | None = ranks.called(step)
-        self.contents = Contents(self.joint)
+        self.contents = StepContents(step, self.joint)
         self._state, self._is_own_guard = state, is_own_guard
-        self._line, self._ranks = line, ranks
-        self._record: Mapping[str, Any] = {}
-        self._overwrite = False
+        self._lineage, self._ranks = lineage, ranks
         self._unchanged: Collection[str] = ()
 
     def check(
@@ -71,9 +126,9 @@ class StepRequest(Request):
         per_rank: Collection[str],
         driver: Mapping[str, Any] | None,
     ) -> None:
-        """Take the other arguments of `save`. Raises ValueError and TypeError for those that are wrong."""
-        state = self._state
-        self._overwrite, self._record = flag("overwrite", overwrite), record
+        """Take the other arguments of `save`. Raises ValueError and TypeError for wrong ones."""
+        state, contents = self._state, self.contents
+        contents.overwrite, contents.record = flag("overwrite", overwrite), record
         self._unchanged = [unchanged] if isinstance(unchanged, str) else unchanged
         if self.select is not None and unchanged:
             raise ValueError(
@@ -84,26 +139,24 @@ class StepRequest(Request):
             self.joint.per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
         if driver is not None:
             check_driver(driver, state)
-            self.contents.take_driver(driver, step=self._step, rank=self._ranks.world.rank)
+            contents.take_driver(driver, rank=self._ranks.world.rank)
 
     @property
     def skipped_path(self) -> str:
-        run = self._line.roots.runs[0]
-        return run.storage.locate(run.folder(self._step))
+        run = self._lineage.roots.runs[0]
+        return run.storage.locate(run.folder(self.contents.step))
 
     def targets(self) -> Sequence[Target]:
-        return step_targets(
-            self._line, self._step, self._overwrite, self._record, self.contents, self._ranks, self.joint
-        )
+        return step_targets(self._lineage, self.contents, self._ranks)
 
     def state(self) -> Any:
         """The state without the groups that are borrowed from earlier steps."""
-        runs = self._line.roots.runs
-        state, self._state = self._state, None  # the save may outlive the user's interest in it
-        own, self.contents.borrowed = self._line.groups.without(
-            state, self._unchanged, step=self._step, runs=runs, joint=self.joint
+        runs = self._lineage.roots.runs
+        state, self._state = self._state, None  # so that the save does not keep it alive
+        written, self.contents.borrowed = self._lineage.groups.without(
+            state, self._unchanged, step=self.contents.step, runs=runs, joint=self.joint
         )
-        return own
+        return written
 
     def captured(self, captured: Capture) -> None:
         if self._is_own_guard:
@@ -111,7 +164,7 @@ class StepRequest(Request):
         if self.joint is not None:
             self.joint.borrowed = {lent.group: lent.step for lent in self.contents.borrowed}
         if self.select is None:  # nothing can be borrowed from a step that was saved in part
-            self.contents.look = Look(captured)
+            self.contents.outline = StateOutline(captured)
 
     @property
     def needs(self) -> Callable[[], Collection[int]]:
@@ -119,5 +172,5 @@ class StepRequest(Request):
 
     @property
     def unchanged_in(self) -> UnchangedIn:
-        line, contents = self._line, self.contents
-        return lambda digests: line.unchanged_in(digests, {lent.group for lent in contents.borrowed})
+        lineage, contents = self._lineage, self.contents
+        return lambda digests: lineage.unchanged_in(digests, {lent.group for lent in contents.borrowed})

@@ -1,6 +1,10 @@
-"""Everything between a call of `save` and its handle: admission, capture, plan, staging.
+"""The way from a call of `save` to its handle: admission, capture, plan, staging.
 
-In: states and targets. Out: handles. Knows nothing of: steps that exist, retention, what a target is made of.
+In: requests. Out: handles. Knows nothing of: steps that exist, retention, how a target commits.
+
+All of this runs on the caller's thread, which a signal may interrupt at any line. So the thread holds no lock, and a
+slot that it loses leaves by itself. A save becomes known to others on the loop's thread, by `_begin_state`; there,
+too, an interrupted call takes it back, by `_abandon`, whether or not it has become known.
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ import torch
 from ..errors import ClosedError
 from ..format.layout import Layout
 from ..host.loop import get_loop
+from ..host.pool import SegmentPool
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..ranks.attempts import Joint, Ranks
-from ..spans import NO_TRACE, Clock, Spans, monotonic
-from ..spec import RankFacts, flag, seconds_or_none, whole_count
+from ..spans import NO_TRACE, Spans, monotonic
+from ..spec import RankFacts
 from ..staging.device import first_device, warm_up
 from ..staging.files import FileFill, FilesImage
 from ..staging.filler import StagingHost
@@ -32,74 +37,58 @@ from ..state.capture import capture
 from ..state.captured import Capture
 from ..state.division import RankShare
 from ..state.names import Select
-from ..storage.place import local_place
 from ..trace import TraceFile
-from .admission import Admission, OnOverlap, Slot
-from .bar import Bars
+from .admission import Admission, Slot
 from .delivery import Target
-from .drain import Drain
+from .drain import Drain, Writers
 from .exit import note_exit_status
 from .handle import SaveHandle, named, skipped
 from .ledger import Ledger, abandon
 from .planner import Planner, pool_for
-from .save import Request, Save, StateSave, wait_for_saves
-from .story import Attempt, State
-from .writers import Writers
+from .request import SaveRequest
+from .save import Save, SaveState, wait_for_saves
+from .story import Attempt, StateSave
 
 
 class Saver:
-    """Saves one after the other, at most `max_in_flight` under way, from one pool of host memory. From any thread."""
+    """The saves of one checkpointer, or of the process, with one pool of host memory. From any thread."""
 
     def __init__(
         self,
+        pool: SegmentPool | None = None,
         *,
-        host_bytes: int | None = None,
-        segment_bytes: int | None = None,
-        on_overlap: OnOverlap = "wait",
-        max_in_flight: int = 1,
-        strict: bool = False,
-        exit_timeout: float | None = None,
+        admission: Admission | None = None,
+        ledger: Ledger | None = None,
+        writers: Writers | None = None,
+        trace_file: TraceFile | None = None,
         keep_warm: bool = False,
-        max_bandwidth: float | None = None,
-        trace: str | os.PathLike[str] | None = None,
-        progress: bool = False,
-        clock: Clock = monotonic,
         ranks: Ranks | None = None,
     ) -> None:
-        if on_overlap not in ("wait", "skip"):
-            raise ValueError(f'on_overlap must be "wait" or "skip", got {on_overlap!r}')
-        max_in_flight = whole_count("max_in_flight", max_in_flight)
-        self._writers = Writers(max_bandwidth)
-        self.pool = pool_for(segment_bytes, host_bytes)
-        self._planner = Planner(self.pool, max_in_flight)
-        self._admission = Admission(max_in_flight, on_overlap)
-        self._strict, self._keep_warm = flag("strict", strict), keep_warm
-        self._clock, self._ranks = clock, ranks
-        self.ledger = Ledger(
-            seconds_or_none("exit_timeout", exit_timeout), Bars() if flag("progress", progress) else None
-        )
-        self._trace_file = None if trace is None else TraceFile(local_place(trace), clock)
-        self._trace = NO_TRACE if self._trace_file is None else self._trace_file.trace
+        self.pool = pool or pool_for()
+        self.admission, self.ledger = admission or Admission(), ledger or Ledger()
+        self._planner = Planner(self.pool, self.admission.max_in_flight)
+        self._writers = writers or Writers()
+        self._trace_file = trace_file
+        self._trace = NO_TRACE if trace_file is None else trace_file.trace
+        self._keep_warm, self._ranks = keep_warm, ranks
         self._orders = itertools.count(1)  # of saves
         self._pid = os.getpid()
         self.is_closed = False
 
     @property
     def belongs_here(self) -> bool:
-        """False in a child that was forked after this saver was made."""
+        """False in a child that was forked after this saver was created."""
         return os.getpid() == self._pid
 
-    def save(self, request: Request) -> SaveHandle:
+    def save(self, request: SaveRequest) -> SaveHandle:
         """Begin a save, as soon as it is its turn.
 
-        Raises UnsupportedStateError, ClosedError, what the request refuses the save with, and under `strict` the last unseen
-        error.
+        Raises UnsupportedStateError, ClosedError, the errors of the request, and under `strict` the last unseen error.
         """
         step = request.step
         optimizers = unwrapped(request.guard)
-        self._tell_of_unseen(stacklevel=4)
-        spans = Spans(self._clock, self._trace)
-        # From here on this thread may be interrupted at any line: what it has begun is taken back below.
+        self.ledger.tell_of_unseen(stacklevel=4)
+        spans = Spans(monotonic, self._trace)
         slot = Slot(step, request.needs)
         save: StateSave | None = None
         try:
@@ -118,15 +107,15 @@ class Saver:
             return save.handle
         except BaseException as error:
             if save is None:
-                self._admission.leave(slot)
+                self.admission.leave(slot)
             else:
                 self._abandon(save, slot, interrupted(error))
             raise
 
     def _set_up(
-        self, request: Request, targets: Sequence[Target], optimizers: Optimizers, spans: Spans
+        self, request: SaveRequest, targets: Sequence[Target], optimizers: Optimizers, spans: Spans
     ) -> tuple[StateSave, torch.device | None]:
-        """Plan the archive, and what copies, writes and commits it; nothing of that has begun."""
+        """Plan the archive, and create the objects that copy, write and commit it. None of them begins."""
         joint, step = request.joint, request.step
         captured, facts = self._take(request.state(), request.select, joint, request.captured)
         device = first_device(captured.tensors)
@@ -134,36 +123,29 @@ class Saver:
         shared = None if joint is None else joint.shared
         if shared is not None:
             shared.lie_in(layout)
+        groups = self._planner.group_digests(layout, step)
         drain = Drain(
             layout,
             self.pool.segment_bytes,
             self._planner.admit(layout, targets),
             get_loop().background.submit,
-            values=shared,
-            groups=self._planner.group_digests(layout, step),
+            block_readers=[groups] if shared is None else [groups, shared],
             may_drop=request.rule == "any" and len(targets) > 1,
             trace=self._trace,
         )
         frozen = captured.frozen
         if not self._planner.may_defer(drain.num_segments, layout, targets):
             optimizers, frozen = (), frozenset()
-        what = f"the copy of {named(step, targets[0].path)}"
-        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device, what)
-        attempt = Attempt(
-            drain,
-            targets,
-            snapshot,
-            spans,
-            request.rule,
-            writers=lambda target: self._writers.of(target.storage, alone=len(targets) == 1),
-            pace=lambda target: self._writers.pace(target.storage),
-        )
-        return StateSave(step, attempt, snapshot, len(captured.specs), request.unchanged_in), device
+        copy_name = f"the copy of {named(step, targets[0].path)}"
+        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device, copy_name)
+        attempt = Attempt(drain, targets, snapshot, spans, rule=request.rule, writers=self._writers)
+        num_tensors = len(captured.specs)
+        return StateSave(step, attempt, snapshot, num_tensors, groups, request.unchanged_in), device
 
     def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
-        """Show a save of a state to others. On the loop's thread."""
-        if not save.life.go(State.STAGING):
-            return  # the call has raised meanwhile
+        """Make a save of a state known to others. On the loop's thread."""
+        if not save.life.go(SaveState.STAGING):
+            return  # the call has raised
         drain, spans = save.attempt.drain, save.attempt.spans
         self.pool.add_reliever(drain.relieve)
         save.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
@@ -175,19 +157,19 @@ class Saver:
         self.warm_for(drain.num_segments, device)
 
     def _begin(self, save: Save, slot: Slot) -> None:
-        save.settled.add_done_callback(lambda _: self._admission.leave(slot))
+        save.settled.add_done_callback(lambda _: self.admission.leave(slot))
         self.ledger.begin(save)
 
     def _abandon(self, save: StateSave, slot: Slot, error: Exception) -> None:
-        """The call of `save` has raised: nothing of it becomes visible, and its memory comes back."""
+        """The call of `save` has raised: its save never becomes visible, and its memory comes back."""
 
         def end() -> None:
-            if save.life.now is State.PLANNED:
-                self._admission.leave(slot)
+            if save.life.now is SaveState.PLANNED:
+                self.admission.leave(slot)
             else:
-                save.handle.looked_at = True  # whoever called `save` knows
+                save.handle.looked_at = True  # the caller of `save` knows
                 save.attempt.drain.fail(error)
-            save.life.go(State.ABANDONED)
+            save.life.go(SaveState.ABANDONED)
             if not save.called.done():
                 save.called.set_result(0.0)
 
@@ -203,49 +185,49 @@ class Saver:
         optimizers: Optimizers,
         frozen: frozenset[int],
         device: torch.device | None,
-        what: str,
+        copy_name: str,
     ) -> Snapshot:
-        """What copies the tensors into the segments that the drain takes; from here on it alone keeps them alive.
+        """The snapshot, which copies the tensors into segments for the drain, and from now on alone keeps them alive.
 
-        `frozen` change no more; they have their bytes once the snapshots that they are held by are complete.
+        `frozen` are tensors of held snapshots: they do not change any more, but some may still be filled.
         """
         loop = get_loop()
         deferred = deferrable(optimizers, captured.tensors)
         if device is not None and not deferred:
             # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
-            loop.call(partial(self.pool.reserve, drain.num_segments, loop.copiers, pin=device), what)
+            loop.call(partial(self.pool.reserve, drain.num_segments, loop.copiers, pin=device), copy_name)
         source = SourceTensors(
             captured.specs,
             captured.tensors,
             deferred=deferred,
             frozen=frozen,
             after=captured.completions,
-            wording=Wording(what),
+            wording=Wording(copy_name),
         )
         return Snapshot(
             source,
             layout.segments(self.pool.segment_bytes),
             drain,
-            StagingHost(self.pool, loop.copying, self._clock, self._trace),
+            StagingHost(self.pool, loop.copying, monotonic, self._trace),
             order=next(self._orders),
             optimizers=optimizers,
         )
 
     def take_on(self, save: Save) -> SaveHandle:
-        """Begin a save that needs no staging here. No call waits; such saves run one at a time, in their order.
+        """Begin a save that stages by itself. No call waits; such saves commit one after the other.
 
         Raises ClosedError.
         """
-        self._tell_of_unseen(stacklevel=5)
+        self.ledger.tell_of_unseen(stacklevel=5)
         self._refuse_if_forked()
         self._refuse_if_closed()
 
         def begin() -> None:
             slot = Slot(None)
-            self._admission.enter_at_once(slot)
-            # The next one needs little memory, which is soon there again.
+            self.admission.enter_at_once(slot)
+            # The next save needs little memory, which is soon allocated again.
             save.finished.add_done_callback(lambda _: self.pool.release())
-            save.life.go(State.STAGING)
+            save.life.go(SaveState.STAGING)
             self._begin(save, slot)
 
         note_exit_status()
@@ -253,47 +235,48 @@ class Saver:
         return save.handle
 
     def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> tuple[Attempt, FileFill]:
-        """What streams files to a target: begin the fill, then tell the story. May take a while, for 100,000 files."""
+        """An attempt that streams files to a target, and the fill to begin before it. Takes seconds for 100,000 files."""
         loop, size = get_loop(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, [target]), loop.background.submit)
         fill = FileFill(
-            files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=self._clock
+            files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=monotonic
         )
-        writers = loop.writers().submit
-        return Attempt(drain, [target], fill, spans, writers=lambda _: writers), fill
+        return Attempt(drain, [target], fill, spans, writers=self._writers), fill
 
     @contextmanager
     def relieved_by(self, drain: Drain) -> Iterator[None]:
-        """Meanwhile, whoever waits for memory may have what this drain's sinks can do without."""
+        """Within the block, threads that wait for memory may have segments that the drain's sinks can do without."""
         self.pool.add_reliever(drain.relieve)
         try:
             yield
         finally:
             self.pool.remove_reliever(drain.relieve)
 
-    def prewarm(self, state: Any, captured_as: Callable[[Capture], None]) -> None:
-        """Plan the state and take its host memory now, touched and page-locked by several threads."""
+    def prewarm(self, state: Any, note: Callable[[Capture], None]) -> None:
+        """Plan the state and take its host memory now; several threads touch and page-lock it."""
         with self._trace.span("prewarm"):
-            captured, _ = self._take(state, captured_as=captured_as)
+            captured, _ = self._take(state, note=note)
             self._planner.take_memory(captured, get_loop().copiers)
             warm_up(captured.tensors)
 
     def warm(self, state: Any) -> Capture | None:
-        """The same in the background, at the lowest priority; what cannot be had now, the first save takes. Returns all that is
-        here of the state; None where no save of it can follow.
+        """Prewarm in the background, at the lowest priority; the first save takes the memory that cannot be had now.
+
+        Returns the captured state with all that this process holds, or None if no save of it can follow.
         """
         if not self._keep_warm or self.is_closed or not self.belongs_here:
             return None
-        with suppress(Exception):  # of what a state dict may raise, the first save tells
-            looks: list[Capture] = []
-            captured, _ = self._take(state, captured_as=looks.append)
+        with suppress(Exception):  # the first save raises the errors of a state dict
+            whole: list[Capture] = []
+            captured, _ = self._take(state, note=whole.append)
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
-            return looks[0]
+            return whole[0]
         return None
 
     def warm_for(self, num_segments: int, device: torch.device | None) -> None:
-        """Have the pool grow to what a save takes while that is under way, so that neither it nor the next waits for
-        segments to be written. On the loop's thread.
+        """Let the pool grow to the size of a save while the save is under way. On the loop's thread.
+
+        Then neither this save nor the next waits for segments to be written.
         """
         if self._keep_warm and self.pool.num_bytes < num_segments * self.pool.segment_bytes:
             self._in_background(
@@ -304,20 +287,20 @@ class Saver:
         loop = get_loop()
 
         def run() -> None:
-            # On this thread alone: once the interpreter exits, nobody ends a thread that begins.
+            # Without a crew: once the interpreter exits, nobody would end a thread that begins.
             with suppress(Exception), self._trace.span("prewarm"):
                 take(lambda: not (self.is_closed or loop.is_stopped))
 
         loop.soon(lambda: loop.background.submit(run, lambda _: None))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every save begun so far, retention included; raise the first error that nobody has looked at."""
+        """Wait for every save begun so far, retention included; raise the first unseen error."""
         wait_for_saves(self.ledger.saves(), Wait("in wait()", ENDS_THE_WAIT), timeout)
         self.ledger.raise_unseen()
 
     def close(self) -> None:
-        """Wait for every save, raise the first unseen error, give the memory back. Ctrl-C gives the saves up."""
-        if not self.belongs_here:  # a lock of the parent's may have been forked held
+        """Wait for every save, raise the first unseen error, free the memory. Ctrl-C gives the saves up."""
+        if not self.belongs_here:  # another thread of the parent may have held a lock
             return
         self.is_closed = True
         try:
@@ -338,13 +321,9 @@ class Saver:
             except OSError as error:
                 warnings.warn(f"{self._trace_file!r} is incomplete: {error}", RuntimeWarning, stacklevel=4)
 
-    def under_way(self) -> list[Slot]:
-        """The slots of saves that are not settled yet."""
-        return self._admission.under_way()
-
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Counters and the last report, as numbers under constant keys."""
-        in_flight = len(self.under_way())
+        in_flight = len(self.admission.under_way())
         return self.ledger.metrics(prefix, num_in_flight=in_flight, pool_bytes=self.pool.num_bytes)
 
     # --- parts ------------------------------------------------------------------------------------------------
@@ -354,18 +333,18 @@ class Saver:
         state: Any,
         select: Select = None,
         joint: Joint | None = None,
-        captured_as: Callable[[Capture], None] = lambda _: None,
+        note: Callable[[Capture], None] = lambda _: None,
     ) -> tuple[Capture, RankFacts | None]:
-        """What of a state is written here; with several ranks, only what falls to this one."""
-        if isinstance(state, RankShare):  # others have planned it
+        """Capture a state, and divide it: with several ranks, each writes a part."""
+        if isinstance(state, RankShare):  # divided already
             return state.captured, state.ranks
         ranks = self._ranks
         captured = capture(state, select, slicer=ranks.slicer if ranks else None)
-        captured_as(captured)
+        note(captured)
         return ranks.divided(captured, joint) if ranks else (captured, None)
 
     def _admit(self, slot: Slot, joint: Joint | None) -> bool:
-        """Take one of the slots for saves under way, waiting for it or not. False: skip."""
+        """Enter a slot for saves under way, and wait for it if need be. False if the save is skipped."""
         note_exit_status()
         self._refuse_if_forked()
         self._refuse_if_closed()
@@ -375,7 +354,7 @@ class Saver:
             self._refuse_if_closed()
             wait.goes_on(self.ledger.progress)
 
-        admission = self._admission
+        admission = self.admission
         if self._ranks is None or joint is None or not admission.may_skip:
             return admission.enter(slot, goes_on)
         enters = self._ranks.enters(joint, lambda: admission.enter(slot, goes_on))
@@ -389,10 +368,5 @@ class Saver:
         if not self.belongs_here:
             raise ClosedError("this checkpointer belongs to the parent process; open one in this process")
 
-    def _tell_of_unseen(self, stacklevel: int) -> None:
-        if self._strict:
-            self.ledger.raise_unseen()
-        self.ledger.warn_of_unseen(stacklevel + 1)
-
     def __repr__(self) -> str:
-        return f"<Saver {len(self.under_way())}/{self._admission.max_in_flight} in flight, {self.pool!r}>"
+        return f"<Saver {len(self.admission.under_way())}/{self.admission.max_in_flight} in flight, {self.pool!r}>"

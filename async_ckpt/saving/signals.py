@@ -1,10 +1,10 @@
-"""The signals by which a scheduler asks the process to leave, and the checkpointers that want to know.
+"""The signals by which a scheduler asks the process to leave, and the checkpointers that listen for them.
 
-In: signals. Out: a flag for each that listens. Knows nothing of: steps, saves.
+In: signals. Out: a flag for each listener. Knows nothing of: steps, saves.
 
 Python runs a handler on the main thread, between any two of its instructions. Ours takes no lock and only sets flags.
-There is one for each signal, whoever listens; it stays in place while anybody does. Where a handler was installed over
-it since, it cannot be taken out: with nobody listening it does what was there before it.
+Each signal has one handler for all listeners, which stays in place as long as there is a listener. If another handler
+was installed over ours since, ours cannot be removed: without listeners it does what the handler before it did.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Signals = bool | Iterable[str | int]
 
 # Kubernetes and spot machines send the first, Slurm what `--signal=USR1@120` says.
 _SENT_BY_SCHEDULERS: Final = ("SIGTERM", "SIGUSR1")
-# The first two cannot be caught; by the others the process says itself that it cannot go on.
+# The first two cannot be caught; the others mean that the process itself cannot go on.
 _NOT_DEFERRABLE: Final = ("SIGKILL", "SIGSTOP", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")
 
 
@@ -35,8 +35,8 @@ def signals_of(given: Signals) -> tuple[int, ...]:
     Raises ValueError for a signal that does not exist or that cannot be deferred, and TypeError for anything else.
     """
     if isinstance(given, bool):
-        there = [getattr(signal, name, None) for name in _SENT_BY_SCHEDULERS] if given else []
-        return tuple(int(number) for number in there if number is not None)
+        numbers = [getattr(signal, name, None) for name in _SENT_BY_SCHEDULERS] if given else []
+        return tuple(int(number) for number in numbers if number is not None)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(
             f'signals must be True or several signals, such as ("SIGTERM", "SIGUSR2"), got {given!r:.100}'
@@ -44,19 +44,19 @@ def signals_of(given: Signals) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(_number_of, given)))
 
 
-def _number_of(one: str | int) -> int:
-    if isinstance(one, bool) or not isinstance(one, str | int):
-        raise TypeError(f'a signal is a name such as "SIGTERM" or a number, got {one!r:.100}')
-    number = signal.Signals.__members__.get(one) if isinstance(one, str) else int(one)
+def _number_of(given: str | int) -> int:
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise TypeError(f'a signal is a name such as "SIGTERM" or a number, got {given!r:.100}')
+    number = signal.Signals.__members__.get(given) if isinstance(given, str) else int(given)
     if number is None or number not in signal.valid_signals():
-        raise ValueError(f'this system has no signal {one!r}; the names are as in "SIGTERM"')
+        raise ValueError(f'this system has no signal {given!r}; the names are as in "SIGTERM"')
     if _name_of(number) in _NOT_DEFERRABLE:
         raise ValueError(f"{_name_of(number)} ends the process at once; give a signal that asks it to leave")
     return int(number)
 
 
 class Notice:
-    """Whether the process was asked to leave since `listen`. Made and read on any thread."""
+    """The flag that a signal has asked the process to leave. A checkpointer creates it; any thread reads it."""
 
     def __init__(self, signals: Signals) -> None:
         self._signums = signals_of(signals)
@@ -65,7 +65,7 @@ class Notice:
         self.is_given = False  # set by a handler
 
     def listen(self) -> None:
-        """Install handlers. Signals that are ignored stay so. Raises RuntimeError on another thread than the main one."""
+        """Install handlers. Ignored signals stay ignored. Raises RuntimeError on another thread than the main one."""
         global _listeners
         if not self._signums:
             return
@@ -82,13 +82,13 @@ class Notice:
         _listeners = (*(ref for ref in _listeners if ref() is not None), weakref.ref(self))
 
     def hears(self, signum: int) -> bool:
-        """Whether it is to be told of a signal. In a forked child none of the parent's is."""
+        """True if it listens for a signal. In a forked child none of the parent's does."""
         return self._is_open and signum in self._signums and self._pid == os.getpid()
 
     def close(self) -> None:
-        """Put back the handlers that nobody else needs. Idempotent.
+        """Put back the earlier handlers of signals without another listener. Idempotent.
 
-        On another thread than the main one they cannot be changed: there they stay, and do what was there before them.
+        Only the main thread can change handlers. On another one ours stay, and do what the handlers before them did.
         """
         self._is_open = False
         if _is_main_thread():
@@ -108,7 +108,7 @@ _deferred: set[int] = set()  # signals that would have ended the process
 
 
 class _Handler:
-    """What we install for a signal, over what was there before."""
+    """Our handler of one signal, installed over an earlier one."""
 
     def __init__(self, before: Any) -> None:
         self.before = before  # a function, or SIG_DFL
@@ -127,30 +127,30 @@ class _Handler:
 
 
 def _install(signum: int) -> None:
-    there = signal.getsignal(signum)
-    if isinstance(there, _Handler) or there is signal.SIG_IGN:
+    before = signal.getsignal(signum)
+    if isinstance(before, _Handler) or before is signal.SIG_IGN:
         return
-    if there is None or (there is signal.SIG_DFL and _is_caught(signum)):
+    if before is None or (before is signal.SIG_DFL and _is_caught(signum)):
         warnings.warn(
-            f"{_name_of(signum)} has a handler that was not installed from Python (by faulthandler, for one). It is left "
-            "alone, and this signal makes no save due; name others with Due(signals=…)",
+            f"{_name_of(signum)} has a handler that was not installed from Python (by faulthandler, for one). It is "
+            "left alone, and this signal makes no save due; name others with Due(signals=…)",
             RuntimeWarning,
             stacklevel=4,
         )
         return
     _installed.add(signum)
-    signal.signal(signum, _Handler(there))
+    signal.signal(signum, _Handler(before))
 
 
 def _put_back(signum: int) -> None:
-    """What was there before, unless somebody has installed another handler since."""
-    there = signal.getsignal(signum)
-    if isinstance(there, _Handler):
-        signal.signal(signum, there.before)
+    """Restore the handler before ours, unless another one was installed over ours since."""
+    handler = signal.getsignal(signum)
+    if isinstance(handler, _Handler):
+        signal.signal(signum, handler.before)
 
 
 def _is_caught(signum: int) -> bool:
-    """Whether the kernel knows a handler; Python tells only of those that were installed from Python."""
+    """True if the kernel has a handler; Python reports only handlers that were installed from Python."""
     if sys.platform != "linux":
         return False
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
@@ -179,7 +179,7 @@ def _name_of(signum: int) -> str:
 
 @in_forked_child
 def _forget() -> None:
-    """The child of a fork ends by these signals as it would have without us; its one thread is its main thread."""
+    """Let the child of a fork end by these signals as without us; its one thread is its main thread."""
     global _listeners
     _listeners = ()
     _deferred.clear()

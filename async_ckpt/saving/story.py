@@ -1,39 +1,42 @@
-"""A save, told once from top to bottom. No threads are started here, and nothing is logged.
+"""The story of a save, told once from top to bottom. It starts no threads, and logs nothing.
 
 In: a layout, segments as they are filled, one or several targets. Out: a committed checkpoint and its report.
-Knows nothing of: where segments come from, what is in them.
+Knows nothing of: where segments come from, or their contents.
 
 Filled segments do not pass through the story: `Drain` takes them from the copying threads straight to the writing
-ones. The story waits for the last, and decides what becomes of the archives.
+ones. The story waits for the last, and decides whether the archives are committed or taken back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from enum import Enum
 from types import TracebackType
 from typing import Final, Literal, Protocol, Self
 
 from ..errors import PeerFailedError, StorageUnavailableError
 from ..host.life import Life
 from ..host.loop import OffLoop
+from ..host.threads import running_future
 from ..report import SaveReport
 from ..runs.manifest import Archive
 from ..spans import Spans
-from ..storage.pace import Pace
-from .delivery import Delivery, Target, ask_for_exception
-from .drain import Drain, Submit
+from ..staging.snapshot import Snapshot
+from .block_digests import GroupDigest, GroupDigests
+from .delivery import Delivery, Target
+from .drain import Drain, Writers
+from .save import Save, SaveState
 
 CommitRule = Literal["all", "any"]
+UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
-# How long a place that does not even open is waited for once the save could go on without it, or has failed.
+# The wait for a place that does not even open, once the save could go on without it, or has failed.
 _OPEN_SECONDS: Final = 10.0
 
 
 class Staging(Protocol):
-    """What the story wants to know of a snapshot in the making."""
+    """The snapshot as the story sees it."""
 
     completion: Future[None]
     stage_seconds: float
@@ -42,58 +45,35 @@ class Staging(Protocol):
     def stall_seconds(self) -> float: ...
 
 
-class State(Enum):
-    """The life of a save. Bytes are written as soon as they are staged: WRITING begins when the last one is staged."""
-
-    PLANNED = "planned"
-    STAGING = "staging"
-    WRITING = "writing"
-    DURABLE = "durable"
-    COMMITTED = "committed"
-    FAILED = "failed"
-    ABANDONED = "abandoned"  # the call of `save` raised
-
-
-_ENDS: Final = frozenset({State.FAILED, State.ABANDONED})
-_GOES: Final[Mapping[State, Collection[State]]] = {
-    State.PLANNED: {State.STAGING, *_ENDS},
-    State.STAGING: {State.WRITING, *_ENDS},
-    State.WRITING: {State.DURABLE, *_ENDS},
-    State.DURABLE: {State.COMMITTED, *_ENDS},
-    State.COMMITTED: (),
-    State.FAILED: (),
-    State.ABANDONED: (),
-}
-
-
-def new_life() -> Life[State]:
-    return Life(_GOES)
-
-
-async def story(attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, life: Life[State]) -> None:
+async def story(
+    attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, life: Life[SaveState]
+) -> None:
     """Write, then commit once `turn` has come: the save before this one is settled.
 
-    Raises what went wrong, after every trace of the attempt is gone.
+    Raises the error if it fails, after every trace of the attempt is gone.
     """
     async with attempt:
         with attempt.spans.span("write"):
             await attempt.open(off_loop)  # from here on segments go to the sinks, past the story
             await asyncio.wrap_future(attempt.staging.completion)
-            life.go(State.WRITING)
+            life.go(SaveState.WRITING)
         while not attempt.is_committed:
             with attempt.spans.span("write"):
                 durable = await attempt.durable()  # all, or the first
-                life.go(State.DURABLE)
+                life.go(SaveState.DURABLE)
             if turn is not None:
                 await asyncio.wrap_future(turn)
             with attempt.spans.span("commit"):
                 agreed = await attempt.agree(durable)  # the other ranks too, if there are any
                 await attempt.commit(agreed)
-        life.go(State.COMMITTED)
+        life.go(SaveState.COMMITTED)
 
 
 class Attempt:
-    """All deliveries of one save. When its block is left by an exception, nothing of it stays; on the loop."""
+    """All deliveries of one save. The saver creates it, the save owns it, and the loop runs it.
+
+    When its block is left by an exception, no trace of it stays.
+    """
 
     def __init__(
         self,
@@ -101,24 +81,22 @@ class Attempt:
         targets: Sequence[Target],
         staging: Staging,
         spans: Spans,
-        rule: CommitRule = "all",
         *,
-        writers: Callable[[Target], Submit],
-        pace: Callable[[Target], Pace | None] = lambda _: None,
+        rule: CommitRule = "all",
+        writers: Writers,
     ) -> None:
-        """`writers` and `pace` say which threads write to a target, and how fast they may."""
         self.drain, self.targets, self.staging, self.spans = drain, targets, staging, spans
-        self._rule, self._writers, self._pace = rule, writers, pace
+        self._rule, self._writers = rule, writers
         self._deliveries: list[Delivery] = []  # from `open` on, in the order of the targets
 
     @property
     def is_committed(self) -> bool:
-        """Whether it is the checkpoint anywhere."""
+        """True if it is the checkpoint at one of its targets."""
         return any(delivery.is_committed for delivery in self._deliveries)
 
     @property
     def num_missed(self) -> int:
-        """Targets where it should be, and is not."""
+        """The number of targets without a committed checkpoint."""
         return sum(not (delivery.is_committed or delivery.is_kept) for delivery in self._deliveries)
 
     async def __aenter__(self) -> Self:
@@ -133,9 +111,9 @@ class Attempt:
             return
         self.drain.fail(error)
         for delivery in self._deliveries:
-            await delivery.end_part(error)
+            await delivery.part.end(error)
         for delivery in self._deliveries:
-            await delivery.refuse(error)
+            await delivery.part.refuse(error)
         await asyncio.wrap_future(self.drain.idle)
         for delivery in self._deliveries:
             if delivery.left_behind is None:
@@ -147,7 +125,7 @@ class Attempt:
     async def open(self, off_loop: OffLoop) -> None:
         """Begin the object everywhere, or under "any" wherever that is possible, and let the drain write to them.
 
-        Raises what the save cannot do without.
+        Raises the error of a place that the save cannot do without.
         """
         self._deliveries = [
             Delivery(target, self.drain, self.spans, off_loop, self._may_miss) for target in self.targets
@@ -163,15 +141,19 @@ class Attempt:
                 delivery.error = delivery.lagging("does not answer")
         opened = [delivery for delivery in self._deliveries if delivery.error is None]
         lanes = self.drain.open(
-            [(d.sink, self._writers(d.target), self._pace(d.target)) for d in opened if d.sink is not None]
+            [
+                (d.sink, *self._writers.of(d.target.storage, alone=len(self.targets) == 1))
+                for d in opened
+                if d.sink is not None
+            ]
         )
         for delivery, lane in zip(opened, lanes, strict=True):
             delivery.begin(lane)
 
     async def _begin_objects(self) -> None:
-        """Those that do not answer are left behind once the save can go on without them, or has failed."""
+        """Open every delivery. Those that do not answer are left behind once the save can do without them, or has failed."""
         tasks = {asyncio.create_task(delivery.open()): delivery for delivery in self._deliveries}
-        # While nothing is open, it is idle for no other reason than a failure.
+        # While nothing is open, the drain is idle only after a failure.
         failed = asyncio.wrap_future(self.drain.idle)
 
         def is_in_vain() -> bool:
@@ -194,22 +176,22 @@ class Attempt:
                 delivery.leave_behind(task)
 
     async def durable(self) -> list[Delivery]:
-        """Those that are durable: all, or under "any" the first. Raises as soon as that cannot be any more."""
+        """Wait for durable deliveries: all, or under "any" the first. Raises as soon as that is impossible."""
         return await self._arrived({d: d.task for d in self._deliveries if d.task is not None})
 
     async def agree(self, durable: Sequence[Delivery]) -> list[Delivery]:
-        """Those at which all ranks have done their parts: all that are durable, or under "any" the first of those that are or
-        will be. Raises as soon as that cannot be any more.
+        """Wait until all ranks have done their parts at the durable deliveries; under "any" at the first one of all.
+
+        Raises as soon as that is impossible.
         """
         for delivery in self._deliveries if self._rule == "any" else durable:
-            if delivery.part is None:
+            if delivery.part.task is None:
                 others = [other for other in self._deliveries if other is not delivery]
-                delivery.part = asyncio.create_task(delivery.take_part(self._archives[0], others))
-                delivery.part.add_done_callback(ask_for_exception)  # `error` has it
-        return await self._arrived({d: d.part for d in self._deliveries if d.part is not None})
+                delivery.part.begin(delivery.take_part(self._archives[0], others))
+        return await self._arrived({d: d.part.task for d in self._deliveries if d.part.task is not None})
 
     async def _arrived(self, running: Mapping[Delivery, asyncio.Task[None]]) -> list[Delivery]:
-        """Those whose tasks have ended well: all, or under "any" the first. Raises what the save cannot do without."""
+        """Wait for tasks that end well: all, or under "any" the first. Raises the error of one that the save needs."""
         pending = set(running.values())
         while True:
             done = [delivery for delivery, task in running.items() if task.done()]
@@ -226,7 +208,7 @@ class Attempt:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
     async def commit(self, durable: Sequence[Delivery]) -> None:
-        """Make it true wherever it is durable. Raises what the save cannot do without."""
+        """Commit the durable deliveries. Raises the error of one that the save needs."""
         for delivery in durable:
             try:
                 await delivery.commit(self._archives)
@@ -240,11 +222,11 @@ class Attempt:
                     raise
 
     async def afterwards(self) -> None:
-        """The save is true. Deliveries that lag may still arrive and be committed where they go; then retention everywhere.
+        """After the commit: let deliveries that lag arrive and commit them, too; then apply retention everywhere.
 
-        Raises the first thing that went wrong; nothing of that makes the save less true.
+        Raises the first error, which does not make the save less true.
         """
-        self.drain.decided()
+        self.drain.committed()
         errors: list[BaseException] = []
         late = [delivery for delivery in self._deliveries if not delivery.is_committed]
         for delivery in self._deliveries:
@@ -288,20 +270,63 @@ class Attempt:
     @property
     def _archives(self) -> tuple[Archive, ...]:
         """The archive as a manifest names it, the same at every target."""
-        return (Archive(self.targets[0].name, self.drain.file_bytes, self.drain.digest),)
+        return (Archive(self.targets[0].name, self.drain.file_bytes, self.drain.digests.of_archive),)
 
     def _may_miss(self, error: BaseException) -> bool:
-        """Whether the save can do without a place that has this error: the place is away, and another may do."""
-        is_unheard = (
-            isinstance(error, PeerFailedError) and error.undecided
-        )  # the rank that decides, at this place
+        """True if the save can do without a place that has this error: the place is away, and another may do."""
+        # The rank that decides has not been heard of at this place.
+        is_unheard = isinstance(error, PeerFailedError) and error.undecided
         return self._rule == "any" and (is_unheard or isinstance(error, StorageUnavailableError))
 
 
 def _worst(errors: Sequence[BaseException]) -> BaseException:
-    """What to raise of the errors of all places: that nobody knows whether it is committed, if so."""
+    """The error to raise if all places have failed: first of all that the commit is undecided."""
     worst = next((error for error in errors if isinstance(error, PeerFailedError)), errors[0])
     for error in errors:
         if error is not worst:
             worst.add_note(f"async_ckpt: another root failed, too: {type(error).__name__}: {error}")
     return worst
+
+
+class StateSave(Save):
+    """A save of a state: the snapshot fills the segments of an archive, and the attempt takes them to every target."""
+
+    def __init__(
+        self,
+        step: int | None,
+        attempt: Attempt,
+        snapshot: Snapshot,
+        num_tensors: int,
+        groups: GroupDigests,
+        unchanged_in: UnchangedIn,
+    ) -> None:
+        """`unchanged_in` names the groups with the bytes of the commit before. It is called once, after the commit."""
+        drain = attempt.drain
+        super().__init__(step, attempt.targets[0].path, snapshot.completion, lambda: drain.progress)
+        self.attempt, self.snapshot = attempt, snapshot
+        # The seconds of the call, once the caller has its handle.
+        self.called: Future[float] = running_future()
+        self._num_tensors, self._groups, self._unchanged_in = num_tensors, groups, unchanged_in
+
+    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+        attempt = self.attempt
+        await story(attempt, turn, off_loop, self.life)
+        return attempt.report(
+            await asyncio.wrap_future(self.called),
+            step=self.handle.step,
+            num_tensors=self._num_tensors,
+            unchanged_groups=self._unchanged_in(self._groups.result(attempt.drain.digests.of_blocks)),
+        )
+
+    def failed(self, error: BaseException) -> None:
+        """Nothing to do: the attempt leaves no trace."""
+
+    def give_up(self, error: BaseException) -> None:
+        super().give_up(error)
+        self.attempt.drain.fail(error)
+
+    async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: ARG002
+        try:
+            await self.attempt.afterwards()
+        finally:
+            self.num_missed = self.attempt.num_missed

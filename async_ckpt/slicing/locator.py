@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from .. import fields
 from ..spec import DTYPES
 from .cover import Box, cover
 from .shares import Holding, ReplicatedBytes, by_everybody, replicated_bytes, sharers
@@ -278,15 +279,34 @@ class ShardLocator:
         return coordinates
 
 
+def check_structure(text: str) -> None:
+    """Raises ValueError, KeyError or TypeError for what does not tell how a state looks to its ranks."""
+    for line in _parsed(text)[0].values():
+        spread = json.loads(line.spread)
+        if isinstance(spread, dict):
+            fields.items(spread["held"], partial(fields.row, of=(_counts, _counts)))
+        elif spread is not None:
+            cuts, shape, strides, ranks, _ = fields.items(spread, lambda part: part)
+            fields.items(cuts, _counts)
+            _cuts(line.spread)
+            _counts(shape)
+            fields.items(strides, fields.whole)
+            if isinstance(ranks, list):
+                _counts(ranks)
+
+
+_counts = partial(fields.items, of=fields.count)
+
+
 def _parsed(text: str) -> tuple[dict[str, _TensorLine], dict[str, str]]:
     """The tensors of a structure, and for each tied tensor the name of the stored one."""
     tensors, tied = dict[str, _TensorLine](), dict[str, str]()
-    for row in text.splitlines():
-        name, dtype, shape, spread, *to = json.loads(row)
-        if dtype in DTYPES:
-            tensors[name] = _TensorLine(DTYPES[dtype][0], tuple(shape), json.dumps(spread))
+    for line in text.splitlines():
+        name, dtype, shape, spread, *to = json.loads(line)
+        if isinstance(dtype, str) and dtype in DTYPES:
+            tensors[fields.text(name)] = _TensorLine(DTYPES[dtype][0], _counts(shape), json.dumps(spread))
             if to:
-                tied[name] = to[0]
+                tied[name] = fields.text(to[0])
     return tensors, tied
 
 

@@ -23,7 +23,7 @@ _INTO_ONE: Final = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDIT
 
 
 class _Made:
-    """What an operation has made of what it took from the stack; and what others have put into that since."""
+    """The result of an operation on values from the stack; and the items that others have put into it since."""
 
     __slots__ = ("digest", "parts", "what")
 

@@ -49,7 +49,7 @@ _ITEM_BYTES: Final = {
 
 
 def load(data: bytes) -> Any:
-    """What `torch.save` made these bytes of.
+    """The object that `torch.save` made these bytes of.
 
     Raises pickle.UnpicklingError for what takes trust, naming it, and other errors for what `torch.save` never writes.
     """
@@ -255,7 +255,7 @@ class _Survey:
 
 
 def _registered() -> set[str]:
-    """What the user has told torch to call; its arguments are then the user's to judge."""
+    """The functions that the user has told torch to call; their arguments are then the user's to judge."""
     found = torch.serialization.get_safe_globals()
     return {f[1] if isinstance(f, tuple) else f"{f.__module__}.{f.__qualname__}" for f in found}
 
@@ -298,7 +298,7 @@ _ACTS: Final[dict[str, Callable[[_Survey, Any], None]]] = {
 
 
 def _spend_on_items(survey: _Survey, arguments: Iterable[Any]) -> None:
-    """What a container is made from: plain ones, all of whose items are copied, and may be hashed."""
+    """The arguments that a container is made from: plain ones, all of whose items are copied, and may be hashed."""
     for argument in arguments:
         if isinstance(argument, str):
             survey.spend(len(argument))
@@ -411,7 +411,7 @@ def _parameter(survey: _Survey, data: Any, *more: Any) -> Any:
 
 
 def _subclass(survey: _Survey, function: Any, _type: Any, arguments: Any, state: Any) -> Any:
-    """What a function makes, as another type, with attributes."""
+    """A function's result, as another type, with attributes."""
     survey.spend_on_dicts(state)
     return survey.made_by(function, arguments)
 

@@ -278,7 +278,7 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
 
 
 def _modules_held_by(value: Any) -> Iterator[torch.nn.Module]:
-    """Those that are its attributes, or in a list or a dict that is one: the parts of a model, say."""
+    """The modules that are attributes of an object, or in a list or a dict that is one: the parts of a model, say."""
     for held in list(getattr(value, "__dict__", {}).values()):
         inner = held.values() if isinstance(held, dict) else held
         several = inner if isinstance(held, dict | list | tuple) else (held,)

@@ -1,4 +1,4 @@
-"""What every place can do.
+"""The protocol of every place.
 
 In: paths below a root, bytes. Out: durable objects, and their bytes back. Knows nothing of: tensors, steps, commits.
 All calls block, and may come from any thread; the worker keeps them off its loop. Paths use `/`.
@@ -25,7 +25,7 @@ class Sink(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the object; until it is finished, what was announced."""
+        """The size of the object; until it is finished, the announced one."""
 
     @property
     def num_retries(self) -> int:
@@ -37,7 +37,7 @@ class Sink(Protocol):
 
     @property
     def retryable(self) -> bool:
-        """What was written is all still in memory, to be sent again as a whole if need be."""
+        """True if all that was written is still in memory, to be sent again as a whole if need be."""
 
     def write(self, offset: int, data: memoryview, lease: Lent) -> None:
         """Take a whole segment, or the last one, at `offset`: from any thread, in any order, each once.
@@ -176,7 +176,7 @@ class Storage(Protocol):
         """Whether there is such an object (or, where folders are real, a folder)."""
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        """Those of these paths that exist, in the order given; asked in parallel where asking is slow."""
+        """The paths, among these, that exist, in the order given; asked in parallel where asking is slow."""
 
     def sweep(
         self,
@@ -187,7 +187,7 @@ class Storage(Protocol):
         decided: bool = False,
         of_ranks: bool = False,
     ) -> list[str]:
-        """Of these names, those whose writer is provably gone; deleted, or left for the caller to judge.
+        """The names, among these, whose writer is provably gone; deleted, or left for the caller to judge.
 
         `decided`: a newer step is committed, so no writer could still commit them. Where the writer itself cannot
         be asked, that and a day's age by the store's clock is the proof; so it is for what one of several ranks has

@@ -100,7 +100,7 @@ class Beneath:
         )
 
     def stat(self, name: str) -> os.stat_result | None:
-        """What is there under this very name, a link too; None if there is nothing, or a link on the way."""
+        """The status of the file under this very name, a link too; None if there is nothing, or a link on the way."""
         with translated(self.folder / name):
             try:
                 with self._spot(name) as spot:

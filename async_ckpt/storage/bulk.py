@@ -85,7 +85,7 @@ def delete(storage: Storage, paths: Sequence[str]) -> None:
 
 
 class _Copying:
-    """What the passages of one copy share: where to, the memory, and the first error, which ends all of them."""
+    """Things that the passages of one copy share: where to, the memory, and the first error, which ends all of them."""
 
     def __init__(
         self, to: Storage, segment_bytes: int, check: Callable[[], None], finished: Callable[[Sink], object]
@@ -110,7 +110,7 @@ class _Copying:
 
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:
-        """Nobody waits any longer then for memory that will not come back."""
+        """End every wait for memory that will not come back."""
         try:
             yield
         except BaseException as error:

@@ -63,7 +63,7 @@ def refuse_if_missing() -> None:
 
 
 def decompressing(reader: Reader, path: str) -> Reader:
-    """What is in an object: itself, or if it is compressed what it was made of. Raises CorruptCheckpointError."""
+    """The content of an object: itself, or if it is compressed the bytes that it was made of. Raises CorruptCheckpointError."""
     magic = bytearray(min(4, reader.num_bytes))
     reader.read_into(0, memoryview(magic))
     return ZstdReader(reader, path) if zstd.begins(magic) else reader

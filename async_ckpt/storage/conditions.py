@@ -29,7 +29,7 @@ _FORMS: Final[tuple[Form, ...]] = (as_given, turned)
 
 
 class Conditions:
-    """What one store was found to take. From any thread."""
+    """The conditions that one store was found to take. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class Conditions:
     def replace(
         self, put: Callable[[Form], T], *, is_there: Callable[[], bool], accepts: Callable[[Form], bool]
     ) -> T | None:
-        """What `put` returns in a form that the store takes; None if it takes none. Asks nothing more of a store that obeys.
+        """The result of `put` in a form that the store takes; None if it takes none. Asks nothing more of a store that obeys.
 
         `put` raises FileExistsError when it is refused; `is_there` tells whether the version is still there all the
         same; then `accepts` tries a form on an object of its own, where no other writer can be the reason.

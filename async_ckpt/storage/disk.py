@@ -1,4 +1,4 @@
-"""What is asked of the operating system about files, and what its errors mean.
+"""Calls of the operating system about files, and the meaning of its errors.
 
 In: paths, descriptors. Out: files opened, folders that last, errors that say what to do. Knows nothing of: storages.
 """

@@ -207,8 +207,9 @@ class LocalStorage:
         return [name for name in names if is_dead(self.root / folder / name, delete=delete)]
 
     def _old(self, folder: str, names: list[str]) -> list[str]:
-        """Those that were last written to more than a day ago, by the clock of the file system."""
-        temp, fd = create_locked(self.root / folder / "clock")
+        """The files that were last written to more than a day ago, by the clock of the file system."""
+        with translated(self.root / folder):
+            temp, fd = create_locked(self.root / folder / "clock")
         try:
             limit = os.fstat(fd).st_mtime - ORPHAN_SECONDS
         finally:

@@ -35,12 +35,12 @@ _left: set[Path] = set()
 
 
 def temps_of(name: str, names: list[str]) -> list[str]:
-    """Of these names, the temp files of writers of `name`."""
+    """The temp files, among these names, of writers of `name`."""
     return [n for n in names if n.startswith(temp_stem(name)) and n.endswith(TEMP_SUFFIX)]
 
 
 def temp_stem(name: str) -> str:
-    """What the temp names of `name` begin with; cut short, since file systems take 255 bytes."""
+    """The beginning of the temp names of `name`; cut short, since file systems take 255 bytes."""
     return f".{os.fsencode(name)[:150].decode(errors='ignore')}."
 
 

@@ -142,7 +142,7 @@ class Place:
 
 
 def _told(name: str, value: Any) -> Any:
-    """What may be printed of an option: numbers, and texts that say where the store is. Any other may hold a secret."""
+    """An option as it may be printed: numbers, and texts that say where the store is. Any other may hold a secret."""
     if SECRET_NAME.search(name):
         return "…"
     if isinstance(value, str):
@@ -154,7 +154,7 @@ Anywhere: TypeAlias = Where | Place
 
 
 def place_of(where: Anywhere) -> Place:
-    """What the user means by a path, a URL or a Place."""
+    """The place that the user means by a path, a URL or a Place."""
     return where if isinstance(where, Place) else Place(where)
 
 

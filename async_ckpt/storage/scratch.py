@@ -60,7 +60,7 @@ class Scratch:
                 self._delete()
 
     def keep(self) -> None:
-        """It is all that there is of something: leave it, for its owner to look at. It is never swept."""
+        """Leave the folder, the only copy of something, for its owner to look at. It is never swept."""
         if self._fd >= 0 and self.belongs_here:
             kept = self._lock.with_name(self._lock.name.removesuffix(TEMP_SUFFIX) + ".kept")
             with translated(self.folder):

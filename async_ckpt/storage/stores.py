@@ -1,4 +1,4 @@
-"""What object stores have in common, whichever client speaks to them.
+"""Things that object stores have in common, whichever client speaks to them.
 
 In: nothing. Out: limits, ages, advice, and what in a message must not be shown. Knows nothing of: clients, requests.
 """
@@ -41,5 +41,5 @@ SECRET_NAME: Final = re.compile(
 
 
 def too_long(where: str, num_bytes: int) -> str:
-    """What is said of a key that no store takes."""
+    """The message about a key that no store takes."""
     return f"{where:.100}…: a key of {num_bytes:,} bytes, and stores take {MAX_KEY_BYTES:,}; shorten it"

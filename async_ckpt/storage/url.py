@@ -94,13 +94,13 @@ def split_bucket(url: str) -> tuple[str, str, str]:
 
 
 def refuse_chain(text: str) -> None:
-    """What fsspec would read as one filesystem on another has no parent and no name."""
+    """A URL that fsspec would read as one filesystem on another has no parent and no name."""
     if _CHAIN.match(text):
         raise ValueError(f"{shown(text)} is a chain of filesystems; pass Place(path, fs=…) instead")
 
 
 def _refuse_query(url: str) -> None:
-    """Of a store, a URL is a bucket and a key; what a browser would take for more may be a key to it."""
+    """A store's URL is a bucket and a key; what a browser would take for more may be a key to it."""
     if "?" in url or "#" in url:
         raise ValueError(
             f"{shown(url)}: the URL of a store must not contain ? or #; give what follows them in Place(url, options=…)"
@@ -128,7 +128,7 @@ def hidden(text: str) -> str:
 
 
 def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
-    """What a place holds that cannot be asked for, or be a file below a folder."""
+    """A name that a place holds and that cannot be asked for, or be a file below a folder."""
     return CorruptCheckpointError(
         f"{place} holds what cannot be files of one folder: {problem}; rename or delete that object",
         path=place,

@@ -1,4 +1,4 @@
-"""What every storage promises of archives: how they are written, given up and read.
+"""The promises of every storage about archives: how they are written, given up and read.
 
 In: a storage with an empty root. Out: tests. Knows nothing of: how the storage does it.
 """

@@ -1,4 +1,4 @@
-"""What every storage promises, as tests that any storage can be held to.
+"""The promises of every storage, as tests that any storage can be held to.
 
 In: a storage with an empty root. Out: tests that pass where it keeps what `storage/base.py` says.
 Knows nothing of: how it does so. Needs pytest.

@@ -1,4 +1,4 @@
-"""What the tests of a storage write from: memory that is overwritten when its last holder lets go of it.
+"""The memory that the tests of a storage write from: memory that is overwritten when its last holder lets go of it.
 
 In: sizes. Out: segments on loan, and objects written from them. Knows nothing of: what is asserted.
 """
@@ -165,7 +165,7 @@ def everything(storage: Storage, folder: str = "") -> list[str]:
 
 
 class Promises:
-    """What each part of the contract is given; see `StorageContract`."""
+    """The argument of each part of the contract; see `StorageContract`."""
 
     secrets: Sequence[str] = ()
     not_applicable: Mapping[str, str] = MappingProxyType({})

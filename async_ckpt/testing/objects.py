@@ -1,4 +1,4 @@
-"""What every storage promises of small objects, of names, and of what dead writers have left.
+"""The promises of every storage about small objects, names, and the leftovers of dead writers.
 
 In: a storage with an empty root. Out: tests. Knows nothing of: how the storage does it.
 """

@@ -73,7 +73,7 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """Which of S3's calls it is, in boto3's words: "upload_part", "put_object", … The bucket is in the path."""
+        """The call of S3 that the request is, in boto3's words: "upload_part", "put_object", … The bucket is in the path."""
         url = urlsplit(self.target)
         query = parse_qs(url.query, keep_blank_values=True)
         parameter = next((name for name in _PARAMETERS if name in query), "")
@@ -88,7 +88,7 @@ class Request:
 
 
 class RequestMatch(TypedDict, total=False):
-    """Which requests are meant: those of which everything that is given holds."""
+    """The requests that are meant: those of which everything that is given holds."""
 
     method: str
     kind: str
@@ -97,7 +97,7 @@ class RequestMatch(TypedDict, total=False):
 
 
 class Fault:
-    """What the script does to the requests that match. Made by the methods of `FaultyProxy`."""
+    """The action of a script on the requests that match. Made by the methods of `FaultyProxy`."""
 
     def __init__(
         self, name: str, act: Act, times: int | None, match: RequestMatch, remove: Callable[[Fault], None]
@@ -118,7 +118,7 @@ class Fault:
             raise TimeoutError(f"{self!r} met no request")
 
     def clear(self) -> None:
-        """It strikes no more, and what it holds up goes on. Idempotent."""
+        """End the fault: it strikes no more, and the requests that it holds up go on. Idempotent."""
         self._remove(self)
 
     def __repr__(self) -> str:
@@ -270,7 +270,7 @@ class HttpConnection:
             return None
 
     async def body(self, headers: Mapping[str, str], *, until_closed: bool = False) -> AsyncGenerator[bytes]:
-        """What follows such a head, as it comes: the lines that frame chunks too."""
+        """The body behind such a head, as it comes: the lines that frame chunks too."""
         if headers.get("transfer-encoding"):
             num_bytes = 1
             while num_bytes:

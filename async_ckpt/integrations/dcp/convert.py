@@ -229,7 +229,7 @@ class _Folder:
 
 
 class _Stream(io.RawIOBase):
-    """What torch.save writes to."""
+    """The file that torch.save writes to."""
 
     def __init__(self, out: Appender) -> None:
         self._out = out

@@ -1,4 +1,4 @@
-"""What is in a step, by the names that torch.distributed.checkpoint has for it.
+"""The content of a step, by the names that torch.distributed.checkpoint has for it.
 
 In: opened archives. Out: torch's metadata, and values as torch.save writes them. Knows nothing of: plans.
 """
@@ -30,7 +30,7 @@ from .names import KEPT, flattened, planner_data_of
 
 
 class Entry(NamedTuple):
-    """What torch has a name for, where in the state it is, and in which file."""
+    """A thing that torch has a name for, where in the state it is, and in which file."""
 
     path: Path
     value: Any
@@ -44,19 +44,19 @@ class Entry(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a tensor."""
+        """The shape and dtype of a tensor."""
         assert self.tensor is not None
         return self.file.index.tensors[self.tensor].shape
 
 
 def this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
-    """Who reads: where there are several ranks, each gets its own values."""
+    """The rank that reads: where there are several ranks, each gets its own values."""
     world = world_of(None, None)
     return Readers(None if world.is_one else (world.rank, world.size), from_ranks)
 
 
 def kept_in(parts: Sequence[Part]) -> Mapping[str, Any]:
-    """What a writer of ours has kept beside the state."""
+    """The metadata that a writer of ours has kept beside the state."""
     kept = None if parts[0].made is None else parts[0].made.record.get(KEPT)
     return kept if isinstance(kept, dict) else {}
 
@@ -103,7 +103,7 @@ def metadata_of(entries: Mapping[str, Entry], kept: Mapping[str, Any]) -> Metada
 
 
 def value_of(name: str, entry: Entry, *, trust: bool) -> tuple[list[Wanted], Callable[[], Any]]:
-    """What has to be read for a value that is no tensor, and what makes the value once it is.
+    """The bytes to be read for a value that is no tensor, and the function that makes the value of them.
 
     Raises ValueError for what each rank has saved for itself, and UntrustedObjectError.
     """

@@ -31,7 +31,7 @@ def path_of(name: str, planner_data: Any) -> Path:
 
 
 def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
-    """What torch would save of a decoded state, by its names, with the paths. Raises ValueError for two of one name."""
+    """The items that torch would save of a decoded state, by its names, with the paths. Raises ValueError for two of one name."""
     found: dict[str, tuple[Path, Any]] = {}
 
     def visit(path: Path, value: Any) -> None:
@@ -47,7 +47,7 @@ def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
 
 
 def kept_of(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
-    """What a manifest is to keep: the planner's data, unless it follows from the names, and the names of blobs that are no
+    """The metadata that a manifest is to keep: the planner's data, unless it follows from the names, and the names of blobs that are no
     values. Raises TypeError for data that is not plain.
     """
     data, kept = metadata.planner_data, {}
@@ -62,7 +62,7 @@ def kept_of(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
 
 
 def planner_data_of(kept: Mapping[str, Json], paths: Mapping[str, Path]) -> Any:
-    """What the planner has said, or would have."""
+    """The planner's words, or those that it would have said."""
     if "planner_data" in kept:
         return decode(kept["planner_data"])[0]
     return dict(paths)

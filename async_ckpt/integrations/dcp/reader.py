@@ -96,7 +96,7 @@ class TarStorageReader(StorageReader):
         self._load_id = os.urandom(8).hex()
 
     def read_metadata(self, *_: Any) -> Metadata:
-        """What is in the step, as torch says it. Raises TypeError for a state that is not a dict."""
+        """The metadata of the step in torch's own terms. Raises TypeError for a state that is not a dict."""
         # Without `**kwargs`: torch would try once more, and if that went well go on without the other ranks.
 
         def use(parts: Sequence[Part]) -> tuple[str, Metadata, object]:
@@ -275,7 +275,7 @@ class _Load:
         self._wanted.setdefault(id(file), (file, []))[1].append(Wanted(number, into, offsets))
 
     def _value(self, item: ReadItem) -> Callable[[], bytes]:
-        """What makes the blob that torch is to open, once its tensors are filled."""
+        """The function that makes the blob that torch is to open, once its tensors are filled."""
         name = item.storage_index.fqn
         entry = self._entries[name]
         wanted, make = value_of(name, entry, trust=self._trust)

@@ -52,7 +52,7 @@ _NOTHING: Final = MetadataIndex("")
 
 
 class Written(NamedTuple):
-    """What a rank tells the coordinator of each item: the archive that it is in."""
+    """A rank's report to the coordinator on each item: the archive that it is in."""
 
     rank: int
     archive: Archive
@@ -246,7 +246,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
                 storage.delete(name)
 
     def _commit(self, save: _Save, archives: tuple[Archive, ...], record: Mapping[str, Any]) -> None:
-        """Of several saves of this writer to one folder the last one stands there, whichever comes first.
+        """The last of several saves of this writer to one folder stands there, whichever comes first.
 
         Raises StepExistsError where another writer has committed.
         """
@@ -326,7 +326,7 @@ def _refusal(unknown: Mapping[str, Any]) -> str:
 def _taken(
     plan: SavePlan, planner: SavePlanner, rank: int, world_size: int
 ) -> tuple[RankShare, tuple[str, ...]]:
-    """What this rank is to write, and the names of blobs that stay blobs."""
+    """The items that this rank is to write, and the names of blobs that stay blobs."""
     items = _Items(getattr(planner, "state_dict", None))
     entries: list[tuple[Path, Any]] = []
     blobs: list[str] = []
@@ -347,7 +347,7 @@ class _RankTarget(FileTarget):
     archive: Archive | None = None
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:  # noqa: ARG002
-        """It is durable; what the manifest is to say of it is known."""
+        """The archive is durable; the manifest's entry for it is known."""
         (self.archive,) = archives
 
 
@@ -400,7 +400,7 @@ class _Items:
             )
 
     def slice(self, value: torch.Tensor, *, name: str) -> LocalShards:  # noqa: ARG002
-        """What is held here of the tensor that a marker stands for."""
+        """The shards, held here, of the tensor that a marker stands for."""
         if id(value) not in self._pieces:  # a value of the state that is a tensor
             slices = Slices.plain(value.shape)
             return LocalShards(slices, (value,) if slices.rectangles else ())

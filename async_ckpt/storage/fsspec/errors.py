@@ -1,4 +1,4 @@
-"""What a filesystem's refusal says, and what to do about it.
+"""The meaning of a filesystem's refusal, and advice on it.
 
 In: an error of fsspec's, botocore's or aiohttp's. Out: its words, its advice, and what in it must not be shown.
 Knows nothing of: which call it was.
@@ -59,7 +59,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def words_of(error: BaseException) -> set[str]:
-    """What an error and its causes are called: their classes, and the codes that a store gave."""
+    """The names of an error and its causes: their classes, and the codes that a store gave."""
     found = set()
     for one in chain(error):
         found.add(type(one).__name__)

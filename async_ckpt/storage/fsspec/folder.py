@@ -171,7 +171,7 @@ class Files:
         return found
 
     def tree(self, name: str) -> tuple[list[str], list[str]]:
-        """What is behind this name in those of all files of its tree, and in those of its folders, outer ones first.
+        """The rest behind this name in those of all files of its tree, and in those of its folders, outer ones first.
 
         A link is a file, whatever it leads to.
         """

@@ -67,7 +67,7 @@ class Body:
 
 
 class Info(NamedTuple):
-    """What a store says of an object."""
+    """A store's description of an object."""
 
     num_bytes: int
     version: str

@@ -85,7 +85,7 @@ def _forget() -> None:
 
 
 def given(fs: Any) -> Callable[[], Any]:
-    """What makes the filesystem of a user: it is there already, and made again in a forked child where it has to be."""
+    """The maker of a user's filesystem: it is there already, and made again in a forked child where it has to be."""
     made_in = getattr(fs, "_pid", os.getpid())  # as those with an event loop note it
 
     def make() -> Any:
@@ -182,7 +182,7 @@ def _is_true(value: object) -> bool:
 
 
 def _credentials(provider: Callable[[], Any]) -> dict[str, Any]:
-    """What a credential provider of obstore says now. s3fs is told once: for keys that expire give it a `session`."""
+    """The present answer of a credential provider of obstore. s3fs is told once: for keys that expire give it a `session`."""
     from fsspec.asyn import get_loop, sync  # type: ignore[import-untyped]
 
     said = provider()

@@ -23,7 +23,7 @@ Translated = Callable[..., AbstractContextManager[None]]
 
 
 class _HoldingSink:
-    """What both sinks share: segments that came and are not sent yet, and the one error that ends it all."""
+    """The common part of both sinks: segments that came and are not sent yet, and the one error that ends it all."""
 
     num_retries = 0
     retryable = False  # what was sent is not kept

@@ -1,4 +1,4 @@
-"""What a store's refusal says, and what to do about it.
+"""The meaning of a store's refusal, and advice on it.
 
 In: an error of obstore's. Out: status, code, reason, advice. Knows nothing of: which request it was.
 
@@ -47,7 +47,7 @@ FULL: Final = 507
 
 @dataclass(frozen=True)
 class Answer:
-    """What obstore's text says, which is the only place where it says it."""
+    """The code in obstore's text, which is the only place that has it."""
 
     status: int | None
     code: str

@@ -1,4 +1,4 @@
-"""What a client of S3 has to know, from where every client of S3 looks for it.
+"""The settings of a client of S3, from where every client of S3 looks for it.
 
 In: options, the environment, the files of the user's profile. Out: a configuration and keys, as obstore takes them.
 Knows nothing of: objects.
@@ -37,7 +37,7 @@ _OWN_KEYS: Final = re.compile(r"container_|metadata_|web_identity_|role_|imdsv1_
 
 
 class AwsSetup:
-    """What S3 has to know, from the options, the environment and the files of the user's profile, in this order."""
+    """The settings of S3, from the options, the environment and the files of the user's profile, in this order."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         config: dict[str, Any] = {}

@@ -177,7 +177,7 @@ class Client:
         return self.persist(attempt)
 
     def watched(self, kind: _Kind) -> WatchedCall:
-        """What a request of this kind runs in."""
+        """A watched call for a request of this kind."""
         return WatchedCall(self._stuck_seconds(kind))
 
     def _stuck_seconds(self, kind: _Kind) -> float:
@@ -371,7 +371,7 @@ class Client:
 
 
 def version_of(meta: Any) -> str:
-    """What changes with every write: the e-tag, and where the store counts generations that too."""
+    """The text that changes with every write: the e-tag, and where the store counts generations that too."""
     return " ".join(filter(None, (meta["e_tag"], meta["version"])))
 
 

@@ -330,7 +330,7 @@ class ObjectSink:
                 raise GivenUpError
 
     def _verify(self, result: Any) -> None:
-        """What is acknowledged must be there. Some servers have another e-tag for it then, but no old one."""
+        """An object that is acknowledged must be there. Some servers have another e-tag for it then, but no old one."""
         self._e_tag = result["e_tag"]
         try:
             found = self._client.head(self._path)

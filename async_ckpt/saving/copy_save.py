@@ -1,7 +1,7 @@
-"""Saves that are written by others than the stager, from copies of tensors: wrapped functions, and exports.
+"""Saves of copied tensors that others write: wrapped functions, exports and publications.
 
-In: tensors, copied to the host before the caller goes on. Out: a handle, and its report. Knows nothing of: what is
-made of the copies, and where it goes.
+In: tensors, copied to the host before the caller goes on. Out: a handle, and its report. Knows nothing of: the
+files that are written from the copies.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from ..storage.base import Storage
 from ..storage.scratch import Scratch
 from .default import files_saver, host_memory
 from .handle import SaveHandle
-from .save import Save
-from .story import State
+from .save import Save, SaveState
 
 
 class CopySave(Save):
-    """One such save. Subclasses say how it is written, and how it becomes visible."""
+    """A save that is written from copies of tensors. Subclasses write it, and make it visible."""
 
     def __init__(
         self,
@@ -46,8 +45,8 @@ class CopySave(Save):
         called: Future[float],
     ) -> None:
         self.path = path
-        self._spans, self._called = spans, called  # `called` is when the caller has its handle
-        # From here on it alone keeps the tensors alive.
+        self._spans, self._called = spans, called  # `called` resolves when the caller has its handle
+        # From now on the copy alone keeps the tensors alive.
         self.copy: Final = HostCopy(
             tensors,
             names,
@@ -57,7 +56,7 @@ class CopySave(Save):
             clock=monotonic,
             wording=Wording(f"the copy of {path}"),
         )
-        # Of snapshots that are held nothing is copied again; they have their bytes when they are complete.
+        # Tensors of held snapshots are not copied again; they have their bytes when the snapshots are complete.
         staged = all_of([self.copy.completion, *after], lambda: f"the copy of {path}")
         super().__init__(None, path, staged, lambda: self.progress)
         self._num_tensors = num_tensors
@@ -66,7 +65,7 @@ class CopySave(Save):
         self._scratch: Scratch | None = None
 
     def begin(self) -> SaveHandle:
-        """On the caller's thread: from now on the tensors may change."""
+        """Copy the tensors, or defer that to the guard. When this returns, on the caller's thread, they may change."""
         try:
             handle = files_saver().take_on(self)
         except BaseException:
@@ -86,28 +85,28 @@ class CopySave(Save):
 
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         await asyncio.wrap_future(self.staged)
-        self.life.go(State.WRITING)
+        self.life.go(SaveState.WRITING)
         if turn is not None:
             await asyncio.wrap_future(turn)
         with self._spans.span("write"):
             await self._write(off_loop)
         self._check()
-        self.life.go(State.DURABLE)
+        self.life.go(SaveState.DURABLE)
         with self._spans.span("commit"):
             await off_loop(self._commit)
-        self.life.go(State.COMMITTED)
+        self.life.go(SaveState.COMMITTED)
         return self._report(await asyncio.wrap_future(self._called))
 
     @abstractmethod
     async def _write(self, off_loop: OffLoop) -> None:
-        """All but what makes it visible."""
+        """Write everything, but nothing visible."""
 
     @abstractmethod
     def _commit(self) -> None:
-        """Make it visible. Blocks."""
+        """Make the result visible. Blocks."""
 
     def _write_file(self, place: Storage, name: str, num_bytes: int, pieces: Iterable[memoryview]) -> None:
-        """One file of this size, from front to back. Blocks."""
+        """Write one file of this size, from front to back. Blocks."""
         out = self._out = Appender(place, name, limit_bytes=num_bytes)
         before = self._num_bytes
         self._check()
@@ -128,7 +127,7 @@ class CopySave(Save):
             self._leave(self._scratch, error)
 
     def _leave(self, scratch: Scratch, error: BaseException) -> None:  # noqa: ARG002
-        """What becomes of the scratch folder of one that has failed."""
+        """Remove or keep the scratch folder of a failed save."""
         scratch.remove()
 
     async def afterwards(self, off_loop: OffLoop) -> None:

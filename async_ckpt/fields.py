@@ -1,0 +1,67 @@
+"""The fields of JSON objects that anybody may have written, by their types.
+
+In: values of JSON. Out: the same, or ValueError. Knows nothing of: what they mean, files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def text(value: object) -> str:
+    """A text that can be written as UTF-8: one with a lone surrogate names no file."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.100} is not a text")
+    value.encode()
+    return value
+
+
+def count(value: object, at_most: int = 2**63 - 1) -> int:
+    """A whole number, not negative."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= at_most:
+        raise ValueError(f"{value!r:.100} is not a count")
+    return value
+
+
+def whole(value: object) -> int:
+    """A whole number of either sign."""
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
+        raise ValueError(f"{value!r:.100} is not a whole number")
+    return value
+
+
+def number(value: object) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.100} is not a number")
+    return float(value)
+
+
+def table(value: object) -> dict[str, Any]:
+    """A JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.100} is not an object")
+    return value
+
+
+def items(value: object, of: Callable[[Any], T]) -> tuple[T, ...]:
+    """A list of values of one type."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{value!r:.100} is not a list")
+    return tuple(map(of, value))
+
+
+def row(value: object, of: Sequence[Callable[[Any], Any]]) -> tuple[Any, ...]:
+    """A list of as many values as there are types."""
+    if not isinstance(value, list | tuple) or len(value) != len(of):
+        raise ValueError(f"{value!r:.100} is not a list of {len(of)}")
+    return tuple(parse(one) for parse, one in zip(of, value, strict=True))
+
+
+def entries(value: object, of: Callable[[Any], T]) -> Iterable[tuple[str, T]]:
+    """The names and values of a JSON object whose values are of one type."""
+    return ((text(name), of(one)) for name, one in table(value).items())
