@@ -16,6 +16,7 @@ from .errors import (
     CheckpointError,
     CorruptCheckpointError,
 )
+from .host.loop import get_loop
 from .loading.catch_up import catch_up
 from .loading.contents import Part
 from .loading.find import from_step
@@ -26,18 +27,18 @@ from .loading.reading import RunReader
 from .loading.restore import restore_state
 from .loading.resume import resume
 from .loading.sharing import Sharing
+from .ranks.agreement import tell_of_failure
+from .ranks.attempts import Differing, Ranks
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
 from .runs.roots import opened
 from .saving.admission import Admission, OnOverlap
-from .saving.agreement import tell_of_failure
 from .saving.drain import Writers
 from .saving.handle import SaveHandle
 from .saving.ledger import Ledger
 from .saving.lineage import Lineage
 from .saving.planner import pool_for
 from .saving.policy import Due, SavePolicy, whole_step
-from .saving.ranks import Differing, Ranks
 from .saving.request import StepRequest
 from .saving.saver import Saver
 from .saving.signals import Notice
@@ -250,7 +251,7 @@ class AsyncCheckpointer(RunReader):
             handle = self._saver.save(request)
         except BaseException as error:
             if request.joint is not None:
-                tell_of_failure(self._ranks, request.joint, self._roots.runs, error)
+                tell_of_failure(self._ranks, request.joint, self._roots.runs, error, get_loop())
             raise
         self._policy.follow(step, handle)
         return handle

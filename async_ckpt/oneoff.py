@@ -11,12 +11,12 @@ from typing import Any, Final
 import torch
 
 from .host.loop import get_loop
-from .host.ranks import warn_of_ranks
 from .loading.contents import Part
 from .loading.find import from_path
 from .loading.load import check_verify, state_of
 from .loading.lots import Readers
 from .loading.verify import verify_path
+from .ranks.world import warn_of_ranks
 from .report import VerifyReport
 from .saving import default
 from .saving.handle import SaveHandle

@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 
 from async_ckpt.format.layout import TensorPlan, lay_out
-from async_ckpt.host import ranks as host_ranks
+from async_ckpt.ranks import agreement, attempts
+from async_ckpt.ranks import world as ranks_world
 from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Archive, Manifest, archive_name, parse, seal
 from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
 from async_ckpt.runs.roots import Roots
 from async_ckpt.runs.run import Run
-from async_ckpt.saving import agreement, ranks
 from async_ckpt.saving.admission import Admission
 from async_ckpt.saving.ledger import Ledger
 from async_ckpt.saving.lineage import Lineage, StepContents
@@ -211,7 +211,7 @@ class SimulatedWorld:
     # --- what the others do -----------------------------------------------------------------------------------
 
     def _begun(self, step: int) -> _Attempt:
-        with patch.object(ranks, "_digests", _told):
+        with patch.object(attempts, "_digests", _told):
             self._rank_0.begin(step)
             self._follower.begin(step)
         joint = self._rank_0.joint
@@ -306,9 +306,9 @@ class _Rank:
         loop = self._loop = world._loop
         self.storage = FarStorage(world._bucket, LATENCY_SECONDS, loop.time)
         self.run = Run(self.storage, clock=lambda: 1e9 + loop.time())
-        self.ranks = ranks.Ranks(None, None, 1)
-        self.ranks._world = host_ranks.World(rank, world.size, store=world._store, has_group=True)
-        self.ranks._words = host_ranks.Words(world._store, "scale")
+        self.ranks = attempts.Ranks(None, None, 1)
+        self.ranks._world = ranks_world.World(rank, world.size, store=world._store, has_group=True)
+        self.ranks._words = ranks_world.Words(world._store, "scale")
         self._lineage = Lineage(
             Roots([self.run]),
             Ledger(),

@@ -23,10 +23,10 @@ from children import Child, Nursery
 from racing import PATIENCE, until
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
+from async_ckpt.ranks import agreement, attempts, meeting
+from async_ckpt.ranks.agreement import Agreement
 from async_ckpt.runs.receipts import Exchange
 from async_ckpt.runs.run import Run
-from async_ckpt.saving import agreement, ranks
-from async_ckpt.saving.agreement import Agreement
 from async_ckpt.saving.targets import StepTarget
 from async_ckpt.storage.local import LocalSink, LocalStorage
 
@@ -282,11 +282,11 @@ class Here:
             num_calls += is_due()
             return real() + 1e6 * num_calls
 
-        agreement.monotonic = ranks.monotonic = clock  # type: ignore[attr-defined]
+        agreement.monotonic = meeting.monotonic = clock  # type: ignore[attr-defined]
 
 
 _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
-    "capture": (ranks.Ranks, "divided", lambda *_: "capture"),
+    "capture": (attempts.Ranks, "divided", lambda *_: "capture"),
     "write": (LocalSink, "write", lambda sink, *_: str(sink._target)),
     "receipt": (Exchange, "put_receipt", lambda exchange, *_: exchange.folder),
     "manifest": (

@@ -20,6 +20,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("integrations", "cli"),  # outermost
     ("__init__", "checkpointer", "oneoff", "files", "around", "publishing"),  # face
     ("saving", "loading"),  # the story
+    ("ranks",),  # the ranks that save together
     ("runs",),  # agreement
     ("storage",),  # places
     ("staging",),  # the instant

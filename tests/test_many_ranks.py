@@ -8,10 +8,10 @@ from itertools import islice
 import pytest
 
 from async_ckpt.errors import UnsupportedStateError
+from async_ckpt.ranks.agreement import _looks
 from async_ckpt.runs import coverage
 from async_ckpt.runs.coverage import check_coverage
 from async_ckpt.runs.receipts import Receipt
-from async_ckpt.saving.agreement import _looks
 from async_ckpt.slicing.slices import Slices
 from async_ckpt.state.division import StateDivider
 from benchmarks.simulated_ranks import KINDS, Saved, SimulatedWorld, captured

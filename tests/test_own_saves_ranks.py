@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux 
 # Step 1 is committed, and step 2 is under way when all ranks restore.
 BEGUN = """
 import warnings
-from async_ckpt.saving import ledger, ranks, talk
+from async_ckpt.ranks import meeting, talk
+from async_ckpt.saving import ledger
 
 def state(step):
     return {"whole": torch.full((300, 1000), float(step)), "step": step}
@@ -86,7 +87,7 @@ else:
             here.say("has waited")
         return found
     talk.Talk._has_signed = count
-    ranks._START_SECONDS, ranks.monotonic = -1.0, lambda: 0.8 * ranks.MEETING_SECONDS * signs
+    meeting._LOOK_AROUND_SECONDS, meeting.monotonic = -1.0, lambda: 0.8 * meeting.MEETING_SECONDS * signs
     here.at("write", lambda: here.fail(OSError("gone")), step=2)
 ckpt.save(state(2), 2)
 restored()

@@ -12,7 +12,7 @@ from states import open_run, state_at
 
 import async_ckpt
 from async_ckpt import StepExistsError
-from async_ckpt.host.ranks import ranks
+from async_ckpt.ranks.world import ranks
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from async_ckpt import Due, load
 from async_ckpt.errors import UnsupportedStateError
+from async_ckpt.ranks.shared_values import SharedValues, apart
 from async_ckpt.runs.coverage import check_coverage
-from async_ckpt.saving.values import SharedValues, apart
 from async_ckpt.state.capture import capture
 from async_ckpt.state.division import StateDivider
 
@@ -122,7 +122,7 @@ def test_rank_0_may_begin_later_than_a_shared_root_hides_what_it_has_written(
     worlds: Worlds, has_group: bool
 ) -> None:
     script = f"""
-    from async_ckpt.saving import agreement
+    from async_ckpt.ranks import agreement
     agreement.SHARED_SECONDS = 0.05
     num_looks = 0
 
@@ -241,7 +241,7 @@ def test_a_driver_that_only_another_rank_than_0_has_is_told_of(worlds: Worlds) -
 
 def test_stages_of_a_pipeline_are_compared_once_and_then_only_what_has_changed(worlds: Worlds) -> None:
     script = """
-    from async_ckpt.saving import comparison
+    from async_ckpt.ranks import comparison
     real, looked = comparison.values_of, []
 
     def values_of(storage, path, *arguments):

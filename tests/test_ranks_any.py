@@ -18,7 +18,8 @@ PRELUDE = """
 import shutil
 from pathlib import Path
 from async_ckpt import Place, StorageUnavailableError
-from async_ckpt.saving import agreement, delivery
+from async_ckpt.ranks import agreement
+from async_ckpt.saving import delivery
 from async_ckpt.storage.local import LocalSink, LocalStorage
 from racing import until
 

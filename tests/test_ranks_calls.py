@@ -414,7 +414,7 @@ def test_a_training_that_torchrun_starts_needs_nothing_said(worlds, tmp_path):
 def test_ranks_borrow_the_same_though_some_know_of_a_commit_sooner(worlds):
     script = """
     import asyncio
-    from async_ckpt.saving.agreement import Agreement
+    from async_ckpt.ranks.agreement import Agreement
 
     heard = Agreement._heard
 

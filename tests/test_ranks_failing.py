@@ -228,7 +228,7 @@ def test_a_root_that_is_away_while_the_decision_is_waited_for_is_asked_again(wor
 
 UNSAID = """
 from async_ckpt import StorageUnavailableError
-from async_ckpt.saving.shared import SharedRoot
+from async_ckpt.ranks.shared_root import SharedRoot
 away = StorageUnavailableError("not now", path="x")
 with open_run(here.root) as ckpt:
     here.save(ckpt, small(1), 1)

@@ -11,17 +11,17 @@ from rank_oracle import saved
 from rank_worlds import Worlds
 from states import open_run
 
-from async_ckpt.host.ranks import World
+from async_ckpt.ranks.world import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 # When it is started again, rank 1 comes first, and looks for what rank 0 has said.
 START = """
 from racing import until
-from async_ckpt.saving import ranks
+from async_ckpt.ranks import attempts
 
-real = ranks.Wait.goes_on
-ranks.Wait.goes_on = lambda self, what: (here.say("waits"), real(self, what))
+real = attempts.Wait.goes_on
+attempts.Wait.goes_on = lambda self, what: (here.say("waits"), real(self, what))
 with open_run(here.root) as ckpt:
     state = {{"whole": torch.zeros(300, 1000), "step": 0}}
     if here.rank == 0 and {is_again}:
@@ -102,7 +102,7 @@ with open_run(here.root{options}) as ckpt:
     here.save(ckpt, state, 1, per_rank=["own"], overwrite=True)
 """
 # As where a rank has heard an old one after all.
-OLD_TOKEN = "from async_ckpt.saving.ranks import Ranks; Ranks.token = lambda self: '0123456789abcdef'"
+OLD_TOKEN = "from async_ckpt.ranks.attempts import Ranks; Ranks.token = lambda self: '0123456789abcdef'"
 
 
 @pytest.mark.parametrize("has_group", [True, False])

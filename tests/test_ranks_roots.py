@@ -14,9 +14,9 @@ from rank_states import numbered
 from states import open_run
 
 from async_ckpt import CheckpointError, Place
-from async_ckpt.host.ranks import World
+from async_ckpt.ranks.shared_root import SharedRoot
+from async_ckpt.ranks.world import World
 from async_ckpt.runs.run import Run
-from async_ckpt.saving.shared import SharedRoot
 from async_ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")

@@ -25,20 +25,21 @@ from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from ..host.loop import OffLoop
 from ..host.memory import HostBuffer
 from ..host.process import OnceInProcess
-from ..host.ranks import Words, World, world_of
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..loading.contents import Part
 from ..loading.load import load_state
 from ..loading.lots import opened_parts
 from ..loading.ranges import Range, read_ranges
+from ..ranks.answers import in_words
+from ..ranks.meeting import RankZeroWord
+from ..ranks.world import Words, World, world_of
 from ..report import SaveReport
-from ..saving.answers import in_words
 from ..saving.default import slices_saver
 from ..saving.handle import SaveHandle
 from ..saving.request import FileRequest
 from ..saving.targets import FileTarget
 from ..slicing.sharded import Slicer, is_sharded
-from ..spans import TIMEKEEPER, monotonic
+from ..spans import monotonic
 from ..spec import SEGMENT_BYTES
 from ..state.captured import SnapshotView, tree_of
 from ..state.dtypes import dtype_named
@@ -49,9 +50,8 @@ from .folder import Asked, Export
 from .hub import Tensors, Weights
 from .shards import Shard
 
-# How long rank 0 waits for the parts of others once its own is there, and a first export for rank 0's.
+# How long rank 0 waits for the parts of others once its own is there.
 PEER_SECONDS: Final = 1800.0
-MEETING_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = {False: 0.1, True: 1.0}  # from look to look at a folder, and at a store
 _FOLDER: Final = ".async_ckpt-parts"
 _KEY: Final = "weights"
@@ -330,25 +330,12 @@ def _token(world: World) -> str:
 
 
 def _agreed(world: World) -> str:
-    mine = os.urandom(4).hex()
-    if world.store is None:
-        return mine
-    words = world.words("exports")
-    if world.rank == 0:
-        words.say("token", mine)
-        return mine
-    wait, begun = Wait("in export_hf()", ENDS_THE_CALL), monotonic()
+    wait = Wait("in export_hf()", ENDS_THE_CALL)
 
-    def go_on(seconds: float) -> None:
+    def check() -> None:
         wait.goes_on(
             lambda: "the first export of rank 0; a model that is spread over ranks is exported by all of them"
         )
-        if monotonic() - begun > MEETING_SECONDS:
-            raise PeerFailedError(
-                f"waited {MEETING_SECONDS:.0f} s for rank 0 to call export_hf; call it on every rank",
-                rank=0,
-                undecided=False,
-            )
-        TIMEKEEPER.sleep(seconds)
 
-    return words.hear(["token"], go_on)[0]
+    word = RankZeroWord(world, lambda: world.words("exports"), "token", num_bytes=4)
+    return word.hear(check, "rank 0 to call export_hf; call it on every rank")

@@ -32,8 +32,8 @@ from ..around.wrap import wrap
 from ..checkpointer import AsyncCheckpointer
 from ..errors import CheckpointError, ClosedError, NotCommittedError, StateMismatchError
 from ..files import exists
-from ..host.ranks import ranks
 from ..host.waits import ENDS_THE_WAIT, Wait
+from ..ranks.world import ranks
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
 from ..saving.save import Save, wait_for_saves

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from ..errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
+from ..ranks.answers import in_words
+from ..ranks.talk import Talk
 from ..runs.roots import Roots
 from ..spans import TIMEKEEPER, monotonic
 from .contents import Part
@@ -26,21 +28,6 @@ SEEN_SECONDS: Final = 120.0
 _LOOK_SECONDS: Final = 0.2
 _FINE: Final = "fine"
 _CORRUPT: Final = "corrupt"
-
-
-class Talk(Protocol):
-    """What ranks say to each other about one restore; each word once."""
-
-    rank: int
-    size: int
-
-    def say(self, key: str, word: str) -> None: ...
-
-    def hear(self, keys: Sequence[str], what: str) -> list[str]:
-        """The words of these keys, once they are said. Raises PeerFailedError where that takes too long."""
-
-    def take_time(self) -> None:
-        """This rank is about to say something, and not yet: the others are to wait longer. To be called now and then."""
 
 
 class SeeOwnSaves(Protocol):
@@ -108,7 +95,7 @@ def _named(
             see_own_saves(meanwhile=talk.take_time)
             found = _newest_but(roots, corrupt)
         except BaseException as error:
-            talk.say(key, json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}))
+            talk.say(key, json.dumps({"error": in_words(error)}))
             raise
         talk.say(key, json.dumps({"found": found}))
         return found[0] if found else None
@@ -174,7 +161,7 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
 
 def _say_failure(talk: Talk, step: int, error: BaseException) -> None:
     """It is no damage, so an older step would not do: all ranks fail. Does not wait."""
-    word = json.dumps({"rank": talk.rank, "error": f"{type(error).__name__}: {error}"[:2000]})
+    word = json.dumps({"rank": talk.rank, "error": in_words(error)})
     talk.say(f"{step}/{talk.rank}", word)
     if talk.rank == 0:
         talk.say(f"{step}/all", word)

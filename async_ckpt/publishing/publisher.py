@@ -23,9 +23,9 @@ from ..around.hub import Weights, weights_of
 from ..errors import ClosedError, UnsupportedStateError
 from ..format.delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from ..host.process import OnceInProcess
-from ..host.ranks import world_of
 from ..host.threads import running_future
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
+from ..ranks.world import world_of
 from ..saving.handle import SaveHandle
 from ..saving.policy import whole_step
 from ..spans import Spans

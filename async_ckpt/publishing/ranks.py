@@ -11,7 +11,6 @@ one word: rank 0 says it, once, by a key in the store of the process group.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,20 +20,18 @@ from typing import Final, NamedTuple
 import torch
 
 from ..around.hub import Weights
-from ..errors import CorruptCheckpointError, PeerFailedError, UnsupportedStateError
+from ..errors import CorruptCheckpointError, UnsupportedStateError
 from ..format.delta import INDEX, SliceOf, VersionIndex, folder_of, identity_of
-from ..host.ranks import Words, World
+from ..ranks.meeting import RankZeroWord
+from ..ranks.world import World
 from ..slicing.cover import Box, cover
 from ..slicing.sharded import Slicer, is_sharded
-from ..spans import TIMEKEEPER, monotonic
 from ..staging.device import as_integers
 from ..state.dtypes import dtype_name, dtype_named
 from ..storage.place import Place
 from .replica import MemoryReplica
 from .versions import Versions, marks_in
 
-# How long a first publication waits for rank 0 to begin its own.
-MEETING_SECONDS: Final = 600.0
 _FOLDER: Final = re.compile(r"rank_(\d{5})_of_(\d{5})")
 
 
@@ -105,37 +102,20 @@ class Start:
 
     def __init__(self, world: World, root: str, number: int) -> None:
         self._world = world
-        self._key = hashlib.blake2b(f"{root}/{number}".encode(), digest_size=8).hexdigest()
-        self._word = os.urandom(8).hex() if world.rank == 0 or world.store is None else None
-        if world.store is not None and self._word is not None:
-            self._words().say("start", self._word)
+        key = hashlib.blake2b(f"{root}/{number}".encode(), digest_size=8).hexdigest()
+        self._word = RankZeroWord(world, lambda: world.words(f"publish/{key}"), "start", num_bytes=8)
 
     def word(self, check: Callable[[], None]) -> str:
         """Not on the caller's thread: rank 0 may come later. `check` may end the wait. Raises PeerFailedError."""
-        if self._word is None:
-            deadline = monotonic() + MEETING_SECONDS
-
-            def go_on(seconds: float) -> None:
-                check()
-                if monotonic() > deadline:
-                    raise PeerFailedError(
-                        f"waited {MEETING_SECONDS:.0f} s for rank 0 to publish; a model that is spread over ranks is published by "
-                        "all of them, at the same root",
-                        rank=0,
-                        undecided=False,
-                    )
-                TIMEKEEPER.sleep(seconds)
-
-            (self._word,) = self._words().hear(["start"], go_on)
-        return self._word
+        return self._word.hear(
+            check,
+            "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root",
+        )
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self._world.rank == 0
-
-    def _words(self) -> Words:
-        return self._world.words(f"publish/{self._key}")
 
 
 # --- what all have published --------------------------------------------------------------------------------------

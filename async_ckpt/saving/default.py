@@ -9,11 +9,11 @@ import threading
 from typing import Final
 
 from ..host.process import in_forked_child
-from ..host.ranks import World
+from ..ranks.attempts import Ranks
+from ..ranks.world import World
 from ..spec import MIB
 from ..staging.host_copy import BufferPool
 from .planner import pool_for
-from .ranks import Ranks
 from .saver import Saver
 
 # Files are read while others are written: a pack needs a few segments, however large the folder is.

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
 from ..errors import CheckpointError, NotUnchangedError
+from ..ranks.attempts import Joint, Ranks
 from ..runs.manifest import Archive, Elsewhere, Manifest
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -27,7 +28,6 @@ from .admission import Admission
 from .block_digests import GroupDigest
 from .ledger import Ledger
 from .planner import small_archive
-from .ranks import Joint, Ranks
 from .story import CommitRule
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB

@@ -9,13 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ..ranks.attempts import Joint, Ranks
 from ..spec import flag
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
 from .delivery import Target
 from .lineage import Lineage, StateOutline, StepContents
-from .ranks import Joint, Ranks
 from .story import CommitRule, UnchangedIn
 from .targets import step_targets
 

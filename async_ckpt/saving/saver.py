@@ -24,6 +24,7 @@ from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..host.pool import SegmentPool
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
+from ..ranks.attempts import Joint, Ranks
 from ..spans import NO_TRACE, Spans, monotonic
 from ..spec import RankFacts
 from ..staging.device import first_device, warm_up
@@ -44,7 +45,6 @@ from .exit import note_exit_status
 from .handle import SaveHandle, named, skipped
 from .ledger import Ledger, abandon
 from .planner import Planner, pool_for
-from .ranks import Joint, Ranks
 from .request import SaveRequest
 from .save import Save, SaveState, wait_for_saves
 from .story import Attempt, StateSave

@@ -15,7 +15,9 @@ from typing import Literal, Self
 
 from ..errors import CheckpointError, StepExistsError, StorageUnavailableError
 from ..host.loop import OffLoop, get_loop
-from ..host.ranks import ranks
+from ..ranks.agreement import Agreement, Alone, listen_again
+from ..ranks.attempts import Ranks
+from ..ranks.world import ranks
 from ..runs.manifest import Archive, Elsewhere, Manifest, OfRanks
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
@@ -25,10 +27,8 @@ from ..storage.compressed import Zstd, ZstdSink, refuse_if_missing
 from ..storage.locks import temps_of
 from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
-from .agreement import Agreement, Alone, listen_again
 from .delivery import Target, Verify
 from .lineage import Lineage, StepContents
-from .ranks import Ranks
 
 Compression = Zstd | Literal["zstd"] | None
 
@@ -334,7 +334,7 @@ def step_targets(lineage: Lineage, contents: StepContents, ranks: Ranks) -> list
     if joint is None:
         token = os.urandom(4).hex()
         return [StepTarget(lineage, run, contents, token, Alone()) for run in runs]
-    ranks.begin(joint, partial(listen_again, ranks, runs))
+    ranks.begin(joint, partial(listen_again, get_loop(), ranks, runs))
     joint.is_any = lineage.rule == "any" and not lineage.has_one_root
     agreements = [Agreement(ranks, joint, run, [other for other in runs if other is not run]) for run in runs]
     return [

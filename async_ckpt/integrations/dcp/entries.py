@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...host.ranks import world_of
 from ...loading.contents import CPU, Contents, Part
 from ...loading.fill import Wanted
 from ...loading.lots import Readers
 from ...loading.open import OpenArchive
+from ...ranks.world import world_of
 from ...spec import with_article
 from ...state.names import Path, shown
 from ...state.tree import StoredLeaf, ValuesByRank, leaves, replaced

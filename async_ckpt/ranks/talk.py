@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from ..host.ranks import Words
 from ..spans import monotonic
+from .world import Words
 
 # From one such sign to the next: much less than a rank waits for a word.
 SIGN_SECONDS: Final = 60.0

@@ -21,15 +21,15 @@ from ..errors import (
     StorageUnavailableError,
 )
 from ..format.digests import block_digest
-from ..host.loop import OffLoop, get_loop
+from ..host.loop import Loop, OffLoop
 from ..runs.manifest import Archive, Manifest, OfRanks
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
 from ..runs.run import Run
 from ..spans import monotonic
 from ..state.division import Structure
 from .answers import in_words
+from .attempts import NOT_ALONE, Joint, Ranks
 from .comparison import Comparison
-from .ranks import NOT_ALONE, Joint, Ranks
 
 # How long rank 0, whose own archive is durable, waits for the receipts of others; they wait longer for its decision.
 PEER_SECONDS: Final = 1800.0
@@ -434,12 +434,13 @@ def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:
     )
 
 
-def tell_of_failure(ranks: Ranks, joint: Joint, runs: Sequence[Run], error: BaseException) -> None:
+def tell_of_failure(
+    ranks: Ranks, joint: Joint, runs: Sequence[Run], error: BaseException, loop: Loop
+) -> None:
     """The call of `save` has raised on this rank: tell the others, and learn what they decide. Does not wait for that."""
     ranks.failed(joint, error)
     if joint.is_decided:
         return  # it is none on the other ranks
-    loop = get_loop()
     for run in runs:
         ranks.root(run)  # in this order, as on all ranks
 
@@ -472,10 +473,9 @@ async def _is_named(ranks: Ranks, joint: Joint, off_loop: OffLoop) -> bool:
     return False
 
 
-def listen_again(ranks: Ranks, runs: Sequence[Run], joint: Joint) -> None:
+def listen_again(loop: Loop, ranks: Ranks, runs: Sequence[Run], joint: Joint) -> None:
     """A save was given up undecided on this rank: rank 0 may have decided since. Does not wait for that."""
     joint.is_followed = True
-    loop = get_loop()
 
     async def listen() -> None:
         for run in runs:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from .process import in_forked_child
+from ..host.process import in_forked_child
 
 # From look to look at the store; it grows to the second.
 _FIRST_LOOK_SECONDS: Final = 0.005

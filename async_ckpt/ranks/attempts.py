@@ -25,28 +25,25 @@ import torch
 
 from ..errors import PeerFailedError
 from ..format.digests import block_digest
-from ..host.ranks import Words, World, refuse_if_changed, world_of
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..runs.run import Run
 from ..slicing.locator import Classes
 from ..slicing.sharded import Slicer, mesh_of
-from ..spans import TIMEKEEPER, monotonic
+from ..spans import TIMEKEEPER
 from ..spec import RankFacts, flag
 from ..staging.device import dense_blocks
 from ..state.captured import Capture
 from ..state.division import StateDivider, Structure
 from .answers import Answers, in_words
-from .shared import SharedRoot
+from .meeting import MEETING_SECONDS, hear
+from .shared_root import SharedRoot
+from .shared_values import SharedValues
 from .talk import Talk
-from .values import SharedValues
+from .world import Words, World, refuse_if_changed, world_of
 
 Differing: TypeAlias = Literal["keep", "fail"]
 
-# How long the first save waits for the other ranks' first save.
-MEETING_SECONDS: Final = 600.0
-# From look to look whether rank 0 was started since without this rank.
-_START_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.02
 NOT_ALONE: Final = (
     "call save on every rank, or, if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
@@ -390,33 +387,30 @@ class Ranks:
         """What was said under these keys, once all of it was. `takes_time`: whoever is to say it has told just now that this takes
         longer.
         """
-        wait, begin = Wait(f"in {where}", ENDS_THE_CALL), monotonic()
-        looked = begin
+        wait = Wait(f"in {where}", ENDS_THE_CALL)
 
-        def go_on(seconds: float) -> None:
-            nonlocal begin, looked
-            wait.goes_on(lambda: f"{what}; {NOT_ALONE}")
-            if monotonic() - begin > MEETING_SECONDS:
-                late = [key.rpartition("/")[2] for key in keys if not self._said().is_said(key)]
-                who = f"; nothing was heard of ranks {', '.join(late[:20])}" if len(keys) > 1 else ""
+        def late() -> PeerFailedError:
+            missing = [key.rpartition("/")[2] for key in keys if not self._said().is_said(key)]
+            who = f"; nothing was heard of ranks {', '.join(missing[:20])}" if len(keys) > 1 else ""
+            return PeerFailedError(
+                f"waited {MEETING_SECONDS:.0f} s for {what}{who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}",
+                rank=int(missing[0]) if missing and len(keys) > 1 else 0,
+                undecided=False,
+            )
+
+        def look_around() -> bool:
+            goes_on = takes_time()
+            if self.world.is_over():
                 raise PeerFailedError(
-                    f"waited {MEETING_SECONDS:.0f} s for {what}{who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}",
-                    rank=int(late[0]) if late and len(keys) > 1 else 0,
+                    f"waited for {what}, but rank 0 is at a later start of the ranks than this one; start all of them again",
+                    rank=0,
                     undecided=False,
                 )
-            if monotonic() - looked > _START_SECONDS:
-                looked = monotonic()
-                if takes_time():
-                    begin = looked
-                if self.world.is_over():
-                    raise PeerFailedError(
-                        f"waited for {what}, but rank 0 is at a later start of the ranks than this one; start all of them again",
-                        rank=0,
-                        undecided=False,
-                    )
-            TIMEKEEPER.sleep(seconds)
+            return goes_on
 
-        return self._said().hear(keys, go_on)
+        return hear(
+            self._said(), keys, lambda: wait.goes_on(lambda: f"{what}; {NOT_ALONE}"), late, look_around
+        )
 
     def failed(self, joint: Joint, error: BaseException) -> None:
         """The call has raised on this rank: the others have begun it, or are about to. It gets the name that it has there at

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..errors import CheckpointError
-from ..host.ranks import Words, World
 from ..runs.receipts import Cause, Verdict
 from ..runs.run import Run
+from .world import Words, World
 
 
 class SharedRoot:

@@ -21,8 +21,8 @@ from ..runs.run import Run
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
 from ..spec import DTYPES
-from .ranks import Joint, Ranks
-from .values import Values, apart, differing, lacking, values_of
+from .attempts import Joint, Ranks
+from .shared_values import Values, apart, differing, lacking, values_of
 
 # Archives that rank 0 looks into where their ranks' values are not the same.
 _MAX_COMPARED: Final = 64
