@@ -22,9 +22,6 @@ ROOMS_LEFT = (
     "publishing/line.py",
     "publishing/ranks.py",
 )
-NAMES_LEFT = frozenset(
-    ["Entry", "Files", "Global", "Held", "Made", "Part", "Piece", "Save", "Source", "Start", "Storage", "Table", "Talk", "Target"]
-)  # fmt: skip
 
 
 def main() -> int:
@@ -43,7 +40,7 @@ def main() -> int:
     complaints += [
         f"the class name {name} is there several times: {', '.join(places)}"
         for name, places in sorted(owners.items())
-        if len(places) > 1 and name not in NAMES_LEFT
+        if len(places) > 1
     ]
     print(*complaints, sep="\n", end="\n" if complaints else "")
     return bool(complaints)

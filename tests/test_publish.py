@@ -974,7 +974,7 @@ def test_a_pull_begins_again_where_what_it_reads_is_replaced(bucket, s3, tmp_pat
         for version in (1, 2, 3):
             publisher.publish(model, version).result()
             changed(model)
-    real, model = source.Source.open, torch.nn.Linear(64, 64)
+    real, model = source.VersionSource.open, torch.nn.Linear(64, 64)
 
     def open_(self, file):
         monkeypatch.undo()
@@ -982,7 +982,7 @@ def test_a_pull_begins_again_where_what_it_reads_is_replaced(bucket, s3, tmp_pat
             publisher.publish(model, 2).result()
         return real(self, file)
 
-    monkeypatch.setattr(source.Source, "open", open_)
+    monkeypatch.setattr(source.VersionSource, "open", open_)
     for into in (torch.nn.Linear(64, 64), tmp_path / "local"):
         assert Subscriber(place).pull(into).version == 2
         weights = weights_in(into) if isinstance(into, Path) else dict(into.state_dict())

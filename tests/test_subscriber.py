@@ -855,7 +855,7 @@ def test_a_folder_may_be_where_a_disk_is_mounted(line, tmp_path):
 
 
 def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(line, local, monkeypatch):
-    real = source.Source.open
+    real = source.VersionSource.open
 
     def open_(self: Any, file: str) -> Any:
         monkeypatch.undo()
@@ -863,7 +863,7 @@ def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(
         return real(self, file)
 
     subscriber = line.subscriber()
-    monkeypatch.setattr(source.Source, "open", open_)
+    monkeypatch.setattr(source.VersionSource, "open", open_)
     with pytest.raises(
         NotCommittedError, match="version 1 is not there, and version 2 is a delta against it"
     ):

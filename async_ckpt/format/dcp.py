@@ -317,11 +317,11 @@ class _RefusedError(Exception):
     """For what is no damage."""
 
 
-class _Global(NamedTuple):
+class _NamedGlobal(NamedTuple):
     name: str
 
 
-class _Made:
+class _MadeObject:
     """What a class or function would have made of these arguments, and the state that it would have been given."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
@@ -358,13 +358,13 @@ def _pairs(value: Any) -> _Pairs:
 
 def _fields(made: Any, name: str) -> dict[str, Any]:
     """The attributes of an instance of one of torch's classes."""
-    if not isinstance(made, _Made) or made.name.rpartition(".")[2] != name:
+    if not isinstance(made, _MadeObject) or made.name.rpartition(".")[2] != name:
         raise ValueError(f"there is no {name} where one should be")
     return {key: value for key, value in _pairs(made.state) if type(key) is str}
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    if isinstance(values, _Made) and values.name == "torch.Size":
+    if isinstance(values, _MadeObject) and values.name == "torch.Size":
         (values,) = values.arguments or ((),)
     if (
         not isinstance(values, list | tuple)
@@ -429,7 +429,7 @@ class _Machine:
             raise _RefusedError(
                 f"it names {full!a:.200}, which no checkpoint of torch.distributed.checkpoint needs; nothing was run"
             )
-        self.stack.append(_Global(full))
+        self.stack.append(_NamedGlobal(full))
 
     def append(self, items: Sequence[Any]) -> None:
         if type(self.stack[-1]) is not list:
@@ -438,19 +438,19 @@ class _Machine:
 
     def set_items(self, items: Sequence[Any]) -> None:
         into = self.stack[-1]
-        if isinstance(into, _Made) and into.name == "collections.OrderedDict":
+        if isinstance(into, _MadeObject) and into.name == "collections.OrderedDict":
             return
         _pairs(into).extend(zip(items[::2], items[1::2], strict=True))
 
     def call(self) -> None:
         function, arguments = self.last(2)
-        if not isinstance(function, _Global) or not isinstance(arguments, tuple):
+        if not isinstance(function, _NamedGlobal) or not isinstance(arguments, tuple):
             raise ValueError("it calls what cannot be called")
-        self.stack.append(_Made(function.name, arguments))
+        self.stack.append(_MadeObject(function.name, arguments))
 
     def build(self) -> None:
         (state,) = self.last(1)
-        if not isinstance(self.stack[-1], _Made):
+        if not isinstance(self.stack[-1], _MadeObject):
             raise ValueError("it gives a state to what has none")
         self.stack[-1].state = state
 

@@ -120,7 +120,7 @@ def parse_foreign_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
     return rows, table.metadata
 
 
-class Table(NamedTuple):
+class HeaderTable(NamedTuple):
     """A header's entries for many tensors: of each the number of its kind, and its extent; of each kind, its code and shape."""
 
     rows: dict[str, tuple[int, int, int]]
@@ -128,14 +128,14 @@ class Table(NamedTuple):
     metadata: dict[str, str]
 
 
-def parse_table(data: bytes) -> Table:
+def parse_table(data: bytes) -> HeaderTable:
     """As above. With hundreds of thousands of tensors, few objects live at a time that the garbage collector looks at."""
     made = _Kinds()
     table = _loaded(data, partial(json.loads, object_pairs_hook=made.of))
     metadata = table.pop(RESERVED_NAME, {}) if isinstance(table, dict) else None
     if not isinstance(metadata, dict) or not all(type(row) is tuple for row in table.values()):
         raise ValueError(_NO_TABLE)
-    return Table(table, made.kinds, metadata)
+    return HeaderTable(table, made.kinds, metadata)
 
 
 def refuse_unwritable(texts: Iterable[str]) -> None:
@@ -146,7 +146,7 @@ def refuse_unwritable(texts: Iterable[str]) -> None:
         raise ValueError("safetensors header: its names and metadata are not all texts of UTF-8") from error
 
 
-def refuse_gaps(table: Table, num_bytes: int) -> None:
+def refuse_gaps(table: HeaderTable, num_bytes: int) -> None:
     """Raises ValueError unless the tensors fill the bytes behind the header, one after the other, as the format asks."""
     at = 0
     for begin, end in sorted(row[1:] for row in table.rows.values()):

@@ -39,7 +39,7 @@ _MAX_READERS: Final = 16
 _NOWHERE: Final = Member(digests.MEMBER, Extent(0, 0))
 
 
-class _Piece(Contents):
+class _TensorFile(Contents):
     """A file with some of the tensors, or the bytes of one that had to be put in order."""
 
     _advice: ClassVar[str] = "fetch it again"
@@ -80,9 +80,9 @@ class OpenDcp(Contents):
             for name, one in told.tensors.items()
         )
         self.index = Index(None, (), tensors, (), skeleton, _NOWHERE, 0)
-        self._files: dict[str, _Piece] = {}
+        self._files: dict[str, _TensorFile] = {}
         # By what it is of: written by whichever thread has looked it up, each once.
-        self._found: dict[Blob, tuple[_Piece, Extent]] = {}
+        self._found: dict[Blob, tuple[_TensorFile, Extent]] = {}
 
     @property
     def files(self) -> Sequence[Contents]:
@@ -174,9 +174,9 @@ class OpenDcp(Contents):
             self._found[blob] = file, Extent(lying.begin, lying.num_bytes)
         else:
             ordered = _in_order(lying, read(lying.begin, lying.num_bytes))
-            self._found[blob] = _Piece(Joined((ordered,)), path=file.path), Extent(0, len(ordered))
+            self._found[blob] = _TensorFile(Joined((ordered,)), path=file.path), Extent(0, len(ordered))
 
-    def _file(self, blob: Blob) -> _Piece:
+    def _file(self, blob: Blob) -> _TensorFile:
         """The file of a blob, closed with the others. Raises CorruptCheckpointError where it is not all there."""
         if blob.file not in self._files:
             shown_as = self._storage.locate(blob.file)
@@ -186,7 +186,7 @@ class OpenDcp(Contents):
                 raise CorruptCheckpointError(
                     f"{shown_as}: it is missing, though {dcp.NAME} names it; fetch it again", path=shown_as
                 ) from error
-            self._files[blob.file] = _Piece(reader, path=shown_as)
+            self._files[blob.file] = _TensorFile(reader, path=shown_as)
         file = self._files[blob.file]
         if blob.offset + blob.length > file.num_bytes:
             raise file.corrupt(f"it has {file.num_bytes:,} bytes, and {dcp.NAME} names more: truncated")
@@ -195,7 +195,7 @@ class OpenDcp(Contents):
     def _data(self, blobs: Sequence[Blob]) -> list[bytes]:
         found: dict[int, bytes] = {}
 
-        def read(number: int, file: _Piece, extent: Extent) -> None:
+        def read(number: int, file: _TensorFile, extent: Extent) -> None:
             found[number] = file.read(extent)
 
         files = [self._file(blob) for blob in blobs]

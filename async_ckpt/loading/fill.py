@@ -101,7 +101,7 @@ def fill(plan: Plan, *, copy: bool = True, pool: SegmentPool | None = None) -> N
     What is on a device is filled in order with its current stream. Raises CorruptCheckpointError; tensors that were
     filled before stay so.
     """
-    targets = [_Target(item.into) for item in plan.wanted] if copy else []
+    targets = [_FillTarget(item.into) for item in plan.wanted] if copy else []
     reads = plan.reads(keep_parts=copy)
     devices = {device for target in targets if (device := device_of(target.flat)) is not None}
     streams = {device: _stream_of(device) for device in devices}
@@ -194,7 +194,7 @@ class _Ring:
         self._own.close()
 
 
-def _copy_out(read: Read, segment: Segment, targets: list[_Target], streams: dict[Any, Any]) -> None:
+def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget], streams: dict[Any, Any]) -> None:
     for device, stream in streams.items():
         parts = [part for part in read.parts if targets[part.wanted].device == device]
         if parts:
@@ -208,7 +208,7 @@ def _copy_out(read: Read, segment: Segment, targets: list[_Target], streams: dic
                 memmove(target.pointer + into, segment.address + source, length)
 
 
-def _copy_rows(run: StridedCopy, segment: Segment, target: _Target) -> None:
+def _copy_rows(run: StridedCopy, segment: Segment, target: _FillTarget) -> None:
     """Many short pieces, a few at a time: one call for each would keep all other threads from running."""
     per_copy = _FEW_BYTES // run.length
     with torch.inference_mode():  # the target may have been made in it
@@ -220,7 +220,7 @@ def _copy_rows(run: StridedCopy, segment: Segment, target: _Target) -> None:
 
 
 def _enqueue(
-    parts: list[_Stretch], segment: Segment, targets: list[_Target], device: torch.device, stream: Any
+    parts: list[_Stretch], segment: Segment, targets: list[_FillTarget], device: torch.device, stream: Any
 ) -> None:
     """Copy parts of a read to a device, and wait for that: the buffer is read from until then."""
     backend = backend_of(device)
@@ -239,7 +239,7 @@ def _enqueue(
             ended.synchronize()
 
 
-class _Target:
+class _FillTarget:
     """Memory to fill. What is not dense, or on a device without a copy engine of ours, goes through a dense copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

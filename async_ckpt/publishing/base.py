@@ -17,7 +17,7 @@ from ..format.delta import INDEX, VersionIndex, checksum, weight_map_in
 from ..storage.disk import translated
 from ..storage.local import LocalStorage
 from .notes import SINGLE
-from .source import Source
+from .source import VersionSource
 
 
 class Base:
@@ -47,7 +47,7 @@ class Base:
                 f"{where}: {error}; give a folder with a model", path=where
             ) from error
         except FileNotFoundError:
-            alone = _SourceOfBase(self._storage, VersionIndex(0, {}))
+            alone = _BaseSource(self._storage, VersionIndex(0, {}))
             return dict.fromkeys(alone.held_in(SINGLE), SINGLE)
 
     def _stamp(self, files: Sequence[str]) -> str:
@@ -63,11 +63,11 @@ class Base:
         """Whether an index is the one that was made of this folder."""
         return index is self._index
 
-    def source(self, index: VersionIndex) -> Source:
-        return _SourceOfBase(self._storage, index)
+    def source(self, index: VersionIndex) -> VersionSource:
+        return _BaseSource(self._storage, index)
 
 
-class _SourceOfBase(Source):
+class _BaseSource(VersionSource):
     """The files of a model that was not published. Small ones are read when they are listed."""
 
     def __init__(self, storage: LocalStorage, index: VersionIndex) -> None:

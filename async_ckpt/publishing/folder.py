@@ -33,9 +33,9 @@ from ..state.dtypes import dtype_name
 from ..storage.beneath import Beneath, read_at, write_at
 from ..storage.disk import free_bytes_at, full, preallocate, translated
 from .difference import checksum_of
-from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, Files, Notes
+from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, NotedFiles, Notes
 from .replica import Damaged, other_model
-from .source import Anchor, Part, Source, State
+from .source import Anchor, State, TensorPart, VersionSource
 
 try:
     import fcntl
@@ -60,7 +60,7 @@ class FolderReplica:
         self._files = Beneath(folder)
         self._notes = Notes(self._files)
         self._state: State | None = None
-        self._there = Files({}, (), "")  # what versions have put there
+        self._there = NotedFiles({}, (), "")  # what versions have put there
         with translated(folder):
             is_folder, is_there = folder.is_dir(), os.path.lexists(folder)
             names = {*os.listdir(folder)} - _OF_DISKS if is_folder else set()
@@ -134,13 +134,13 @@ class FolderReplica:
             for name, size in there.sizes.items()
         )
 
-    def _put_there(self) -> Files:
+    def _put_there(self) -> NotedFiles:
         """The files that versions have put there; of a folder that another receiver has filled, its weights."""
         noted, files = self._notes.noted(), self._notes.files()
         if files.weights and (noted is None or noted.state is not None):
             return files
         others = self._notes.files_of_another()
-        return Files({**files.sizes, **others.sizes}, others.weights, "")
+        return NotedFiles({**files.sizes, **others.sizes}, others.weights, "")
 
     def _structure(self) -> str:
         """The names and kinds of the tensors that are there, or were before a pull that was killed; empty where nobody can tell."""
@@ -222,7 +222,7 @@ class FolderReplica:
         before, known = self._state, self._there
         sizes = self._files.sizes(NEW)
         self._look_for_decoys(sizes.keys() | known.sizes.keys())
-        new = Files(sizes, tuple(weights), state.structure)
+        new = NotedFiles(sizes, tuple(weights), state.structure)
         self.note(None)
         self._notes.note_files(new._replace(sizes={**known.sizes, **sizes}))
         aside: list[str] = []
@@ -274,7 +274,7 @@ class FolderReplica:
                 min(beside),
             )
 
-    def _copy_others(self, source: Source) -> int:
+    def _copy_others(self, source: VersionSource) -> int:
         """Config, tokenizer and the like; and an index, where several files have the weights."""
         num_bytes = 0
         for name in source.other_files():
@@ -302,7 +302,7 @@ class FolderReplica:
                     anchor.source.fill(reader, name, 0, head)
                     write_at(fd, head, 0)
 
-            def put(file: str, at: int, data: memoryview, parts: list[Part]) -> None:  # noqa: ARG001
+            def put(file: str, at: int, data: memoryview, parts: list[TensorPart]) -> None:  # noqa: ARG001
                 with translated(self.folder / NEW / file):
                     write_at(files[file], data, at)
 
@@ -394,7 +394,7 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _header(fd: int) -> tuple[safetensors.Table, int]:
+def _header(fd: int) -> tuple[safetensors.HeaderTable, int]:
     """The tensors in a file, and where its data begins. Raises ValueError for what is no safetensors file."""
     num_bytes = os.fstat(fd).st_size
     if num_bytes < 8:

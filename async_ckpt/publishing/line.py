@@ -28,7 +28,7 @@ from ..saving.default import held_memory
 from ..state.dtypes import dtype_name
 from ..storage.base import Storage
 from ..storage.place import Place
-from .ranks import RankLines, Start
+from .ranks import RankLines, RanksStart
 from .replica import MemoryReplica, bring
 from .source import State, Where
 from .versions import Ownership, Versions, mark_replaced
@@ -50,7 +50,7 @@ class Line:
         follows: bool,
         retires: bool,
         place: Place,
-        start: Start | None = None,
+        start: RanksStart | None = None,
         size: int | None = None,
     ) -> None:
         """`place` is the root; of what is spread over ranks, `start` and `size` are those of all ranks."""

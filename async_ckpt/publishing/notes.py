@@ -30,7 +30,7 @@ _STATE: Final = f"{FOLDER}/state.json"
 _FILES: Final = f"{FOLDER}/files.json"
 
 
-class Files(NamedTuple):
+class NotedFiles(NamedTuple):
     """The files that versions have put into a folder, with their sizes then; of these, those with weights, of this structure."""
 
     sizes: Mapping[str, int]
@@ -82,9 +82,9 @@ class Notes:
             told |= {"stamp": state.stamp, "checksums": state.checksums}
         self._files.replace(_STATE, json.dumps(told).encode())
 
-    def files(self) -> Files:
+    def files(self) -> NotedFiles:
         """The files of versions; none where no note can be understood."""
-        nothing = Files({}, (), "")
+        nothing = NotedFiles({}, (), "")
         try:
             told = json.loads(self._files.read(_FILES))
         except (FileNotFoundError, StorageUnavailableError, ValueError, RecursionError):
@@ -99,13 +99,13 @@ class Notes:
         is_sound = all(stays_inside(name) and type(size) is int for name, size in sizes.items())
         if not is_sound or not all(name in sizes for name in weights if isinstance(name, str)):
             return nothing
-        return Files(sizes, tuple(weights), structure)
+        return NotedFiles(sizes, tuple(weights), structure)
 
-    def note_files(self, files: Files) -> None:
+    def note_files(self, files: NotedFiles) -> None:
         told = {"files": files.sizes, "weights": files.weights, "structure": files.structure}
         self._files.replace(_FILES, json.dumps(told).encode())
 
-    def files_of_another(self) -> Files:
+    def files_of_another(self) -> NotedFiles:
         """The files with weights, and their index, as those who load models find them, where another receiver has put them."""
         index = self._files.size(INDEX)
         weights = [SINGLE]
@@ -116,7 +116,7 @@ class Notes:
                 names = []
             weights = sorted({name for name in names if stays_inside(name)})
         sizes = {name: size for name in weights if (size := self._files.size(name)) is not None}
-        return Files(sizes if index is None else sizes | {INDEX: index}, tuple(sizes), "")
+        return NotedFiles(sizes if index is None else sizes | {INDEX: index}, tuple(sizes), "")
 
 
 def _is_table(told: Any) -> bool:

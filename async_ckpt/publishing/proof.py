@@ -17,18 +17,18 @@ from ..errors import CorruptCheckpointError, NotCommittedError
 from ..format.delta import OUR_CHECKSUMS, VersionIndex
 from ..host.threads import Crew
 from .base import Base
-from .source import Anchor, Source, State
+from .source import Anchor, State, VersionSource
 from .versions import Versions
 
 
-def source_of(index: VersionIndex, versions: Versions, base: Base | None) -> Source:
+def source_of(index: VersionIndex, versions: Versions, base: Base | None) -> VersionSource:
     """The files of what an index tells of, which may be the base."""
     if base is not None and base.is_meant(index):
         return base.source(index)
-    return Source(versions.storage, index)
+    return VersionSource(versions.storage, index)
 
 
-class Held(Protocol):
+class HeldWeights(Protocol):
     """Weights that somebody has."""
 
     @property
@@ -38,7 +38,7 @@ class Held(Protocol):
 
 
 def is_proven(
-    held: Held,
+    held: HeldWeights,
     chain: Sequence[VersionIndex],
     versions: Versions,
     target: int,
@@ -62,7 +62,7 @@ def is_proven(
         return not state.is_marked  # of what we have noted ourselves, all was compared when it was applied
 
 
-def _leads_to(held: Held, state: State, versions: Versions, crew: Crew, base: Base | None) -> bool:
+def _leads_to(held: HeldWeights, state: State, versions: Versions, crew: Crew, base: Base | None) -> bool:
     """Whether the tensors of a state are those to which deltas lead."""
     left, number = set(state.checksums), state.version
     while left:

@@ -37,7 +37,7 @@ from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
 from .line import Line
 from .publication import Publication
-from .ranks import RankLines, Start, is_spread, own_slices, place_of_rank
+from .ranks import RankLines, RanksStart, is_spread, own_slices, place_of_rank
 from .versions import Versions
 
 
@@ -193,7 +193,7 @@ class Publisher:
             elif self._line is None:
                 world = world_of(None, None)
                 root = self._root.locate("")
-                start = Start(world, root, next(_openings(root)))
+                start = RanksStart(world, root, next(_openings(root)))
                 place = place_of_rank(self._place, world.rank, world.size)
                 self._line = self._new_line(place.storage(), start=start, size=world.size)
             return self._line

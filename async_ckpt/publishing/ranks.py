@@ -97,7 +97,7 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
     return weights._replace(tensors=tensors, tied={}, as_published=dict), told
 
 
-class Start:
+class RanksStart:
     """What one start of all ranks is called, for the publisher of this number at this root."""
 
     def __init__(self, world: World, root: str, number: int) -> None:

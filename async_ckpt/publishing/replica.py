@@ -26,7 +26,7 @@ from ..state.dtypes import dtype_named
 from .base import Base
 from .difference import NotTheBase, apply, checksum_of
 from .proof import is_proven, source_of
-from .source import Anchor, Frame, Part, Source, State, Where
+from .source import Anchor, Frame, State, TensorPart, VersionSource, Where
 from .versions import Versions
 
 _ALIGNMENT: Final = 64
@@ -143,7 +143,7 @@ def _follow(
     return num_bytes
 
 
-def _apply(replica: Replica, source: Source, crew: Crew) -> int:
+def _apply(replica: Replica, source: VersionSource, crew: Crew) -> int:
     """Apply one delta: all of it is read and understood before anything is changed."""
     before, index = replica.state, source.index
     assert before is not None
@@ -179,7 +179,7 @@ def _apply(replica: Replica, source: Source, crew: Crew) -> int:
     return sum(map(len, blobs.values()))
 
 
-def _frames(source: Source, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
+def _frames(source: VersionSource, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
     """The tensors that a delta changes. Raises CorruptCheckpointError where its files do not have what its index tells of."""
     frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
     if {name: frame.file for name, frame in frames.items()} != source.index.files:
@@ -188,7 +188,7 @@ def _frames(source: Source, blobs: Mapping[str, memoryview]) -> dict[str, Frame]
 
 
 def _change(
-    region: torch.Tensor, name: str, frame: Frame, source: Source, undo: list[Callable[[], None]]
+    region: torch.Tensor, name: str, frame: Frame, source: VersionSource, undo: list[Callable[[], None]]
 ) -> None:
     index = source.index
     assert index.encoding is not None
@@ -251,7 +251,7 @@ class MemoryReplica:
         self.state = None
         self.lay_out(anchor.tensors)
 
-        def put(file: str, at: int, data: memoryview, parts: list[Part]) -> None:  # noqa: ARG001
+        def put(file: str, at: int, data: memoryview, parts: list[TensorPart]) -> None:  # noqa: ARG001
             for name, begin, part in parts:
                 if part:
                     region = self._regions[name][begin : begin + len(part)]

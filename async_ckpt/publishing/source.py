@@ -76,7 +76,7 @@ class Frame(NamedTuple):
     checksum: str  # of the new bytes
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Some bytes of a tensor."""
 
     name: str
@@ -84,7 +84,7 @@ class Part(NamedTuple):
     data: memoryview
 
 
-class Source:
+class VersionSource:
     """The files of one version."""
 
     def __init__(self, storage: Storage, index: VersionIndex) -> None:
@@ -141,7 +141,7 @@ class Source:
         if wanted is not None and checksum(data) != wanted:
             raise self.corrupt(file, "its bytes are not those that were published")
 
-    def _header(self, file: str, data: memoryview, num_bytes: int) -> tuple[safetensors.Table, int]:
+    def _header(self, file: str, data: memoryview, num_bytes: int) -> tuple[safetensors.HeaderTable, int]:
         """The header of a file, whose tensors fill it, and where these begin. `data` is its beginning, up to there at
         least.
         """
@@ -158,7 +158,7 @@ class Source:
             raise self.corrupt(file, str(error)) from error
         return table, len(head)
 
-    def _header_of(self, file: str, reader: Reader) -> tuple[safetensors.Table, int]:
+    def _header_of(self, file: str, reader: Reader) -> tuple[safetensors.HeaderTable, int]:
         """As above, of which no more is read."""
         head = memoryview(bytearray(min(8, reader.num_bytes)))
         self.fill(reader, file, 0, head)
@@ -245,7 +245,7 @@ def _header_bytes(begin: memoryview) -> int:
 class Anchor:
     """A full version, to be read once."""
 
-    def __init__(self, source: Source, crew: Crew) -> None:
+    def __init__(self, source: VersionSource, crew: Crew) -> None:
         self.source, self._crew = source, crew
         self.tensors = source.tensors()
         self.structure = structure_of((n, w.dtype, w.shape) for n, w in self.tensors.items())
@@ -260,7 +260,7 @@ class Anchor:
     def num_bytes(self) -> int:
         return sum(where.num_bytes for where in self.tensors.values())
 
-    def read(self, put: Callable[[str, int, memoryview, list[Part]], None]) -> State:
+    def read(self, put: Callable[[str, int, memoryview, list[TensorPart]], None]) -> State:
         """Give the bytes of all tensors to `put`: from an offset of a file on, and what parts of tensors these are.
 
         A large tensor comes in pieces, all from one thread; small ones come many at a time. Returns what they are.
@@ -277,9 +277,9 @@ class Anchor:
                 self.source.fill(readers[first.file], first.file, at, data)
                 if len(run) == 1:
                     digest.update(data)
-                    parts = [Part(run[0], at - first.begin, data)]
+                    parts = [TensorPart(run[0], at - first.begin, data)]
                 else:
-                    parts = [Part(name, 0, _part_of(data, at, self.tensors[name])) for name in run]
+                    parts = [TensorPart(name, 0, _part_of(data, at, self.tensors[name])) for name in run]
                     found.update((part.name, checksum(part.data)) for part in parts)
                 put(first.file, at, data, parts)
             if len(run) == 1:

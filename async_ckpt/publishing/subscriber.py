@@ -30,7 +30,7 @@ from .folder import FolderReplica
 from .module import fill, refuse_misfit
 from .ranks import RankLines, WholeVersion, assembled
 from .replica import MemoryReplica, Replica, bring, new_crew
-from .source import Anchor, Source, State
+from .source import Anchor, State, VersionSource
 from .versions import Versions
 
 # How often a pull begins again when versions take the place of those that it reads.
@@ -211,7 +211,7 @@ class Subscriber:
         line = self._lines.line(0, size)
         chain = line.chain(version.number, None)
         version.compare(0, chain[-1].identity, line.root)
-        source = Source(line.storage, chain[0])
+        source = VersionSource(line.storage, chain[0])
         return {name: bytes(source.read(name)) for name in source.other_files()}
 
     def _slices_of(self, rank: int, size: int) -> MemoryReplica:

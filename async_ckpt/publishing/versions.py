@@ -34,7 +34,7 @@ from ..storage.locks import TEMP_SUFFIX, temps_of
 from ..storage.scratch import Scratch
 from .base import Base
 from .notes import SINGLE
-from .source import Source, State
+from .source import State, VersionSource
 
 # Which publisher adds versions: the one that has written this last.
 _OWNER: Final = "publisher.json"
@@ -106,7 +106,9 @@ class Versions:
             return None
         index = VersionIndex(number, {"": SINGLE}, stamp=str(self._stamp(number, SINGLE)))
         try:
-            return replace(index, files=dict.fromkeys(Source(self.storage, index).held_in(SINGLE), SINGLE))
+            return replace(
+                index, files=dict.fromkeys(VersionSource(self.storage, index).held_in(SINGLE), SINGLE)
+            )
         except CorruptCheckpointError:
             return None
 

@@ -123,7 +123,7 @@ def _check_environment() -> None:
         )
 
 
-class _Start:
+class _WorldStart:
     """One start of a world, as this rank counts them by its store.
 
     A store may outlive the ranks: torchrun keeps its own, and starts all of them again. So each rank counts its starts in
@@ -152,7 +152,7 @@ class _Start:
 
 
 # By store: a new group in the same process has another.
-_starts: WeakKeyDictionary[Any, _Start] = WeakKeyDictionary()
+_starts: WeakKeyDictionary[Any, _WorldStart] = WeakKeyDictionary()
 _counting = threading.Lock()
 
 
@@ -162,10 +162,10 @@ def _forget_starts() -> None:
     _starts, _counting = WeakKeyDictionary(), threading.Lock()
 
 
-def _start_of(world: World) -> _Start:
+def _start_of(world: World) -> _WorldStart:
     with _counting:  # one short question to the store: of two threads that asked it, each would count a start
         if world.store not in _starts:
-            _starts[world.store] = _Start(world)
+            _starts[world.store] = _WorldStart(world)
         return _starts[world.store]
 
 

@@ -24,7 +24,7 @@ from ..state.names import is_within
 _Spread: TypeAlias = tuple[str, tuple[str, ...]]
 
 
-class _Held(NamedTuple):
+class _HeldSlices(NamedTuple):
     """A tensor as the ranks of one structure hold it."""
 
     dtype: str
@@ -40,13 +40,13 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
     Raises UnsupportedStateError for a tensor that ranks have in different shapes or dtypes, for one of which no rank has some
     part, and for what was not said alike on all ranks.
     """
-    tensors: dict[str, list[_Held]] = {}
+    tensors: dict[str, list[_HeldSlices]] = {}
     said: dict[str, dict[str, set[tuple[str, str]]]] = {BORROWED: {}, PER_RANK: {}, ROOT_MESH: {}}
     for digest, ranks in classes.items():
         for line in structures[digest].splitlines():
             name, dtype, shape, spread, *_ = json.loads(line)
             if dtype in DTYPES:
-                tensors.setdefault(name, []).append(_Held(dtype, tuple(shape), spread, digest, ranks))
+                tensors.setdefault(name, []).append(_HeldSlices(dtype, tuple(shape), spread, digest, ranks))
             else:
                 said[dtype].setdefault(digest, set()).add((name, json.dumps(shape)))
     _check_said(classes, said)
@@ -98,7 +98,7 @@ def _check_said(
 def _check_per_rank(
     classes: Mapping[str, Sequence[int]],
     said: Mapping[str, set[tuple[str, str]]],
-    tensors: Mapping[str, Sequence[_Held]],
+    tensors: Mapping[str, Sequence[_HeldSlices]],
 ) -> None:
     """No rank has for itself what another one shares. Stages of a pipeline may each have names of their own."""
     own = {digest: {name for name, _ in said.get(digest, ())} for digest in classes}
@@ -119,12 +119,12 @@ def _check_per_rank(
                 )
 
 
-def _is_covered(shape: tuple[int, ...], held: Sequence[_Held], known: dict[_Spread, bool]) -> bool:
+def _is_covered(shape: tuple[int, ...], held: Sequence[_HeldSlices], known: dict[_Spread, bool]) -> bool:
     """`known` says of meshes whether all of their ranks are there: most tensors have the same, of many ranks."""
     if not prod(shape) or any(one.spread is None for one in held):
         return True
     boxes: list[Box] = []
-    meshes: dict[str, list[_Held]] = {}
+    meshes: dict[str, list[_HeldSlices]] = {}
     for one in held:
         if isinstance(one.spread, dict):
             boxes += [Box(tuple(at), tuple(sizes)) for at, sizes in one.spread["held"]]
@@ -139,7 +139,7 @@ def _is_covered(shape: tuple[int, ...], held: Sequence[_Held], known: dict[_Spre
     return not cover(shape, boxes).missing
 
 
-def _is_whole(alike: Sequence[_Held]) -> bool:
+def _is_whole(alike: Sequence[_HeldSlices]) -> bool:
     """Whether these, which are cut alike, are all ranks of a mesh that have different parts."""
     cuts, mesh_shape, stride, is_irregular, is_inside = alike[0].spread
     if not is_inside:
@@ -161,7 +161,7 @@ def _has_all(cuts: Json, start: int, shape: Sequence[int], stride: Sequence[int]
     )
 
 
-def _raise_gap(name: str, held: Sequence[_Held]) -> NoReturn:
+def _raise_gap(name: str, held: Sequence[_HeldSlices]) -> NoReturn:
     by_look: dict[str, list[int]] = {}
     for one in held:
         by_look.setdefault(_told(one.spread), []).extend(one.ranks)

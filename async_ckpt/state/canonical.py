@@ -22,12 +22,12 @@ _MAX_BYTES: Final = MIB  # it takes a microsecond for each
 _INTO_ONE: Final = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
 
 
-class _Made:
+class _OperationResult:
     """The result of an operation on values from the stack; and the items that others have put into it since."""
 
     __slots__ = ("digest", "parts", "what")
 
-    def __init__(self, what: str, parts: Iterable[_Made] = ()) -> None:
+    def __init__(self, what: str, parts: Iterable[_OperationResult] = ()) -> None:
         self.what, self.parts = what, [*parts]
         self.digest: bytes | None = None
 
@@ -52,10 +52,10 @@ def object_digests(data: bytes) -> Callable[[int], str]:
     return told.__getitem__
 
 
-def _followed(program: bytes) -> _Made:
-    stack: list[_Made] = []
-    below: list[list[_Made]] = []  # the stacks under each mark
-    memo: dict[object, _Made] = {}
+def _followed(program: bytes) -> _OperationResult:
+    stack: list[_OperationResult] = []
+    below: list[list[_OperationResult]] = []  # the stacks under each mark
+    memo: dict[object, _OperationResult] = {}
     for opcode, argument, _ in pickletools.genops(program):
         name = opcode.name
         if name == "MARK":
@@ -76,11 +76,11 @@ def _followed(program: bytes) -> _Made:
             taken = [*stack[at:], *taken]
             del stack[at:]
             if name in _INTO_ONE:
-                taken[0].parts += [_Made(name), *taken[1:]] if name == "BUILD" else taken[1:]
+                taken[0].parts += [_OperationResult(name), *taken[1:]] if name == "BUILD" else taken[1:]
                 stack.append(taken[0])
             elif opcode.stack_after:
                 told = "" if argument is None else f" {type(argument).__name__} {argument!r}"
-                stack += [_Made(f"{_kind(name)}{told}", taken)] * len(opcode.stack_after)
+                stack += [_OperationResult(f"{_kind(name)}{told}", taken)] * len(opcode.stack_after)
     return stack[-1]
 
 
@@ -92,7 +92,7 @@ def _kind(name: str) -> str:
     return name
 
 
-def _digest(made: _Made, found: Mapping[str, bytes]) -> bytes:
+def _digest(made: _OperationResult, found: Mapping[str, bytes]) -> bytes:
     if made.digest is None:
         made.digest = b"itself"  # for what holds itself
         parts = [_digest(part, found) for part in made.parts]
@@ -106,11 +106,11 @@ def _digest(made: _Made, found: Mapping[str, bytes]) -> bytes:
     return made.digest
 
 
-def _is_set(made: _Made) -> bool:
+def _is_set(made: _OperationResult) -> bool:
     return made.what.startswith("GLOBAL") and any(made.what.endswith(f"{name!r}") for name in _SETS)
 
 
-def _text(made: _Made) -> str:
+def _text(made: _OperationResult) -> str:
     return made.what.partition("'")[2].rpartition("'")[0]
 
 

@@ -93,7 +93,7 @@ class _Global(NamedTuple):
     name: str
 
 
-class _Storage(NamedTuple):
+class _PickledStorage(NamedTuple):
     num_bytes: int
     item_bytes: int
 
@@ -225,12 +225,12 @@ class _Survey:
         num_bytes = len(self._records[f"data/{key}"])
         if num_items * item_bytes != num_bytes:
             raise ValueError(f"a storage of {num_items} items of {item_bytes} bytes has {num_bytes} bytes")
-        self.push(_Storage(num_bytes, item_bytes))
+        self.push(_PickledStorage(num_bytes, item_bytes))
 
     def build(self) -> None:
         """Give an object its state: a dict of its attributes, which is copied, or that and another one."""
         (state,) = self.last(1)
-        if isinstance(self._stack[-1], _Tensor | _Storage):
+        if isinstance(self._stack[-1], _Tensor | _PickledStorage):
             raise ValueError("it gives a tensor a state")
         self.spend_on_dicts(state)
 
@@ -370,7 +370,7 @@ def _tensor_of_dtype(
 
 def _within(storage: Any, item_bytes: int, offset: Any, size: Any, stride: Any) -> _Tensor:
     """A tensor that lies within its storage: torch may enlarge one that is too small."""
-    if not isinstance(storage, _Storage) or len(size) != len(stride) or len(size) > _MAX_DIMS:
+    if not isinstance(storage, _PickledStorage) or len(size) != len(stride) or len(size) > _MAX_DIMS:
         raise ValueError("it makes a tensor of something else")
     if not all(type(n) is int and 0 <= n < 2**63 for n in (offset, *size, *stride)):
         raise ValueError("a tensor has an absurd shape")

@@ -27,7 +27,7 @@ from ...state.names import Select
 from ...storage.append import Appender
 from ...storage.base import Storage
 from ...storage.place import Anywhere, written_at
-from .entries import Entry, entries_of, kept_in, metadata_of, saved, this_rank, value_of
+from .entries import SavedItem, entries_of, kept_in, metadata_of, saved, this_rank, value_of
 
 # What is in memory at one time: one piece of a tensor, or several small tensors.
 _BATCH_BYTES: Final = 64 * MIB
@@ -116,7 +116,7 @@ def to_dcp(
 
 
 def _write_values(
-    folder: _Folder, entries: Mapping[str, Entry], blobs: frozenset[str], *, trust: bool
+    folder: _Folder, entries: Mapping[str, SavedItem], blobs: frozenset[str], *, trust: bool
 ) -> None:
     for name, entry in entries.items():
         if entry.tensor is None:
@@ -126,8 +126,8 @@ def _write_values(
             folder.write(MetadataIndex(name), bytes(value) if name in blobs else saved(value))
 
 
-def _write_tensors(folder: _Folder, entries: Mapping[str, Entry], metadata: Metadata) -> None:
-    batch: list[tuple[str, Entry, Wanted]] = []
+def _write_tensors(folder: _Folder, entries: Mapping[str, SavedItem], metadata: Metadata) -> None:
+    batch: list[tuple[str, SavedItem, Wanted]] = []
     for name, entry in entries.items():
         if entry.tensor is None:
             continue
@@ -144,7 +144,7 @@ def _write_tensors(folder: _Folder, entries: Mapping[str, Entry], metadata: Meta
     _flush(folder, batch)
 
 
-def _flush(folder: _Folder, batch: list[tuple[str, Entry, Wanted]]) -> None:
+def _flush(folder: _Folder, batch: list[tuple[str, SavedItem, Wanted]]) -> None:
     fill(planned([(entry.file, [wanted]) for _, entry, wanted in batch]))
     for name, _, wanted in batch:
         folder.save(MetadataIndex(name, wanted.offsets), wanted.into)

@@ -29,7 +29,7 @@ from ...state.tree import StoredLeaf, ValuesByRank, leaves, replaced
 from .names import KEPT, flattened, planner_data_of
 
 
-class Entry(NamedTuple):
+class SavedItem(NamedTuple):
     """A thing that torch has a name for, where in the state it is, and in which file."""
 
     path: Path
@@ -69,9 +69,9 @@ def identity_of(parts: Sequence[Part]) -> str:
     return file.digest if isinstance(file, OpenArchive) else f"{file.path}, {len(file.index.tensors)} tensors"
 
 
-def entries_of(parts: Sequence[Part]) -> dict[str, Entry]:
+def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
     """Raises TypeError for a state that is not a dict, and ValueError where two entries have one name."""
-    found: dict[str, Entry] = {}
+    found: dict[str, SavedItem] = {}
     for part in parts:
         part.archive.need_names()
         tree, _ = part.archive.tree(groups=part.groups)
@@ -82,11 +82,11 @@ def entries_of(parts: Sequence[Part]) -> dict[str, Entry]:
                 "load it by async_ckpt.load"
             )
         for name, (path, value) in flattened(tree).items():
-            found[name] = Entry(path, value, part.archive)
+            found[name] = SavedItem(path, value, part.archive)
     return found
 
 
-def metadata_of(entries: Mapping[str, Entry], kept: Mapping[str, Any]) -> Metadata:
+def metadata_of(entries: Mapping[str, SavedItem], kept: Mapping[str, Any]) -> Metadata:
     """To torch, every tensor is in one chunk."""
     told: dict[str, Any] = {}
     for name, entry in entries.items():
@@ -102,7 +102,7 @@ def metadata_of(entries: Mapping[str, Entry], kept: Mapping[str, Any]) -> Metada
     )
 
 
-def value_of(name: str, entry: Entry, *, trust: bool) -> tuple[list[Wanted], Callable[[], Any]]:
+def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted], Callable[[], Any]]:
     """The bytes to be read for a value that is no tensor, and the function that makes the value of them.
 
     Raises ValueError for what each rank has saved for itself, and UntrustedObjectError.

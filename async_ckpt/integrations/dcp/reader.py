@@ -37,7 +37,7 @@ from ...state.capture import why_not
 from ...state.names import shown
 from ...storage.place import Anywhere, place_of
 from .entries import (
-    Entry,
+    SavedItem,
     entries_of,
     identity_of,
     kept_in,
@@ -172,7 +172,7 @@ class _Load:
 
     def __init__(
         self,
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, SavedItem],
         items: Iterable[ReadItem],
         planner: LoadPlanner,
         blobs: frozenset[str],

@@ -61,7 +61,7 @@ class Written(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Save:
+class _WriterSave:
     """One save, as its thread sees it: torch may make several at once, each on a thread of its own, by one writer."""
 
     place: Place
@@ -131,7 +131,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         """A save begins."""
         if checkpoint_id is not None:
             self._place = replace(self._place, url=checkpoint_id)
-        self._local.save = _Save(self._place, os.urandom(8).hex(), next(self._numbers))
+        self._local.save = _WriterSave(self._place, os.urandom(8).hex(), next(self._numbers))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Raises ValueError for a save in which the ranks do not speak to each other: nobody could commit for all."""
@@ -200,14 +200,14 @@ class TarStorageWriter(StorageWriter, PinnedStager):
     # --- parts ------------------------------------------------------------------------------------------------
 
     @property
-    def _save(self) -> _Save:
+    def _save(self) -> _WriterSave:
         """That of this thread."""
         if not hasattr(self._local, "save"):
             self.reset()
-        save: _Save = self._local.save
+        save: _WriterSave = self._local.save
         return save
 
-    def _found(self, save: _Save) -> tuple[Manifest, str] | None:
+    def _found(self, save: _WriterSave) -> tuple[Manifest, str] | None:
         """The manifest that is to be replaced, and its version. Raises StepExistsError where that was not asked for."""
         storage = save.place.storage()
         if storage.exists(OF_DCP):
@@ -245,7 +245,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
             if name not in named:
                 storage.delete(name)
 
-    def _commit(self, save: _Save, archives: tuple[Archive, ...], record: Mapping[str, Any]) -> None:
+    def _commit(self, save: _WriterSave, archives: tuple[Archive, ...], record: Mapping[str, Any]) -> None:
         """The last of several saves of this writer to one folder stands there, whichever comes first.
 
         Raises StepExistsError where another writer has committed.
@@ -294,7 +294,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         PinnedStager.__setstate__(self, {**state, **own})
 
 
-def _delete_replaced(save: _Save, replaced: Manifest) -> None:
+def _delete_replaced(save: _WriterSave, replaced: Manifest) -> None:
     """Delete what was overwritten, but for archives that later steps of the run have borrowed from."""
     root, folder = save.place.inside()
     told = numbered(folder)
