@@ -333,7 +333,10 @@ class Ranks:
     def readers(
         self, from_ranks: Mapping[str, int] | None
     ) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:
-        """The reading rank and the number of ranks, where there are several; and the ranks whose values it wants. Raises ValueError as `called`."""
+        """The reading rank and the number of ranks, where there are several; and the ranks whose values it wants.
+
+        Raises ValueError as `called`.
+        """
         world = self.world
         refuse_if_changed(world)
         return None if world.is_one else (world.rank, world.size), from_ranks
