@@ -3,6 +3,8 @@
 import json
 import re
 import runpy
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -42,6 +44,9 @@ def test_block_runs_twice_from_an_empty_folder(name, tmp_path, monkeypatch):
     """The second time it finds what the first has saved. Its bucket is on a server of its own."""
     block = BLOCKS[name]
     monkeypatch.chdir(tmp_path)
+    if "init_process_group" in block:
+        run_twice_on_ranks(block, tmp_path)
+        return
     with moto_server() if "s3://" in block else nullcontext() as server:
         if server is not None:
             server.make_bucket("my-bucket")
@@ -49,6 +54,16 @@ def test_block_runs_twice_from_an_empty_folder(name, tmp_path, monkeypatch):
             for name in ("region", "access_key_id", "secret_access_key"):
                 monkeypatch.setenv(f"AWS_{name.upper()}", server.options[name])
         run_twice(block, tmp_path)
+
+
+def run_twice_on_ranks(block, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(block, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for steps in ([1, 2], [3, 4]):
+        subprocess.run(command, check=True, timeout=100, env=environment)
+        assert AsyncCheckpointer(tmp_path / "runs/ranks").steps() == steps
 
 
 def run_twice(block, tmp_path):
