@@ -1,4 +1,4 @@
-"""How the ranks of one save come to agree that it is committed, at one root.
+"""The agreement of all ranks that one save is committed at one root.
 
 In: an archive of this rank that is durable, and receipts of the others. Out: what the manifest is to name; or the decision of
 rank 0, which alone makes one. Knows nothing of: what is in the archives.
@@ -47,15 +47,15 @@ _LOOKS_BEFORE_GROUP: Final = 12
 
 
 class Alone:
-    """What there is to agree on where one process saves: nothing."""
+    """The agreement of a process that saves alone, with nothing to agree on."""
 
     rank, world_size, has_others, decides, is_apart = 0, 1, False, True, False
 
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Nobody else writes it."""
+        """Do nothing: no other rank writes the step."""
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        """Nobody else decides."""
+        """Do nothing: no other rank decides."""
 
     def claim(self) -> None:
         """The root is this process's."""
@@ -64,20 +64,22 @@ class Alone:
         return nullcontext()
 
     def committed(self) -> None:
-        """Nobody else waits for it."""
+        """Do nothing: no other rank waits for the commit."""
 
     def afterwards(self) -> None:
-        """Nobody has said anything."""
+        """Do nothing: there are no receipts."""
 
     def refuse(self, error: BaseException) -> bool:  # noqa: ARG002
         return True
 
     async def follow(self, off_loop: OffLoop) -> None:
-        """Nobody else decides."""
+        """Do nothing: no other rank decides."""
 
 
 class Agreement:
-    """How one rank agrees with the others on one save, at one root. On the loop, but for `refuse`."""
+    """One rank's part in the agreement on one save at one root. `saving.targets` creates one for each root. On the loop, but for
+    `refuse`.
+    """
 
     has_others = True
 
@@ -101,12 +103,12 @@ class Agreement:
 
     @property
     def decides(self) -> bool:
-        """Whether this is the rank that does."""
+        """True on rank 0, which alone decides."""
         return self.rank == 0
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is known that ranks see different folders at this root."""
+        """True if it is known that ranks see different folders at this root."""
         return self._root.is_apart
 
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks | None:
@@ -179,7 +181,7 @@ class Agreement:
         )
 
     def _more(self, structure: Structure) -> dict[str, Any]:
-        """What rank 0 reads where a structure is new to it: of the first rank that has it; and digests of copies of all."""
+        """The rest of a receipt, which rank 0 reads if it needs to: the structure, from its first rank, and the digests of copies."""
         mates = self._joint.table.classes.get(structure.digest, ())
         is_first = not mates or mates[0] == self.rank
         more: dict[str, Any] = {"rank": self.rank, **({"structure": structure.text} if is_first else {})}
@@ -264,7 +266,7 @@ class Agreement:
         )
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest | None:
-        """What rank 0 has committed, on the others. Raises PeerFailedError for its verdict, and where there is none in time.
+        """The manifest that rank 0 has committed, on the others. Raises PeerFailedError for its verdict, and where there is none in time.
 
         Where one of several roots is enough, StorageUnavailableError if it is committed at another one, and never here.
         """
@@ -358,7 +360,7 @@ class Agreement:
             self._exchange.forget(self._refused)
 
     def refuse(self, error: BaseException, *, is_followed: bool = False) -> bool:
-        """It fails on this rank, everywhere; or only at this root, if it is committed at another one.
+        """Give the save up on this rank, at all roots; or only at this root, if it is committed at another one.
 
         Whether the archive here may be deleted: nobody can commit it any more. What is committed elsewhere is copied here
         under the same names, at any time, so then it may not.
@@ -404,7 +406,7 @@ class Agreement:
 
 
 def _asks_group(number: int) -> bool:
-    """Whether a look is one of the few, after some seconds, that ask the group's store, too."""
+    """True if a look is one of the few, after some seconds, that ask the group's store, too."""
     return number >= _LOOKS_BEFORE_GROUP and number % _LOOKS_PER_VERDICT == 0
 
 
@@ -458,7 +460,7 @@ def tell_of_failure(
 
 
 async def _is_named(ranks: Ranks, joint: Joint, off_loop: OffLoop) -> bool:
-    """Whether what has failed here has a name, under which the others can be told."""
+    """Wait until the attempt that has failed here has its name, and return True; False if it will have none."""
     deadline = monotonic() + PEER_SECONDS
     with suppress(RuntimeError):  # the store is gone, and the others with it
         for seconds in _looks(is_remote=False):

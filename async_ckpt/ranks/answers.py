@@ -1,4 +1,4 @@
-"""What rank 0 answers for all ranks, by the store of their process group: is a save due, is one skipped.
+"""Answers of rank 0 for all ranks, by the store of their process group: is a save due, is one skipped.
 
 In: questions, asked on every rank. Out: the same answers on all of them. Knows nothing of: what is asked.
 
@@ -20,7 +20,7 @@ _KEPT: Final = 1000
 
 
 class Answers:
-    """Those of one checkpointer. From the thread that asks."""
+    """The questions of one checkpointer, and rank 0's answers. From the thread that asks."""
 
     def __init__(
         self, words: Callable[[], Words], hear: Callable[[Sequence[str], str, str], list[str]]
@@ -37,7 +37,7 @@ class Answers:
         return f"{about}/{number}"
 
     def of_rank_0(self, question: str, ask: Callable[[], tuple[bool, ...]] | None) -> tuple[bool, ...]:
-        """What `ask` answers on rank 0; it is None on the others.
+        """Return the answer of `ask` on rank 0, which is None on the others.
 
         Raises PeerFailedError on the others where it raises on rank 0, and where rank 0 says nothing in time.
         """
@@ -71,5 +71,5 @@ class Answers:
 
 
 def in_words(error: BaseException) -> str:
-    """What the other ranks are told of it."""
+    """The text by which the other ranks are told of an error."""
     return f"{type(error).__name__}: {error}"[:2000]

@@ -84,7 +84,7 @@ class Joint:
 
 
 class Ranks:
-    """What one checkpointer has to do with the other ranks'. From the thread that saves; `decided` from the loop's."""
+    """The other ranks, as one checkpointer knows them. From the thread that saves; `decided` from the loop's."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Ranks:
 
     @property
     def have_store(self) -> bool:
-        """Whether there is a process group, by whose store they can tell each other things."""
+        """True if there is a process group, by whose store the ranks can tell each other things."""
         return self.world.store is not None
 
     def called(self, step: int) -> Joint | None:
@@ -157,13 +157,13 @@ class Ranks:
         return Joint(step, question=self._answers.question("save()", step) if self._skips else "")
 
     def enters(self, joint: Joint, ask: Callable[[], bool]) -> bool:
-        """Whether a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises what it does, PeerFailedError."""
+        """True if a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises its errors, PeerFailedError."""
         question, joint.question = joint.question, ""
         (enters,) = self._answers.of_rank_0(question, (lambda: (ask(),)) if self.world.rank == 0 else None)
         return enters
 
     def begin(self, joint: Joint, listen_again: Callable[[Joint], None]) -> None:
-        """It is this save's turn. Waits, at the first one, for what rank 0 says.
+        """Begin this save, whose turn it is. The first one waits for rank 0's word.
 
         `listen_again` is called with an attempt at the step that was given up undecided: rank 0 may have decided since.
 
@@ -209,14 +209,14 @@ class Ranks:
 
     @property
     def slicer(self) -> Slicer | None:
-        """What tells which slices of tensors are here; None in a process that is no part of anything."""
+        """The slicer that finds the local slices of tensors; None in a process that is no part of anything."""
         states = self._ranked()
         return None if states is None else states.slicer
 
     def divided(self, captured: Capture, joint: Joint | None) -> tuple[Capture, RankFacts | None]:
-        """What this rank writes of that. Waits, at the first save, until rank 0 knows how the states of all ranks look.
+        """The part of a state that this rank writes. The first save waits until rank 0 knows the structures of all ranks.
 
-        Without `joint`, nothing is to be written yet: what would be.
+        Without `joint`, nothing is written yet: the part that would be.
         """
         states = self._ranked()
         if states is None:
@@ -267,11 +267,11 @@ class Ranks:
             raise
 
     def _own_in(self, captured: Capture) -> tuple[str, ...]:
-        """What of a state that is not saved yet each rank has for itself."""
+        """The names that each rank has for itself in a state that is not saved yet."""
         return tuple(sorted({*self._per_rank, *captured.per_rank}))
 
     def does_not_meet(self) -> None:
-        """What would have told how the state looks here has raised: nobody need wait for it."""
+        """Tell rank 0 not to wait for the structure of this rank's state, since the call has raised before it was known."""
         if not self._has_met and self.have_store:
             self._has_met = True
             self._said().say(f"structure/{self.world.rank}", _NONE)
@@ -279,7 +279,7 @@ class Ranks:
                 self._said().say("classes", json.dumps(EMPTY.packed()))
 
     def token(self) -> str:
-        """What this start of the world is called: alike on all ranks, and by no other start."""
+        """The name of this start of the world: the same on all ranks, and of no other start."""
         if self._token is None:
             world = self.world
             if world.run_id is not None:
@@ -292,7 +292,7 @@ class Ranks:
         return self._token
 
     def root(self, run: Run) -> SharedRoot:
-        """What is known of one root. All ranks ask for theirs in the same order."""
+        """The knowledge of one root. All ranks ask for their roots in the same order."""
         if run not in self._roots:
             self._roots[run] = SharedRoot(
                 run,
@@ -304,7 +304,7 @@ class Ranks:
         return self._roots[run]
 
     def is_apart(self, run: Run) -> bool:
-        """Whether it is known that not all ranks see the same at this root."""
+        """True if it is known that not all ranks see the same at this root."""
         return run in self._roots and self._roots[run].is_apart
 
     def _ranked(self) -> StateDivider | None:
@@ -317,7 +317,7 @@ class Ranks:
     def answers_of_rank_0(
         self, what: str, step: int, ask: Callable[[], tuple[bool, ...]]
     ) -> tuple[bool, ...]:
-        """What rank 0 finds by asking, on all ranks. Each of them asks about the same steps.
+        """Return rank 0's answers of `ask` on all ranks, which ask about the same steps.
 
         Raises PeerFailedError on the others where it raises on rank 0.
         """
@@ -333,13 +333,16 @@ class Ranks:
     def readers(
         self, from_ranks: Mapping[str, int] | None
     ) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:
-        """Who reads: this rank of so many, where there are several; and whose values it wants. Raises ValueError as `called`."""
+        """The reading rank and the number of ranks, where there are several; and the ranks whose values it wants.
+
+        Raises ValueError as `called`.
+        """
         world = self.world
         refuse_if_changed(world)
         return None if world.is_one else (world.rank, world.size), from_ranks
 
     def talk(self) -> Talk | None:
-        """What the ranks say to each other about a restore; None where there is one. Raises ValueError without a store."""
+        """The words of one restore; None for a rank alone. Raises ValueError without a store."""
         world = self.world
         if world.is_one:
             return None
@@ -384,7 +387,7 @@ class Ranks:
         where: str = "save()",
         takes_time: Callable[[], bool] = lambda: False,
     ) -> list[str]:
-        """What was said under these keys, once all of it was. `takes_time`: whoever is to say it has told just now that this takes
+        """The words of these keys, once all of them are said. `takes_time`: the rank that is to say them has told just now that this takes
         longer.
         """
         wait = Wait(f"in {where}", ENDS_THE_CALL)
@@ -428,7 +431,7 @@ class Ranks:
         joint.causes.append(Cause(self.world.rank, in_words(error)))
 
     def _is_begun(self, joint: Joint, error: BaseException) -> bool:
-        """Whether a save that has failed before that was known is one on the other ranks."""
+        """True if the other ranks make this save, which has failed here before that was known."""
         if self.world.rank == 0:
             self._answers.fail(joint.question, error)
         elif isinstance(error, Exception):  # whoever interrupts does not want to wait
@@ -445,7 +448,7 @@ class Ranks:
             joint.before = None
 
     def is_named(self, joint: Joint) -> bool:
-        """Whether a save that has failed has its name by now: this rank knows the token, and what was begun at its step before
+        """True if a save that has failed has its name by now: this rank knows the token, and the attempt before it at its step
         is decided. Asks the store, and does not wait.
         """
         if self._token is None and self.have_store:
@@ -455,7 +458,7 @@ class Ranks:
         return bool(joint.attempt)
 
     def is_unheard_of(self, joint: Joint) -> None:
-        """It will never have a name: rank 0 has not come, or has not decided about what was begun before."""
+        """Forget a save that will have no name: rank 0 has not come, or has not decided about the attempt before."""
         joint.is_followed = False
         if self._begun.get(joint.step) is joint:
             del self._begun[joint.step]
@@ -478,7 +481,7 @@ _NONE: Final = "-"
 
 
 def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:
-    """Of the bytes of each tensor that are here, by which of them these are, and its name. Takes its time."""
+    """Digests of the local bytes of each tensor, by the part of it and its name. Takes its time."""
     found: dict[str, dict[str, str]] = {}
     for what, name, slices in copies:
         blocks = (block for one in slices for _, block in dense_blocks(one.detach(), 0, one.nbytes))

@@ -1,4 +1,4 @@
-"""What rank 0 does with the receipts of all ranks, once they are in.
+"""Rank 0's comparison of the receipts of all ranks, once they are in.
 
 In: receipts, in the order of ranks. Out: what the manifest is to name; or an error that says in what the ranks differ.
 Knows nothing of: who waits for whom.
@@ -31,7 +31,7 @@ _log = logging.getLogger("async_ckpt")
 
 
 class Comparison:
-    """Of one save, at one root. Blocking calls."""
+    """The comparison of one save at one root. Created by `Agreement` on rank 0. Blocking calls."""
 
     def __init__(self, ranks: Ranks, joint: Joint, run: Run, exchange: Exchange) -> None:
         self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
@@ -81,7 +81,7 @@ class Comparison:
         return table, OfRanks(archives, layout, table.digest, num_bytes, per_rank)
 
     def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
-        """Whoever took a share left the rest to ranks that had a state of the same structure: each must still have all of it.
+        """Check that ranks which share tensors all still have them, since each took its share counting on the others.
 
         Raises UnsupportedStateError.
         """
@@ -118,7 +118,7 @@ class Comparison:
                 )
 
     def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
-        """What several ranks hold of a tensor must be the same. Raises UnsupportedStateError, naming one that is not."""
+        """Check that replicas of a tensor are the same on all ranks. Raises UnsupportedStateError, naming one that is not."""
         first: dict[tuple[str, str], tuple[int, str]] = {}
         found: dict[int, Any] = {}
         distinct: dict[str, Receipt] = {}  # of ranks that say the same, the lowest
@@ -141,7 +141,7 @@ class Comparison:
                         )
 
     def _compare_values(self, receipts: Sequence[Receipt], classes: Classes) -> Table:
-        """What follows from the values and small tensors of the ranks: which are not the same on all, each told once, and which
+        """The table that follows from the values and small tensors of the ranks: the names that differ, each told once, and those that
         only ranks of some structures have. Archives are looked into only where something has changed in that.
 
         Raises UnsupportedStateError where that is not allowed, and where ranks with the same tensors have other values.
@@ -185,7 +185,7 @@ class Comparison:
         )
 
     def _tell_of(self, names: Sequence[str]) -> None:
-        """Of what is not the same on all ranks. Raises UnsupportedStateError where that is not allowed."""
+        """Warn of names that are not the same on all ranks. Raises UnsupportedStateError where that is not allowed."""
         exchange = self._exchange
         if names and not self._ranks.may_differ:
             raise UnsupportedStateError(

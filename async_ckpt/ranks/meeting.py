@@ -1,4 +1,4 @@
-"""How ranks meet: rank 0 says a word once, and the others wait for it until a deadline.
+"""The rendezvous of ranks: rank 0 says a word once, and the others wait for it until a deadline.
 
 In: the words of a process group's store. Out: words that all ranks have. Knows nothing of: the things that they name.
 """

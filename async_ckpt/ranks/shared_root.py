@@ -1,4 +1,4 @@
-"""Whether a root is one that all ranks share, or a folder that each node has for itself.
+"""The test that all ranks share a root, and not a folder that each node has for itself.
 
 In: a run at a root, on each rank. Out: what is known of that. Knows nothing of: saves.
 
@@ -111,7 +111,7 @@ class SharedRoot:
             )
 
     def found_apart(self) -> bool:
-        """Whether some rank has said that it sees another root than rank 0. Nothing is asked once that is known."""
+        """True if some rank has said that it sees another root than rank 0. Nothing is asked once that is known."""
         if not (self.is_shared or self.is_apart):
             self.apart_rank = self._heard("apart")
         return self.is_apart
@@ -123,7 +123,7 @@ class SharedRoot:
         return self._say(f"refusal/{attempt}", json.dumps(cause))
 
     def refusal(self, attempt: str) -> Cause | None:
-        """What one of the ranks that can write nothing here has said."""
+        """The cause that one of the ranks that can write nothing here has said; None if there is none."""
         word = self._word(f"refusal/{attempt}")
         return None if word is None else Cause(*json.loads(word))
 

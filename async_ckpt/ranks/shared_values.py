@@ -1,4 +1,4 @@
-"""What several ranks should have alike besides their large tensors: plain values and small tensors; and where they do not.
+"""The values that several ranks should have alike besides their large tensors: plain values and small tensors.
 
 In: the skeleton of one rank, and its archive's blocks as they are digested; archives of others on storage. Out: one digest,
 and the names of what differs. Knows nothing of: receipts, who is asked.
@@ -27,7 +27,7 @@ _GAP_BYTES: Final = MIB  # between small tensors that are read at once
 
 
 class SharedValues:
-    """Those of one save of this rank. `note` is called from any thread, once for each block of the archive."""
+    """The shared values in one save of this rank. `note` is called from any thread, once for each block of the archive."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class SharedValues:
         self._in_block: dict[int, list[int]] = {}
 
     def lie_in(self, layout: Layout) -> None:
-        """Where the small tensors lie in the file."""
+        """Take the layout, in which the small tensors have their places."""
         begins = layout.plan.begins
         for number in self._small.values():
             begin = begins[number]
@@ -73,7 +73,7 @@ class SharedValues:
             self._data[at][begin - extent.offset : end - extent.offset] = block[begin - offset : end - offset]
 
     def digest(self) -> str:
-        """Of all of it, when every block was noted: of what all ranks have, and then of what is `of_some`, 16 characters each.
+        """The digest of all values, when every block was noted: of those that all ranks have, and of those `of_some`, 16 characters each.
         Takes time for each value; not on the caller's thread.
         """
         told: list[tuple[str, str | bytearray]] = sorted(
@@ -134,7 +134,7 @@ class _Archived:
 
 
 class Values(NamedTuple):
-    """Those of one rank, by their names."""
+    """The shared values of one rank, by their names."""
 
     plain: Mapping[str, str]
     tensors: Mapping[str, bytes]
@@ -142,7 +142,7 @@ class Values(NamedTuple):
 
 
 def values_of(storage: Storage, path: str, small_bytes: int, per_rank: Collection[str]) -> Values:
-    """Those in one rank's archive; tensors of up to `small_bytes`, and nothing of what is known to be `per_rank`."""
+    """The values in one rank's archive: tensors of up to `small_bytes`, and nothing that is known to be `per_rank`."""
     excluded = frozenset(per_rank)
     with storage.open(path) as reader:
         try:
@@ -176,7 +176,7 @@ def lacking(found: Sequence[Values], all_names: Collection[str]) -> list[str]:
 
 
 def apart(names: Collection[str], common: Collection[str]) -> tuple[str, ...]:
-    """What names are within that are not `common`: as few as there can be, with nothing common within."""
+    """The prefixes of names that are not `common`: as few as there can be, with no common name within."""
     around = {name[:end] for name in common for end in (*_ends(name), len(name))}
     left = set(names).difference(common)
     shortest = (

@@ -1,4 +1,4 @@
-"""What the ranks say to each other about one restore.
+"""The words of ranks to each other about one restore.
 
 In: words, by what they are about. Out: the words of other ranks. Knows nothing of: what is restored.
 
@@ -51,7 +51,7 @@ class Talk:
             self._num_signs += 1
 
     def _has_signed(self) -> bool:
-        """Whether rank 0 has said once more that it takes time."""
+        """True if rank 0 has said once more that it takes time."""
         is_said = self.rank != 0 and self._words().is_said(f"{self._prefix}/{self._sign()}")
         self._num_signs += is_said
         return is_said

@@ -42,7 +42,7 @@ class World:
         return self.size == 1
 
     def words(self, topic: str) -> Words:
-        """What the ranks say to each other of this; nobody hears what was said at an earlier start of them."""
+        """The words of the ranks about a topic, without those of an earlier start of the ranks."""
         return Words(self.store, f"{_start_of(self).prefix}/{topic}")
 
     def opening(self) -> Words:
@@ -51,14 +51,14 @@ class World:
         return Words(self.store, f"{start.prefix}/{next(start.openings)}")
 
     def is_over(self) -> bool:
-        """Whether rank 0 is at a later start than this rank, of which it knows nothing. The next one is the same for both."""
+        """True if rank 0 is at a later start than this rank, of which it knows nothing. The next one is the same for both."""
         start = _start_of(self)
         start.is_over = start.is_over or start.missed(self.store)
         return start.is_over
 
 
 def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
-    """What the user says; else what the initialised process group says; else there is this process alone.
+    """The world that the user gives; else that of the initialised process group; else this process alone.
 
     Raises ValueError for ranks that cannot be.
     """
@@ -144,7 +144,7 @@ class _WorldStart:
         self.is_over = False  # rank 0 is at a later one
 
     def missed(self, store: Any) -> bool:
-        """Whether rank 0 has counted more of them; then this rank counts these, too."""
+        """True if rank 0 has counted more starts; then this rank counts these, too."""
         missed = int(store.add(self._of_rank_0, 0)) - self._number
         if missed > 0:
             self._number = int(store.add(self._own, missed))
@@ -170,7 +170,7 @@ def _start_of(world: World) -> _WorldStart:
 
 
 class Words:
-    """What ranks say to each other by keys in the store of their process group; each key is written once.
+    """Messages of ranks by keys in the store of their process group; each key is written once.
 
     Only short questions are asked, never one that waits in the store: that would hold up other calls of the process.
     """
@@ -191,7 +191,7 @@ class Words:
         return [word.decode() for word in self._store.multi_get(full)]
 
     def forget(self, key: str) -> None:
-        """Nobody will ask for it any more; no error where it was never said."""
+        """Delete a word that no rank asks for any more. A key that was never said is no error."""
         self._store.delete_key(f"{self._prefix}/{key}")
 
     def is_said(self, key: str) -> bool:
