@@ -72,7 +72,7 @@ def looks_spread(given: Any) -> bool:
 
 
 class Others:
-    """What ranks tell each other of their calls for one destination, the first of each, the second, and so on. None waits.
+    """The messages of ranks about their calls for one destination, the first of each, the second, and so on. None waits.
 
     A rank whose own weights are whole cannot know that the others export with it: where it sees so in time, it does not replace
     what they write; and they need not wait for it.
@@ -178,7 +178,7 @@ def begin_spread(asked: Asked, weights: Weights, parts: Parts, others: Others, g
 
 
 def _own(tensors: Tensors) -> Tensors:
-    """Of what several ranks hold alike, as their placements say, the first of them writes it."""
+    """The first of several ranks writes whatever they hold alike, as their placements say."""
     slicer = Slicer()
     return {
         name: tensor
@@ -307,7 +307,7 @@ class SpreadExport(Export):
 
 
 class _Token:
-    """What the folders of parts of this start of the ranks are called, and how often it has exported to which destination."""
+    """The name of the folders of parts of this start of the ranks, and how often it has exported to which destination."""
 
     def __init__(self) -> None:
         self.known: tuple[Any, str] | None = None  # of which store

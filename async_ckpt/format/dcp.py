@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint writes, as far as it is needed to read tensors from it: its metadata, and its tensors.
+"""The files of torch.distributed.checkpoint, as far as it is needed to read tensors from it: its metadata, and its tensors.
 
 In: the bytes of `.metadata`, and of what torch.save made of one tensor. Out: names, shapes, and where which bytes lie.
 Knows nothing of: files, torch.
@@ -89,7 +89,7 @@ class Told(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What a metadata file tells: tensors and blobs by their names, and the path in the state that a name stands for."""
+    """The content of a metadata file: tensors and blobs by their names, and the path in the state that a name stands for."""
 
     tensors: Mapping[str, Told]
     blobs: Mapping[str, Blob]
@@ -199,7 +199,7 @@ def _tensor(name: str, fields: Mapping[str, Any], stored: Mapping[Any, Blob]) ->
 
 
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    """Those of torch's own planners; what others have kept there means nothing here."""
+    """The paths of torch's own planners; data that others have kept there means nothing here."""
     for name, path in planner_data if isinstance(planner_data, _Pairs) else ():
         if type(name) is str and isinstance(path, tuple) and all(type(key) in (str, int) for key in path):
             yield name, tuple(path)
@@ -322,7 +322,7 @@ class _NamedGlobal(NamedTuple):
 
 
 class _MadeObject:
-    """What a class or function would have made of these arguments, and the state that it would have been given."""
+    """The object that a class or function would have made of these arguments, and the state that it would have been given."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         self.name, self.arguments = name, arguments
@@ -376,7 +376,7 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 
 def _interpreted(data: bytes) -> Any:
-    """What a pickle stands for. Raises _RefusedError for a name that torch does not write there."""
+    """The object that a pickle stands for. Raises _RefusedError for a name that torch does not write there."""
     machine = _Machine()
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name == "STOP":

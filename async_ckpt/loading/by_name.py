@@ -1,4 +1,4 @@
-"""What was saved of an optimizer, in the form that the live one takes: by the numbers of parameters, or by their names.
+"""The saved state of an optimizer, in the form that the live one takes: by the numbers of parameters, or by their names.
 
 In: what was saved of an optimizer, the live one, and the names of its parameters. Out: the state as the live one would have given it,
 and with room for all of it. Knows nothing of: archives.
@@ -46,7 +46,7 @@ class _ByName(NamedTuple):
     is_flat: bool
 
     def key_of(self, name: str) -> str:
-        """Of a flat one, the key of one of the settings."""
+        """The key of one of the settings in a flat state."""
         return f"{_GROUPS}{name}.{next(iter(self.groups[self.group_of[name]]))}"
 
 
@@ -84,7 +84,7 @@ class Taker:
         return form_of(self._own)
 
     def takes(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
-        """What was saved, in its form. Of flat entries, those that only some ranks have saved may be of no use here.
+        """The saved state, in its form. Flat entries that only some ranks have saved may be of no use here.
 
         Raises ValueError, with what to say of it, where a parameter has no name there, or where they are grouped otherwise.
         """
@@ -136,7 +136,7 @@ class Taker:
         return [group["params"] for group in live]
 
     def _ids(self, told: _ByName) -> list[list[tuple[Any, str]]]:
-        """What a parameter is called in a state of its form, and in one by names; by groups."""
+        """The keys of a parameter in a state of its form, and in one by names; by groups."""
         if self.form is Form.NESTED:
             return [[(name, name) for name in group["params"]] for group in self._own["param_groups"]]
         known, number = self._known(), 0
@@ -200,7 +200,7 @@ class Taker:
     # --- both sides -------------------------------------------------------------------------------------------
 
     def _pairs(self, state: Any, saved: Any) -> Iterator[tuple[torch.Tensor, dict[Any, Any], dict[Any, Any]]]:
-        """Of each parameter, the dict of its own state that has entries of it, and those that were saved of it."""
+        """The dict of each parameter's own state that has entries of it, and those that were saved of it."""
         if not (isinstance(state, dict) and form_of(saved) is self.form):
             return
         if self.form is Form.NUMBERED:

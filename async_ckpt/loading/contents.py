@@ -1,4 +1,4 @@
-"""What a file holds by name, once its index is known.
+"""The content of a file by name, once its index is known.
 
 In: an index that holds together, and a reader. Out: the tree of names, tensors and leaves for it, bytes as they are.
 Knows nothing of: how the index was found, digests, runs of bytes, live objects.
@@ -68,10 +68,10 @@ class Contents:
         return []
 
     def check_members(self, members: Iterable[int]) -> None:
-        """What else the file says of these members must be what its index says. Raises CorruptCheckpointError."""
+        """Compare everything else that the file says of these members with its index. Raises CorruptCheckpointError."""
 
     def check_headers(self) -> None:
-        """What all files say of their members must be what their indices say. Raises CorruptCheckpointError."""
+        """Compare everything that all files say of their members with their indices. Raises CorruptCheckpointError."""
         for file in self.files:
             file.check_members({piece.member for told in file.index.tensors for piece in told.slices})
 
@@ -192,7 +192,7 @@ class Contents:
             raise self._unreadable(error) from error
 
     def names(self) -> str:
-        """What it holds at the top level, for people."""
+        """The content at the top level, for people."""
         keys = self.entries()
         names = {t.path[0] for t in self.index.tensors if t.path} if keys is None else keys
         return ", ".join(sorted(shown((name,)) for name in names)) or "no named tensors"
@@ -233,7 +233,7 @@ class Contents:
         return number if alias is None else alias
 
     def leaf(self, leaf: StoredLeaf, tensor: torch.Tensor, device: torch.device) -> Any:
-        """What a stored leaf is, given the tensor with its bytes, which may be filled later; for "bytes", not."""
+        """The value of a stored leaf, given the tensor with its bytes, which may be filled later; for "bytes", not."""
         if leaf.kind == "tensor":
             return tensor if is_at(tensor, device) else tensor.to(device)
         if leaf.kind == "bytes":

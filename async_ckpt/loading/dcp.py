@@ -107,7 +107,7 @@ class OpenDcp(Contents):
         return replaced(value, give), rest
 
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
-        """Those that need trust. Raises UntrustedObjectError."""
+        """Load the blobs that need trust. Raises UntrustedObjectError."""
         wanted = [leaf for leaf in stored if leaf.kind == "object"]
         found: list[Any] = [None] * len(self._blobs)
         data = self._data([self._blobs[leaf.number][1] for leaf in wanted])
@@ -219,7 +219,7 @@ class OpenDcp(Contents):
 
 
 def _skeleton(paths: Mapping[str, Path], tensors: Mapping[str, Told]) -> Any:
-    """Of the nested state; numbers count the tensors, and the others apart. Raises ValueError for paths that do not fit."""
+    """The skeleton of the nested state; numbers count the tensors, and the others apart. Raises ValueError for paths that do not fit."""
     numbers = {name: number for number, name in enumerate(tensors)}
     others = {name: number for number, name in enumerate(name for name in paths if name not in numbers)}
 

@@ -48,7 +48,7 @@ class Wanted(NamedTuple):
 
 
 def boxes_wanted(into: torch.Tensor, offsets: Ints | None) -> Box | None:
-    """What of a tensor goes to this memory; None for all of it."""
+    """The part of a tensor that goes to this memory; None for all of it."""
     return None if offsets is None else Box(offsets, tuple(into.shape))
 
 
@@ -69,7 +69,7 @@ class Read:
 
 
 class Plan(NamedTuple):
-    """What is to be read of which files, and where to."""
+    """The bytes to be read of each file, and where to."""
 
     wanted: Sequence[Wanted]
     files: Sequence[_FilePlan]
@@ -281,14 +281,14 @@ def _plan(archive: Contents, item: Wanted, number: int, plan: dict[int, _FilePla
 
 
 class _FilePlan(NamedTuple):
-    """What is to be read from one file."""
+    """The bytes to be read from one file."""
 
     file: Contents
     stretches: list[_Stretch]
     members: set[int]
 
     def add(self, wanted: int, run: StridedCopy) -> None:
-        """What lies between two runs is read with them, unless that would be a read of its own."""
+        """Bytes between two runs are read with them, unless that would be a read of its own."""
         is_far = run.source_step - run.length >= BLOCK_BYTES
         self.stretches.extend(_Stretch(wanted, one) for one in (run.apart() if is_far else (run,)))
 

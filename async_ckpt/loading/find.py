@@ -91,7 +91,7 @@ def from_step(
     verify: bool,
     readers: Readers = _ANYBODY,
 ) -> T:
-    """What `use` makes of the archives of a committed step. Where several roots hold it, the first that is sound counts.
+    """The result of `use` for the archives of a committed step. Where several roots hold it, the first that is sound counts.
 
     Archives that lie in the folder of a root where the step is not committed, as in the cache of a node, are read there.
     Raises NotCommittedError, also when the step is deleted while it is read, CorruptCheckpointError,
@@ -113,7 +113,7 @@ def from_step(
 def from_path(
     path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANYBODY
 ) -> T:
-    """What `use` makes of what is at a path: an archive, the folder of a step, or the newest step of a run.
+    """The result of `use` for the content of a path: an archive, the folder of a step, or the newest step of a run.
 
     Or a safetensors file, and a folder that `parts_of_folder` knows. Raises TypeError for `readers` that are not valid.
     """
@@ -187,7 +187,7 @@ def committed_step(run: Anywhere, step: int | None) -> Committed:
 
 
 def nothing_committed(storage: Storage) -> NotCommittedError:
-    """What to raise where no checkpoint is."""
+    """The error for a path without a checkpoint."""
     where = storage.locate("")
     return NotCommittedError(f"{where}: {_what_is_there(storage)}", path=where, step=None)
 
@@ -266,7 +266,7 @@ class Committed(NamedTuple):
 def from_committed(
     step: Committed, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANYBODY
 ) -> T:
-    """What `use` makes of the archives of a committed step, compared with its manifest. Raises NotCommittedError.
+    """The result of `use` for the archives of a committed step, compared with its manifest. Raises NotCommittedError.
 
     A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
     """

@@ -43,7 +43,7 @@ def opened(reader: Reader, *, path: str, verify: bool) -> Contents:
 
 
 def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitStack) -> list[Part] | None:
-    """What is in a folder that is no committed step: an extracted archive, the weights of a model, or what
+    """The content of a folder that is no committed step: an extracted archive, the weights of a model, or what
     torch.distributed.checkpoint has written; None for anything else.
 
     What is opened is closed with `stack`. Raises CorruptCheckpointError.

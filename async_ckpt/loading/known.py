@@ -74,7 +74,7 @@ def is_plain_optimizer(live: Any) -> bool:
 
 
 def is_optimizer_state(saved: Any) -> bool:
-    """What Optimizer.state_dict makes: numbered parameters in groups, and a dict for each that has state."""
+    """A state dict as Optimizer.state_dict makes it: numbered parameters in groups, and a dict for each that has state."""
     if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
         return False
     groups = saved.get("param_groups")
@@ -88,7 +88,7 @@ def is_optimizer_state(saved: Any) -> bool:
 
 @functools.cache
 def _settings() -> frozenset[str]:
-    """What the optimizers of torch are made with."""
+    """The settings that the optimizers of torch are made with."""
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
     return frozenset(
         name
@@ -120,5 +120,5 @@ def is_on_device(group: dict[str, Any]) -> bool:
 
 
 def state_of_parameter(states: dict[Any, Any], number: int) -> Any:
-    """What was saved of one; torch.distributed.checkpoint makes text of its number."""
+    """The saved state of a parameter; torch.distributed.checkpoint makes text of its number."""
     return states[number] if number in states else states.get(str(number), {})

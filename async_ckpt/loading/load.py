@@ -92,7 +92,7 @@ def check_lent(parts: Sequence[Part], select: Select) -> None:
 
 
 def check_select(parts: Sequence[Part], select: Select) -> None:
-    """Of several patterns each is to select something: one that does not has a typo. Raises KeyError."""
+    """Refuse a pattern, among several, that selects nothing: it has a typo. Raises KeyError."""
     chosen = None if isinstance(select, str) else selector(select)
     if chosen is None:
         return

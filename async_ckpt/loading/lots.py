@@ -37,7 +37,7 @@ _MANY: Final = 8
 
 
 class Readers(NamedTuple):
-    """Who reads what several ranks have saved; see `Merged`. `reads_all` that there is, whatever it is."""
+    """The reader of a step that several ranks have saved; see `Merged`. With `reads_all` it reads everything."""
 
     ranks: tuple[int, int] | None = None
     from_ranks: Mapping[str, int] | None = None
@@ -89,7 +89,7 @@ class Lot:
         self._merged: Merged | None = None
 
     def part(self) -> Part:
-        """What is open by now, as one file. Raises CorruptCheckpointError."""
+        """The archives that are open by now, as one file. Raises CorruptCheckpointError."""
         archives, groups = self.named.archives, self.named.groups
         if len(archives) == 1:
             if not self._opened:
@@ -148,7 +148,7 @@ class Lot:
 
     @property
     def _preferred(self) -> float:
-        """Which of several ranks alike is likely to have what this reader wants."""
+        """The rank, of several alike, that is likely to have the tensors that this reader wants."""
         rank, size = self._readers.ranks or (0, 1)
         return rank / size
 

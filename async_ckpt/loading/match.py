@@ -1,4 +1,4 @@
-"""What is live and what was saved, side by side: which live memory each saved tensor belongs to.
+"""Live and saved objects, side by side: which live memory each saved tensor belongs to.
 
 In: live objects, and the structure of an archive. Out: what is to be read where, what is to be set then, and what does
 not fit. Knows nothing of: files, steps.
@@ -218,7 +218,7 @@ class Match:
         return live
 
     def _held(self, live: Any, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
-        """What this rank holds of a tensor, and where in the tensor that is; None for all of it."""
+        """The part of a tensor that this rank holds, and its place in the tensor; None for all of it."""
         if not is_sharded(live):
             return [(None, live)]
         slices, parts, _ = self._slicer.slice(live, name=shown(path))
@@ -246,14 +246,14 @@ class Match:
         return module
 
     def _by_plain_name(self, names: dict[str, str], saved: dict[Any, Any], path: Path) -> dict[Any, Any]:
-        """What was saved of a module, by the plain names of the live one's; what is no part of it keeps its name."""
+        """The saved state of a module, by the plain names of the live one's; what is no part of it keeps its name."""
         told, ambiguous = paired(names, saved)
         self.mismatched += [f"{shown(path)}: {line}; load() it and rename one of them" for line in ambiguous]
         plain = {told[here]: name for here, name in names.items() if here in told}
         return {plain.get(name, name): value for name, value in saved.items()}
 
     def _as_live_expects(self, live: Any, saved: Any, path: Path) -> Any:
-        """What was saved of an object, as its own `load_state_dict` wants it."""
+        """The saved state of an object, as its own `load_state_dict` wants it."""
         if not (isinstance(live, torch.nn.Module) and isinstance(saved, dict)):
             return saved
         plain = PlainNames(live)
@@ -270,7 +270,7 @@ class Match:
         return made
 
     def _with_empty_state(self, saved: Any, path: Path) -> Any:
-        """What was saved of an optimizer, with what torch.distributed.checkpoint leaves out because it is empty."""
+        """The saved state of an optimizer, with the dict that torch.distributed.checkpoint leaves out because it is empty."""
         if isinstance(saved, dict) and "param_groups" in saved and "state" not in saved:
             # Or something else was selected.
             below = (*path, "state")
@@ -279,7 +279,7 @@ class Match:
         return saved
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
-        """What Optimizer.load_state_dict does, but in place and in the saved dtype: it would cast to the parameter's."""
+        """Do as Optimizer.load_state_dict, but in place and in the saved dtype: it would cast to the parameter's."""
         if not is_optimizer_state(saved):
             self._differs(path, "is an optimizer here", saved)
             return optimizer
@@ -449,7 +449,7 @@ class Match:
         return replaced(saved, give, self._is_of_each_rank)
 
     def _is_of_each_rank(self, saved: ValuesByRank) -> None:
-        """Nobody's value is handed to another unless the caller says so."""
+        """Hand no rank's value to another unless the caller says so."""
         name = shown(saved.path)
         self.mismatched.append(
             f"{name} was saved by each rank for itself, and this rank, in a world of this size, has none; say whose value "

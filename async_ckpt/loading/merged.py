@@ -1,4 +1,4 @@
-"""What several ranks have saved of one state, each in an archive of its own, as one file.
+"""The parts of one state that several ranks have saved, each in an archive of its own, as one file.
 
 In: the opened archives of one step. Out: one tree of names, and where the bytes of each tensor lie.
 Knows nothing of: runs, live objects, how bytes are read.
@@ -33,7 +33,7 @@ _MAX_SEARCHED: Final = 1 << 16
 
 
 class OthersNeededError(Exception):
-    """What is wanted of `merged` lies in archives that were not opened: these boxes of tensors, by the names that these have in
+    """Some of the data wanted of `merged` lies in archives that were not opened: these boxes of tensors, by the names that these have in
     structures; without boxes, all names; or all that there is.
     """
 
@@ -129,7 +129,7 @@ class Merged(Contents):
             raise self.corrupt(f"the skeletons of its archives cannot be read as one ({why})") from error
 
     def _index(self) -> Index:
-        """What all archives say together."""
+        """The index that all archives make together."""
         numbers = {
             (rank, there): n for n, one in enumerate(self._merged.tensors) for rank, there in one.items()
         }
@@ -245,7 +245,7 @@ class Merged(Contents):
         return value, stored
 
     def _missing(self, number: int) -> list[Box]:
-        """What of a tensor is in none of these archives."""
+        """The boxes of a tensor that are in none of these archives."""
         told = self.index.tensors[number]
         if number not in self._sources:
             pieces = [
@@ -319,7 +319,7 @@ class Merged(Contents):
 
 
 def _gaps(missing: Iterable[Box], within: Box | None) -> list[Box]:
-    """What of that somebody wants."""
+    """The part of that which somebody wants."""
     if within is None:
         return list(missing)
     return [common for box in missing if (common := box.common(within))]

@@ -1,4 +1,4 @@
-"""What a run says of itself, and what is in its steps: all that asks for no live object.
+"""Reading of a run and of its steps, as far as no live object is needed.
 
 In: the roots of a run. Out: steps, records, states. Knows nothing of: saves.
 """

@@ -29,7 +29,7 @@ _in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Look(NamedTuple):
-    """What one archive says of its rank: the structure of its state, and what it has written."""
+    """One archive's account of its rank: the structure of its state, and what it has written."""
 
     structure: str
     written: Mapping[str, set[Box]]
@@ -105,7 +105,7 @@ def look_at(index: Index, per_rank: Sequence[str] | Any = ()) -> Look:
 
 
 def layout_of(looks: Sequence[Look], root: Mesh | None = None) -> StepLayout:
-    """What these say together, in the order of ranks: what follows from arithmetic in its words, and the rest as it is."""
+    """The layout that these make together, in the order of ranks: that which follows from arithmetic in its words, and the rest as it is."""
     classes: dict[str, list[int]] = {}
     structures: dict[str, str] = {}
     for rank, look in enumerate(looks):

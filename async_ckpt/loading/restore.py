@@ -102,7 +102,7 @@ def restore_state(
 def _own(
     wanted: Sequence[tuple[Contents, list[Wanted]]], sharing: Sharing
 ) -> list[tuple[Contents, list[Wanted]]]:
-    """What this rank is to read: its part of what others want, too, and all that ranks have for themselves."""
+    """The tensors that this rank is to read: its part of what others want, too, and all that ranks have for themselves."""
     shared: list[Item] = []
     of_file: dict[int, Contents] = {}
     kept: list[tuple[Contents, list[Wanted]]] = []
@@ -117,7 +117,7 @@ def _own(
 
 
 def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:
-    """What each archive is to fill of the live objects."""
+    """The live objects that each archive is to fill."""
     if len(parts) == 1:
         yield parts[0], live
         return

@@ -160,7 +160,7 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
 
 
 def _say_failure(talk: Talk, step: int, error: BaseException) -> None:
-    """It is no damage, so an older step would not do: all ranks fail. Does not wait."""
+    """Have all ranks fail: the error is no damage, so an older step would not do. Does not wait."""
     word = json.dumps({"rank": talk.rank, "error": in_words(error)})
     talk.say(f"{step}/{talk.rank}", word)
     if talk.rank == 0:

@@ -55,7 +55,7 @@ class Sharing:
         self._actions: list[Callable[[], None]] = []
 
     def own(self, items: Sequence[Item]) -> list[Wanted]:
-        """What this rank is to read of these; about as many bytes as each other rank."""
+        """The part of these that this rank is to read; about as many bytes as each other rank."""
         self._forget()
         self._items = list(items)
         total, at = sum(item.wanted.into.nbytes for item in items), 0
@@ -67,11 +67,11 @@ class Sharing:
         ]
 
     def afterwards(self, actions: Iterable[Callable[[], None]]) -> None:
-        """What is to be done once everything is there."""
+        """The work to be done once everything is there."""
         self._actions += actions
 
     def restored(self, read: Callable[[], T], read_all: Callable[[T], object]) -> T:
-        """What `read` returns, alike on all ranks, once it has filled this rank's part; `read_all` fills all of it.
+        """The result of `read`, alike on all ranks, once it has filled this rank's part; `read_all` fills all of it.
 
         Raises what `read` raises, and PeerFailedError if it has raised on another rank.
         """

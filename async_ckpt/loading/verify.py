@@ -73,7 +73,7 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
 
 
 class _Reading:
-    """What was read so far. An archive that is shared is known by its name and its own digest."""
+    """The archives read so far. An archive that is shared is known by its name and its own digest."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], CorruptCheckpointError | None] = {}
@@ -174,7 +174,7 @@ def _with_notes(error: CorruptCheckpointError, others: Sequence[CheckpointError]
 
 
 def _trackers(storage: Storage) -> dict[str, str]:
-    """What the trackers say that are there, by their names."""
+    """The content of the trackers that are there, by their names."""
     found = {}
     for name in TRACKERS:
         with suppress(FileNotFoundError, StorageUnavailableError):  # nobody depends on them

@@ -1,4 +1,4 @@
-"""What one publication leaves to the next: the newest version, and the bytes that a delta is against.
+"""Things that one publication leaves to the next: the newest version, and the bytes that a delta is against.
 
 In: the number and the structure of a version that is to be. Out: whether it may be, what it is against, and what is deleted for
 it or after it. Knows nothing of: how versions are written.
@@ -37,7 +37,7 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class Line:
-    """What one publication leaves to the next. The one whose turn it is has it."""
+    """Things that one publication leaves to the next. The publication whose turn it is has them."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Line:
         return max([-1, *whole, *alive, *self._ranks.plain_numbers()])
 
     def _told_structure(self, there: list[int]) -> str:
-        """What the newest index says, of those that can be read."""
+        """The newest index among those that can be read."""
         for number in reversed(there):
             try:
                 return self.versions.read(number).structure
@@ -188,7 +188,7 @@ class Line:
             self._base.lay_out(_where(tensors))
 
     def base_for(self, acknowledged: int | None) -> MemoryReplica | None:
-        """What a delta may be against now; None if the version is to be an anchor."""
+        """The base that a delta may be against now; None if the version is to be an anchor."""
         if self.encoding is None or self._num_since_anchor + 1 >= self._anchor_every:
             return None
         base = self._base

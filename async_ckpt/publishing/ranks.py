@@ -98,7 +98,7 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
 
 
 class RanksStart:
-    """What one start of all ranks is called, for the publisher of this number at this root."""
+    """The name of one start of all ranks, for the publisher of this number at this root."""
 
     def __init__(self, world: World, root: str, number: int) -> None:
         self._world = world
@@ -187,7 +187,7 @@ class RankLines:
         return lines
 
     def remove(self, folder: str) -> None:
-        """What is left of a line in which there are no versions any more."""
+        """Delete the rest of a line in which there are no versions any more."""
         if folder:
             self.storage.delete_all(folder)
 
@@ -212,7 +212,7 @@ class RankLines:
             return True  # it is there, and whoever reads it is told
 
     def indices(self, number: int, size: int, *, fresh: bool = False) -> list[VersionIndex]:
-        """What each rank says of a version. Raises NotCommittedError, CorruptCheckpointError."""
+        """Each rank's index of a version. Raises NotCommittedError, CorruptCheckpointError."""
         return [self.line(rank, size).read(number, fresh=fresh) for rank in range(size)]
 
     def look_at(self, number: int, size: int) -> WholeVersion:
