@@ -8,6 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -259,8 +260,8 @@ def test_no_file_is_long_and_no_function():
                 assert length <= 70, f"{name}.{node.name}: {length} lines"
 
 
-def test_rooms_without_circles_have_none_under_type_checking_either():
-    for room in ("format", "slicing", "state"):
+def test_no_room_has_a_circle_under_type_checking_either():
+    for room in {name.split(".")[0] for name in MODULES if "." in name}:
         members = {name for name in named(room) if not name.endswith("__init__")}
         left = {name: own(name) & members for name in members}
         while free := {name for name, targets in left.items() if not targets & left.keys()}:
@@ -268,6 +269,46 @@ def test_rooms_without_circles_have_none_under_type_checking_either():
                 del left[name]
 
         assert not left, f"these modules of {room}/ import each other in a circle"
+
+
+# Rooms of more than 15 files, and classes of more than 15 attributes, that are still to be divided; none is added.
+LARGE_ROOMS = {"loading": 21, "storage": 16, "saving": 18}
+LARGE_CLASSES = {
+    "storage.s3.sink.ObjectSink": 25,
+    "ranks.attempts.Ranks": 22,
+    "publishing.line.Line": 21,
+    "ranks.attempts.Joint": 19,
+    "storage.s3.client.Client": 17,
+    "loading.match.Match": 16,
+    "format.delta.VersionIndex": 16,
+}
+
+
+def test_a_room_has_few_files_and_a_class_few_attributes():
+    sizes = Counter(path.parent for path in HOUSE.rglob("*.py") if path.name != "__init__.py")
+    rooms = {path.relative_to(HOUSE).as_posix(): size for path, size in sizes.items() if size > 15}
+    assert rooms == LARGE_ROOMS
+
+    classes = {
+        f"{name}.{node.name}": len(attributes)
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and len(attributes := attributes_of(node)) > 15
+    }
+    assert classes == LARGE_CLASSES
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """The fields of a class, and what its methods assign to `self`."""
+    fields = {
+        one.target.id
+        for one in node.body
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+    }
+    stored = (
+        one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+    )
+    return fields | {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
 def test_there_is_no_circle_of_imports():
