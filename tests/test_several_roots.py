@@ -430,11 +430,13 @@ def test_a_root_that_hangs_when_it_is_opened_is_not_asked_again_until_it_has_ans
 def test_an_archive_that_is_finished_when_nobody_waits_for_it_any_more_is_taken_back(roots, monkeypatch):
     monkeypatch.setattr(delivery, "_LAG_SECONDS", 0.0)
     with open_run(roots, commit="any") as ckpt:
-        with scripted(ckpt, 1) as disk:
-            stop = disk.stop("finish")
-            ckpt.save(state_at(1), step=1).result()
+        with scripted(ckpt, 0) as near, scripted(ckpt, 1) as disk:
+            commit, stop = near.stop("put_new", "manifest.json"), disk.stop("finish")
+            handle = ckpt.save(state_at(1), step=1)
+            stop.wait_reached()  # or the lane would be dropped while it still writes
+            commit.release()
+            handle.result()
             ckpt.wait()
-            stop.wait_reached()
             stop.release()
             quiet = ckpt._lineage._hanging[ckpt._roots.runs[1]]
             assert all(future.exception(PATIENCE) is None for future in quiet)
