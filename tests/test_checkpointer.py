@@ -683,7 +683,9 @@ def test_thirty_saves_leak_no_files_no_threads_and_no_memory_maps(tmp_path, nurs
 
     def count():
         maps = open("/proc/self/maps").read().count("\\n")
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+        # The reserve of Python 3.12.0 and 3.12.1 is filled once, and has nothing to do with the number of saves.
+        working = [one for one in threading.enumerate() if not one.name.startswith("async_ckpt-reserve")]
+        return len(os.listdir("/proc/self/fd")), len(working), maps, threading.active_count()
 
     with open_run(sys.argv[1], keep=2) as ckpt:
         for step in range(36):
@@ -697,7 +699,7 @@ def test_thirty_saves_leak_no_files_no_threads_and_no_memory_maps(tmp_path, nurs
     assert last[0] == first[0], (first, last)
     # Threads of a crew are started as tasks meet; there are never more than the crews' bounds.
     assert last[1] <= 1 + 1 + 8 + 8 + 8 + 2, (first, last)
-    assert last[2] - first[2] <= 3 * (last[1] - first[1]) + 8, (first, last)
+    assert last[2] - first[2] <= 3 * (last[3] - first[3]) + 8, (first, last)
     os._exit(0)  # how an interpreter ends is for other tests
     """
     ended = nursery.run(script, tmp_path / "run")

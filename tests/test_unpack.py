@@ -312,7 +312,9 @@ with unpack(sys.argv[1], scratch=sys.argv[2]) as folder:
 """
 FORKING = """
 import os, sys
+import children
 from async_ckpt import unpack
+children.forks_on_purpose()
 with unpack(sys.argv[1], scratch=sys.argv[2]) as folder:
     child = os.fork()
     if child == 0:
