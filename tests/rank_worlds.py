@@ -266,12 +266,13 @@ class Here:
         self.die()
 
     def wait_for_others(self) -> None:
-        """Until all other ranks have their receipts there."""
+        """Until all other ranks have their receipts there, of the step that is not committed yet."""
         until(self._others_are_done)
 
     def _others_are_done(self) -> bool:
-        said = {int(path.name[:5]) for path in Path(self.root).glob("step_*/receipts.*/*.*.ok")}
-        return len(said - {self.rank}) == self.size - 1
+        steps = [step for step in Path(self.root).glob("step_*") if not (step / "manifest.json").exists()]
+        ranks = {int(path.name[:5]) for step in steps for path in step.glob("receipts.*/*.*.ok")}
+        return len(ranks - {self.rank}) == self.size - 1
 
     def expire(self, is_due: Callable[[], bool]) -> None:
         """From then on no deadline of the ranks lies ahead."""
