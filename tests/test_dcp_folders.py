@@ -15,7 +15,12 @@ import torch
 from buckets import bucket  # noqa: F401
 from dcp_states import dcp, emptied, plain, training
 from states import difference, open_run
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, NotCommittedError, StateMismatchError, UntrustedObjectError
@@ -188,6 +193,29 @@ def test_nothing_in_a_metadata_is_hashed_or_shown_whole(tmp_path, key):
     )
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="cannot be trusted"):
+        async_ckpt.load(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["chunks", "state", "path"])
+def test_one_list_that_many_things_name_is_not_gone_through_each_time(tmp_path, what):
+    """In two bytes a pickle names what it had before: a thousand names of a thousand items are a million."""
+    num = 1000
+    empty = [
+        ChunkStorageMetadata(torch.Size([at]), torch.Size([0]))
+        for at in range(num if what == "chunks" else 1)
+    ]
+    if what == "state":
+        vars(empty[0]).update({f"more{at}": at for at in range(num)})
+        empty *= num
+    told = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([num]), empty)
+    path = tuple(range(num))
+    metadata = Metadata(
+        {f"w{at}": told for at in range(num)},
+        planner_data={f"w{at}": path for at in range(num if what == "path" else 0)},
+        storage_data={},
+    )
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match="it names the same things again and again"):
         async_ckpt.load(tmp_path)
 
 

@@ -12,12 +12,12 @@ classes, it does not matter of which version they are.
 from __future__ import annotations
 
 import io
-import pickletools
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
+from ..pickles.machine import ALL, PickleMachine
 from ..spec import DTYPES
 
 NAME: Final = ".metadata"
@@ -80,7 +80,7 @@ class Chunk(NamedTuple):
     blob: Blob
 
 
-class Told(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor; it is in `chunks`, which may overlap."""
 
     dtype: str
@@ -91,7 +91,7 @@ class Told(NamedTuple):
 class Checkpoint(NamedTuple):
     """The content of a metadata file: tensors and blobs by their names, and the path in the state that a name stands for."""
 
-    tensors: Mapping[str, Told]
+    tensors: Mapping[str, StoredTensor]
     blobs: Mapping[str, Blob]
     paths: Mapping[str, tuple[str | int, ...]]
 
@@ -121,45 +121,105 @@ class Lying(NamedTuple):
 def parse(data: bytes) -> Checkpoint:
     """Read a metadata file. Raises ValueError for what is none, and names what it refuses."""
     try:
-        fields = _fields(_interpreted(data), "Metadata")
-        stored = _stored(_pairs(fields["storage_data"]))
-        tensors: dict[str, Told] = {}
-        blobs: dict[str, Blob] = {}
-        for name, told in _pairs(fields["state_dict_metadata"]):
-            if type(name) is not str or name in tensors or name in blobs:
-                raise ValueError(f"{_brief(name)} is not the name of one thing")
-            if told.name == f"{_MADE_BY}BytesStorageMetadata":
-                blobs[name] = stored[name, None]
-            else:
-                tensors[name] = _tensor(name, _fields(told, "TensorStorageMetadata"), stored)
-        return Checkpoint(tensors, blobs, dict(_paths(fields.get("planner_data"))))
+        return _MetadataReader(len(data)).checkpoint(_Machine().follow(data))
     except _RefusedError as error:
         raise ValueError(str(error)) from error
     except Exception as error:  # the text may be anybody's: whatever it makes Python raise means the same
         raise ValueError(f"it is malformed ({type(error).__name__}: {error!s:.200})") from error
 
 
-def _stored(pairs: Any) -> dict[tuple[str, tuple[int, ...] | None], Blob]:
-    found = {}
-    for index, info in pairs:
-        at, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        name = at["fqn"]
-        if type(name) is not str:
-            raise ValueError(f"{_brief(name)} is no name")
-        if where.get("transform_descriptors"):
-            raise _RefusedError(
-                f"{name!a:.200} was written through extensions ({_brief(where['transform_descriptors'])}); load it with "
-                "torch.distributed.checkpoint"
-            )
-        file = where["relative_path"]
-        if type(file) is not str or not _is_beside(file):
-            raise ValueError(f"{_brief(file)} is not the name of a file beside it")
-        key = name, None if at.get("offset") is None else _ints(at["offset"])
-        if key in found:
-            raise ValueError(f"{name!a:.200} is at two places")
-        found[key] = Blob(file, *_ints((where["offset"], where["length"])))
-    _check_apart(found)
-    return found
+class _MetadataReader:
+    """Reads the records of one file's program, in time linear in its bytes.
+
+    A pickle may name one list a thousand times in two bytes each, so what is gone through is counted: torch writes at least
+    a byte for each item of a shape, a path or a list of chunks.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+
+    def checkpoint(self, made: Any) -> Checkpoint:
+        fields = self._fields(made, "Metadata")
+        stored = self._stored(_pairs(fields["storage_data"]))
+        tensors: dict[str, StoredTensor] = {}
+        blobs: dict[str, Blob] = {}
+        for name, metadata in _pairs(fields["state_dict_metadata"]):
+            if type(name) is not str or name in tensors or name in blobs:
+                raise ValueError(f"{_brief(name)} is not the name of one thing")
+            if metadata.name == f"{_MADE_BY}BytesStorageMetadata":
+                blobs[name] = stored[name, None]
+            else:
+                tensors[name] = self._tensor(name, self._fields(metadata, "TensorStorageMetadata"), stored)
+        return Checkpoint(tensors, blobs, dict(self._paths(fields.get("planner_data"))))
+
+    def _spend(self, num_items: int) -> None:
+        self._left -= num_items
+        if self._left < 0:
+            raise ValueError("it names the same things again and again")
+
+    def _fields(self, made: Any, name: str) -> dict[str, Any]:
+        """The attributes of an instance of one of torch's classes."""
+        if not isinstance(made, _MadeObject) or made.name.rpartition(".")[2] != name:
+            raise ValueError(f"there is no {name} where one should be")
+        pairs = _pairs(made.state)
+        self._spend(len(pairs))
+        return {key: value for key, value in pairs if type(key) is str}
+
+    def _ints(self, values: Any) -> tuple[int, ...]:
+        ints = _ints(values)
+        self._spend(len(ints))
+        return ints
+
+    def _stored(self, pairs: Any) -> dict[tuple[str, tuple[int, ...] | None], Blob]:
+        found = {}
+        for index, info in pairs:
+            at, where = self._fields(index, "MetadataIndex"), self._fields(info, "_StorageInfo")
+            name = at["fqn"]
+            if type(name) is not str:
+                raise ValueError(f"{_brief(name)} is no name")
+            if where.get("transform_descriptors"):
+                raise _RefusedError(
+                    f"{name!a:.200} was written through extensions ({_brief(where['transform_descriptors'])}); load it with "
+                    "torch.distributed.checkpoint"
+                )
+            file = where["relative_path"]
+            if type(file) is not str or not _is_beside(file):
+                raise ValueError(f"{_brief(file)} is not the name of a file beside it")
+            key = name, None if at.get("offset") is None else self._ints(at["offset"])
+            if key in found:
+                raise ValueError(f"{name!a:.200} is at two places")
+            found[key] = Blob(file, *self._ints((where["offset"], where["length"])))
+        _check_apart(found)
+        return found
+
+    def _tensor(self, name: str, fields: Mapping[str, Any], stored: Mapping[Any, Blob]) -> StoredTensor:
+        properties = fields["properties"]
+        if properties.name != f"{_MADE_BY}TensorProperties":
+            raise ValueError(f"{properties.name} are no properties")
+        state = properties.state  # a tuple of five, or six from torch 2.15 on
+        dtype = state[0].name.removeprefix("torch.") if isinstance(state, tuple) else ""
+        shape = self._ints(fields["size"])
+        if dtype not in DTYPES or len(shape) > _MAX_DIMS or prod(n or 1 for n in shape) >= 2**63:
+            raise ValueError(f"{name!a:.200} has dtype {dtype!r:.50} and shape {shape!r:.200}")
+        chunks = []
+        for one in fields["chunks"]:
+            chunk = self._fields(one, "ChunkStorageMetadata")
+            offsets, sizes = self._ints(chunk["offsets"]), self._ints(chunk["sizes"])
+            if not len(offsets) == len(sizes) == len(shape) or any(
+                at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)
+            ):
+                raise ValueError(f"{name!a:.200} of shape {shape} has no piece at {offsets} of {sizes}")
+            if prod(sizes):
+                chunks.append(Chunk(offsets, sizes, stored[name, offsets]))
+        return StoredTensor(dtype, shape, tuple(chunks))
+
+    def _paths(self, planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+        """The paths of torch's own planners; data that others have kept there means nothing here."""
+        for name, path in planner_data if isinstance(planner_data, _Pairs) else ():
+            if type(name) is str and isinstance(path, tuple):
+                self._spend(len(path))
+                if all(type(key) in (str, int) for key in path):
+                    yield name, path
 
 
 def _check_apart(found: Mapping[tuple[str, Any], Blob]) -> None:
@@ -174,35 +234,6 @@ def _check_apart(found: Mapping[tuple[str, Any], Blob]) -> None:
 def _is_beside(file: str) -> bool:
     parts = file.split("/")
     return file.isprintable() and "\\" not in file and not any(part in ("", ".", "..") for part in parts)
-
-
-def _tensor(name: str, fields: Mapping[str, Any], stored: Mapping[Any, Blob]) -> Told:
-    properties = fields["properties"]
-    if properties.name != f"{_MADE_BY}TensorProperties":
-        raise ValueError(f"{properties.name} are no properties")
-    state = properties.state  # a tuple of five, or six from torch 2.15 on
-    dtype = state[0].name.removeprefix("torch.") if isinstance(state, tuple) else ""
-    shape = _ints(fields["size"])
-    if dtype not in DTYPES or len(shape) > _MAX_DIMS or prod(n or 1 for n in shape) >= 2**63:
-        raise ValueError(f"{name!a:.200} has dtype {dtype!r:.50} and shape {shape!r:.200}")
-    chunks = []
-    for one in fields["chunks"]:
-        told = _fields(one, "ChunkStorageMetadata")
-        offsets, sizes = _ints(told["offsets"]), _ints(told["sizes"])
-        if not len(offsets) == len(sizes) == len(shape) or any(
-            at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)
-        ):
-            raise ValueError(f"{name!a:.200} of shape {shape} has no piece at {offsets} of {sizes}")
-        if prod(sizes):
-            chunks.append(Chunk(offsets, sizes, stored[name, offsets]))
-    return Told(dtype, shape, tuple(chunks))
-
-
-def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    """The paths of torch's own planners; data that others have kept there means nothing here."""
-    for name, path in planner_data if isinstance(planner_data, _Pairs) else ():
-        if type(name) is str and isinstance(path, tuple) and all(type(key) in (str, int) for key in path):
-            yield name, tuple(path)
 
 
 # --- one tensor, as torch.save has written it ----------------------------------------------------------------------
@@ -220,7 +251,7 @@ def tensor_in(read: Callable[[int, int], bytes], blob: Blob) -> Lying:
             infos = {info.filename.partition("/")[2]: info for info in records.infolist()}
             if "byteorder" in infos and _record(records, infos["byteorder"], _MAX_WORD) != b"little":
                 raise ValueError("its bytes are in another order")
-            made = _interpreted(_record(records, infos["data.pkl"], _MAX_RECORD))
+            made = _Machine().follow(_record(records, infos["data.pkl"], _MAX_RECORD))
         return _lying(made, window, infos)
     except OthersReadError:
         raise
@@ -356,13 +387,6 @@ def _pairs(value: Any) -> _Pairs:
     return value
 
 
-def _fields(made: Any, name: str) -> dict[str, Any]:
-    """The attributes of an instance of one of torch's classes."""
-    if not isinstance(made, _MadeObject) or made.name.rpartition(".")[2] != name:
-        raise ValueError(f"there is no {name} where one should be")
-    return {key: value for key, value in _pairs(made.state) if type(key) is str}
-
-
 def _ints(values: Any) -> tuple[int, ...]:
     if isinstance(values, _MadeObject) and values.name == "torch.Size":
         (values,) = values.arguments or ((),)
@@ -375,53 +399,14 @@ def _ints(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _interpreted(data: bytes) -> Any:
-    """The object that a pickle stands for. Raises _RefusedError for a name that torch does not write there."""
-    machine = _Machine()
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name == "STOP":
-            return machine.stack.pop()
-        act = _ACTS.get(opcode.name)
-        if act is None:
-            raise _RefusedError(f"it has the instruction {opcode.name}, which torch does not write")
-        act(machine, argument)
-    raise ValueError("it does not end")
+class _Machine(PickleMachine):
+    accepted: ClassVar = ALL - {"EMPTY_SET"}
+    protocols: ClassVar = range(2, 6)
 
+    def refuse(self, instruction: str) -> NoReturn:
+        raise _RefusedError(f"it has the instruction {instruction}, which torch does not write")
 
-class _Machine:
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self._below: list[list[Any]] = []  # the stacks under each mark
-        self._memo: dict[int, Any] = {}
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def mark(self) -> None:
-        self._below.append(self.stack)
-        self.stack = []
-
-    def marked(self) -> list[Any]:
-        items, self.stack = self.stack, self._below.pop()
-        return items
-
-    def last(self, num: int) -> list[Any]:
-        items = self.stack[-num:]
-        del self.stack[-num:]
-        return items
-
-    def put(self, number: int) -> None:
-        self._memo[number] = self.stack[-1]
-
-    def memoize(self) -> None:
-        self._memo[len(self._memo)] = self.stack[-1]
-
-    def get(self, number: int) -> None:
-        self.stack.append(self._memo[number])
-
-    def name(self, module: Any, name: Any) -> None:
-        if type(module) is not str or type(name) is not str:
-            raise ValueError("it names what has no name")
+    def named(self, module: str, name: str) -> _NamedGlobal:
         full = f"{module}.{name}"
         is_dtype = module == "torch" and name in DTYPES
         is_storage = module == "torch" and name.removesuffix("Storage") in _STORAGES
@@ -429,65 +414,24 @@ class _Machine:
             raise _RefusedError(
                 f"it names {full!a:.200}, which no checkpoint of torch.distributed.checkpoint needs; nothing was run"
             )
-        self.stack.append(_NamedGlobal(full))
+        return _NamedGlobal(full)
 
-    def append(self, items: Sequence[Any]) -> None:
-        if type(self.stack[-1]) is not list:
-            raise ValueError("it appends to what is not a list")
-        self.stack[-1] += items
-
-    def set_items(self, items: Sequence[Any]) -> None:
-        into = self.stack[-1]
-        if isinstance(into, _MadeObject) and into.name == "collections.OrderedDict":
-            return
-        _pairs(into).extend(zip(items[::2], items[1::2], strict=True))
-
-    def call(self) -> None:
-        function, arguments = self.last(2)
+    def called(self, function: Any, arguments: Any) -> _MadeObject:
         if not isinstance(function, _NamedGlobal) or not isinstance(arguments, tuple):
             raise ValueError("it calls what cannot be called")
-        self.stack.append(_MadeObject(function.name, arguments))
+        return _MadeObject(function.name, arguments)
 
-    def build(self) -> None:
-        (state,) = self.last(1)
-        if not isinstance(self.stack[-1], _MadeObject):
+    def given_state(self, made: Any, state: Any) -> None:
+        if not isinstance(made, _MadeObject):
             raise ValueError("it gives a state to what has none")
-        self.stack[-1].state = state
+        made.state = state
 
+    def persistent(self, key: Any) -> Any:
+        return key
 
-_ACTS: Final[dict[str, Callable[[_Machine, Any], None]]] = {
-    **dict.fromkeys(
-        (
-            "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
-            "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES",
-        ),
-        lambda machine, argument: machine.push(argument),
-    ),
-    **dict.fromkeys(("PROTO", "FRAME"), lambda *_: None),
-    "NONE": lambda machine, _: machine.push(None),
-    "NEWTRUE": lambda machine, _: machine.push(True),
-    "NEWFALSE": lambda machine, _: machine.push(False),
-    "EMPTY_LIST": lambda machine, _: machine.push([]),
-    "EMPTY_DICT": lambda machine, _: machine.push(_Pairs()),
-    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
-    "TUPLE": lambda machine, _: machine.push(tuple(machine.marked())),
-    "TUPLE1": lambda machine, _: machine.push(tuple(machine.last(1))),
-    "TUPLE2": lambda machine, _: machine.push(tuple(machine.last(2))),
-    "TUPLE3": lambda machine, _: machine.push(tuple(machine.last(3))),
-    "APPEND": lambda machine, _: machine.append(machine.last(1)),
-    "APPENDS": lambda machine, _: machine.append(machine.marked()),
-    "SETITEM": lambda machine, _: machine.set_items(machine.last(2)),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.marked()),
-    "MARK": lambda machine, _: machine.mark(),
-    "MEMOIZE": lambda machine, _: machine.memoize(),
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
-    "GLOBAL": lambda machine, argument: machine.name(*argument.split(" ", 1)),
-    "STACK_GLOBAL": lambda machine, _: machine.name(*machine.last(2)),
-    "REDUCE": lambda machine, _: machine.call(),
-    "NEWOBJ": lambda machine, _: machine.call(),
-    "BUILD": lambda machine, _: machine.build(),
-    "BINPERSID": lambda *_: None,  # what it is of is on the stack
-}  # fmt: skip
+    def empty_dict(self) -> _Pairs:
+        return _Pairs()
+
+    def set_items(self, into: Any, items: list[Any]) -> None:
+        if not (isinstance(into, _MadeObject) and into.name == "collections.OrderedDict"):
+            _pairs(into).extend(zip(items[::2], items[1::2], strict=True))

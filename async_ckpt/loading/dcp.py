@@ -21,12 +21,12 @@ import torch
 
 from ..errors import CorruptCheckpointError, UntrustedObjectError
 from ..format import dcp, digests
-from ..format.dcp import Blob, Lying, Told
+from ..format.dcp import Blob, Lying, StoredTensor
 from ..format.index import Index, IndexedTensor, Member, Slice
 from ..host.threads import run_together
+from ..pickles import saved_objects
 from ..slicing.cover import Box, cover
 from ..spec import DTYPES, Extent, Spread
-from ..state import pickled
 from ..state.containers import nested
 from ..state.dtypes import dtype_named
 from ..state.names import Path, Select, shown
@@ -70,7 +70,7 @@ class OpenDcp(Contents):
             skeleton = _skeleton(paths, told.tensors)
         except ValueError as error:
             raise self.corrupt(f"its {dcp.NAME} cannot be trusted: {error}") from error
-        self._told: Sequence[Told] = list(told.tensors.values())
+        self._told: Sequence[StoredTensor] = list(told.tensors.values())
         self._blobs: Sequence[tuple[str, Blob]] = list(told.blobs.items())
         self._trusts = False
         tensors = tuple(
@@ -211,14 +211,14 @@ class OpenDcp(Contents):
         try:
             if trust:
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-            return pickled.load(data)
+            return saved_objects.load(data)
         except pickle.UnpicklingError:
             raise
         except Exception as error:
             raise self.corrupt(f"{shown(leaf.path)} cannot be loaded: {error!r:.300}") from error
 
 
-def _skeleton(paths: Mapping[str, Path], tensors: Mapping[str, Told]) -> Any:
+def _skeleton(paths: Mapping[str, Path], tensors: Mapping[str, StoredTensor]) -> Any:
     """The skeleton of the nested state; numbers count the tensors, and the others apart. Raises ValueError for paths that do not fit."""
     numbers = {name: number for number, name in enumerate(tensors)}
     others = {name: number for number, name in enumerate(name for name in paths if name not in numbers)}

@@ -20,8 +20,8 @@ import torch
 from ..errors import CorruptCheckpointError, FormatVersionError, UntrustedObjectError
 from ..format import digests, index, safetensors, tar
 from ..format.index import Member
+from ..pickles import saved_objects
 from ..spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
-from ..state import pickled
 from ..state.names import shown
 from ..state.tree import StoredLeaf
 from ..storage.base import Reader
@@ -289,7 +289,7 @@ class OpenArchive(Contents):
             if trust:
                 loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
             else:
-                loaded = pickled.load(data)
+                loaded = saved_objects.load(data)
         except pickle.UnpicklingError as error:
             names = [shown(s.path) for s in wanted]
             among = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

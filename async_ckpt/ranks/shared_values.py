@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 from ..errors import CheckpointError
 from ..format import digests, index, tar
 from ..format.layout import Layout
+from ..pickles.object_digests import object_digests
 from ..spec import BLOCK_BYTES, MIB, Extent, TensorSpec
-from ..state.canonical import object_digests
 from ..state.names import dotted, is_within
 from ..state.skeletons import plain_leaves
 from ..storage.base import Reader, Storage

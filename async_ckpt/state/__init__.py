@@ -5,7 +5,6 @@
 - `division.py` divides a state among ranks, `skeletons.py` merges theirs, `containers.py` has values per rank.
 - `wrappers.py`: names behind DDP and FSDP; `megatron.py`: ShardedTensors; `rng.py`: random generators;
   `optimizers.py`: those that one optimizer consists of.
-- `pickled.py` reads untrusted pickles, `canonical.py` compares those of several ranks.
 """
 
 from .containers import PerRank as PerRank

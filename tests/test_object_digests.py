@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_ckpt.state import canonical
-from async_ckpt.state.canonical import object_digests
+from async_ckpt.pickles import object_digests as module
+from async_ckpt.pickles.object_digests import object_digests
 from async_ckpt.state.capture import pickled
 
 
@@ -71,7 +71,7 @@ def test_of_large_and_very_deep_pickles_all_bytes_are_compared(monkeypatch: pyte
     for _ in range(300):
         deep = Holder(deep)
     assert digests(deep, 1) == digests(deep, 1) != digests(deep, 2)
-    monkeypatch.setattr(canonical, "_MAX_BYTES", 100)
+    monkeypatch.setattr(module, "_MAX_BYTES", 100)
     large = Holder(list(range(100)))
     assert digests(large, 1) == digests(large, 1)
     assert digests(large, 1)[0] != digests(large, 2)[0]

@@ -14,15 +14,16 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import pickletools
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 
 from ..spec import DTYPES, with_article
+from .machine import PROTOCOL_2, PickleMachine
 
 # What may be copied, in items and characters: so many for each byte of the pickle, and some besides. `torch.save` writes
 # out all that loading copies, so an honest pickle needs one for each byte at most.
@@ -87,59 +88,73 @@ def _zipped(records: Mapping[str, bytes]) -> bytes:
 # --- what stands on the stack for what would be made ---------------------------------------------------------------
 
 
-class _Global(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Global:
     """A class or function, by the name that Python 3 has for it."""
 
     name: str
 
 
-class _PickledStorage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _PickledStorage:
     num_bytes: int
     item_bytes: int
 
 
-class _Tensor(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Tensor:
     num_items: int
     is_expanded: bool  # it has more items than its storage
 
 
-class _Bytes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Bytes:
     num_items: int
 
 
-class _Made(NamedTuple):
+class _Made:
     """Anything else."""
+
+
+_MADE: Final = _Made()
 
 
 class _Dict(list[Any]):
     """The keys of a dict, of which none is hashed."""
 
+    __slots__ = ()
 
-class _Tuple(tuple[Any, ...]):
-    """A tuple that knows what hashing it takes: all that it holds is gone through, as often as it is in there."""
 
-    num_hashed: int
+class _NestedTuple(tuple[Any, ...]):
+    """A tuple that holds tuples, and knows what hashing it takes: all that it holds is gone through, as often as it is there."""
+
     depth: int
+    num_hashed: int
 
 
-class _Survey:
-    """Goes through a pickle as torch's weights-only unpickler does, without making anything that it names."""
+def _depth(items: tuple[Any, ...]) -> int:
+    return items.depth if isinstance(items, _NestedTuple) else 1
+
+
+def _num_hashed(items: tuple[Any, ...]) -> int:
+    return items.num_hashed if isinstance(items, _NestedTuple) else 1 + len(items)
+
+
+class _Survey(PickleMachine):
+    """Follows a pickle as torch's weights-only unpickler does, and judges each call by its arguments instead of making it."""
+
+    accepted: ClassVar = PROTOCOL_2
+    protocols: ClassVar = range(2, 3)
 
     def __init__(self, records: Mapping[str, bytes]) -> None:
+        super().__init__()
         self._records = records
         self._left = _FREE_ITEMS + _ITEMS_PER_BYTE * len(records["data.pkl"])
         self._left_of_tensors = sum(map(len, records.values()))
-        self._stack: list[Any] = []
-        self._below: list[list[Any]] = []  # the stacks under each mark
-        self._memo: dict[int, Any] = {}
         self._known = _registered()
 
     def run(self) -> None:
-        for opcode, argument, _ in pickletools.genops(self._records["data.pkl"]):
-            act = _ACTS.get(opcode.name)
-            if act is None:
-                raise pickle.UnpicklingError(f"Unsupported operand {opcode.name}")
-            act(self, argument)
+        self.follow(self._records["data.pkl"])
 
     def spend(self, num_items: int) -> None:
         self._left -= num_items
@@ -151,99 +166,74 @@ class _Survey:
         if self._left_of_tensors < 0:
             raise ValueError("it copies tensors again and again")
 
-    # --- the stack --------------------------------------------------------------------------------------------
-
-    def push(self, value: Any) -> None:
-        self._stack.append(value)
-
-    def last(self, num: int) -> list[Any]:
-        items = self._stack[-num:]
-        if len(items) < num:
-            raise ValueError("its stack is empty")
-        del self._stack[-num:]
-        return items
-
-    def mark(self) -> None:
-        self._below.append(self._stack)
-        self._stack = []
-
-    def marked(self) -> list[Any]:
-        items, self._stack = self._stack, self._below.pop()
-        return items
-
-    def put(self, number: int) -> None:
-        self._memo[number] = self._stack[-1]
-
-    def get(self, number: int) -> None:
-        self.push(self._memo[number])
-
     # --- what is made -----------------------------------------------------------------------------------------
 
-    def protocol(self, number: int) -> None:
-        if number != 2:
-            raise ValueError(f"it is of protocol {number}")
+    def refuse(self, instruction: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"Unsupported operand {instruction}")
 
-    def name(self, argument: str) -> None:
-        module, _, name = argument.partition(" ")
+    def named(self, module: str, name: str) -> _Global:
         if (module, name) in NAME_MAPPING:
             module, name = NAME_MAPPING[module, name]
         else:
             module = IMPORT_MAPPING.get(module, module)
-        self.push(_Global(f"{module}.{name}"))
+        return _Global(f"{module}.{name}")
 
-    def append(self, items: list[Any]) -> None:
-        if type(self._stack[-1]) is not list:
-            raise ValueError("it appends to what is not a list")
-        self._stack[-1] += items
+    def empty_dict(self) -> _Dict:
+        return _Dict()
 
-    def set_items(self, items: list[Any]) -> None:
-        if not isinstance(self._stack[-1], _Dict):
+    def empty_set(self) -> _Made:
+        return _MADE
+
+    def set_items(self, into: Any, items: list[Any]) -> None:
+        if not isinstance(into, _Dict):
             raise ValueError("it sets items of what is not a dict")
         for key in items[::2]:
             self.hash(key)
-        self._stack[-1] += items[::2]
+        into += items[::2]
 
-    def tuple_of(self, items: Iterable[Any]) -> _Tuple:
-        made = _Tuple(items)
-        inner = [item for item in made if isinstance(item, _Tuple)]
-        made.depth = 1 + max((item.depth for item in inner), default=0)
+    def tuple_of(self, items: Iterable[Any]) -> tuple[Any, ...]:
+        inner = [item for item in items if isinstance(item, tuple)]
+        if not inner:
+            return tuple(items)
+        made = _NestedTuple(items)
+        made.depth = 1 + max(map(_depth, inner))
         if made.depth > _MAX_DEPTH:
             raise ValueError("a tuple is nested too deeply")
         # Not beyond what is refused: twice the same tuple, twice that, and so on, is a number of any length.
-        made.num_hashed = min(1 + len(made) + sum(item.num_hashed for item in inner), self._left + 1)
+        made.num_hashed = min(1 + len(made) + sum(map(_num_hashed, inner)), self._left + 1)
         return made
 
     def hash(self, key: Any) -> None:
-        if isinstance(key, _Tuple):
-            self.spend(key.num_hashed)
+        if isinstance(key, tuple):
+            self.spend(_num_hashed(key))
 
-    def storage(self) -> None:
-        word, kind, key, _, num_items = self._stack.pop()
+    def persistent(self, key: Any) -> _PickledStorage:
+        word, kind, name, _, num_items = key
         item_bytes = _ITEM_BYTES[kind.name]
-        if word != "storage" or not isinstance(key, str) or not key.isdecimal() or type(num_items) is not int:
+        if (
+            word != "storage"
+            or not isinstance(name, str)
+            or not name.isdecimal()
+            or type(num_items) is not int
+        ):
             raise ValueError("it refers to something else than a storage")
-        num_bytes = len(self._records[f"data/{key}"])
+        num_bytes = len(self._records[f"data/{name}"])
         if num_items * item_bytes != num_bytes:
             raise ValueError(f"a storage of {num_items} items of {item_bytes} bytes has {num_bytes} bytes")
-        self.push(_PickledStorage(num_bytes, item_bytes))
+        return _PickledStorage(num_bytes, item_bytes)
 
-    def build(self) -> None:
-        """Give an object its state: a dict of its attributes, which is copied, or that and another one."""
-        (state,) = self.last(1)
-        if isinstance(self._stack[-1], _Tensor | _PickledStorage):
+    def given_state(self, made: Any, state: Any) -> None:
+        """A dict of attributes, which is copied, or that and another one."""
+        if isinstance(made, _Tensor | _PickledStorage):
             raise ValueError("it gives a tensor a state")
         self.spend_on_dicts(state)
 
     def spend_on_dicts(self, state: Any) -> None:
-        for part in state if isinstance(state, _Tuple) else [state]:
+        for part in state if isinstance(state, tuple) else [state]:
             self.spend(len(part) if isinstance(part, _Dict) else 1)
 
-    def call(self) -> None:
-        function, arguments = self.last(2)
-        self.push(self.made_by(function, arguments))
-
-    def made_by(self, function: Any, arguments: Any) -> Any:
-        if not isinstance(function, _Global) or not isinstance(arguments, _Tuple):
+    def called(self, function: Any, arguments: Any) -> Any:
+        if not isinstance(function, _Global) or not isinstance(arguments, tuple):
             raise ValueError("it calls what cannot be called")
         self.spend(len(arguments))
         rule = _RULES.get(function.name)
@@ -251,47 +241,13 @@ class _Survey:
             return rule(self, *arguments)
         if function.name not in self._known:
             raise pickle.UnpicklingError(f"GLOBAL {function.name.removeprefix('builtins.')} is called")
-        return _Made()
+        return _MADE
 
 
 def _registered() -> set[str]:
     """The functions that the user has told torch to call; their arguments are then the user's to judge."""
     found = torch.serialization.get_safe_globals()
     return {f[1] if isinstance(f, tuple) else f"{f.__module__}.{f.__qualname__}" for f in found}
-
-
-_ACTS: Final[dict[str, Callable[[_Survey, Any], None]]] = {
-    **dict.fromkeys(
-        ("BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "LONG1"), _Survey.push
-    ),
-    "NONE": lambda survey, _: survey.push(None),
-    "NEWTRUE": lambda survey, _: survey.push(True),
-    "NEWFALSE": lambda survey, _: survey.push(False),
-    "EMPTY_LIST": lambda survey, _: survey.push([]),
-    "EMPTY_DICT": lambda survey, _: survey.push(_Dict()),
-    "EMPTY_SET": lambda survey, _: survey.push(_Made()),
-    "EMPTY_TUPLE": lambda survey, _: survey.push(survey.tuple_of(())),
-    "TUPLE": lambda survey, _: survey.push(survey.tuple_of(survey.marked())),
-    "TUPLE1": lambda survey, _: survey.push(survey.tuple_of(survey.last(1))),
-    "TUPLE2": lambda survey, _: survey.push(survey.tuple_of(survey.last(2))),
-    "TUPLE3": lambda survey, _: survey.push(survey.tuple_of(survey.last(3))),
-    "APPEND": lambda survey, _: survey.append(survey.last(1)),
-    "APPENDS": lambda survey, _: survey.append(survey.marked()),
-    "SETITEM": lambda survey, _: survey.set_items(survey.last(2)),
-    "SETITEMS": lambda survey, _: survey.set_items(survey.marked()),
-    "MARK": lambda survey, _: survey.mark(),
-    "BINPUT": _Survey.put,
-    "LONG_BINPUT": _Survey.put,
-    "BINGET": _Survey.get,
-    "LONG_BINGET": _Survey.get,
-    "GLOBAL": _Survey.name,
-    "BINPERSID": lambda survey, _: survey.storage(),
-    "REDUCE": lambda survey, _: survey.call(),
-    "NEWOBJ": lambda survey, _: survey.call(),
-    "BUILD": lambda survey, _: survey.build(),
-    "PROTO": _Survey.protocol,
-    "STOP": lambda *_: None,
-}
 
 
 # --- what torch calls without being told to: the rules for arguments ---------------------------------------------
@@ -302,7 +258,7 @@ def _spend_on_items(survey: _Survey, arguments: Iterable[Any]) -> None:
     for argument in arguments:
         if isinstance(argument, str):
             survey.spend(len(argument))
-        elif isinstance(argument, list | _Tuple):
+        elif isinstance(argument, list | tuple):
             survey.spend(len(argument))
             for item in argument:
                 survey.hash(item)
@@ -312,16 +268,16 @@ def _spend_on_items(survey: _Survey, arguments: Iterable[Any]) -> None:
 
 def _set(survey: _Survey, *arguments: Any) -> _Made:
     _spend_on_items(survey, arguments)
-    return _Made()
+    return _MADE
 
 
 def _dict(survey: _Survey, *arguments: Any) -> _Dict:
     _spend_on_items(survey, arguments)
-    return _Dict(item for argument in arguments if isinstance(argument, list | _Tuple) for item in argument)
+    return _Dict(item for argument in arguments if isinstance(argument, list | tuple) for item in argument)
 
 
-def _size(survey: _Survey, sizes: Any = ()) -> _Tuple:
-    if not isinstance(sizes, list | _Tuple):
+def _size(survey: _Survey, sizes: Any = ()) -> tuple[Any, ...]:
+    if not isinstance(sizes, list | tuple):
         raise ValueError("it makes a size of what is not a sequence")
     survey.spend(len(sizes))
     return survey.tuple_of(sizes)
@@ -330,7 +286,7 @@ def _size(survey: _Survey, sizes: Any = ()) -> _Tuple:
 def _value(survey: _Survey, *arguments: Any) -> _Made:
     """A complex number, a device, a layout."""
     _spend_on_items(survey, arguments)
-    return _Made()
+    return _MADE
 
 
 def _encoded(survey: _Survey, text: Any, codec: Any) -> _Bytes:
@@ -347,7 +303,7 @@ def _bytearray(survey: _Survey, *arguments: Any) -> _Made:
     if not all(isinstance(argument, _Bytes) for argument in arguments):
         raise ValueError("it makes a bytearray of something else than bytes")
     survey.spend(sum(argument.num_items for argument in arguments))
-    return _Made()
+    return _MADE
 
 
 def _tensor(survey: _Survey, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> _Tensor:  # noqa: ARG001
@@ -390,16 +346,16 @@ def _quantised(
 def _converted(survey: _Survey, *arguments: Any) -> _Made:
     """Something made from tensors, which may be copied as a whole."""
     for argument in arguments:
-        parts = argument if isinstance(argument, _Tuple) else [argument]
+        parts = argument if isinstance(argument, tuple) else [argument]
         survey.spend(len(parts))
         for part in parts:
             if isinstance(part, _Tensor):
                 if part.is_expanded:
                     raise ValueError("it copies a tensor that is larger than its storage")
                 survey.spend_on_tensor(part.num_items)
-            elif isinstance(part, str | list | _Tuple):
+            elif isinstance(part, str | list | tuple):
                 survey.spend(len(part))
-    return _Made()
+    return _MADE
 
 
 def _parameter(survey: _Survey, data: Any, *more: Any) -> Any:
@@ -413,7 +369,7 @@ def _parameter(survey: _Survey, data: Any, *more: Any) -> Any:
 def _subclass(survey: _Survey, function: Any, _type: Any, arguments: Any, state: Any) -> Any:
     """A function's result, as another type, with attributes."""
     survey.spend_on_dicts(state)
-    return survey.made_by(function, arguments)
+    return survey.called(function, arguments)
 
 
 _RULES: Final[dict[str, Callable[..., Any]]] = {
