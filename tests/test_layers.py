@@ -156,7 +156,9 @@ def test_nothing_imports_testing():
 def test_the_bytes_know_only_the_words():
     forbidden = {"os", "time", "pathlib", "threading", "asyncio", "socket", "mmap", "tempfile"}
     for name in named("format"):
-        assert all(target.split(".")[0] in (*WORDS, "format") for target in own(name) - {"pickles.machine"}), name
+        assert all(
+            target.split(".")[0] in (*WORDS, "format") for target in own(name) - {"pickles.machine"}
+        ), name
         assert foreign(name) <= set(sys.stdlib_module_names) | {"xxhash", "zstandard"}, name
         assert not foreign(name) & forbidden, name
 
