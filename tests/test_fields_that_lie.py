@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from published import Line
 from rank_archives import commit, write_all
 from slices import one_in
 from states import open_run
 
 import async_ckpt
-from async_ckpt import CheckpointError, StorageUnavailableError
+from async_ckpt import CheckpointError, Publisher, StorageUnavailableError, Subscriber
 from async_ckpt.runs.manifest import seal, unseal
 from async_ckpt.storage.local import LocalStorage
 
@@ -112,6 +114,105 @@ def test_a_field_of_another_type_is_refused_by_name(sound: Path, tmp_path: Path,
                     wrong.append((lie, at, repr(error)[:200]))
         shutil.rmtree(root)
     assert not wrong, "\n".join(map(str, wrong))
+
+
+NO_JSON = [b"", b"\xff\xfe", b"null", b"[" * 100_000, b"[" * 100_000 + b"\n", b'{"x": ' + b"9" * 5000 + b"}"]
+
+
+def texts(original: bytes) -> Iterator[tuple[str, bytes]]:
+    """What somebody may have written instead of one JSON value, or a line of several."""
+    for bad in NO_JSON:
+        yield f"{bad[:20]!r}", bad
+    *lines, last = original.splitlines() if b"\n{" in original else [original]
+    for lie, told in lies(json.loads(last)):
+        yield lie, b"\n".join([*lines, json.dumps(told).encode()]) + b"\n"
+
+
+def wrong_answers(
+    path: Path, readers: Callable[[], Iterator[Callable[[], Any]]], each: int
+) -> list[tuple[Any, ...]]:
+    """What the readers raise that is no error of this library, for everything that may be in a file; it is put back each time."""
+    original, wrong = path.read_bytes(), []
+    for number, (lie, data) in enumerate(texts(original)):
+        if number >= len(NO_JSON) and number % each:
+            continue
+        for at, read in enumerate(readers()):
+            path.write_bytes(data)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    read()
+                except CheckpointError:
+                    pass
+                except Exception as error:
+                    wrong.append((lie, at, repr(error)[:200]))
+        path.write_bytes(original)
+    return wrong
+
+
+def test_a_journal_with_anything_in_it_is_passed_over(sound: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(sound, tmp_path / "run")
+    assert not wrong_answers(root / "checkpoints.jsonl", partial(readers, root), one_in(13))
+
+
+def test_the_index_of_a_folder_of_weights_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(3)))
+    async_ckpt.export_hf(model, folder, max_shard_bytes=2000).result()
+    (index,) = folder.glob("*.index.json")
+
+    def readers() -> Iterator[Callable[[], Any]]:
+        yield lambda: async_ckpt.load(folder)
+        yield lambda: async_ckpt.verify(folder)
+
+    assert not wrong_answers(index, readers, 1)
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[Line]:
+    with Line(tmp_path / "versions", torch.nn.Linear(4, 3)) as line:
+        line.publish(1, 2, 3)
+        yield line
+
+
+@pytest.mark.parametrize("name", ["publisher.json", "weight_v000002/model.safetensors.index.json"])
+def test_the_files_of_a_publication_are_refused_by_name(line: Line, tmp_path: Path, name: str) -> None:
+    path = line.root / name
+    line.publisher.close()
+
+    def publish() -> None:
+        with Publisher(shutil.copytree(line.root, tmp_path / "copy", dirs_exist_ok=True)) as publisher:
+            publisher.publish(line.model, 4).result()
+
+    def readers() -> Iterator[Callable[[], Any]]:
+        subscriber = Subscriber(line.root)
+        yield subscriber.versions
+        yield lambda: subscriber.pull(torch.nn.Linear(4, 3))
+        yield lambda: subscriber.pull(
+            shutil.rmtree(tmp_path / "into", ignore_errors=True) or tmp_path / "into"
+        )
+        yield publish
+        shutil.rmtree(tmp_path / "copy")
+
+    assert not wrong_answers(path, readers, one_in(7))
+
+
+@pytest.mark.parametrize("name", ["state.json", "files.json"])
+def test_notes_in_a_pulled_folder_are_believed_or_passed_over(line: Line, tmp_path: Path, name: str) -> None:
+    Subscriber(line.root).pull(tmp_path / "pulled", 2)
+
+    def readers() -> Iterator[Callable[[], Any]]:
+        def pull() -> None:
+            into = shutil.copytree(tmp_path / "pulled", tmp_path / "into")
+            try:
+                assert Subscriber(line.root).pull(into).version == 3
+                line.assert_is(3, into)
+            finally:
+                shutil.rmtree(into)
+
+        yield pull
+
+    assert not wrong_answers(tmp_path / "pulled/.weight_sync" / name, readers, one_in(7))
 
 
 @pytest.mark.parametrize(

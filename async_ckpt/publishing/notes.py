@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..errors import StorageUnavailableError
-from ..format.delta import INDEX, is_checksum, is_text, number_of, stays_inside
+from ..fields import count, entries, items, table, text
+from ..format.delta import INDEX, is_checksum, number_of, stays_inside
 from ..storage.beneath import Beneath
 from .source import State
 
@@ -28,6 +29,7 @@ OLD: Final = f"{FOLDER}/old"
 SINGLE: Final = "model.safetensors"
 _STATE: Final = f"{FOLDER}/state.json"
 _FILES: Final = f"{FOLDER}/files.json"
+_UNREADABLE: Final = (FileNotFoundError, StorageUnavailableError, ValueError, KeyError, RecursionError)
 
 
 class NotedFiles(NamedTuple):
@@ -55,21 +57,16 @@ class Notes:
     def noted(self) -> Noted | None:
         """None where nothing is noted that can be understood."""
         try:
-            told = json.loads(self._files.read(_STATE))
-            version = number_of(told["version"])
-            if "identity" not in told:
+            marker = table(json.loads(self._files.read(_STATE)))
+            version = number_of(marker["version"])
+            if "identity" not in marker:
                 return Noted(version, None, "")
-            stamp, boot = told.get("stamp", ""), told.get("boot")
-            state = State(version, told["identity"], told["structure"], told["checksums"], stamp)
-        except (FileNotFoundError, StorageUnavailableError, ValueError, KeyError, TypeError, RecursionError):
+            identity, structure = _checksum(marker["identity"]), _checksum(marker["structure"])
+            checksums = dict(entries(marker["checksums"], _checksum))
+            state = State(version, identity, structure, checksums, text(marker.get("stamp", "")))
+            return Noted(version, state, text(marker["boot"]))
+        except _UNREADABLE:
             return None
-        texts = (
-            (state.identity, state.structure, *state.checksums.values())
-            if _is_table(state.checksums)
-            else (None,)
-        )
-        is_sound = isinstance(boot, str) and isinstance(stamp, str) and all(map(is_checksum, texts))
-        return Noted(version, state, boot) if is_sound else None
 
     def note(self, state: State | None, boot: str = "") -> None:
         """These weights are there now, whole, since this start of the machine; with None, they are about to change."""
@@ -84,22 +81,18 @@ class Notes:
 
     def files(self) -> NotedFiles:
         """The files of versions; none where no note can be understood."""
-        nothing = NotedFiles({}, (), "")
         try:
-            told = json.loads(self._files.read(_FILES))
-        except (FileNotFoundError, StorageUnavailableError, ValueError, RecursionError):
-            return nothing
-        match told:
-            case {"files": dict(sizes), "weights": list(weights), "structure": str(structure)}:
-                pass
-            case dict(sizes):  # as releases before have noted them
-                weights, structure = [name for name in sizes if name.endswith(".safetensors")], ""
-            case _:
-                return nothing
-        is_sound = all(stays_inside(name) and type(size) is int for name, size in sizes.items())
-        if not is_sound or not all(name in sizes for name in weights if isinstance(name, str)):
-            return nothing
-        return NotedFiles(sizes, tuple(weights), structure)
+            noted = table(json.loads(self._files.read(_FILES)))
+            if not isinstance(noted.get("files"), dict):  # a release before has noted only the sizes
+                weights = [name for name in noted if name.endswith(".safetensors")]
+                noted = {"files": noted, "weights": weights, "structure": ""}
+            sizes = {_inside(name): size for name, size in entries(noted["files"], count)}
+            weights_there = items(noted["weights"], text)
+            if not {*weights_there} <= sizes.keys():
+                raise ValueError("it notes weights in files that it does not note")
+            return NotedFiles(sizes, weights_there, text(noted["structure"]))
+        except _UNREADABLE:
+            return NotedFiles({}, (), "")
 
     def note_files(self, files: NotedFiles) -> None:
         told = {"files": files.sizes, "weights": files.weights, "structure": files.structure}
@@ -111,13 +104,21 @@ class Notes:
         weights = [SINGLE]
         if index is not None:
             try:
-                names = json.loads(self._files.read(INDEX))["weight_map"].values()
-            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                names = []
-            weights = sorted({name for name in names if stays_inside(name)})
+                weight_map = table(json.loads(self._files.read(INDEX)))["weight_map"]
+                weights = sorted({_inside(name) for _, name in entries(weight_map, text)})
+            except _UNREADABLE:
+                weights = []
         sizes = {name: size for name in weights if (size := self._files.size(name)) is not None}
         return NotedFiles(sizes if index is None else sizes | {INDEX: index}, tuple(sizes), "")
 
 
-def _is_table(told: Any) -> bool:
-    return isinstance(told, dict) and is_text("".join(told))
+def _checksum(value: object) -> str:
+    if not is_checksum(value):
+        raise ValueError(f"{value!r:.100} is not a checksum")
+    return text(value)
+
+
+def _inside(name: str) -> str:
+    if not stays_inside(name):
+        raise ValueError(f"{name!r:.300} is not the name of a file of this folder")
+    return name
