@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_ckpt.format import delta
-from async_ckpt.format.delta import VersionIndex, folder_of, identity_of, parse, structure_of, version_of
+from async_ckpt.format.delta import (
+    DeltaFields,
+    VersionIndex,
+    folder_of,
+    identity_of,
+    parse,
+    structure_of,
+    version_of,
+)
 from async_ckpt.publishing import difference
 from async_ckpt.publishing.difference import NotTheBase, apply, checksum_of, encode
 from async_ckpt.spec import MIB
@@ -167,7 +175,7 @@ ANCHOR = VersionIndex(
     digests={"config.json": told_of(4)},
 )
 CHANGE = VersionIndex(
-    6, {"a": "x.safetensors"}, base=5, encoding="xor", identity=told_of(5), base_identity=told_of(1), structure=told_of(2),
+    6, {"a": "x.safetensors"}, DeltaFields(5, "xor", base_identity=told_of(1)), identity=told_of(5), structure=told_of(2),
     digests={"x.safetensors": told_of(6)},
 )  # fmt: skip
 

@@ -283,7 +283,6 @@ LARGE_CLASSES = {
     "ranks.attempts.Joint": 19,
     "storage.s3.client.Client": 17,
     "loading.match.Match": 16,
-    "format.delta.VersionIndex": 16,
 }
 
 

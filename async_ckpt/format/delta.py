@@ -169,24 +169,37 @@ class SliceOf(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaFields:
+    """The fields of an index that only a delta has: which weights it changes, and how its frames are read."""
+
+    base: int
+    encoding: Encoding
+    checksum_format: str = OUR_CHECKSUMS
+    base_identity: str = ""  # empty in the deltas of other writers
+
+
+@dataclass(frozen=True, slots=True)
+class RankSlices:
+    """The slices that one rank publishes, and the start of all ranks to which they belong. Empty for a whole model."""
+
+    start: str = ""
+    of_tensors: Mapping[str, SliceOf] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class VersionIndex:
-    """The index of a version. Texts are empty, and mappings too, where its writer did not say it."""
+    """The index of a version. Strings and mappings are empty where its writer left them out."""
 
     version: int
-    files: Mapping[str, str]  # of each tensor in it, by name
-    base: int | None = None  # of a delta
-    encoding: Encoding | None = None
+    files: Mapping[str, str]  # the file of each tensor, by name
+    delta: DeltaFields | None = None  # None for an anchor
     identity: str = ""  # of all weights of this version
-    base_identity: str = ""
     structure: str = ""
     checksums: Mapping[str, str] = field(default_factory=dict)  # of all tensors, of an anchor
     digests: Mapping[str, str] = field(default_factory=dict)  # of all other files, and of those of a delta
     heads: Mapping[str, str] = field(default_factory=dict)  # of an anchor: the digests of its files' headers
-    # Where each rank publishes what it holds: by which start of them all, and what part of a tensor each tensor is.
-    start: str = ""
-    slices: Mapping[str, SliceOf] = field(default_factory=dict)
+    slices: RankSlices = RankSlices()
     attempt: str = ""  # the folder within, in which all other files are; empty on a disk
-    checksum_format: str = OUR_CHECKSUMS  # of the frames of a delta
     is_sealed: bool = False  # it has a digest of itself, as a Publisher's has
     stamp: str = field(
         default="", compare=False
@@ -204,7 +217,12 @@ class VersionIndex:
 
     @property
     def is_anchor(self) -> bool:
-        return self.base is None
+        return self.delta is None
+
+    @property
+    def base(self) -> int | None:
+        """The version that a delta is against; None for an anchor."""
+        return None if self.delta is None else self.delta.base
 
     @property
     def tensor_files(self) -> list[str]:
@@ -220,15 +238,15 @@ class VersionIndex:
         ours["digests"] = dict(self.digests)
         if self.attempt:
             ours["attempt"] = self.attempt
-        if self.start:
-            ours |= {"start": self.start, "slices": dict(self.slices)}
+        if self.slices.start:
+            ours |= {"start": self.slices.start, "slices": dict(self.slices.of_tensors)}
         told: dict[str, Any] = {"version": f"{self.version:06d}", "checksum_format": OUR_CHECKSUMS}
-        if self.base is None:
+        if self.delta is None:
             ours |= {"checksums": dict(self.checksums), "heads": dict(self.heads)}
         else:
-            ours["base_identity"] = self.base_identity
-            told["base_version"] = f"{self.base:06d}"
-            told["delta_encoding"] = self.encoding
+            ours["base_identity"] = self.delta.base_identity
+            told["base_version"] = f"{self.delta.base:06d}"
+            told["delta_encoding"] = self.delta.encoding
             told["compression_format"] = _COMPRESSION
         return {**told, _OURS: ours}
 
@@ -272,7 +290,7 @@ def parse(data: bytes, version: int) -> VersionIndex:
     number = number_of(metadata.get("version", version))
     if number != version:
         raise ValueError(f"it is the index of version {number}")
-    index = VersionIndex(version, files, **_of_delta(metadata, version), is_sealed=is_sealed)
+    index = VersionIndex(version, files, _delta_fields(metadata, version), is_sealed=is_sealed)
     return _ours(index, ours) if _OURS in metadata else index
 
 
@@ -301,11 +319,11 @@ def _refuse_outside(files: Iterable[str]) -> None:
             raise ValueError(f"{file!r:.300} is not the name of a file of its folder")
 
 
-def _of_delta(metadata: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """The fields of an index that only a delta has. Raises ValueError for one that cannot be applied."""
+def _delta_fields(metadata: Mapping[str, Any], version: int) -> DeltaFields | None:
+    """The fields of a delta; None for an anchor. Raises ValueError for a delta that cannot be applied."""
     missing = [key for key in _OF_DELTAS if key not in metadata]
     if len(missing) == len(_OF_DELTAS):
-        return {}
+        return None
     if missing:
         raise ValueError(f"it is a delta by its metadata, and has no {missing[0]} there")
     known = {
@@ -326,7 +344,7 @@ def _of_delta(metadata: Mapping[str, Any], version: int) -> dict[str, Any]:
     base = number_of(metadata["base_version"], "base_version")
     if base >= version:
         raise ValueError(f"it is a delta of version {version} against {base}, which is not before it")
-    return {"base": base, "encoding": metadata["delta_encoding"], "checksum_format": checksum_format}
+    return DeltaFields(base, metadata["delta_encoding"], checksum_format)
 
 
 def _ours(index: VersionIndex, ours: Mapping[str, Any]) -> VersionIndex:
@@ -350,16 +368,18 @@ def _ours(index: VersionIndex, ours: Mapping[str, Any]) -> VersionIndex:
         raise ValueError("it is an anchor by its metadata, and does not have the checksums of its tensors")
     if not index.is_anchor and not digests.keys() >= set(files.values()):
         raise ValueError("it is a delta, and does not have the digests of its files")
+    slices = {name: SliceOf.parsed(entry) for name, entry in _table(ours.get("slices", {}), "slices").items()}
     return replace(
         index,
         files=files,
+        delta=index.delta and replace(index.delta, base_identity=ours["base_identity"]),
+        identity=ours["identity"],
+        structure=ours["structure"],
         checksums=checksums,
         digests=digests,
         heads=_checksums(ours.get("heads", {}), "heads"),
-        slices={name: SliceOf.parsed(one) for name, one in _table(ours.get("slices", {}), "slices").items()},
-        start=start,
+        slices=RankSlices(start, slices),
         attempt=attempt,
-        **{key: ours[key] for key in wanted},
     )
 
 

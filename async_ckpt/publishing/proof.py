@@ -49,8 +49,11 @@ def is_proven(
     state = held.state
     assert state is not None
     first = chain[0] if chain else versions.read_or_base(target, base, fresh=False)
-    is_named = first.base_identity if chain else first.identity
-    if is_named or (chain and first.is_anchor):
+    if chain:
+        is_identified = first.delta is None or first.delta.base_identity != ""
+    else:
+        is_identified = first.identity != ""
+    if is_identified:
         return True
     try:
         if state.stamp and versions.read_or_base(state.version, base).stamp == state.stamp:
@@ -68,19 +71,19 @@ def _leads_to(held: HeldWeights, state: State, versions: Versions, crew: Crew, b
     while left:
         index = versions.read_or_base(number, base)
         source = source_of(index, versions, base)
-        if index.base is None:
+        if index.delta is None:
             return _holds(Anchor(source, crew), state, left)
         told = source.frame_checksums()
         names = told.keys() & left
         found = (
             state.checksums
-            if index.checksum_format == OUR_CHECKSUMS
-            else held.checksums(names, index.checksum_format)
+            if index.delta.checksum_format == OUR_CHECKSUMS
+            else held.checksums(names, index.delta.checksum_format)
         )
         if any(found.get(name) != told[name] for name in names):
             return False
         left -= names
-        number = index.base
+        number = index.delta.base
     return True
 
 

@@ -25,6 +25,8 @@ from ..errors import CheckpointError, StepExistsError, UnsupportedStateError
 from ..format import safetensors
 from ..format.delta import (
     INDEX,
+    DeltaFields,
+    RankSlices,
     SliceOf,
     VersionIndex,
     checksum,
@@ -176,8 +178,7 @@ class Publication(CopySave):
             checksums=checksums,
             digests={name: checksum(data) for name, data in self._small.items()},
             heads={shard.name: checksum(shard.head) for shard in shards},
-            start=self._start(),
-            slices=self._slices,
+            slices=self._rank_slices(),
             attempt=self._attempt,
         )
         state = State(self._version, identity, structure, checksums)
@@ -218,7 +219,9 @@ class Publication(CopySave):
     def _write_delta(
         self, place: Storage, prefix: str, structure: str, base: MemoryReplica
     ) -> tuple[VersionIndex, State, bytes]:
+        encoding = self._line.encoding
         assert base.state is not None
+        assert encoding is not None
         checksums, files, digests = dict(base.state.checksums), {}, {}
         for number, frames in enumerate(self._files_of_frames(base), start=1):
             name = f"model-{number:05d}.safetensors"
@@ -235,20 +238,18 @@ class Publication(CopySave):
         index = VersionIndex(
             version=self._version,
             files=files,
-            base=base.state.version,
-            encoding=self._line.encoding,
+            delta=DeltaFields(base.state.version, encoding, base_identity=base.state.identity),
             identity=state.identity,
-            base_identity=base.state.identity,
             structure=structure,
             digests=digests,
-            start=self._start(),
-            slices=self._slices,
+            slices=self._rank_slices(),
             attempt=self._attempt,
         )
         return index, state, dump_delta(index)
 
-    def _start(self) -> str:
-        return "" if self._line.start is None else self._line.start.word(self._check)
+    def _rank_slices(self) -> RankSlices:
+        start = self._line.start
+        return RankSlices() if start is None else RankSlices(start.word(self._check), self._slices)
 
     def _is_too_much(self, base: MemoryReplica) -> bool:
         """Whether positions and values may be more than the weights themselves."""

@@ -207,7 +207,7 @@ class RankLines:
         if len(self.storage.existing(paths)) < len(paths):
             return False
         try:
-            return len({index.start for index in self.indices(number, size)}) == 1
+            return len({index.slices.start for index in self.indices(number, size)}) == 1
         except CorruptCheckpointError:
             return True  # it is there, and whoever reads it is told
 
@@ -218,7 +218,7 @@ class RankLines:
     def look_at(self, number: int, size: int) -> WholeVersion:
         """A version as all ranks say now. Raises as above, for two starts, and for tensors that are not covered."""
         indices = self.indices(number, size, fresh=True)
-        if len({index.start for index in indices}) > 1:
+        if len({index.slices.start for index in indices}) > 1:
             raise self._corrupt(number, "ranks have published it in two starts of the training")
         identity = identity_of({str(rank): index.identity for rank, index in enumerate(indices)})
         return WholeVersion(number, identity, indices, self._tensors(number, indices))
@@ -227,7 +227,7 @@ class RankLines:
         """The tensors of the model, each covered once."""
         found: dict[str, Whole] = {}
         for rank, index in enumerate(indices):
-            for key, told in index.slices.items():
+            for key, told in index.slices.of_tensors.items():
                 whole = found.setdefault(told.name, Whole(told.dtype, told.global_shape, []))
                 if (whole.dtype, whole.shape) != (told.dtype, told.global_shape):
                     raise self._corrupt(number, f"ranks have {told.name!a} of other dtypes or shapes")

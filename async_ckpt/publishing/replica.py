@@ -147,6 +147,7 @@ def _apply(replica: Replica, source: VersionSource, crew: Crew) -> int:
     """Apply one delta: all of it is read and understood before anything is changed."""
     before, index = replica.state, source.index
     assert before is not None
+    assert index.delta is not None
     if not before.is_base_of(index):
         raise source.corrupt(INDEX, f"it is against other weights than version {before.version} has")
     blobs = {file: source.whole(file, crew) for file in index.tensor_files}
@@ -154,7 +155,7 @@ def _apply(replica: Replica, source: VersionSource, crew: Crew) -> int:
     unknown = frames.keys() - before.checksums.keys()
     if unknown or index.structure not in ("", before.structure):
         raise other_model(source.where, unknown)
-    is_ours = index.checksum_format == OUR_CHECKSUMS
+    is_ours = index.delta.checksum_format == OUR_CHECKSUMS
     checksums = before.checksums | {name: frame.checksum for name, frame in frames.items() if is_ours}
     if index.identity not in ("", identity_of(checksums)):
         raise source.corrupt(
@@ -190,14 +191,14 @@ def _frames(source: VersionSource, blobs: Mapping[str, memoryview]) -> dict[str,
 def _change(
     region: torch.Tensor, name: str, frame: Frame, source: VersionSource, undo: list[Callable[[], None]]
 ) -> None:
-    index = source.index
-    assert index.encoding is not None
+    delta = source.index.delta
+    assert delta is not None
     try:
-        undo.append(apply(frame.data, region, index.encoding, frame.checksum, index.checksum_format))
+        undo.append(apply(frame.data, region, delta.encoding, frame.checksum, delta.checksum_format))
     except NotTheBase as error:
         told = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
         # Where the file has its digest, the frame is what was published, so it is the base that is not.
-        perhaps = frame.file not in index.digests
+        perhaps = frame.file not in source.index.digests
         raise Damaged(str(told), path=told.path, tensors=told.tensors, perhaps=perhaps) from error
 
 

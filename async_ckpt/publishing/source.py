@@ -51,7 +51,8 @@ class State:
 
     def is_base_of(self, index: VersionIndex) -> bool:
         """Whether a delta can be applied to them."""
-        return self.version == index.base and index.base_identity in ("", self.identity)
+        delta = index.delta
+        return delta is not None and self.version == delta.base and delta.base_identity in ("", self.identity)
 
     def is_version(self, index: VersionIndex) -> bool:
         """Whether these are its weights already."""
@@ -189,7 +190,8 @@ class VersionSource:
 
     def _checksum_in(self, file: str, name: str, told: Mapping[str, object]) -> str:
         wanted = told.get(name)
-        if not is_checksum(wanted, self.index.checksum_format):
+        assert self.index.delta is not None
+        if not is_checksum(wanted, self.index.delta.checksum_format):
             raise self.corrupt(file, f"it has no checksum of {name!a:.200}")
         return str(wanted)
 

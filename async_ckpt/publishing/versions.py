@@ -233,7 +233,7 @@ class Versions:
     def start_of(self, number: int) -> str:
         """In which start of all ranks it was published; empty if nobody can tell."""
         try:
-            return self.read(number).start
+            return self.read(number).slices.start
         except CheckpointError:
             return ""
 
