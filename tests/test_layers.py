@@ -279,7 +279,6 @@ LARGE_ROOMS = {"loading": 21, "storage": 16, "saving": 18}
 LARGE_CLASSES = {
     "storage.s3.sink.ObjectSink": 25,
     "ranks.attempts.Ranks": 22,
-    "publishing.line.Line": 21,
     "ranks.attempts.Joint": 19,
     "storage.s3.client.Client": 17,
     "loading.match.Match": 16,

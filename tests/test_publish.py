@@ -54,6 +54,7 @@ from async_ckpt import (
 from async_ckpt.format.delta import INDEX, folder_of, parse
 from async_ckpt.integrations.skyrl import CheckpointBackend
 from async_ckpt.publishing import source
+from async_ckpt.publishing.delta_base import DeltaBase
 from async_ckpt.publishing.versions import Ownership
 from async_ckpt.saving.default import held_memory
 from async_ckpt.storage.place import storage_at
@@ -532,14 +533,14 @@ def test_a_root_that_is_emptied_under_a_publisher_is_told_of(root):
 def test_a_root_that_is_taken_while_a_version_is_written_does_not_get_it(root, monkeypatch):
     line = Line(root)
     line.publish(1)
-    real = type(line.publisher._line).base_for
+    real = DeltaBase.replica_for
 
-    def taken(self: Any, acknowledged: int | None) -> Any:
+    def taken(self: DeltaBase, *arguments: Any) -> Any:
         monkeypatch.undo()
         Ownership(storage_at(root)).take()
-        return real(self, acknowledged)
+        return real(self, *arguments)
 
-    monkeypatch.setattr(type(line.publisher._line), "base_for", taken)
+    monkeypatch.setattr(DeltaBase, "replica_for", taken)
     with pytest.raises(ClosedError, match="another Publisher"):
         line.publish(2)
 

@@ -49,11 +49,9 @@ def is_proven(
     state = held.state
     assert state is not None
     first = chain[0] if chain else versions.read_or_base(target, base, fresh=False)
-    if chain:
-        is_identified = first.delta is None or first.delta.base_identity != ""
-    else:
-        is_identified = first.identity != ""
-    if is_identified:
+    if chain and (first.delta is None or first.delta.base_identity):
+        return True
+    if not chain and first.identity:
         return True
     try:
         if state.stamp and versions.read_or_base(state.version, base).stamp == state.stamp:

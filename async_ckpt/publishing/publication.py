@@ -119,7 +119,7 @@ class Publication(CopySave):
         self._let_go()
         self._line.is_clean = False
         super().failed(error)
-        self._line.crew.stop()
+        self._line.base.crew.stop()
 
     async def afterwards(self, off_loop: OffLoop) -> None:
         try:
@@ -139,9 +139,9 @@ class Publication(CopySave):
         )
         structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items())
         self._line.prepare(self._version, structure, self._check)
-        self._line.make_room(weights.tensors)
+        self._line.base.reserve(weights.tensors)
         place, prefix = self._place()
-        base = self._line.base_for(self._acknowledged)
+        base = self._line.base.replica_for(self._version, self._line.versions, self._acknowledged)
         if base is None or self._is_too_much(base):
             self._made = self._write_anchor(place, prefix, structure)
         else:
@@ -151,7 +151,7 @@ class Publication(CopySave):
         """Where the files go until all of them are there: beside the folder on a disk; in it in a store, which has no other way."""
         storage = self._line.storage
         if storage.remote:
-            self._line.retire()
+            self._line.replacement.delete(self._line.ownership)
             self._line.versions.begin(self._version, token=self._line.ownership.token)
             return storage, f"{self._folder}/{self._attempt}/"
         root = Path(storage.locate(""))
@@ -219,7 +219,7 @@ class Publication(CopySave):
     def _write_delta(
         self, place: Storage, prefix: str, structure: str, base: MemoryReplica
     ) -> tuple[VersionIndex, State, bytes]:
-        encoding = self._line.encoding
+        encoding = self._line.base.policy.encoding
         assert base.state is not None
         assert encoding is not None
         checksums, files, digests = dict(base.state.checksums), {}, {}
@@ -253,7 +253,7 @@ class Publication(CopySave):
 
     def _is_too_much(self, base: MemoryReplica) -> bool:
         """Whether positions and values may be more than the weights themselves."""
-        if self._line.encoding != "overwrite":
+        if self._line.base.policy.encoding != "overwrite":
             return False
         sizes: list[int] = []  # each added at once
 
@@ -261,7 +261,7 @@ class Publication(CopySave):
             self._check()
             sizes.append(overwritten_bytes(self._weights.tensors[name], base.region(name)))
 
-        self._line.crew.run_all(partial(one, name) for name in self._weights.tensors)
+        self._line.base.crew.run_all(partial(one, name) for name in self._weights.tensors)
         return sum(sizes) > self._total_bytes
 
     def _files_of_frames(self, base: MemoryReplica) -> Iterator[dict[str, tuple[bytes, str]]]:
@@ -278,7 +278,7 @@ class Publication(CopySave):
 
     def _encoded(self, names: list[str], base: MemoryReplica) -> dict[str, tuple[bytes, str]]:
         found: dict[str, tuple[bytes, str]] = {}
-        encoding = self._line.encoding
+        encoding = self._line.base.policy.encoding
         assert encoding is not None
 
         def one(name: str) -> None:
@@ -290,7 +290,7 @@ class Publication(CopySave):
             if made is not None:
                 found[name] = made
 
-        self._line.crew.run_all(
+        self._line.base.crew.run_all(
             partial(one, name) for name in sorted(names, key=lambda n: -self._weights.tensors[n].nbytes)
         )
         return found
@@ -313,15 +313,15 @@ class Publication(CopySave):
         else:
             LocalStorage(self._scratch.folder).replace(INDEX, data)
             target = Path(storage.locate(self._folder))
-            line.retire()
+            line.replacement.delete(line.ownership)
             with translated(target):
                 os.replace(self._scratch.folder, target)  # which replaces no folder that has files
                 sync_folder(target.parent)
         self._num_bytes += len(data)
-        line.published(index, state, self._weights.tensors)
-        line.mark_replaced()
+        line.base.update(index, state, self._weights.tensors)
+        line.published(state)
         self._let_go()
-        line.crew.stop()
+        line.base.crew.stop()
 
     def _let_go(self) -> None:
         """The optimizers of the copies, and of the model."""

@@ -35,6 +35,7 @@ from ..staging.held_snapshot import refuse_guard
 from ..state.captured import SnapshotView, module_of
 from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
+from .delta_base import DeltaPolicy
 from .line import Line
 from .publication import Publication
 from .ranks import RankLines, RanksStart, is_spread, own_slices, place_of_rank
@@ -106,11 +107,13 @@ class Publisher:
         self._new_line = partial(
             Line,
             place=self._place,
-            anchor_every=whole_count("anchor_every", anchor_every),
-            encoding=encoding,
+            deltas=DeltaPolicy(
+                encoding,
+                whole_count("anchor_every", anchor_every),
+                follows=acknowledged is None,
+                max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
+            ),
             keep=None if keep is None else whole_count("keep", keep),
-            max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
-            follows=acknowledged is None,
             retires=on_rollback == "retire",
         )
         self._root = self._place.storage()
@@ -195,7 +198,7 @@ class Publisher:
                 root = self._root.locate("")
                 start = RanksStart(world, root, next(_openings(root)))
                 place = place_of_rank(self._place, world.rank, world.size)
-                self._line = self._new_line(place.storage(), start=start, size=world.size)
+                self._line = self._new_line(place.storage(), start=start)
             return self._line
 
     def versions(self) -> list[int]:
@@ -219,7 +222,7 @@ class Publisher:
         self._is_closed = True
         self._wait()
         if self._line is not None:
-            self._line.close()
+            self._line.base.close()
 
     def _refuse_if_forked(self) -> None:
         if os.getpid() != self._pid:

@@ -113,6 +113,11 @@ class RanksStart:
         )
 
     @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._world.size
+
+    @property
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self._world.rank == 0
