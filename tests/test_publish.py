@@ -288,14 +288,14 @@ def test_a_delta_is_not_loaded_for_weights(root):
 def test_two_threads_that_publish_at_first_have_one_line(root, monkeypatch, gate):
     state, begun = {"weight": torch.zeros(30)}, []
     with Publisher(root, on_rollback="retire") as publisher:
-        real = publisher._new_line
+        real = publisher._new_series
 
         def new_line(*arguments: Any, **options: Any) -> Any:
             begun.append(arguments)
             gate.passed()
             return real(*arguments, **options)
 
-        monkeypatch.setattr(publisher, "_new_line", new_line)
+        monkeypatch.setattr(publisher, "_new_series", new_line)
         calls = [Call(lambda version=version: publisher.publish(state, version)) for version in (1, 2)]
         gate.wait_reached()
         gate.open()
@@ -1011,6 +1011,6 @@ def test_what_a_publisher_left_half_written_in_a_bucket_is_no_version_and_the_ne
         with pytest.raises(StepExistsError, match="which is no version of a Publisher"):
             line.publish(9)
     left = {name.split("/")[1] for name in s3.keys(bucket)} - {
-        f"unfinished.{line.publisher._line.ownership.token}.json"
+        f"unfinished.{line.publisher._series.ownership.token}.json"
     }
     assert left == {"publisher.json", "weight_v000001", "weight_v000003", "weight_v000009"}

@@ -26,9 +26,9 @@ from async_ckpt import (
 from async_ckpt.around.hub import Weights
 from async_ckpt.format.delta import INDEX
 from async_ckpt.host.threads import Crew
-from async_ckpt.publishing import ranks as publishing_ranks
+from async_ckpt.publishing import rank_versions
 from async_ckpt.publishing import subscriber as publishing_subscriber
-from async_ckpt.publishing.ranks import Whole, assembled, own_slices
+from async_ckpt.publishing.rank_versions import Whole, assembled, own_slices
 from async_ckpt.publishing.replica import MemoryReplica
 from async_ckpt.publishing.source import State, Where
 from async_ckpt.slicing.cover import Box
@@ -239,7 +239,7 @@ def test_slices_whose_digests_are_not_those_of_one_start_are_refused(
     model = network()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     monkeypatch.setattr(
-        publishing_ranks.RankLines,
+        rank_versions.RankVersions,
         "were_replaced",
         lambda *_: False,  # what is read stays as it was
     )

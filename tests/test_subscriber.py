@@ -37,7 +37,7 @@ from async_ckpt import (
     Subscriber,
 )
 from async_ckpt.format.delta import INDEX, checksum
-from async_ckpt.publishing import folder as folders
+from async_ckpt.publishing import folder_replica as folders
 from async_ckpt.publishing import source
 from async_ckpt.storage.place import storage_at
 

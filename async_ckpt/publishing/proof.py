@@ -16,12 +16,12 @@ from typing import Protocol
 from ..errors import CorruptCheckpointError, NotCommittedError
 from ..format.delta import OUR_CHECKSUMS, VersionIndex
 from ..host.threads import Crew
-from .base import Base
+from .base_model import BaseModel
 from .source import Anchor, State, VersionSource
 from .versions import Versions
 
 
-def source_of(index: VersionIndex, versions: Versions, base: Base | None) -> VersionSource:
+def source_of(index: VersionIndex, versions: Versions, base: BaseModel | None) -> VersionSource:
     """The files of what an index tells of, which may be the base."""
     if base is not None and base.is_meant(index):
         return base.source(index)
@@ -43,7 +43,7 @@ def is_proven(
     versions: Versions,
     target: int,
     crew: Crew,
-    base: Base | None = None,
+    base: BaseModel | None = None,
 ) -> bool:
     """Whether what is there is what a chain to a version begins with, as far as anything tells."""
     state = held.state
@@ -63,7 +63,9 @@ def is_proven(
         return not state.is_marked  # of what we have noted ourselves, all was compared when it was applied
 
 
-def _leads_to(held: HeldWeights, state: State, versions: Versions, crew: Crew, base: Base | None) -> bool:
+def _leads_to(
+    held: HeldWeights, state: State, versions: Versions, crew: Crew, base: BaseModel | None
+) -> bool:
     """Whether the tensors of a state are those to which deltas lead."""
     left, number = set(state.checksums), state.version
     while left:

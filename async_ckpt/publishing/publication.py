@@ -2,7 +2,7 @@
 
 In: weights on the host. Out: the folder of a version, durable and whole. Knows nothing of: who reads it, checkpoints.
 
-One publication at a time has the `Line`, which says what a version may be against.
+One publication at a time has the `VersionSeries`, which says what a version may be against.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from ..storage.disk import free_bytes_at, full, sync_folder, translated
 from ..storage.local import LocalStorage
 from ..storage.scratch import Scratch
 from .difference import checksum_of, encode, overwritten_bytes
-from .line import Line
 from .replica import MemoryReplica
+from .series import VersionSeries
 from .source import State
 
 # Of frames: so many are in memory until a file of them is written, beside those of the tensors being encoded.
@@ -69,7 +69,7 @@ class Publication(CopySave):
 
     def __init__(
         self,
-        line: Line,
+        series: VersionSeries,
         version: int,
         weights: Weights,
         beside: Mapping[str, bytes],
@@ -83,9 +83,9 @@ class Publication(CopySave):
         names, tensors = list(weights.tensors), list(weights.tensors.values())
         self._folder = folder_of(version)
         # In a store nothing can be renamed: files of a publisher that has lost the root must not be those of another one.
-        self._attempt = f"files.{os.urandom(4).hex()}" if line.storage.remote else ""
+        self._attempt = f"files.{os.urandom(4).hex()}" if series.storage.remote else ""
         super().__init__(
-            line.storage.locate(self._folder),
+            series.storage.locate(self._folder),
             [] if held is not None else tensors,
             [] if held is not None else names,
             after=[] if held is None else [held.completion],
@@ -94,7 +94,7 @@ class Publication(CopySave):
             spans=spans,
             called=called,
         )
-        self._line, self._version, self._acknowledged = line, version, acknowledged
+        self._series, self._version, self._acknowledged = series, version, acknowledged
         self._slices = slices or {}
         self._small = {**weights.files, **beside}
         self._total_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -115,16 +115,16 @@ class Publication(CopySave):
     def failed(self, error: BaseException) -> None:
         if self._attempt and not self._is_put:
             with suppress(CheckpointError):
-                self._line.versions.discard(self._version, self._attempt)
+                self._series.versions.discard(self._version, self._attempt)
         self._let_go()
-        self._line.is_clean = False
+        self._series.is_clean = False
         super().failed(error)
-        self._line.base.crew.stop()
+        self._series.base.crew.stop()
 
     async def afterwards(self, off_loop: OffLoop) -> None:
         try:
             await super().afterwards(off_loop)
-            await off_loop(self._line.retain)
+            await off_loop(self._series.retain)
         finally:
             self.ended.set_result(None)
 
@@ -138,10 +138,10 @@ class Publication(CopySave):
             tensors=self._weights.as_published(self._weights.tensors), as_published=dict
         )
         structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items())
-        self._line.prepare(self._version, structure, self._check)
-        self._line.base.reserve(weights.tensors)
+        self._series.prepare(self._version, structure, self._check)
+        self._series.base.reserve(weights.tensors)
         place, prefix = self._place()
-        base = self._line.base.replica_for(self._version, self._line.versions, self._acknowledged)
+        base = self._series.base.replica_for(self._version, self._series.versions, self._acknowledged)
         if base is None or self._is_too_much(base):
             self._made = self._write_anchor(place, prefix, structure)
         else:
@@ -149,10 +149,10 @@ class Publication(CopySave):
 
     def _place(self) -> tuple[Storage, str]:
         """Where the files go until all of them are there: beside the folder on a disk; in it in a store, which has no other way."""
-        storage = self._line.storage
+        storage = self._series.storage
         if storage.remote:
-            self._line.replacement.delete(self._line.ownership)
-            self._line.versions.begin(self._version, token=self._line.ownership.token)
+            self._series.replacement.delete(self._series.ownership)
+            self._series.versions.begin(self._version, token=self._series.ownership.token)
             return storage, f"{self._folder}/{self._attempt}/"
         root = Path(storage.locate(""))
         self._scratch = Scratch(root, "weight_v")
@@ -219,7 +219,7 @@ class Publication(CopySave):
     def _write_delta(
         self, place: Storage, prefix: str, structure: str, base: MemoryReplica
     ) -> tuple[VersionIndex, State, bytes]:
-        encoding = self._line.base.policy.encoding
+        encoding = self._series.base.policy.encoding
         assert base.state is not None
         assert encoding is not None
         checksums, files, digests = dict(base.state.checksums), {}, {}
@@ -248,12 +248,12 @@ class Publication(CopySave):
         return index, state, dump_delta(index)
 
     def _rank_slices(self) -> RankSlices:
-        start = self._line.start
+        start = self._series.start
         return RankSlices() if start is None else RankSlices(start.word(self._check), self._slices)
 
     def _is_too_much(self, base: MemoryReplica) -> bool:
         """Whether positions and values may be more than the weights themselves."""
-        if self._line.base.policy.encoding != "overwrite":
+        if self._series.base.policy.encoding != "overwrite":
             return False
         sizes: list[int] = []  # each added at once
 
@@ -261,7 +261,7 @@ class Publication(CopySave):
             self._check()
             sizes.append(overwritten_bytes(self._weights.tensors[name], base.region(name)))
 
-        self._line.base.crew.run_all(partial(one, name) for name in self._weights.tensors)
+        self._series.base.crew.run_all(partial(one, name) for name in self._weights.tensors)
         return sum(sizes) > self._total_bytes
 
     def _files_of_frames(self, base: MemoryReplica) -> Iterator[dict[str, tuple[bytes, str]]]:
@@ -278,7 +278,7 @@ class Publication(CopySave):
 
     def _encoded(self, names: list[str], base: MemoryReplica) -> dict[str, tuple[bytes, str]]:
         found: dict[str, tuple[bytes, str]] = {}
-        encoding = self._line.base.policy.encoding
+        encoding = self._series.base.policy.encoding
         assert encoding is not None
 
         def one(name: str) -> None:
@@ -290,15 +290,15 @@ class Publication(CopySave):
             if made is not None:
                 found[name] = made
 
-        self._line.base.crew.run_all(
+        self._series.base.crew.run_all(
             partial(one, name) for name in sorted(names, key=lambda n: -self._weights.tensors[n].nbytes)
         )
         return found
 
     def _commit(self) -> None:
         assert self._made is not None
-        line, storage, (index, state, data) = self._line, self._line.storage, self._made
-        line.ownership.check()
+        series, storage, (index, state, data) = self._series, self._series.storage, self._made
+        series.ownership.check()
         self._is_put = True
         if self._scratch is None:
             try:
@@ -309,19 +309,19 @@ class Publication(CopySave):
                     f"{self.path}: another Publisher has published this version meanwhile; it is kept",
                     step=self._version,
                 ) from error
-            line.ownership.check()  # who has lost the root meanwhile must not take it for a version of this line
+            series.ownership.check()  # who has lost the root meanwhile must not take it for a version of this series
         else:
             LocalStorage(self._scratch.folder).replace(INDEX, data)
             target = Path(storage.locate(self._folder))
-            line.replacement.delete(line.ownership)
+            series.replacement.delete(series.ownership)
             with translated(target):
                 os.replace(self._scratch.folder, target)  # which replaces no folder that has files
                 sync_folder(target.parent)
         self._num_bytes += len(data)
-        line.base.update(index, state, self._weights.tensors)
-        line.published(state)
+        series.base.update(index, state, self._weights.tensors)
+        series.published(state)
         self._let_go()
-        line.base.crew.stop()
+        series.base.crew.stop()
 
     def _let_go(self) -> None:
         """The optimizers of the copies, and of the model."""

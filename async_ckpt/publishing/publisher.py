@@ -36,9 +36,9 @@ from ..state.captured import SnapshotView, module_of
 from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
 from .delta_base import DeltaPolicy
-from .line import Line
 from .publication import Publication
-from .ranks import RankLines, RanksStart, is_spread, own_slices, place_of_rank
+from .rank_versions import RanksStart, RankVersions, is_spread, own_slices, place_of_rank
+from .series import VersionSeries
 from .versions import Versions
 
 
@@ -104,8 +104,8 @@ class Publisher:
         if encoding is not None:
             zstandard_package()  # or the first delta would fail
         self._place = written_at(root)
-        self._new_line = partial(
-            Line,
+        self._new_series = partial(
+            VersionSeries,
             place=self._place,
             deltas=DeltaPolicy(
                 encoding,
@@ -117,7 +117,7 @@ class Publisher:
             retires=on_rollback == "retire",
         )
         self._root = self._place.storage()
-        self._line: Line | None = None  # from the first publication on
+        self._series: VersionSeries | None = None  # from the first publication on
         self._beginning = threading.Lock()
         self._acknowledged = acknowledged
         self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole
@@ -168,8 +168,8 @@ class Publisher:
             weights, slices = own_slices(weights) if spread else (weights, {})
             if spread and world_of(None, None).rank:
                 weights, beside = weights._replace(files={}), {}  # which rank 0 has, too
-            line = self._begun(spread=spread)
-            if spread is not (line.start is not None):
+            series = self._begun(spread=spread)
+            if spread is not (series.start is not None):
                 raise UnsupportedStateError(
                     f"{self!r} has published {'a whole model' if spread else 'one that is spread over ranks'} before; make "
                     "another Publisher, at a root of its own",
@@ -178,7 +178,7 @@ class Publisher:
             base = None if self._acknowledged is None else self._acknowledged()
             base = None if base is None else whole_step(base, what="what acknowledged() returns")
             publication = Publication(
-                line, number, weights, beside, base, held, unwrapped(guard), spans, called, slices
+                series, number, weights, beside, base, held, unwrapped(guard), spans, called, slices
             )
             handle = publication.begin()
         finally:
@@ -188,18 +188,18 @@ class Publisher:
             self._pending = [*going_on, (handle, publication.ended)]
         return handle
 
-    def _begun(self, *, spread: bool) -> Line:
-        """The line, which the first publication begins, whichever thread it comes from."""
+    def _begun(self, *, spread: bool) -> VersionSeries:
+        """The series, which the first publication begins, whichever thread it comes from."""
         with self._beginning:
-            if self._line is None and not spread:
-                self._line = self._new_line(self._root)
-            elif self._line is None:
+            if self._series is None and not spread:
+                self._series = self._new_series(self._root)
+            elif self._series is None:
                 world = world_of(None, None)
                 root = self._root.locate("")
                 start = RanksStart(world, root, next(_openings(root)))
                 place = place_of_rank(self._place, world.rank, world.size)
-                self._line = self._new_line(place.storage(), start=start)
-            return self._line
+                self._series = self._new_series(place.storage(), start=start)
+            return self._series
 
     def versions(self) -> list[int]:
         """The versions at the root, ascending.
@@ -208,7 +208,7 @@ class Publisher:
         """
         self._refuse_if_forked()
         names = self._root.names("")
-        return sorted({*Versions(self._root).numbers(names), *RankLines(self._place).sizes(names)})
+        return sorted({*Versions(self._root).numbers(names), *RankVersions(self._place).sizes(names)})
 
     def close(self) -> None:
         """Wait for what is being published, and give the memory back. May be called again.
@@ -221,8 +221,8 @@ class Publisher:
             return  # it is the parent's
         self._is_closed = True
         self._wait()
-        if self._line is not None:
-            self._line.base.close()
+        if self._series is not None:
+            self._series.base.close()
 
     def _refuse_if_forked(self) -> None:
         if os.getpid() != self._pid:

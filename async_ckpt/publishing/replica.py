@@ -23,7 +23,7 @@ from ..host.limits import num_cpus
 from ..host.threads import Crew
 from ..staging.device import dense_blocks
 from ..state.dtypes import dtype_named
-from .base import Base
+from .base_model import BaseModel
 from .difference import NotTheBase, apply, checksum_of
 from .proof import is_proven, source_of
 from .source import Anchor, Frame, State, TensorPart, VersionSource, Where
@@ -74,7 +74,7 @@ def bring(
     target: int,
     crew: Crew,
     *,
-    base: Base | None = None,
+    base: BaseModel | None = None,
     planned: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
 ) -> tuple[list[VersionIndex], int]:
     """Make of a replica a version, by what lies between it and what is there. What was applied, and the bytes read.
@@ -105,7 +105,7 @@ def _begun_anew(
     replica: Replica,
     versions: Versions,
     target: int,
-    base: Base | None,
+    base: BaseModel | None,
     chain: Sequence[VersionIndex],
     error: Damaged,
 ) -> list[VersionIndex]:
@@ -131,7 +131,7 @@ def _note_proven(replica: Replica, index: VersionIndex) -> None:
 
 
 def _follow(
-    replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew, base: Base | None
+    replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew, base: BaseModel | None
 ) -> int:
     num_bytes = 0
     for index in chain:

@@ -25,10 +25,10 @@ from ..saving.default import held_memory
 from ..saving.policy import whole_step
 from ..spans import Spans
 from ..storage.place import Anywhere, local_place, written_at
-from .base import Base
-from .folder import FolderReplica
+from .base_model import BaseModel
+from .folder_replica import FolderReplica
 from .module import fill, refuse_misfit
-from .ranks import RankLines, WholeVersion, assembled
+from .rank_versions import RankVersions, WholeVersion, assembled
 from .replica import MemoryReplica, Replica, bring, new_crew
 from .source import Anchor, State, VersionSource
 from .versions import Versions
@@ -59,8 +59,8 @@ class Subscriber:
 
     def __init__(self, root: Anywhere, *, base: str | os.PathLike[str] | None = None) -> None:
         place = written_at(root)
-        self._base = None if base is None else Base(local_place(base).absolute())
-        self._versions, self._lines = Versions(place.storage()), RankLines(place)
+        self._base = None if base is None else BaseModel(local_place(base).absolute())
+        self._versions, self._ranks = Versions(place.storage()), RankVersions(place)
         self._sizes: dict[int, int] = {}  # of versions that ranks have published, how many
         self._slices: dict[int, dict[int, MemoryReplica]] = {}  # what these hold, in memory
         self._read: set[int] = set()  # the versions that the pull under way reads
@@ -84,7 +84,7 @@ class Subscriber:
         names = self._versions.storage.names("")
         if not names and not self._versions.storage.remote and Path(self._versions.root).is_file():
             raise NotADirectoryError(f"{self._versions.root} is a file; give the folder with the versions")
-        self._sizes = self._lines.sizes(names)
+        self._sizes = self._ranks.sizes(names)
         return sorted({*self._versions.numbers(names), *self._sizes})
 
     def latest(self) -> int | None:
@@ -152,7 +152,7 @@ class Subscriber:
 
     def _were_replaced(self, target: int, size: int | None) -> bool:
         if size is not None:
-            return self._lines.were_replaced(target, size)
+            return self._ranks.were_replaced(target, size)
         return self._versions.were_replaced(self._read)
 
     def _pull(self, replica: Replica, target: int, into: object) -> _Done:
@@ -174,7 +174,7 @@ class Subscriber:
         """Bring the slices of each rank to the version, in memory; then put whole tensors together."""
         folder = None if isinstance(into, torch.nn.Module) else self._folder(into)
         with nullcontext() if folder is None else folder.locked():
-            version = self._lines.look_at(target, size)
+            version = self._ranks.look_at(target, size)
             before = None if folder is None else folder.state
             if (
                 folder is not None
@@ -187,10 +187,10 @@ class Subscriber:
                 refuse_misfit(into, given, self._named(target))
             base, num_versions, num_bytes = None, 0, 0
             for rank in range(size):
-                line, replica = self._lines.line(rank, size), self._slices_of(rank, size)
+                versions, replica = self._ranks.of_rank(rank, size), self._slices_of(rank, size)
                 held = replica.state
-                chain, num_read = bring(replica, line, target, self._crew)
-                version.compare(rank, replica.state.identity if replica.state else "", line.root)
+                chain, num_read = bring(replica, versions, target, self._crew)
+                version.compare(rank, replica.state.identity if replica.state else "", versions.root)
                 base, num_versions, num_bytes = (
                     _base(held, chain),
                     max(num_versions, len(chain)),
@@ -208,10 +208,10 @@ class Subscriber:
 
     def _beside(self, version: WholeVersion, size: int) -> dict[str, bytes]:
         """Config, tokenizer and the like, of the anchor that the version is built on; rank 0 has published them."""
-        line = self._lines.line(0, size)
-        chain = line.chain(version.number, None)
-        version.compare(0, chain[-1].identity, line.root)
-        source = VersionSource(line.storage, chain[0])
+        versions = self._ranks.of_rank(0, size)
+        chain = versions.chain(version.number, None)
+        version.compare(0, chain[-1].identity, versions.root)
+        source = VersionSource(versions.storage, chain[0])
         return {name: bytes(source.read(name)) for name in source.other_files()}
 
     def _slices_of(self, rank: int, size: int) -> MemoryReplica:
@@ -257,7 +257,7 @@ class Subscriber:
         try:
             if size is None:
                 return self._versions.read(version).identity
-            return "".join(index.identity for index in self._lines.indices(version, size))
+            return "".join(index.identity for index in self._ranks.indices(version, size))
         except CheckpointError:
             return ""
 

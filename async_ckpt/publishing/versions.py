@@ -32,7 +32,7 @@ from ..storage.base import Storage
 from ..storage.disk import sync_folder, translated
 from ..storage.locks import TEMP_SUFFIX, temps_of
 from ..storage.scratch import Scratch
-from .base import Base
+from .base_model import BaseModel
 from .notes import SINGLE
 from .source import State, VersionSource
 
@@ -183,7 +183,7 @@ class Versions:
         return False
 
     def read_or_base(
-        self, number: int, base: Base | None, *, wanted_by: str = "", fresh: bool = True
+        self, number: int, base: BaseModel | None, *, wanted_by: str = "", fresh: bool = True
     ) -> VersionIndex:
         """The index, or that of the base, which stands for what is older than all versions. Raises as `read` does."""
         try:
@@ -193,7 +193,7 @@ class Versions:
                 raise
             return base.index(number)
 
-    def chain(self, target: int, state: State | None, base: Base | None = None) -> list[VersionIndex]:
+    def chain(self, target: int, state: State | None, base: BaseModel | None = None) -> list[VersionIndex]:
         """The versions to apply to a state, or from nothing on, to have a version: in this order. Empty if it is there already.
 
         `base` stands for what the oldest version is against. Raises NotCommittedError where one is missing, and

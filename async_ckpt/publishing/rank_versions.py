@@ -1,4 +1,4 @@
-"""Versions of a model that is spread over ranks: each rank has a line of versions of its own, of the slices that it holds.
+"""Versions of a model that is spread over ranks: each rank has versions of its own, of the slices that it holds.
 
 In: the weights of one rank; later, the versions of all. Out: plain tensors by the names of their slices; later, whole ones.
 Knows nothing of: how versions are written, or brought.
@@ -151,20 +151,20 @@ class WholeVersion(NamedTuple):
             )
 
 
-class RankLines:
+class RankVersions:
     """The versions of all ranks at one root. One caller at a time."""
 
     def __init__(self, place: Place) -> None:
         self._place, self.storage = place, place.storage()
-        self._lines: dict[tuple[int, int], Versions] = {}
+        self._by_rank: dict[tuple[int, int], Versions] = {}
         self._whole: dict[int, int] = {}  # versions that all ranks of a world have, and its size
         self._marks: frozenset[str] = frozenset()  # in the listing by which these are known
 
-    def line(self, rank: int, size: int) -> Versions:
+    def of_rank(self, rank: int, size: int) -> Versions:
         key = rank, size
-        if key not in self._lines:
-            self._lines[key] = Versions(place_of_rank(self._place, rank, size).storage())
-        return self._lines[key]
+        if key not in self._by_rank:
+            self._by_rank[key] = Versions(place_of_rank(self._place, rank, size).storage())
+        return self._by_rank[key]
 
     def sizes(self, names: Iterable[str] | None = None) -> dict[int, int]:
         """The versions that are whole, ascending, and of how many ranks each is. `names` are those at the root."""
@@ -173,33 +173,33 @@ class RankLines:
         if (
             marks_in(there) != self._marks
         ):  # versions have taken the place of others: nothing known before counts
-            self._marks, self._whole, self._lines = marks_in(there), {}, {}
+            self._marks, self._whole, self._by_rank = marks_in(there), {}, {}
         for size, begun in worlds_in(there).items():
             if len(begun) < size:
                 continue
-            for number in self.line(0, size).numbers():
+            for number in self.of_rank(0, size).numbers():
                 if self._whole.get(number) == size or self._is_whole(number, size):
                     whole[number] = size
         self._whole = dict(sorted(whole.items()))
         return dict(self._whole)
 
     def elsewhere(self, size: int | None) -> dict[str, Versions]:
-        """The lines at the root that are not of a world of this size (with None, of all worlds), by their folders."""
-        lines = {} if size is None else {"": Versions(self.storage)}
+        """The versions of ranks at the root that are not of a world of this size (with None, of all worlds), by their folders."""
+        others_by_folder = {} if size is None else {"": Versions(self.storage)}
         for other, begun in worlds_in(self.storage.names("")).items():
             if other != size:
-                lines |= {folder_of_rank(rank, other): self.line(rank, other) for rank in begun}
-        return lines
+                others_by_folder |= {folder_of_rank(rank, other): self.of_rank(rank, other) for rank in begun}
+        return others_by_folder
 
     def remove(self, folder: str) -> None:
-        """Delete the rest of a line in which there are no versions any more."""
+        """Delete the rest of a rank's folder in which there are no versions any more."""
         if folder:
             self.storage.delete_all(folder)
 
     def newest_elsewhere(self, size: int | None) -> int:
         """The newest version of these, as far as the first ranks have it; -1 if there is none."""
         others = (other for other in worlds_in(self.storage.names("")) if other != size)
-        numbers = [number for other in others for number in self.line(0, other).numbers()]
+        numbers = [number for other in others for number in self.of_rank(0, other).numbers()]
         numbers += self.plain_numbers() if size is not None else []
         return max(numbers, default=-1)
 
@@ -218,7 +218,7 @@ class RankLines:
 
     def indices(self, number: int, size: int, *, fresh: bool = False) -> list[VersionIndex]:
         """Each rank's index of a version. Raises NotCommittedError, CorruptCheckpointError."""
-        return [self.line(rank, size).read(number, fresh=fresh) for rank in range(size)]
+        return [self.of_rank(rank, size).read(number, fresh=fresh) for rank in range(size)]
 
     def look_at(self, number: int, size: int) -> WholeVersion:
         """A version as all ranks say now. Raises as above, for two starts, and for tensors that are not covered."""
@@ -245,7 +245,7 @@ class RankLines:
 
     def were_replaced(self, number: int, size: int) -> bool:
         """Whether what one of the ranks has published is gone, or another version by now."""
-        return any(self.line(rank, size).were_replaced([number]) for rank in range(size))
+        return any(self.of_rank(rank, size).were_replaced([number]) for rank in range(size))
 
     def _corrupt(self, number: int, why: str) -> CorruptCheckpointError:
         where = self.storage.locate("")

@@ -20,7 +20,7 @@ from .notes import SINGLE
 from .source import VersionSource
 
 
-class Base:
+class BaseModel:
     """The weights of a folder, as those of a version with a number that is below all at a root."""
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +47,7 @@ class Base:
                 f"{where}: {error}; give a folder with a model", path=where
             ) from error
         except FileNotFoundError:
-            alone = _BaseSource(self._storage, VersionIndex(0, {}))
+            alone = _BaseModelSource(self._storage, VersionIndex(0, {}))
             return dict.fromkeys(alone.held_in(SINGLE), SINGLE)
 
     def _stamp(self, files: Sequence[str]) -> str:
@@ -64,10 +64,10 @@ class Base:
         return index is self._index
 
     def source(self, index: VersionIndex) -> VersionSource:
-        return _BaseSource(self._storage, index)
+        return _BaseModelSource(self._storage, index)
 
 
-class _BaseSource(VersionSource):
+class _BaseModelSource(VersionSource):
     """The files of a model that was not published. Small ones are read when they are listed."""
 
     def __init__(self, storage: LocalStorage, index: VersionIndex) -> None:

@@ -22,7 +22,7 @@ from ..format.delta import folder_of
 from ..storage.base import Storage
 from ..storage.place import Place
 from .delta_base import DeltaBase, DeltaPolicy
-from .ranks import RankLines, RanksStart
+from .rank_versions import RanksStart, RankVersions
 from .source import State
 from .versions import Ownership, Versions, mark_replaced
 
@@ -32,17 +32,17 @@ _log: Final = logging.getLogger("async_ckpt")
 class Replacement:
     """The versions that a new one takes the place of, when a training goes on from an earlier checkpoint.
 
-    Made and owned by a `Line`. Such versions are deleted only under on_rollback="retire"; otherwise they are an error.
+    Made and owned by a `VersionSeries`. Such versions are deleted only under on_rollback="retire"; otherwise they are an error.
     """
 
     def __init__(
-        self, versions: Versions, ranks: RankLines, start: RanksStart | None, *, is_allowed: bool
+        self, versions: Versions, ranks: RankVersions, start: RanksStart | None, *, is_allowed: bool
     ) -> None:
         self._versions, self._ranks, self._start = versions, ranks, start
         self._is_allowed = is_allowed
-        self._newest_elsewhere: int | None = None  # in other lines at the root, once it was looked for
+        self._newest_elsewhere: int | None = None  # in other series at the root, once it was looked for
         self._version = 0  # the one that was checked last
-        self._retired: list[Versions] = []  # the lines in which it takes the place of others
+        self._retired: list[Versions] = []  # the series in which it takes the place of others
         self._has_replaced = False  # since the last version that was durable
 
     def check(self, version: int, existing: list[int], check: Callable[[], None]) -> None:
@@ -89,9 +89,9 @@ class Replacement:
 
     def delete(self, ownership: Ownership) -> None:
         """Delete the versions that the checked one replaces, and have readers look again."""
-        for line in self._retired if _is_first(self._start) else self._retired[:1]:
-            gone = [number for number in line.numbers() if number >= self._version]
-            line.delete(gone, token=ownership.token, check=ownership.check)
+        for versions in self._retired if _is_first(self._start) else self._retired[:1]:
+            gone = [number for number in versions.numbers() if number >= self._version]
+            versions.delete(gone, token=ownership.token, check=ownership.check)
         if self._retired:
             self._retired, self._newest_elsewhere = [], None
             self._has_replaced = True
@@ -104,10 +104,10 @@ class Replacement:
             mark_replaced(self._ranks.storage)
 
 
-class Line:
+class VersionSeries:
     """The versions that one publisher adds: of a whole model at its root, or of one rank's slices in that rank's folder.
 
-    Made by a `Publisher` at its first publication, and closed by it. Only the publication whose turn it is uses the line,
+    Made by a `Publisher` at its first publication, and closed by it. Only the publication whose turn it is uses it,
     on helper threads.
     """
 
@@ -121,12 +121,12 @@ class Line:
         retires: bool,
         start: RanksStart | None = None,
     ) -> None:
-        """Begin a line. `place` is the root of all ranks; `start` is None for a whole model."""
+        """Begin a series. `place` is the root of all ranks; `start` is None for a whole model."""
         self.storage, self.start = storage, start
         self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
         self.versions, self.ownership = Versions(storage), Ownership(storage)
         self.base = DeltaBase(deltas)
-        self._keep, self._ranks = keep, RankLines(place)
+        self._keep, self._ranks = keep, RankVersions(place)
         self.replacement = Replacement(self.versions, self._ranks, start, is_allowed=retires)
         self._structure = ""  # of the newest version
 
@@ -187,8 +187,8 @@ class Line:
         token = self.ownership.token
         _retain_from(oldest, self.versions, token)
         if _is_first(self.start):
-            for name, line in self._ranks.elsewhere(_size(self.start)).items():
-                if line.numbers() and not _retain_from(oldest, line, token):
+            for name, versions in self._ranks.elsewhere(_size(self.start)).items():
+                if versions.numbers() and not _retain_from(oldest, versions, token):
                     self._ranks.remove(name)
 
 
@@ -201,10 +201,10 @@ def _size(start: RanksStart | None) -> int | None:
     return None if start is None else start.size
 
 
-def _retain_from(oldest: int, line: Versions, token: str) -> list[int]:
+def _retain_from(oldest: int, versions: Versions, token: str) -> list[int]:
     """Delete the versions that are older and that no newer one needs. Returns those that are left."""
-    there = line.numbers()
-    needed = line.needed_by([number for number in there if number >= oldest])
-    gone = [number for number in there if number not in needed and line.is_ours(number)]
-    line.delete(gone, token=token)
+    there = versions.numbers()
+    needed = versions.needed_by([number for number in there if number >= oldest])
+    gone = [number for number in there if number not in needed and versions.is_ours(number)]
+    versions.delete(gone, token=token)
     return [number for number in there if number not in gone]
