@@ -23,7 +23,7 @@ from async_ckpt import (
     Subscriber,
     UnsupportedStateError,
 )
-from async_ckpt.around.hub import Weights
+from async_ckpt.around.hf_weights import Weights
 from async_ckpt.format.delta import INDEX
 from async_ckpt.host.threads import Crew
 from async_ckpt.publishing import rank_versions

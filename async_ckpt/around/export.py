@@ -20,8 +20,8 @@ from ..staging.held_snapshot import refuse_guard
 from ..state.captured import SnapshotView
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
-from .folder import Asked, Export
-from .hub import weights_of
+from .hf_folder import Asked, Export
+from .hf_weights import weights_of
 from .shards import MAX_SHARD_BYTES
 from .spread import Others, Parts, begin_spread, is_spread, looks_spread
 

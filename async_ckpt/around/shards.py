@@ -18,7 +18,7 @@ from ..staging.device import dense_blocks, memmove
 from ..state.dtypes import dtype_name
 from ..storage.base import Reader
 from ..storage.disk import address
-from .hub import Weights, json_bytes
+from .hf_weights import Weights, json_bytes
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
 INDEX: Final = "model.safetensors.index.json"

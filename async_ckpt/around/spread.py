@@ -46,8 +46,8 @@ from ..state.dtypes import dtype_named
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
 from ..storage.place import Place
-from .folder import Asked, Export
-from .hub import Tensors, Weights
+from .hf_folder import Asked, Export
+from .hf_weights import Tensors, Weights
 from .shards import Shard
 
 # How long rank 0 waits for the parts of others once its own is there.

@@ -49,7 +49,7 @@ from ..storage.locks import temps_of
 from ..storage.place import local_place, place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from .arguments import closed_over, copied, tensors_in
-from .where import Bound, Finder, Options, OutPath, ending_of, name_of, out_path, why_not_wrapped
+from .destination import Bound, Finder, Options, OutPath, ending_of, name_of, out_path, why_not_wrapped
 
 P = ParamSpec("P")
 

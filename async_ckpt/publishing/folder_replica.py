@@ -23,7 +23,7 @@ from typing import Final
 import torch
 
 from ..around.export import is_left_out
-from ..around.hub import Weights
+from ..around.hf_weights import Weights
 from ..around.shards import MAX_SHARD_BYTES, index_of, shards_of
 from ..errors import StorageUnavailableError
 from ..format import safetensors

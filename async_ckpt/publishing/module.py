@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..around.hub import weights_of
+from ..around.hf_weights import weights_of
 from ..errors import StateMismatchError, UnsupportedStateError
 from ..slicing.sharded import is_sharded
 from ..state.capture import why_not

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 import xxhash
 
-from ..around.hub import Weights
+from ..around.hf_weights import Weights
 from ..around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of, shards_of
 from ..errors import CheckpointError, StepExistsError, UnsupportedStateError
 from ..format import safetensors

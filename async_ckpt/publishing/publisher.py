@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Self
 import torch
 
 from ..around.export import files_of
-from ..around.hub import Weights, weights_of
+from ..around.hf_weights import Weights, weights_of
 from ..errors import ClosedError, UnsupportedStateError
 from ..format.delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from ..host.process import OnceInProcess

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ..around.hub import Weights
+from ..around.hf_weights import Weights
 from ..errors import CorruptCheckpointError, UnsupportedStateError
 from ..format.delta import INDEX, SliceOf, VersionIndex, folder_of, identity_of
 from ..ranks.meeting import RankZeroWord

@@ -26,7 +26,7 @@ from ...ranks.world import world_of
 from ...spec import with_article
 from ...state.names import Path, shown
 from ...state.tree import StoredLeaf, ValuesByRank, leaves, replaced
-from .names import KEPT, flattened, planner_data_of
+from .fqn import KEPT, flattened, planner_data_of
 
 
 class SavedItem(NamedTuple):

@@ -44,7 +44,7 @@ from ...state.division import RankShare
 from ...state.names import Path, shown
 from ...storage.base import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
-from .names import KEPT, kept_of, path_of
+from .fqn import KEPT, kept_of, path_of
 from .stager import PinnedStager
 
 # The index of what a rank tells that has nothing to write: no name of torch's is empty.

@@ -21,7 +21,7 @@ from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.local import LocalStorage
 from ..storage.scratch import Scratch, publish
-from .hub import ADAPTER_CONFIG, Weights
+from .hf_weights import ADAPTER_CONFIG, Weights
 from .shards import INDEX, Shard, index_of, shards_of
 
 
