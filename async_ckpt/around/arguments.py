@@ -59,7 +59,7 @@ def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tens
     return names, tensors, held
 
 
-def closed_over(function: Any) -> dict[str, Any]:
+def closure_of(function: Any) -> dict[str, Any]:
     """The variables that a function has from the one that it was defined in; those of its module are not among them."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -75,7 +75,7 @@ def closed_over(function: Any) -> dict[str, Any]:
 
 
 @no_collection()
-def copied(
+def deep_copied(
     value: Any,
     tensors: Sequence[torch.Tensor],
     instead: Sequence[torch.Tensor],

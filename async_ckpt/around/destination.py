@@ -57,14 +57,14 @@ _TAKE_ONLY_FILES: Final = {
 _AMBIGUOUS: Final = {"target", "out", "f", "fp", "file"}
 
 
-class Options(NamedTuple):
+class WrapOptions(NamedTuple):
     name: str
     streams: bool
     ending: str
     scratch: str | os.PathLike[str] | None
 
 
-class Bound(NamedTuple):
+class BoundCall(NamedTuple):
     """A call whose destination is known: `make` gives the arguments with another one in its place."""
 
     given: Anywhere
@@ -73,12 +73,12 @@ class Bound(NamedTuple):
     make: Callable[[dict[str | int, Any], Any], tuple[list[Any], dict[str, Any]]]
 
 
-class Finder:
+class DestinationFinder:
     """Knows which argument of a function is the destination."""
 
-    def __init__(self, fn: Callable[..., Any], said: str | int | None) -> None:
+    def __init__(self, fn: Callable[..., Any], declared: str | int | None) -> None:
         self._name = name_of(fn)
-        self._said = said
+        self._declared = declared
         self._takes_file = ending_of(fn) is not None
         self._parameters: Mapping[str, inspect.Parameter] = {}
         self._signature: inspect.Signature | None = None
@@ -86,16 +86,16 @@ class Finder:
             self._signature = inspect.signature(fn)
             self._parameters = self._signature.parameters
         self._positional = [p.name for p in self._parameters.values() if p.kind in _POSITIONAL]
-        if isinstance(said, int) and said < len(self._positional):
-            self._said = self._positional[said]  # so it may be given by name as well
-        elif isinstance(said, str) and self._signature is not None:
+        if isinstance(declared, int) and declared < len(self._positional):
+            self._declared = self._positional[declared]  # so it may be given by name as well
+        elif isinstance(declared, str) and self._signature is not None:
             kinds = [p.kind for p in self._parameters.values()]
-            if said not in self._parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+            if declared not in self._parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
                 raise TypeError(
-                    f"{self._name} has no argument {said!r}; it has {', '.join(self._parameters)}"
+                    f"{self._name} has no argument {declared!r}; it has {', '.join(self._parameters)}"
                 )
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
         if self._signature is not None:
             self._signature.bind(*args, **kwargs)  # a wrong call is an error now, not in the background
         values: dict[str | int, Any] = dict(enumerate(args))
@@ -111,7 +111,7 @@ class Finder:
             both = {**others, key: where}
             return [both[i] for i in range(num_args)], {k: both[k] for k in keywords}
 
-        return Bound(given, others, names, make)
+        return BoundCall(given, others, names, make)
 
     def _find(
         self, values: Mapping[str | int, Any], names: Mapping[str | int, str]
@@ -123,11 +123,11 @@ class Finder:
             if p.kind in _BY_NAME and p.name not in names.values() and p.default is not p.empty
         }
         both = {**values, **defaults}
-        if self._said is not None:
+        if self._declared is not None:
             for key, value in both.items():
-                if self._said in (key, names.get(key)):
+                if self._declared in (key, names.get(key)):
                     return key, self._checked(value)
-            raise TypeError(f"{self._name} was called without its destination {self._said!r}")
+            raise TypeError(f"{self._name} was called without its destination {self._declared!r}")
         called_so = [key for key in values if names[key] in _NAMES]
         named = [key for key in called_so if names[key] in self._parameters]
         if not any(_is_path(values[key]) or hasattr(values[key], "write") for key in named):
@@ -169,7 +169,7 @@ class Finder:
         return value  # type: ignore[no-any-return]
 
 
-class OutPath(NamedTuple):
+class OutputPath(NamedTuple):
     """Where it is to appear."""
 
     path: str
@@ -186,7 +186,7 @@ class OutPath(NamedTuple):
         return not self.storage.remote and Path(self.path).is_dir()
 
 
-def out_path(given: Anywhere, options: Options) -> OutPath:
+def output_path(given: Anywhere, options: WrapOptions) -> OutputPath:
     """Raises ValueError, IsADirectoryError and StorageUnavailableError for what cannot be written to."""
     place = written_at(given)
     storage, name = place.object()
@@ -199,7 +199,7 @@ def out_path(given: Anywhere, options: Options) -> OutPath:
     if not storage.remote and os.path.islink(storage.locate(name)):
         parent, name = os.path.split(os.path.realpath(storage.locate(name)))
         storage = storage_at(parent)
-    where = OutPath(storage.locate(name), storage, name)
+    where = OutputPath(storage.locate(name), storage, name)
     if options.streams and where.is_folder:
         raise IsADirectoryError(f"{where.path} is a folder; give the path of a file")
     if where.is_folder and Path.cwd().is_relative_to(os.path.realpath(where.path)):

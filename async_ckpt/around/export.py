@@ -20,10 +20,10 @@ from ..staging.held_snapshot import refuse_guard
 from ..state.captured import SnapshotView
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
-from .hf_folder import Asked, Export
+from .hf_folder import Export, ExportRequest
 from .hf_weights import weights_of
 from .shards import MAX_SHARD_BYTES
-from .spread import Others, Parts, begin_spread, is_spread, looks_spread
+from .spread import ExportMessages, PartsFolder, begin_spread, is_spread, looks_spread
 
 # Of what lies beside a config: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
@@ -92,20 +92,20 @@ def export_hf(
         held = state_or_model if isinstance(state_or_model, SnapshotView) else None
         refuse_guard([held] if held is not None else [], guard)
         place = written_at(destination)
-        others = Others(place)
+        others = ExportMessages(place)
         try:
             weights = weights_of(state_or_model, beside)
         except BaseException as error:
             if looks_spread(state_or_model):
-                Parts(place, storage).tell_of_failure(error)
+                PartsFolder(place, storage).record_failure(error)
             raise
-        others.tell(is_spread=is_spread(weights))
-        asked = Asked(storage, beside, max_shard_bytes, spans, called)
+        others.announce(is_spread=is_spread(weights))
+        request = ExportRequest(storage, beside, max_shard_bytes, spans, called)
         if is_spread(weights):
-            return begin_spread(asked, weights, Parts(place, storage), others, guard)
+            return begin_spread(request, weights, PartsFolder(place, storage), others, guard)
         others.check_whole()
-        asked = asked._replace(check=others.check_whole)
-        return Export(asked, weights, held=held, optimizers=unwrapped(guard)).begin()
+        request = request._replace(check=others.check_whole)
+        return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
     finally:
         called.set_result(spans.total())
 

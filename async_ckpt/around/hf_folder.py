@@ -25,7 +25,7 @@ from .hf_weights import ADAPTER_CONFIG, Weights
 from .shards import INDEX, Shard, index_of, shards_of
 
 
-class Asked(NamedTuple):
+class ExportRequest(NamedTuple):
     """The user's wishes, beside the weights: where the folder is to be, small files that go into it, and the size of
     the others; and since when.
     """
@@ -44,7 +44,7 @@ class Export(CopySave):
 
     def __init__(
         self,
-        asked: Asked,
+        request: ExportRequest,
         weights: Weights,
         *,
         held: SnapshotView | None = None,
@@ -54,18 +54,18 @@ class Export(CopySave):
         """`after` are other copies of it that come before its own is complete."""
         names, tensors = list(weights.tensors), list(weights.tensors.values())
         super().__init__(
-            asked.storage.locate(""),
+            request.storage.locate(""),
             [] if held is not None else tensors,
             [] if held is not None else names,
             after=[*after, *([] if held is None else [held.completion])],
             num_tensors=len(tensors),
             optimizers=optimizers,
-            spans=asked.spans,
-            called=asked.called,
+            spans=request.spans,
+            called=request.called,
         )
-        self._storage, self._max_shard_bytes = asked.storage, asked.max_shard_bytes
-        self._check_others = asked.check
-        self._small = {**weights.files, **asked.beside}
+        self._storage, self._max_shard_bytes = request.storage, request.max_shard_bytes
+        self._check_others = request.check
+        self._small = {**weights.files, **request.beside}
         self._total_bytes = sum(map(len, self._small.values())) + sum(tensor.nbytes for tensor in tensors)
         self._shard_names: set[str] = set()  # written
         copies = tensors if held is not None else self.copy.tensors
@@ -80,7 +80,7 @@ class Export(CopySave):
         await off_loop(self._write_folder)
 
     def failed(self, error: BaseException) -> None:
-        self._let_go()
+        self._release_weights()
         self._small.clear()
         super().failed(error)
 
@@ -98,7 +98,7 @@ class Export(CopySave):
                 "delete it, or give another folder"
             )
         place = self._write_weights()
-        self._let_go()
+        self._release_weights()
         for name, data in sorted(self._small.items()):
             if not (place.remote and name == self._weights.last):
                 place.replace(name, data)
@@ -144,7 +144,7 @@ class Export(CopySave):
         """The bytes of a file, from front to back; each piece may be overwritten when the next is asked for."""
         yield from (view for _, view in shard.pieces())
 
-    def _let_go(self) -> None:
+    def _release_weights(self) -> None:
         """The optimizers of the copies, and of the model."""
         self._weights = self._weights._replace(tensors={}, as_published=dict)
         self.copy.release()

@@ -129,8 +129,8 @@ def _state_in(parts: Sequence[Part], *, trust: bool) -> _MergedState:
         value, stored = part.archive.tree(groups=part.groups)
         values.append(value)
         objects.append(part.archive.objects(stored, trust=trust))
-    _refuse_apart(parts, values)
-    skeletons = {n: _of_groups(part) for n, part in enumerate(parts)}
+    _refuse_values_by_rank(parts, values)
+    skeletons = {n: _skeleton_of_groups(part) for n, part in enumerate(parts)}
     merged = merge_skeletons(skeletons, {n: len(part.archive.index.tensors) for n, part in enumerate(parts)})
     specs: list[TensorSpec] = []
     tensors: list[tuple[Contents, int]] = []
@@ -148,7 +148,7 @@ def _state_in(parts: Sequence[Part], *, trust: bool) -> _MergedState:
     return _MergedState(skeleton, specs, tensors, pickled(pickles) if pickles else None)
 
 
-def _refuse_apart(parts: Sequence[Part], values: Sequence[Any]) -> None:
+def _refuse_values_by_rank(parts: Sequence[Part], values: Sequence[Any]) -> None:
     apart = [leaf for value in values for leaf in leaves(value) if isinstance(leaf, ValuesByRank)]
     if not apart:
         return
@@ -163,7 +163,7 @@ def _refuse_apart(parts: Sequence[Part], values: Sequence[Any]) -> None:
     )
 
 
-def _of_groups(part: Part) -> Json:
+def _skeleton_of_groups(part: Part) -> Json:
     """The skeleton of what counts of a file."""
     skeleton = part.archive.index.skeleton
     if part.groups is None:

@@ -4,7 +4,7 @@ In: the weights of one rank. Out: the same folder as of a whole model. Knows not
 
 No rank is held up by another: each copies what it holds to the host, and writes that, behind its training, to an archive in a folder
 of parts. Once those of all ranks are there, rank 0 reads full tensors from them, by ranges, and writes them one after the
-other. The process group is asked for one word, ahead of the first export: what the folders of parts are called.
+other. The process group is request for one word, ahead of the first export: what the folders of parts are called.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..state.dtypes import dtype_named
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
 from ..storage.place import Place
-from .hf_folder import Asked, Export
+from .hf_folder import Export, ExportRequest
 from .hf_weights import Tensors, Weights
 from .shards import Shard
 
@@ -71,7 +71,7 @@ def looks_spread(given: Any) -> bool:
     return False
 
 
-class Others:
+class ExportMessages:
     """The messages of ranks about their calls for one destination, the first of each, the second, and so on. None waits.
 
     A rank whose own weights are whole cannot know that the others export with it: where it sees so in time, it does not replace
@@ -92,14 +92,14 @@ class Others:
         name = hashlib.blake2b(place.text.encode(errors="replace"), digest_size=8).hexdigest()
         self._key = f"{name}/{next(calls.setdefault(name, itertools.count()))}"
 
-    def tell(self, *, is_spread: bool) -> None:
+    def announce(self, *, is_spread: bool) -> None:
         if self._words is not None:
             with contextlib.suppress(RuntimeError):  # the store is away: nobody is told, and no export fails
                 self._words.say(f"{self._key}/{'spread' if is_spread else 'whole'}", str(self._rank))
 
     def check_whole(self) -> None:
         """On a rank whose weights are whole. Raises UnsupportedStateError where another rank's are not."""
-        if self._said("spread") is not None:
+        if self._speaker_of("spread") is not None:
             raise UnsupportedStateError(
                 "none of this rank's weights is spread over ranks, but other ranks export theirs to the same folder, and are; nothing was "
                 "written: make DTensors of them, on a mesh of this rank alone if need be, or give another folder",
@@ -108,7 +108,7 @@ class Others:
 
     def check_spread(self, path: str) -> None:
         """On a rank whose weights are spread. Raises PeerFailedError where another rank takes no part."""
-        if (rank := self._said("whole")) is not None:
+        if (rank := self._speaker_of("whole")) is not None:
             raise PeerFailedError(
                 f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make DTensors of them, on a "
                 "mesh of that rank alone if need be",
@@ -116,14 +116,14 @@ class Others:
                 undecided=False,
             )
 
-    def _said(self, word: str) -> str | None:
+    def _speaker_of(self, word: str) -> str | None:
         if self._words is not None:
             with contextlib.suppress(RuntimeError):
                 return self._words.said(f"{self._key}/{word}")
         return None
 
 
-class Parts:
+class PartsFolder:
     """The folder that the ranks of one export leave their slices in, and which of them this one is."""
 
     def __init__(self, place: Place, destination: Storage) -> None:
@@ -141,12 +141,12 @@ class Parts:
     def target(self) -> FileTarget:
         return FileTarget(self.storage, self._name(self.world.rank))
 
-    def tell_of_failure(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """On any rank: it has no part in this, and rank 0 need not wait for it."""
         with contextlib.suppress(CheckpointError, OSError):
             self.storage.replace(f"{self.world.rank:05d}.failed", in_words(error).encode())
 
-    def lacking(self) -> list[int]:
+    def missing_ranks(self) -> list[int]:
         """The ranks whose parts are not there yet. Raises PeerFailedError where one has failed."""
         names = set(self.storage.names(""))
         for name in sorted(name for name in names if name.endswith(".failed")):
@@ -166,18 +166,20 @@ class Parts:
         return f"rank_{rank:05d}.tar"
 
 
-def begin_spread(asked: Asked, weights: Weights, parts: Parts, others: Others, guard: Any) -> SaveHandle:
+def begin_spread(
+    request: ExportRequest, weights: Weights, parts: PartsFolder, others: ExportMessages, guard: Any
+) -> SaveHandle:
     """Copy what this rank holds, and have it written; on rank 0, the folder after it."""
     saver = slices_saver(parts.world)
     try:
-        part = saver.save(FileRequest({_KEY: _own(weights.tensors)}, parts.target(), guard=guard))
+        part = saver.save(FileRequest({_KEY: _first_replicas(weights.tensors)}, parts.target(), guard=guard))
     except BaseException as error:
-        parts.tell_of_failure(error)
+        parts.record_failure(error)
         raise
-    return SpreadExport(asked, weights._replace(tensors={}), part, parts, others).begin()
+    return SpreadExport(request, weights._replace(tensors={}), part, parts, others).begin()
 
 
-def _own(tensors: Tensors) -> Tensors:
+def _first_replicas(tensors: Tensors) -> Tensors:
     """The first of several ranks writes whatever they hold alike, as their placements say."""
     slicer = Slicer()
     return {
@@ -191,11 +193,16 @@ class SpreadExport(Export):
     """One export, on one of the ranks."""
 
     def __init__(
-        self, asked: Asked, weights: Weights, part: SaveHandle, parts: Parts, others: Others
+        self,
+        request: ExportRequest,
+        weights: Weights,
+        part: SaveHandle,
+        parts: PartsFolder,
+        others: ExportMessages,
     ) -> None:
         self._part, self._parts, self._others = part, parts, others
         self._tied = frozenset(weights.tied)
-        super().__init__(asked, weights, after=[part.staging_completion])
+        super().__init__(request, weights, after=[part.staging_completion])
         self._numbers: dict[str, int] = {}  # of the tensors to be written, in the file of parts
         self._read: Part | None = None
         self._whole: Tensors = {}  # where they are published otherwise than they are saved
@@ -209,7 +216,7 @@ class SpreadExport(Export):
                 await off_loop(self._write_folder)
         except BaseException as error:
             if self._parts.world.rank and not isinstance(error, PeerFailedError):
-                await off_loop(partial(self._parts.tell_of_failure, error))
+                await off_loop(partial(self._parts.record_failure, error))
             raise
 
     def _check_others_export(self) -> None:
@@ -222,14 +229,14 @@ class SpreadExport(Export):
 
     async def _wait_for_others(self, off_loop: OffLoop) -> None:
         deadline = monotonic() + PEER_SECONDS
-        while lacking := await off_loop(self._parts.lacking):
+        while missing_ranks := await off_loop(self._parts.missing_ranks):
             self._check()
             await off_loop(self._check_others_export)
             if monotonic() > deadline:
                 raise PeerFailedError(
-                    f"{self.path}: after {PEER_SECONDS:.0f} s rank {lacking[0]} has not left its slices of the model there; call "
+                    f"{self.path}: after {PEER_SECONDS:.0f} s rank {missing_ranks[0]} has not left its slices of the model there; call "
                     "export_hf on every rank, with the same destination, which all of them see",
-                    rank=lacking[0],
+                    rank=missing_ranks[0],
                     undecided=False,
                 )
             await asyncio.sleep(_LOOK_SECONDS[self._parts.storage.remote])
@@ -325,11 +332,11 @@ def _token(world: World) -> str:
     """Raises PeerFailedError where rank 0 does not say it."""
     token = _tokens("")
     if token.known is None or token.known[0] is not world.store:
-        token.known = world.store, _agreed(world)
+        token.known = world.store, _token_of_rank_zero(world)
     return token.known[1]
 
 
-def _agreed(world: World) -> str:
+def _token_of_rank_zero(world: World) -> str:
     wait = Wait("in export_hf()", ENDS_THE_CALL)
 
     def check() -> None:

@@ -33,7 +33,7 @@ def open_local(path: str, mode: str, encoding: str | None) -> IO[Any]:
     return open(path, mode, encoding=encoding)
 
 
-class Ranges(io.RawIOBase):
+class ReaderFile(io.RawIOBase):
     """The bytes of a reader as a file of Python's."""
 
     def __init__(self, reader: Reader) -> None:
@@ -74,7 +74,7 @@ class Ranges(io.RawIOBase):
         super().close()
 
 
-class Upload:
+class UploadFile:
     """A scratch file that becomes an object when it is closed."""
 
     def __init__(self, storage: Storage, name: str, mode: str, encoding: str | None) -> None:

@@ -148,8 +148,8 @@ def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
     if opened is None:
         raise FileNotFoundError(f"{place_of(source).shown}: there is no such archive")
     reader, path = opened
-    with ReadAhead(reader) as raw, _damage_told(path):
-        content = _Forward(_decompressed(raw, path))
+    with ReadAhead(reader) as raw, _damage_translated(path):
+        content = _ForwardFile(_decompressed(raw, path))
         with tarfile.open(fileobj=cast(Any, content), mode="r:", tarinfo=_StrictTarInfo) as tar:
             _extract_members(tar, content, folder, limits, path)
         _expect_end(content, path)
@@ -164,7 +164,7 @@ def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
 
 
 def _extract_members(
-    tar: tarfile.TarFile, content: _Forward, folder: Path, limits: _Limits, path: str
+    tar: tarfile.TarFile, content: _ForwardFile, folder: Path, limits: _Limits, path: str
 ) -> None:
     tar.copybufsize = _BUFFER_BYTES  # type: ignore[attr-defined]  # it copies by 16 KiB otherwise
     while (member := tar.next()) is not None:
@@ -172,7 +172,7 @@ def _extract_members(
         if member.size < 0:
             raise _DamagedError("a member has a negative size")
         with translated(folder / member.name, needed_bytes=member.size, passing=(gzip.BadGzipFile,)):
-            num_folders = _checked(member, folder, path)
+            num_folders = _check_member(member, folder, path)
             limits.take(member, 1 + num_folders, path)
             _expect_room(member, folder)
             content.header_bytes = None
@@ -184,7 +184,7 @@ def _extract_members(
         raise _DamagedError("it is empty")
 
 
-def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
+def _check_member(member: tarfile.TarInfo, folder: Path, path: str) -> int:
     """How many folders on the way to a member are not there yet. Raises UnsafeArchiveError for what would do harm."""
 
     def refuse(why: str) -> NoReturn:
@@ -202,7 +202,7 @@ def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
         refuse("has an absolute name")
     if ".." in parts or (os.sep != "/" and any(os.sep in part for part in parts)):
         refuse("leads out of the folder")
-    kinds = _kinds(folder, parts)
+    kinds = _existing_types(folder, parts)
     if any(kind != stat.S_IFDIR for kind in kinds[: len(parts) - 1]):
         refuse("is behind a link, or inside a file")
     if len(kinds) == len(parts) and not (member.isdir() and set(kinds) <= {stat.S_IFDIR}):
@@ -212,7 +212,7 @@ def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
             refuse(f"links to {member.linkname[:200]!r}, out of the folder")
     elif member.islnk():
         target = _parts(member.linkname)
-        found = _kinds(folder, target)
+        found = _existing_types(folder, target)
         if (
             member.linkname.startswith("/")
             or ".." in target
@@ -229,7 +229,7 @@ def _parts(name: str) -> list[str]:
     return [part for part in name.split("/") if part not in ("", ".")]
 
 
-def _kinds(folder: Path, parts: Sequence[str]) -> list[int]:
+def _existing_types(folder: Path, parts: Sequence[str]) -> list[int]:
     """The members there, part by part, as far as it is there and no link would be followed."""
     kinds: list[int] = []
     place = str(folder)
@@ -304,7 +304,7 @@ _DAMAGE: Final = (
 
 
 @contextlib.contextmanager
-def _damage_told(path: str) -> Iterator[None]:
+def _damage_translated(path: str) -> Iterator[None]:
     """Whatever a hostile or broken archive makes these packages raise is one error."""
     try:
         yield
@@ -328,12 +328,12 @@ def _decompressed(raw: io.RawIOBase, path: str) -> Any:
         except ImportError:
             raise ImportError(f'{path} is compressed; pip install "async_ckpt[zstd]"') from None
         return zstandard.ZstdDecompressor().stream_reader(
-            cast(Any, _Followed(buffered)), read_across_frames=True
+            cast(Any, _TruncationGuard(buffered)), read_across_frames=True
         )
     return buffered
 
 
-class _Followed:
+class _TruncationGuard:
     """Frames on their way to a decompressor, which does not tell when the last one is cut off."""
 
     def __init__(self, file: Any) -> None:
@@ -348,7 +348,7 @@ class _Followed:
         return data
 
 
-class _Forward:
+class _ForwardFile:
     """A file that goes forward only, as `tarfile` needs one that seeks: back by no more than a byte.
 
     Its own streams copy what they hold with every read, which is slow where there are many small members.
@@ -404,7 +404,7 @@ class _Forward:
         return data
 
 
-def _expect_end(content: _Forward, path: str) -> None:
+def _expect_end(content: _ForwardFile, path: str) -> None:
     """Nothing but zeros may follow the end of the archive."""
     content.header_bytes = None
     while rest := content.read(_BUFFER_BYTES):

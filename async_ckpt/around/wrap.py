@@ -48,8 +48,17 @@ from ..storage.local import LocalStorage
 from ..storage.locks import temps_of
 from ..storage.place import local_place, place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
-from .arguments import closed_over, copied, tensors_in
-from .destination import Bound, Finder, Options, OutPath, ending_of, name_of, out_path, why_not_wrapped
+from .arguments import closure_of, deep_copied, tensors_in
+from .destination import (
+    BoundCall,
+    DestinationFinder,
+    OutputPath,
+    WrapOptions,
+    ending_of,
+    name_of,
+    output_path,
+    why_not_wrapped,
+)
 
 P = ParamSpec("P")
 
@@ -147,14 +156,14 @@ def wrap(
     if why := why_not_wrapped(fn, streams=streams):
         raise TypeError(why)
     beside = None if scratch is None else local_place(scratch)
-    options = Options(name_of(fn), streams, ending or "", beside)
-    find = Finder(fn, destination)
+    options = WrapOptions(name_of(fn), streams, ending or "", beside)
+    find = DestinationFinder(fn, destination)
     optimizers = unwrapped(guard)  # refused now rather than at the first save
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> SaveHandle:
         bound = find(args, kwargs)
-        where = out_path(bound.given, options)
+        where = output_path(bound.given, options)
         with _Reservation(where) as reserved:
             call = _Call(fn, bound, where, options, optimizers, reserved.spans, reserved.called)
             reserved.handle = call.begin()
@@ -181,7 +190,7 @@ _busy: dict[str, SaveHandle | None] = {}
 _busy_lock = threading.Lock()
 
 
-def _reserve(where: OutPath) -> str:
+def _reserve(where: OutputPath) -> str:
     """One call at a time to one destination. Raises DestinationBusyError."""
     key = where.path if where.storage.remote else os.path.realpath(where.path)
     with _busy_lock:
@@ -199,7 +208,7 @@ def _reserve(where: OutPath) -> str:
 class _Reservation:
     """A destination, for as long as one call takes to begin, and then until its handle is done."""
 
-    def __init__(self, where: OutPath) -> None:
+    def __init__(self, where: OutputPath) -> None:
         self.spans = Spans()
         self.called: Future[float] = running_future()  # resolved when the caller has its handle
         self.handle: SaveHandle | None = None
@@ -231,9 +240,9 @@ class _Call(CopySave):
     def __init__(
         self,
         fn: Callable[..., Any],
-        bound: Bound,
-        where: OutPath,
-        options: Options,
+        bound: BoundCall,
+        where: OutputPath,
+        options: WrapOptions,
         optimizers: Optimizers,
         spans: Spans,
         called: Future[float],
@@ -253,12 +262,14 @@ class _Call(CopySave):
             spans=spans,
             called=called,
         )
-        self.out_path, self._options = where, options
+        self.output_path, self._options = where, options
         self._host_bytes = self.copy.num_bytes + sum(tensor.nbytes for tensor in in_held)
         # Only of copies: a handle may be kept for long, and must not keep what the caller has let go of.
         self._arguments: tuple[Callable[..., Any], dict[str | int, Any]] | None
         try:
-            self._arguments = copied((fn, bound.others), tensors, self.copy.tensors, held, what=options.name)
+            self._arguments = deep_copied(
+                (fn, bound.others), tensors, self.copy.tensors, held, what=options.name
+            )
         except BaseException:
             self.copy.release()
             raise
@@ -285,7 +296,7 @@ class _Call(CopySave):
     async def _write(self, off_loop: OffLoop) -> None:
         await off_loop(self._stream if self._options.streams else self._fill_scratch)
         self.copy.release()
-        if self.out_path.storage.remote and not self._options.streams:
+        if self.output_path.storage.remote and not self._options.streams:
             await self._upload(off_loop)
 
     def failed(self, error: BaseException) -> None:
@@ -321,7 +332,7 @@ class _Call(CopySave):
 
     def _stream(self) -> None:
         """Into the sink, as it is written."""
-        where = self.out_path
+        where = self.output_path
         if not where.storage.remote:
             names = temps_of(where.name, where.storage.names(""))
             where.storage.sweep("", names, delete=True)
@@ -338,7 +349,7 @@ class _Call(CopySave):
 
     def _fill_scratch(self) -> None:
         """Into a folder of its own."""
-        where, options = self.out_path, self._options
+        where, options = self.output_path, self._options
         beside = Path(options.scratch or tempfile.gettempdir()) if where.storage.remote else where.parent
         self._scratch = Scratch(beside.absolute(), where.name)
         folder = self._scratch.folder
@@ -361,9 +372,9 @@ class _Call(CopySave):
             self._out.finish()
             self._out.sink.close()
             self._num_retries = self._out.sink.num_retries
-        elif not self.out_path.storage.remote:
-            with translated(self.out_path.parent, passing=(FileExistsError, IsADirectoryError)):
-                targets = {path: self.out_path.parent / path.name for path in self._written}
+        elif not self.output_path.storage.remote:
+            with translated(self.output_path.parent, passing=(FileExistsError, IsADirectoryError)):
+                targets = {path: self.output_path.parent / path.name for path in self._written}
                 for path, target in targets.items():  # all of them, before the first is visible
                     refuse_misfit(path, target)
                 for path, target in targets.items():
@@ -378,7 +389,7 @@ class _Call(CopySave):
             await self._upload_file(root / name, name, off_loop)
 
     async def _upload_file(self, path: Path, name: str, off_loop: OffLoop) -> None:
-        storage, source = self.out_path.storage, source_of(path)
+        storage, source = self.output_path.storage, source_of(path)
         if source.num_bytes <= _SMALL_BYTES:
             await off_loop(lambda: storage.replace(name, path.read_bytes()))
             return
@@ -428,7 +439,7 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def _refuse_closed_over(fn: Callable[..., Any], name: str) -> None:
-    names = tensors_in(closed_over(fn))[0]
+    names = tensors_in(closure_of(fn))[0]
     if names:
         raise UnsupportedStateError(
             f"{name} uses {names[0]} of the function that it was defined in, which may change while it runs; "

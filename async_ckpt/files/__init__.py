@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Final, Literal, cast
 
 from ..around.pack import pack_folder
-from ..around.streams import BUFFER_BYTES, Ranges, Upload, open_local
+from ..around.streams import BUFFER_BYTES, ReaderFile, UploadFile, open_local
 from ..around.unpack import extract
 from ..loading.rebuild import rebuild_layout
 from ..storage.base import Storage
@@ -267,8 +267,8 @@ def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
         raise ValueError(f'a file in a store is opened with mode "r", "rb", "w" or "wb", not {mode!r}')
     storage, name = place.object()
     if "w" in mode:
-        return cast("IO[Any]", Upload(storage, name, mode, encoding))
-    ranges = io.BufferedReader(Ranges(storage.open(name)), BUFFER_BYTES)
+        return cast("IO[Any]", UploadFile(storage, name, mode, encoding))
+    ranges = io.BufferedReader(ReaderFile(storage.open(name)), BUFFER_BYTES)
     return io.TextIOWrapper(ranges, encoding) if encoding else ranges
 
 

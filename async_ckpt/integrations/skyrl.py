@@ -133,7 +133,7 @@ class CheckpointBackend:
             if self._finalize is not None:
                 self._finalize(model=role, model_id=model_id)
 
-        return self._packed(output_path, write)
+        return self._pack(output_path, write)
 
     def save_sampler_checkpoint(self, output_path: Where, model_id: str, persist: bool = True) -> SaveHandle:
         """Send the weights to the inference engines, and save them as the export that others can sample from.
@@ -147,7 +147,7 @@ class CheckpointBackend:
         if self._send is not None:
             _refuse_running_loop()
             asyncio.run(self._send_weights(model_id))
-        return self._sampler_saved(output_path, role, model_id, persist)
+        return self._save_sampler(output_path, role, model_id, persist)
 
     async def save_sampler_checkpoint_async(
         self, output_path: Where, model_id: str, persist: bool = True
@@ -156,7 +156,7 @@ class CheckpointBackend:
         role = self._begin_sampler(model_id)
         if self._send is not None:
             await self._send_weights(model_id)
-        return self._sampler_saved(output_path, role, model_id, persist)
+        return self._save_sampler(output_path, role, model_id, persist)
 
     # --- loading ----------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class CheckpointBackend:
         role = self._role_of(model_id)
         place = self._place(checkpoint_path)
         storage, name = place.object()
-        self._wait_for_save_to(_key(storage.locate(name)))
+        self._wait_for_save_to(_path_key(storage.locate(name)))
         # Reading makes no folders: where there is none, there is no archive either.
         beside = None if storage.remote or not (above := Path(storage.locate(""))).is_dir() else above
         with unpack(place, scratch=self._scratch or beside) as folder:
@@ -242,7 +242,7 @@ class CheckpointBackend:
         assert self._send is not None
         await self._send(model_id=model_id if self._lora else None)
 
-    def _sampler_saved(self, output_path: Where, role: str, model_id: str, persist: bool) -> SaveHandle:
+    def _save_sampler(self, output_path: Where, role: str, model_id: str, persist: bool) -> SaveHandle:
         if not persist:
             mark = wrap(_write_marker, destination="file", file_object=True)
             return self._follow(mark(self._place(output_path), model_id))
@@ -250,9 +250,9 @@ class CheckpointBackend:
         def write(folder: str) -> None:
             self._export(model=role, export_dir=folder, tokenizer=self._tokenizer, model_id=model_id)
 
-        return self._packed(output_path, write)
+        return self._pack(output_path, write)
 
-    def _packed(self, output_path: Where, write: Callable[[str], None]) -> SaveHandle:
+    def _pack(self, output_path: Where, write: Callable[[str], None]) -> SaveHandle:
         with pack(self._place(output_path), scratch=self._scratch) as folder:
             # SkyRL passes a path that does not exist yet, and some dispatches insist on creating it.
             os.rmdir(folder)
@@ -262,7 +262,7 @@ class CheckpointBackend:
 
     def _follow(self, handle: SaveHandle) -> SaveHandle:
         self._handles.add(handle)
-        self._newest[_key(handle.path)] = handle
+        self._newest[_path_key(handle.path)] = handle
         return handle
 
     def _pending(self) -> list[Save]:
@@ -357,13 +357,13 @@ class FSDPCheckpoints:
         An earlier save that is under way is waited for; if it fails, that is a warning here, and `finalize_pending_saves` raises its
         error. Raises NotCommittedError for a folder with neither our archives nor, where the next base has this method, SkyRL's files.
         """
-        self._see_own_save()
+        self._finish_own_save()
         there = _archives_in(ckpt_dir)
         with contextlib.ExitStack() as stack:
             ckpt = stack.enter_context(AsyncCheckpointer(there)) if exists(there) else None
             step = None if ckpt is None else ckpt.latest()
             if ckpt is None or step is None:
-                return self._load_of_skyrl(
+                return self._load_skyrl_files(
                     model,
                     ckpt_dir,
                     optimizer=optimizer,
@@ -374,7 +374,7 @@ class FSDPCheckpoints:
                 )
             rank, world_size = ranks()
             told = ckpt.load(step, select=["client_state", "tag", "world_size"])
-            told = _of_rank(told, rank if told["world_size"] == world_size else None, ())
+            told = _values_of_rank(told, rank if told["world_size"] == world_size else None, ())
             parts = self._parts(
                 model,
                 optimizer if load_optimizer_states else None,
@@ -385,7 +385,7 @@ class FSDPCheckpoints:
             ckpt.restore(parts, step, strict=load_module_strict)
         return ckpt_dir, {**told, "rank": rank, "fsdp_strategy": getattr(self, "fsdp_strategy", None)}
 
-    def _load_of_skyrl(self, model: Any, ckpt_dir: Where, **how: Any) -> tuple[Where, dict[str, Any]]:
+    def _load_skyrl_files(self, model: Any, ckpt_dir: Where, **how: Any) -> tuple[Where, dict[str, Any]]:
         missing: FileNotFoundError | None = None
         if hasattr(super(), "load_checkpoint"):
             try:
@@ -405,7 +405,7 @@ class FSDPCheckpoints:
             with ckpt:
                 handle.result()
 
-    def _see_own_save(self) -> None:
+    def _finish_own_save(self) -> None:
         if self._saving is None or (error := self._saving[1].exception()) is None:
             self.finalize_pending_saves()
             return
@@ -419,7 +419,7 @@ class FSDPCheckpoints:
         return {name: part for name, part in parts.items() if part is not None} | {"rng": RngState("skyrl")}
 
 
-def _of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
+def _values_of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
     """Without `PerRank`: this rank's value of each; None for a rank of another number of ranks than have saved."""
     if isinstance(value, PerRank):
         if rank is None:
@@ -432,9 +432,9 @@ def _of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
             )
         return value[rank]
     if isinstance(value, dict):
-        return {key: _of_rank(one, rank, (*path, key)) for key, one in value.items()}
+        return {key: _values_of_rank(one, rank, (*path, key)) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_of_rank(one, rank, (*path, i)) for i, one in enumerate(value))
+        return type(value)(_values_of_rank(one, rank, (*path, i)) for i, one in enumerate(value))
     return value
 
 
@@ -492,6 +492,6 @@ def _refuse_running_loop() -> None:
     )
 
 
-def _key(path: str) -> str:
+def _path_key(path: str) -> str:
     """One name for every spelling of a path on a disk."""
     return path if "://" in path else os.path.realpath(path)

@@ -59,7 +59,7 @@ class BaseModel:
                 found.append(f"{file} {told.st_dev} {told.st_ino} {told.st_mtime_ns} {told.st_size}")
         return checksum("\n".join(found).encode())
 
-    def is_meant(self, index: VersionIndex) -> bool:
+    def made(self, index: VersionIndex) -> bool:
         """Whether an index is the one that was made of this folder."""
         return index is self._index
 

@@ -20,8 +20,8 @@ from ..host.loop import get_loop
 from ..host.threads import Crew
 from ..saving.default import held_memory
 from ..state.dtypes import dtype_name
-from .replica import MemoryReplica, bring
-from .source import State, Where
+from .replica import MemoryReplica, update_replica
+from .source import TensorLocation, WeightsState
 from .versions import Versions
 
 _log: Final = logging.getLogger("async_ckpt")
@@ -51,10 +51,10 @@ class DeltaBase:
         self.policy = policy
         # Half of the CPUs: encoding reads memory beside the training, and slows it down.
         self.crew = Crew("encode", max(1, num_cpus() // 2), background=True)
-        self._replica = MemoryReplica(self._take)
+        self._replica = MemoryReplica(self._allocate)
         self._num_since_anchor = 0
 
-    def _take(self, num_bytes: int) -> torch.Tensor:
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
         try:
             return held_memory().lend(num_bytes, crew=get_loop().copiers, max_bytes=self.policy.max_bytes)
         except MemoryError as error:
@@ -67,7 +67,7 @@ class DeltaBase:
         if self.policy.has_deltas:
             self._replica.lay_out(
                 {
-                    name: Where("", dtype_name(tensor.dtype), tuple(tensor.shape), 0, tensor.nbytes)
+                    name: TensorLocation("", dtype_name(tensor.dtype), tuple(tensor.shape), 0, tensor.nbytes)
                     for name, tensor in tensors.items()
                 }
             )
@@ -82,7 +82,7 @@ class DeltaBase:
                 return None
             try:
                 # The bytes that are in the storage: readers have those, whatever was meant to be written.
-                bring(replica, versions, acknowledged, self.crew)
+                update_replica(replica, versions, acknowledged, self.crew)
             except CheckpointError as error:
                 _log.warning("version %d was acknowledged, and cannot be read: %s", acknowledged, error)
                 return None
@@ -91,7 +91,7 @@ class DeltaBase:
             return None
         return replica
 
-    def update(self, index: VersionIndex, state: State, tensors: Mapping[str, torch.Tensor]) -> None:
+    def update(self, index: VersionIndex, state: WeightsState, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over the weights of a version that has become durable, unless acknowledged ones are the base."""
         self._num_since_anchor = 0 if index.is_anchor else self._num_since_anchor + 1
         replica = self._replica
@@ -106,4 +106,4 @@ class DeltaBase:
     def close(self) -> None:
         """Stop the threads, and give the memory back."""
         self.crew.stop()
-        self._replica = MemoryReplica(self._take)
+        self._replica = MemoryReplica(self._allocate)

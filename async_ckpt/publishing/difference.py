@@ -38,7 +38,7 @@ _LEVEL: Final = 1
 _OF_XOR: Final = {"window_log": 17, "hash_log": 10}
 
 
-class NotTheBase(ValueError):
+class WrongBaseError(ValueError):
     """A frame does not make of these bytes what it should."""
 
 
@@ -75,7 +75,7 @@ def apply(
 ) -> Callable[[], None]:
     """Make of the base's bytes the new ones, in place. Returns what puts the old ones back.
 
-    Raises NotTheBase if they do not have the wanted checksum then, or if the frame is damaged; the region is then as
+    Raises WrongBaseError if they do not have the wanted checksum then, or if the frame is damaged; the region is then as
     it was.
     """
     return (_apply_xor if encoding == "xor" else _apply_overwrite)(data, region, wanted, checksum_format)
@@ -112,14 +112,14 @@ def _apply_xor(
         for piece in _unpacked(data):
             part = region[num_done : num_done + len(piece)]
             if len(part) < len(piece):
-                raise NotTheBase("the frame is longer than the tensor")
+                raise WrongBaseError("the frame is longer than the tensor")
             torch.bitwise_xor(part, piece, out=part)
             num_done += len(piece)
             digest.update(view_of(part))
         if num_done < len(region):
-            raise NotTheBase("the frame is shorter than the tensor")
+            raise WrongBaseError("the frame is shorter than the tensor")
         if digest.hexdigest() != wanted:
-            raise NotTheBase("the new bytes do not have the checksum that they should")
+            raise WrongBaseError("the new bytes do not have the checksum that they should")
     except BaseException:
         _xor_again(data, region[:num_done])
         raise
@@ -147,7 +147,7 @@ def _unpacked(data: memoryview) -> Iterator[torch.Tensor]:
             try:
                 num_read = reader.readinto(view)
             except library.ZstdError as error:
-                raise NotTheBase(f"the frame is damaged ({error})") from error
+                raise WrongBaseError(f"the frame is damaged ({error})") from error
             if not num_read:
                 return
             yield scratch[:num_read]
@@ -202,41 +202,41 @@ def _apply_overwrite(
 
     if checksum_of(region, checksum_format) != wanted:
         undo()
-        raise NotTheBase("the new bytes do not have the checksum that they should")
+        raise WrongBaseError("the new bytes do not have the checksum that they should")
     return undo
 
 
 def _changes(positions: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Where, as indices, and what: so many at a time that the indices are small."""
+    """Positions, as indices, and values: so many at a time that the indices are small."""
     for at in range(0, len(positions), _NUM_AT_ONCE):
         where = positions[at : at + _NUM_AT_ONCE].to(torch.int64) & (MAX_OVERWRITTEN_BYTES - 1)
         yield where, values[at : at + _NUM_AT_ONCE]
 
 
 def _overwritten(data: memoryview, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions in a frame, and the values there. Raises NotTheBase for what does not fit a tensor of this size."""
+    """The positions in a frame, and the values there. Raises WrongBaseError for what does not fit a tensor of this size."""
     plain, size = torch.empty(COUNT_BYTES, dtype=torch.uint8), 0
     count: int | None = None
     for piece in _unpacked(data):
         while len(piece):
             if size == len(plain):
-                raise NotTheBase("the frame is longer than the tensor, or than it says")
+                raise WrongBaseError("the frame is longer than the tensor, or than it says")
             part = piece[: len(plain) - size]
             plain[size : size + len(part)] = part
             size, piece = size + len(part), piece[len(part) :]
             if count is None and size == COUNT_BYTES:
                 count = int.from_bytes(bytes(plain.tolist()), "little")
                 if count > num_bytes:
-                    raise NotTheBase("the frame does not hold as many positions and values as it says")
+                    raise WrongBaseError("the frame does not hold as many positions and values as it says")
                 head, plain = (
                     plain,
                     torch.empty(COUNT_BYTES + (POSITION_BYTES + 1) * count, dtype=torch.uint8),
                 )
                 plain[:COUNT_BYTES] = head
     if count is None or size != len(plain):
-        raise NotTheBase("the frame does not hold as many positions and values as it says")
+        raise WrongBaseError("the frame does not hold as many positions and values as it says")
     begin = COUNT_BYTES + POSITION_BYTES * count
     positions, values = plain[COUNT_BYTES:begin].view(torch.int32), plain[begin:]
     if any(int(where.max()) >= num_bytes for where, _ in _changes(positions, values)):
-        raise NotTheBase("the frame has positions outside of the tensor")
+        raise WrongBaseError("the frame has positions outside of the tensor")
     return positions, values

@@ -5,7 +5,7 @@ Knows nothing of: which versions there are.
 
 A delta is applied in place, by memory maps. The files of an anchor are made in a folder within, on the same disk, and renamed to
 their places when all of them are there and compared. No other files are touched than those that are noted as put there by versions,
-and of these none whose bytes are also those of a file elsewhere, by a link of either kind.
+and of these none whose bytes are also those of a file of_other_worlds, by a link of either kind.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ..state.dtypes import dtype_name
 from ..storage.beneath import Beneath, read_at, write_at
 from ..storage.disk import free_bytes_at, full, preallocate, translated
 from .difference import checksum_of
-from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, NotedFiles, Notes
-from .replica import Damaged, other_model
-from .source import Anchor, State, TensorPart, VersionSource
+from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
+from .replica import DamagedReplicaError, other_model
+from .source import Anchor, TensorPart, VersionSource, WeightsState
 
 try:
     import fcntl
@@ -59,8 +59,8 @@ class FolderReplica:
         self.folder = folder = Path(os.path.realpath(folder))  # it may be a link, or where a disk is mounted
         self._files = Beneath(folder)
         self._notes = Notes(self._files)
-        self._state: State | None = None
-        self._there = NotedFiles({}, (), "")  # what versions have put there
+        self._state: WeightsState | None = None
+        self._there = InstalledFiles({}, (), "")  # what versions have put there
         with translated(folder):
             is_folder, is_there = folder.is_dir(), os.path.lexists(folder)
             names = {*os.listdir(folder)} - _OF_DISKS if is_folder else set()
@@ -95,10 +95,10 @@ class FolderReplica:
             return _try_lock(fd)
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> WeightsState | None:
         return self._state
 
-    def _noted(self) -> State | None:
+    def _noted(self) -> WeightsState | None:
         """The state in its notes, if these can be believed."""
         noted = self._notes.noted()
         try:
@@ -112,15 +112,17 @@ class FolderReplica:
                 return noted.state
             if self._checksums() != noted.state.checksums:
                 return None
-        except (Damaged, StorageUnavailableError):
+        except (DamagedReplicaError, StorageUnavailableError):
             return None
         self.note(noted.state)
         return noted.state
 
-    def _marked(self, version: int) -> State | None:
+    def _marked(self, version: int) -> WeightsState | None:
         """The weights that are there, which another receiver says to be a version."""
         found, structure = self._checksums(), self._structure()
-        return State(version, identity_of(found), structure, found, is_marked=True) if structure else None
+        return (
+            WeightsState(version, identity_of(found), structure, found, is_marked=True) if structure else None
+        )
 
     def _checksums(self) -> dict[str, str]:
         with self._bytes(None) as found:
@@ -134,13 +136,13 @@ class FolderReplica:
             for name, size in there.sizes.items()
         )
 
-    def _put_there(self) -> NotedFiles:
+    def _put_there(self) -> InstalledFiles:
         """The files that versions have put there; of a folder that another receiver has filled, its weights."""
         noted, files = self._notes.noted(), self._notes.files()
         if files.weights and (noted is None or noted.state is not None):
             return files
-        others = self._notes.files_of_another()
-        return NotedFiles({**files.sizes, **others.sizes}, others.weights, "")
+        others = self._notes.foreign_files()
+        return InstalledFiles({**files.sizes, **others.sizes}, others.weights, "")
 
     def _structure(self) -> str:
         """The names and kinds of the tensors that are there, or were before a pull that was killed; empty where nobody can tell."""
@@ -197,7 +199,7 @@ class FolderReplica:
             if len(shards) > 1:
                 self._files.put(f"{NEW}/{INDEX}", [index_of(shards)])
             checksums = {name: checksum_of(tensor) for name, tensor in tensors.items()}
-            state = State(version, identity, structure, checksums)
+            state = WeightsState(version, identity, structure, checksums)
             self._take_over([shard.name for shard in shards], state)
 
     @contextmanager
@@ -217,14 +219,14 @@ class FolderReplica:
         for inner in (NEW, OLD):
             self._files.delete_all(inner)
 
-    def _take_over(self, weights: Collection[str], state: State) -> None:
+    def _take_over(self, weights: Collection[str], state: WeightsState) -> None:
         """Put what is new in the place of the files of the version before; each at once. After an error that one is there again."""
         before, known = self._state, self._there
         sizes = self._files.sizes(NEW)
         self._look_for_decoys(sizes.keys() | known.sizes.keys())
-        new = NotedFiles(sizes, tuple(weights), state.structure)
+        new = InstalledFiles(sizes, tuple(weights), state.structure)
         self.note(None)
-        self._notes.note_files(new._replace(sizes={**known.sizes, **sizes}))
+        self._notes.record_files(new._replace(sizes={**known.sizes, **sizes}))
         aside: list[str] = []
         put: list[str] = []
         try:
@@ -237,7 +239,7 @@ class FolderReplica:
                     put.append(name)
                 else:
                     self._files.delete(name)
-            self._notes.note_files(new)
+            self._notes.record_files(new)
             self._there = new
             self.note(state)
         except BaseException:
@@ -245,7 +247,7 @@ class FolderReplica:
                 self._files.delete(name)
             for name in aside:
                 self._files.move(f"{OLD}/{name}", name)
-            self._notes.note_files(known)
+            self._notes.record_files(known)
             self._there = known
             self.note(before)
             raise
@@ -287,7 +289,7 @@ class FolderReplica:
             self._files.put(f"{NEW}/{INDEX}", [(json.dumps(plain, indent=2, sort_keys=True) + "\n").encode()])
         return num_bytes
 
-    def _copy_weights(self, anchor: Anchor) -> State:
+    def _copy_weights(self, anchor: Anchor) -> WeightsState:
         begins: dict[str, int] = {}
         for where in anchor.tensors.values():
             begins[where.file] = min(where.begin, begins.get(where.file, where.begin))
@@ -314,7 +316,7 @@ class FolderReplica:
 
     @contextmanager
     def regions(self, names: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Raises Damaged."""
+        """Raises DamagedReplicaError."""
         nothing = torch.empty(0, dtype=torch.uint8)
         self._look_for_decoys(self._there.sizes)
         with self._bytes(names) as parts:
@@ -325,7 +327,7 @@ class FolderReplica:
                 found.clear()
 
     def checksums(self, names: Set[str], checksum_format: str) -> dict[str, str]:
-        """Raises Damaged."""
+        """Raises DamagedReplicaError."""
         found: dict[str, str] = {}
         with self._bytes(None) as parts:
             for name in parts.keys() & names:
@@ -336,7 +338,7 @@ class FolderReplica:
 
     @contextmanager
     def _bytes(self, names: Collection[str] | None) -> Iterator[dict[str, memoryview]]:
-        """The bytes of these tensors, to be changed in place; with None, of all, to be read. Raises Damaged."""
+        """The bytes of these tensors, to be changed in place; with None, of all, to be read. Raises DamagedReplicaError."""
         found: dict[str, memoryview] = {}
         maps: list[mmap.mmap] = []
         try:
@@ -346,9 +348,11 @@ class FolderReplica:
                         parts = self._parts_of(file, names, maps)
                 except (FileNotFoundError, ValueError) as error:
                     path = str(self.folder / file)
-                    raise Damaged(f"{path} is damaged ({error})", path=path) from error
+                    raise DamagedReplicaError(f"{path} is damaged ({error})", path=path) from error
                 if parts.keys() & found.keys():
-                    raise Damaged(f"{self.folder}: two files have the same tensor", path=str(self.folder))
+                    raise DamagedReplicaError(
+                        f"{self.folder}: two files have the same tensor", path=str(self.folder)
+                    )
                 found |= parts
             yield found
         finally:
@@ -379,7 +383,7 @@ class FolderReplica:
         whole = memoryview(maps[-1])
         return {name: whole[at + begin : at + end] for name, (_, begin, end) in rows.items()}
 
-    def note(self, state: State | None) -> None:
+    def note(self, state: WeightsState | None) -> None:
         self._notes.note(state, _boot())
         self._state = state
 

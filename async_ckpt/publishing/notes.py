@@ -18,7 +18,7 @@ from ..errors import StorageUnavailableError
 from ..fields import count, entries, items, table, text
 from ..format.delta import INDEX, is_checksum, number_of, stays_inside
 from ..storage.beneath import Beneath
-from .source import State
+from .source import WeightsState
 
 FOLDER: Final = ".weight_sync"
 LOCK: Final = f"{FOLDER}/lock"
@@ -32,7 +32,7 @@ _FILES: Final = f"{FOLDER}/files.json"
 _UNREADABLE: Final = (FileNotFoundError, StorageUnavailableError, ValueError, KeyError, RecursionError)
 
 
-class NotedFiles(NamedTuple):
+class InstalledFiles(NamedTuple):
     """The files that versions have put into a folder, with their sizes then; of these, those with weights, of this structure."""
 
     sizes: Mapping[str, int]
@@ -40,11 +40,11 @@ class NotedFiles(NamedTuple):
     structure: str
 
 
-class Noted(NamedTuple):
+class Marker(NamedTuple):
     """The content of a marker. A marker of another receiver has only the version."""
 
     version: int
-    state: State | None
+    state: WeightsState | None
     boot: str
 
 
@@ -54,21 +54,21 @@ class Notes:
     def __init__(self, files: Beneath) -> None:
         self._files = files
 
-    def noted(self) -> Noted | None:
+    def noted(self) -> Marker | None:
         """None where nothing is noted that can be understood."""
         try:
             marker = table(json.loads(self._files.read(_STATE)))
             version = number_of(marker["version"])
             if "identity" not in marker:
-                return Noted(version, None, "")
+                return Marker(version, None, "")
             identity, structure = _checksum(marker["identity"]), _checksum(marker["structure"])
             checksums = dict(entries(marker["checksums"], _checksum))
-            state = State(version, identity, structure, checksums, text(marker.get("stamp", "")))
-            return Noted(version, state, text(marker["boot"]))
+            state = WeightsState(version, identity, structure, checksums, text(marker.get("stamp", "")))
+            return Marker(version, state, text(marker["boot"]))
         except _UNREADABLE:
             return None
 
-    def note(self, state: State | None, boot: str = "") -> None:
+    def note(self, state: WeightsState | None, boot: str = "") -> None:
         """These weights are there now, whole, since this start of the machine; with None, they are about to change."""
         if state is None:
             self._files.delete(_STATE)
@@ -79,7 +79,7 @@ class Notes:
             told |= {"stamp": state.stamp, "checksums": state.checksums}
         self._files.replace(_STATE, json.dumps(told).encode())
 
-    def files(self) -> NotedFiles:
+    def files(self) -> InstalledFiles:
         """The files of versions; none where no note can be understood."""
         try:
             noted = table(json.loads(self._files.read(_FILES)))
@@ -90,15 +90,15 @@ class Notes:
             weights_there = items(noted["weights"], text)
             if not {*weights_there} <= sizes.keys():
                 raise ValueError("it notes weights in files that it does not note")
-            return NotedFiles(sizes, weights_there, text(noted["structure"]))
+            return InstalledFiles(sizes, weights_there, text(noted["structure"]))
         except _UNREADABLE:
-            return NotedFiles({}, (), "")
+            return InstalledFiles({}, (), "")
 
-    def note_files(self, files: NotedFiles) -> None:
+    def record_files(self, files: InstalledFiles) -> None:
         told = {"files": files.sizes, "weights": files.weights, "structure": files.structure}
         self._files.replace(_FILES, json.dumps(told).encode())
 
-    def files_of_another(self) -> NotedFiles:
+    def foreign_files(self) -> InstalledFiles:
         """The files with weights, and their index, as those who load models find them, where another receiver has put them."""
         index = self._files.size(INDEX)
         weights = [SINGLE]
@@ -109,7 +109,7 @@ class Notes:
             except _UNREADABLE:
                 weights = []
         sizes = {name: size for name in weights if (size := self._files.size(name)) is not None}
-        return NotedFiles(sizes if index is None else sizes | {INDEX: index}, tuple(sizes), "")
+        return InstalledFiles(sizes if index is None else sizes | {INDEX: index}, tuple(sizes), "")
 
 
 def _checksum(value: object) -> str:

@@ -17,13 +17,13 @@ from ..errors import CorruptCheckpointError, NotCommittedError
 from ..format.delta import OUR_CHECKSUMS, VersionIndex
 from ..host.threads import Crew
 from .base_model import BaseModel
-from .source import Anchor, State, VersionSource
+from .source import Anchor, VersionSource, WeightsState
 from .versions import Versions
 
 
 def source_of(index: VersionIndex, versions: Versions, base: BaseModel | None) -> VersionSource:
     """The files of what an index tells of, which may be the base."""
-    if base is not None and base.is_meant(index):
+    if base is not None and base.made(index):
         return base.source(index)
     return VersionSource(versions.storage, index)
 
@@ -32,12 +32,12 @@ class HeldWeights(Protocol):
     """Weights that somebody has."""
 
     @property
-    def state(self) -> State | None: ...
+    def state(self) -> WeightsState | None: ...
 
     def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]: ...
 
 
-def is_proven(
+def is_that_version(
     held: HeldWeights,
     chain: Sequence[VersionIndex],
     versions: Versions,
@@ -64,7 +64,7 @@ def is_proven(
 
 
 def _leads_to(
-    held: HeldWeights, state: State, versions: Versions, crew: Crew, base: BaseModel | None
+    held: HeldWeights, state: WeightsState, versions: Versions, crew: Crew, base: BaseModel | None
 ) -> bool:
     """Whether the tensors of a state are those to which deltas lead."""
     left, number = set(state.checksums), state.version
@@ -87,7 +87,7 @@ def _leads_to(
     return True
 
 
-def _holds(anchor: Anchor, state: State, names: Set[str]) -> bool:
+def _holds(anchor: Anchor, state: WeightsState, names: Set[str]) -> bool:
     """Whether these tensors are those of an anchor."""
     told = anchor.source.index.checksums or anchor.read(lambda *_: None).checksums
     return all(told.get(name) == state.checksums[name] for name in names)

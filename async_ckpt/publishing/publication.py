@@ -53,7 +53,7 @@ from ..storage.scratch import Scratch
 from .difference import checksum_of, encode, overwritten_bytes
 from .replica import MemoryReplica
 from .series import VersionSeries
-from .source import State
+from .source import WeightsState
 
 # Of frames: so many are in memory until a file of them is written, beside those of the tensors being encoded.
 _FILE_BYTES: Final = 256 * MIB
@@ -100,7 +100,7 @@ class Publication(CopySave):
         self._total_bytes = sum(tensor.nbytes for tensor in tensors)
         copies = tensors if held is not None else self.copy.tensors
         self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
-        self._made: tuple[VersionIndex, State, bytes] | None = None
+        self._made: tuple[VersionIndex, WeightsState, bytes] | None = None
         self._is_put = False  # the index may be there
         self.ended: Future[None] = running_future()  # of one that was published: what is not kept is deleted
 
@@ -116,7 +116,7 @@ class Publication(CopySave):
         if self._attempt and not self._is_put:
             with suppress(CheckpointError):
                 self._series.versions.discard(self._version, self._attempt)
-        self._let_go()
+        self._release_weights()
         self._series.is_clean = False
         super().failed(error)
         self._series.base.crew.stop()
@@ -142,7 +142,7 @@ class Publication(CopySave):
         self._series.base.reserve(weights.tensors)
         place, prefix = self._place()
         base = self._series.base.replica_for(self._version, self._series.versions, self._acknowledged)
-        if base is None or self._is_too_much(base):
+        if base is None or self._exceeds_weights(base):
             self._made = self._write_anchor(place, prefix, structure)
         else:
             self._made = self._write_delta(place, prefix, structure, base)
@@ -158,7 +158,9 @@ class Publication(CopySave):
         self._scratch = Scratch(root, "weight_v")
         return LocalStorage(self._scratch.folder), ""
 
-    def _write_anchor(self, place: Storage, prefix: str, structure: str) -> tuple[VersionIndex, State, bytes]:
+    def _write_anchor(
+        self, place: Storage, prefix: str, structure: str
+    ) -> tuple[VersionIndex, WeightsState, bytes]:
         shards = shards_of(self._weights, MAX_SHARD_BYTES)
         self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(map(len, self._small.values()))
         free = None if place.remote else free_bytes_at(Path(place.locate("")))
@@ -181,7 +183,7 @@ class Publication(CopySave):
             slices=self._rank_slices(),
             attempt=self._attempt,
         )
-        state = State(self._version, identity, structure, checksums)
+        state = WeightsState(self._version, identity, structure, checksums)
         return index, state, seal(index_of(shards, index.weight_map, **index.metadata()))
 
     def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
@@ -218,7 +220,7 @@ class Publication(CopySave):
 
     def _write_delta(
         self, place: Storage, prefix: str, structure: str, base: MemoryReplica
-    ) -> tuple[VersionIndex, State, bytes]:
+    ) -> tuple[VersionIndex, WeightsState, bytes]:
         encoding = self._series.base.policy.encoding
         assert base.state is not None
         assert encoding is not None
@@ -234,7 +236,7 @@ class Publication(CopySave):
             num_bytes = sum(map(len, pieces))
             self._write_file(place, prefix + name, num_bytes, map(memoryview, pieces))
             digests[name] = whole.hexdigest()
-        state = State(self._version, identity_of(checksums), structure, checksums)
+        state = WeightsState(self._version, identity_of(checksums), structure, checksums)
         index = VersionIndex(
             version=self._version,
             files=files,
@@ -251,7 +253,7 @@ class Publication(CopySave):
         start = self._series.start
         return RankSlices() if start is None else RankSlices(start.word(self._check), self._slices)
 
-    def _is_too_much(self, base: MemoryReplica) -> bool:
+    def _exceeds_weights(self, base: MemoryReplica) -> bool:
         """Whether positions and values may be more than the weights themselves."""
         if self._series.base.policy.encoding != "overwrite":
             return False
@@ -320,10 +322,10 @@ class Publication(CopySave):
         self._num_bytes += len(data)
         series.base.update(index, state, self._weights.tensors)
         series.published(state)
-        self._let_go()
+        self._release_weights()
         series.base.crew.stop()
 
-    def _let_go(self) -> None:
+    def _release_weights(self) -> None:
         """The optimizers of the copies, and of the model."""
         self._weights = self._weights._replace(tensors={}, as_published=dict)
         self._small = {}

@@ -47,7 +47,7 @@ def _counting(_: str) -> Iterator[int]:
 
 
 # Of spread models, by root: which publisher this is there, on each rank alike.
-_openings: Final = OnceInProcess(_counting)
+_publisher_numbers: Final = OnceInProcess(_counting)
 
 
 class Publisher:
@@ -118,7 +118,7 @@ class Publisher:
         )
         self._root = self._place.storage()
         self._series: VersionSeries | None = None  # from the first publication on
-        self._beginning = threading.Lock()
+        self._lock = threading.Lock()
         self._acknowledged = acknowledged
         self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole
         self._is_closed = False
@@ -168,7 +168,7 @@ class Publisher:
             weights, slices = own_slices(weights) if spread else (weights, {})
             if spread and world_of(None, None).rank:
                 weights, beside = weights._replace(files={}), {}  # which rank 0 has, too
-            series = self._begun(spread=spread)
+            series = self._get_series(spread=spread)
             if spread is not (series.start is not None):
                 raise UnsupportedStateError(
                     f"{self!r} has published {'a whole model' if spread else 'one that is spread over ranks'} before; make "
@@ -183,20 +183,20 @@ class Publisher:
             handle = publication.begin()
         finally:
             called.set_result(spans.total())
-        with self._beginning:
+        with self._lock:
             going_on = [(other, ended) for other, ended in self._pending if not ended.done()]
             self._pending = [*going_on, (handle, publication.ended)]
         return handle
 
-    def _begun(self, *, spread: bool) -> VersionSeries:
+    def _get_series(self, *, spread: bool) -> VersionSeries:
         """The series, which the first publication begins, whichever thread it comes from."""
-        with self._beginning:
+        with self._lock:
             if self._series is None and not spread:
                 self._series = self._new_series(self._root)
             elif self._series is None:
                 world = world_of(None, None)
                 root = self._root.locate("")
-                start = RanksStart(world, root, next(_openings(root)))
+                start = RanksStart(world, root, next(_publisher_numbers(root)))
                 place = place_of_rank(self._place, world.rank, world.size)
                 self._series = self._new_series(place.storage(), start=start)
             return self._series

@@ -126,7 +126,7 @@ class RanksStart:
 # --- what all have published --------------------------------------------------------------------------------------
 
 
-class Whole(NamedTuple):
+class SlicedTensor(NamedTuple):
     """One tensor of the model, and where its slices are: of which rank, by which name, and where they belong."""
 
     dtype: str
@@ -140,7 +140,7 @@ class WholeVersion(NamedTuple):
     number: int
     identity: str
     indices: list[VersionIndex]
-    tensors: dict[str, Whole]
+    tensors: dict[str, SlicedTensor]
 
     def compare(self, rank: int, identity: str, where: str) -> None:
         """Raises CorruptCheckpointError where a rank's weights are not those that its index told of."""
@@ -183,7 +183,7 @@ class RankVersions:
         self._whole = dict(sorted(whole.items()))
         return dict(self._whole)
 
-    def elsewhere(self, size: int | None) -> dict[str, Versions]:
+    def of_other_worlds(self, size: int | None) -> dict[str, Versions]:
         """The versions of ranks at the root that are not of a world of this size (with None, of all worlds), by their folders."""
         others_by_folder = {} if size is None else {"": Versions(self.storage)}
         for other, begun in worlds_in(self.storage.names("")).items():
@@ -196,7 +196,7 @@ class RankVersions:
         if folder:
             self.storage.delete_all(folder)
 
-    def newest_elsewhere(self, size: int | None) -> int:
+    def newest_of_other_worlds(self, size: int | None) -> int:
         """The newest version of these, as far as the first ranks have it; -1 if there is none."""
         others = (other for other in worlds_in(self.storage.names("")) if other != size)
         numbers = [number for other in others for number in self.of_rank(0, other).numbers()]
@@ -220,7 +220,7 @@ class RankVersions:
         """Each rank's index of a version. Raises NotCommittedError, CorruptCheckpointError."""
         return [self.of_rank(rank, size).read(number, fresh=fresh) for rank in range(size)]
 
-    def look_at(self, number: int, size: int) -> WholeVersion:
+    def read_whole(self, number: int, size: int) -> WholeVersion:
         """A version as all ranks say now. Raises as above, for two starts, and for tensors that are not covered."""
         indices = self.indices(number, size, fresh=True)
         if len({index.slices.start for index in indices}) > 1:
@@ -228,12 +228,12 @@ class RankVersions:
         identity = identity_of({str(rank): index.identity for rank, index in enumerate(indices)})
         return WholeVersion(number, identity, indices, self._tensors(number, indices))
 
-    def _tensors(self, number: int, indices: Sequence[VersionIndex]) -> dict[str, Whole]:
+    def _tensors(self, number: int, indices: Sequence[VersionIndex]) -> dict[str, SlicedTensor]:
         """The tensors of the model, each covered once."""
-        found: dict[str, Whole] = {}
+        found: dict[str, SlicedTensor] = {}
         for rank, index in enumerate(indices):
             for key, told in index.slices.of_tensors.items():
-                whole = found.setdefault(told.name, Whole(told.dtype, told.global_shape, []))
+                whole = found.setdefault(told.name, SlicedTensor(told.dtype, told.global_shape, []))
                 if (whole.dtype, whole.shape) != (told.dtype, told.global_shape):
                     raise self._corrupt(number, f"ranks have {told.name!a} of other dtypes or shapes")
                 whole.slices.append((rank, key, Box(told.offsets, told.sizes)))
@@ -254,7 +254,7 @@ class RankVersions:
         )
 
 
-def assembled(whole: Whole, replicas: Mapping[int, MemoryReplica]) -> torch.Tensor:
+def assemble(whole: SlicedTensor, replicas: Mapping[int, MemoryReplica]) -> torch.Tensor:
     """A whole tensor, of its slices; where they overlap, that of the lowest rank counts."""
     dtype = dtype_named(whole.dtype)
     full = torch.empty(whole.shape, dtype=dtype, device="cpu")

@@ -3,7 +3,7 @@
 In: the indices of versions, and a storage with their files. Out: the bytes of each tensor, as they are in the newest of
 these. Knows nothing of: which versions there are, modules.
 
-A delta is applied in place, and undone if one tensor does not come out as it should. `bring` is the whole of it.
+A delta is applied in place, and undone if one tensor does not come out as it should. `update_replica` is the whole of it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ..host.threads import Crew
 from ..staging.device import dense_blocks
 from ..state.dtypes import dtype_named
 from .base_model import BaseModel
-from .difference import NotTheBase, apply, checksum_of
-from .proof import is_proven, source_of
-from .source import Anchor, Frame, State, TensorPart, VersionSource, Where
+from .difference import WrongBaseError, apply, checksum_of
+from .proof import is_that_version, source_of
+from .source import Anchor, Frame, TensorLocation, TensorPart, VersionSource, WeightsState
 from .versions import Versions
 
 _ALIGNMENT: Final = 64
 _log: Final = logging.getLogger("async_ckpt")
 
 
-class Damaged(CorruptCheckpointError):
+class DamagedReplicaError(CorruptCheckpointError):
     """The weights here are not those that were noted: they have to begin with an anchor.
 
     With `perhaps`, it may as well be the delta, of which nothing tells whether its bytes are those that were published.
@@ -46,7 +46,7 @@ class Replica(Protocol):
     """The weights that versions are brought to. One caller at a time, inside `locked`."""
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> WeightsState | None:
         """The state of the weights; None if they are not known to be whole."""
 
     def locked(self) -> AbstractContextManager[None]:
@@ -64,11 +64,11 @@ class Replica(Protocol):
     def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
         """The checksums of these tensors, computed anew; without those that it has not."""
 
-    def note(self, state: State | None) -> None:
+    def note(self, state: WeightsState | None) -> None:
         """These weights it has now; with None, they are about to change."""
 
 
-def bring(
+def update_replica(
     replica: Replica,
     versions: Versions,
     target: int,
@@ -84,30 +84,30 @@ def bring(
     StorageUnavailableError, StorageFullError.
     """
     chain = versions.chain(target, replica.state, base)
-    if replica.state is not None and not is_proven(replica, chain, versions, target, crew, base):
+    if replica.state is not None and not is_that_version(replica, chain, versions, target, crew, base):
         _log.warning(
             "the weights here are not those of version %d; they are begun anew", replica.state.version
         )
         chain = versions.chain(target, None, base)
     planned(chain)
     try:
-        num_bytes = _follow(replica, versions, chain, crew, base)
-    except Damaged as error:
-        chain = _begun_anew(replica, versions, target, base, chain, error)
+        num_bytes = _apply_chain(replica, versions, chain, crew, base)
+    except DamagedReplicaError as error:
+        chain = _restarted_chain(replica, versions, target, base, chain, error)
         planned(chain)
-        num_bytes = _follow(replica, versions, chain, crew, base)
+        num_bytes = _apply_chain(replica, versions, chain, crew, base)
     if not chain and replica.state is not None:
-        _note_proven(replica, versions.read_or_base(target, base, fresh=False))
+        _note_verified(replica, versions.read_or_base(target, base, fresh=False))
     return chain, num_bytes
 
 
-def _begun_anew(
+def _restarted_chain(
     replica: Replica,
     versions: Versions,
     target: int,
     base: BaseModel | None,
     chain: Sequence[VersionIndex],
-    error: Damaged,
+    error: DamagedReplicaError,
 ) -> list[VersionIndex]:
     """The chain to apply from nothing on, once another did not fit the weights here. Raises the error where that is of no use."""
     if error.perhaps and chain[0].is_anchor:
@@ -122,7 +122,7 @@ def _begun_anew(
     return anew
 
 
-def _note_proven(replica: Replica, index: VersionIndex) -> None:
+def _note_verified(replica: Replica, index: VersionIndex) -> None:
     """A version was there already, and may not have been noted as such by us."""
     assert replica.state is not None
     known = replace(replica.state, stamp="" if index.identity else index.stamp, is_marked=False)
@@ -130,7 +130,7 @@ def _note_proven(replica: Replica, index: VersionIndex) -> None:
         replica.note(known)
 
 
-def _follow(
+def _apply_chain(
     replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew, base: BaseModel | None
 ) -> int:
     num_bytes = 0
@@ -139,11 +139,11 @@ def _follow(
         if index.is_anchor:
             num_bytes += replica.seed(Anchor(source, crew))
         else:
-            num_bytes += _apply(replica, source, crew)
+            num_bytes += _apply_delta(replica, source, crew)
     return num_bytes
 
 
-def _apply(replica: Replica, source: VersionSource, crew: Crew) -> int:
+def _apply_delta(replica: Replica, source: VersionSource, crew: Crew) -> int:
     """Apply one delta: all of it is read and understood before anything is changed."""
     before, index = replica.state, source.index
     assert before is not None
@@ -151,7 +151,7 @@ def _apply(replica: Replica, source: VersionSource, crew: Crew) -> int:
     if not before.is_base_of(index):
         raise source.corrupt(INDEX, f"it is against other weights than version {before.version} has")
     blobs = {file: source.whole(file, crew) for file in index.tensor_files}
-    frames = _frames(source, blobs)
+    frames = _read_frames(source, blobs)
     unknown = frames.keys() - before.checksums.keys()
     if unknown or index.structure not in ("", before.structure):
         raise other_model(source.where, unknown)
@@ -163,12 +163,12 @@ def _apply(replica: Replica, source: VersionSource, crew: Crew) -> int:
         )
     with replica.regions(frames) as regions:
         if regions.keys() != frames.keys():
-            raise Damaged("what is here has lost some of its tensors", path=source.where)
+            raise DamagedReplicaError("what is here has lost some of its tensors", path=source.where)
         replica.note(None)  # whoever dies here leaves what nobody takes for weights
         undo: list[Callable[[], None]] = []
         by_size = sorted(frames, key=lambda name: -len(regions[name]))
         try:
-            crew.run_all(partial(_change, regions[n], n, frames[n], source, undo) for n in by_size)
+            crew.run_all(partial(_apply_frame, regions[n], n, frames[n], source, undo) for n in by_size)
         except BaseException:
             for put_back in undo:
                 put_back()
@@ -176,11 +176,13 @@ def _apply(replica: Replica, source: VersionSource, crew: Crew) -> int:
             raise
         if not is_ours:
             checksums |= {name: checksum_of(region) for name, region in regions.items()}
-    replica.note(State(index.version, identity_of(checksums), before.structure, checksums, source.stamp))
+    replica.note(
+        WeightsState(index.version, identity_of(checksums), before.structure, checksums, source.stamp)
+    )
     return sum(map(len, blobs.values()))
 
 
-def _frames(source: VersionSource, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
+def _read_frames(source: VersionSource, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
     """The tensors that a delta changes. Raises CorruptCheckpointError where its files do not have what its index tells of."""
     frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
     if {name: frame.file for name, frame in frames.items()} != source.index.files:
@@ -188,18 +190,18 @@ def _frames(source: VersionSource, blobs: Mapping[str, memoryview]) -> dict[str,
     return frames
 
 
-def _change(
+def _apply_frame(
     region: torch.Tensor, name: str, frame: Frame, source: VersionSource, undo: list[Callable[[], None]]
 ) -> None:
     delta = source.index.delta
     assert delta is not None
     try:
         undo.append(apply(frame.data, region, delta.encoding, frame.checksum, delta.checksum_format))
-    except NotTheBase as error:
+    except WrongBaseError as error:
         told = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
         # Where the file has its digest, the frame is what was published, so it is the base that is not.
         perhaps = frame.file not in source.index.digests
-        raise Damaged(str(told), path=told.path, tensors=told.tensors, perhaps=perhaps) from error
+        raise DamagedReplicaError(str(told), path=told.path, tensors=told.tensors, perhaps=perhaps) from error
 
 
 def other_model(where: str, names: Collection[str]) -> StateMismatchError:
@@ -224,16 +226,16 @@ class MemoryReplica:
         take: Callable[[int], torch.Tensor],
         fits: Callable[[Anchor], None] = lambda _: None,
     ) -> None:
-        self._take, self._fits = take, fits
-        self.state: State | None = None
-        self.tensors: dict[str, Where] = {}
+        self._allocate, self._check_model = take, fits
+        self.state: WeightsState | None = None
+        self.tensors: dict[str, TensorLocation] = {}
         self._memory: torch.Tensor | None = None
         self._regions: dict[str, torch.Tensor] = {}
 
     def locked(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def lay_out(self, tensors: Mapping[str, Where]) -> None:
+    def lay_out(self, tensors: Mapping[str, TensorLocation]) -> None:
         """Take memory for these, unless there is."""
         if {name: where.num_bytes for name, where in tensors.items()} != {
             name: len(region) for name, region in self._regions.items()
@@ -243,12 +245,12 @@ class MemoryReplica:
             for name, where in tensors.items():
                 begins[name] = at
                 at += -(-where.num_bytes // _ALIGNMENT) * _ALIGNMENT
-            memory = self._memory = self._take(at)
+            memory = self._memory = self._allocate(at)
             self._regions = {n: memory[begins[n] : begins[n] + w.num_bytes] for n, w in tensors.items()}
         self.tensors = dict(tensors)
 
     def seed(self, anchor: Anchor) -> int:
-        self._fits(anchor)
+        self._check_model(anchor)
         self.state = None
         self.lay_out(anchor.tensors)
 
@@ -286,7 +288,7 @@ class MemoryReplica:
         """The bytes of one tensor."""
         return self._regions[name]
 
-    def note(self, state: State | None) -> None:
+    def note(self, state: WeightsState | None) -> None:
         self.state = state
 
 

@@ -23,7 +23,7 @@ from ..storage.base import Storage
 from ..storage.place import Place
 from .delta_base import DeltaBase, DeltaPolicy
 from .rank_versions import RanksStart, RankVersions
-from .source import State
+from .source import WeightsState
 from .versions import Ownership, Versions, mark_replaced
 
 _log: Final = logging.getLogger("async_ckpt")
@@ -48,7 +48,7 @@ class Replacement:
     def check(self, version: int, existing: list[int], check: Callable[[], None]) -> None:
         """Find what this version takes the place of. Raises StepExistsError or StepBehindError where it must not."""
         if self._newest_elsewhere is None:
-            self._newest_elsewhere = self._ranks.newest_elsewhere(_size(self._start))
+            self._newest_elsewhere = self._ranks.newest_of_other_worlds(_size(self._start))
         self._version, self._retired = version, []
         if max([*existing, self._newest_elsewhere]) < version:
             return
@@ -60,7 +60,7 @@ class Replacement:
             newest = self._newest_of_all(above, check)
             advice = 'give a higher one, or make the Publisher with on_rollback="retire"'
         if newest < version:
-            others = self._ranks.elsewhere(_size(self._start)).values() if self._is_allowed else ()
+            others = self._ranks.of_other_worlds(_size(self._start)).values() if self._is_allowed else ()
             self._retired = [self._versions, *others]
             return
         root = self._versions.root
@@ -168,7 +168,7 @@ class VersionSeries:
                 _log.warning("version %d is passed over: %s", number, error)
         return ""
 
-    def published(self, state: State) -> None:
+    def published(self, state: WeightsState) -> None:
         """Take note of a version that has become durable."""
         self._structure = state.structure
         self.replacement.mark_durable()
@@ -187,7 +187,7 @@ class VersionSeries:
         token = self.ownership.token
         _retain_from(oldest, self.versions, token)
         if _is_first(self.start):
-            for name, versions in self._ranks.elsewhere(_size(self.start)).items():
+            for name, versions in self._ranks.of_other_worlds(_size(self.start)).items():
                 if versions.numbers() and not _retain_from(oldest, versions, token):
                     self._ranks.remove(name)
 

@@ -35,7 +35,7 @@ _CHUNK_BYTES: Final = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class WeightsState:
     """The identity of weights that somebody has: `checksums` of all tensors by name.
 
     `stamp` is that of the index of others by which they are the version; empty where a Publisher's says what it holds. If another
@@ -59,7 +59,7 @@ class State:
         return self.version == index.version and index.identity in ("", self.identity)
 
 
-class Where(NamedTuple):
+class TensorLocation(NamedTuple):
     """One tensor in a safetensors file of a version, or of a folder."""
 
     file: str
@@ -195,16 +195,16 @@ class VersionSource:
             raise self.corrupt(file, f"it has no checksum of {name!a:.200}")
         return str(wanted)
 
-    def tensors(self) -> dict[str, Where]:
+    def tensors(self) -> dict[str, TensorLocation]:
         """Where the tensors of an anchor lie."""
-        found: dict[str, Where] = {}
+        found: dict[str, TensorLocation] = {}
         for file in self.index.tensor_files:
             found |= self.held_in(file)
         if {name: where.file for name, where in found.items()} != self.index.files:
             raise self.corrupt(INDEX, "it names other tensors than its files hold")
         return found
 
-    def held_in(self, file: str) -> dict[str, Where]:
+    def held_in(self, file: str) -> dict[str, TensorLocation]:
         """Where the tensors in one of the files of an anchor lie."""
         with self.open(file) as reader:
             table, at = self._header_of(file, reader)
@@ -216,7 +216,7 @@ class VersionSource:
             dtype, shape, num_bytes = kinds[kind]
             if num_bytes != end - begin:
                 raise self.corrupt(file, f"it has another number of bytes for {name!a:.200} than its shape")
-            found[name] = Where(file, dtype, shape, at + begin, num_bytes)
+            found[name] = TensorLocation(file, dtype, shape, at + begin, num_bytes)
         return found
 
     def _kind(self, file: str, code: str, shape: list[int]) -> tuple[str, tuple[int, ...], int]:
@@ -262,7 +262,7 @@ class Anchor:
     def num_bytes(self) -> int:
         return sum(where.num_bytes for where in self.tensors.values())
 
-    def read(self, put: Callable[[str, int, memoryview, list[TensorPart]], None]) -> State:
+    def read(self, put: Callable[[str, int, memoryview, list[TensorPart]], None]) -> WeightsState:
         """Give the bytes of all tensors to `put`: from an offset of a file on, and what parts of tensors these are.
 
         A large tensor comes in pieces, all from one thread; small ones come many at a time. Returns what they are.
@@ -296,7 +296,7 @@ class Anchor:
         identity = identity_of(found)
         if self.source.index.identity not in ("", identity):
             raise self.source.corrupt(INDEX, "its checksums are not those of the version that it tells of")
-        return State(self.source.index.version, identity, self.structure, found, self.source.stamp)
+        return WeightsState(self.source.index.version, identity, self.structure, found, self.source.stamp)
 
     def _runs(self) -> list[list[str]]:
         """The tensors, as many at a time as lie beside each other in a piece that is read; the longest first."""
@@ -321,11 +321,11 @@ class Anchor:
                 )
 
 
-def _place_of(named: tuple[str, Where]) -> tuple[str, int, int]:
+def _place_of(named: tuple[str, TensorLocation]) -> tuple[str, int, int]:
     _, where = named
     return where.file, where.begin, where.num_bytes
 
 
-def _part_of(data: memoryview, at: int, where: Where) -> memoryview:
+def _part_of(data: memoryview, at: int, where: TensorLocation) -> memoryview:
     """The bytes of one tensor in what was read of its file, from an offset on."""
     return data[where.begin - at :][: where.num_bytes]

@@ -28,9 +28,9 @@ from ..storage.place import Anywhere, local_place, written_at
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
 from .module import fill, refuse_misfit
-from .rank_versions import RankVersions, WholeVersion, assembled
-from .replica import MemoryReplica, Replica, bring, new_crew
-from .source import Anchor, State, VersionSource
+from .rank_versions import RankVersions, WholeVersion, assemble
+from .replica import MemoryReplica, Replica, new_crew, update_replica
+from .source import Anchor, VersionSource, WeightsState
 from .versions import Versions
 
 # How often a pull begins again when versions take the place of those that it reads.
@@ -135,7 +135,7 @@ class Subscriber:
 
     def _pull_newest(
         self, into: str | os.PathLike[str] | torch.nn.Module, number: int | None
-    ) -> tuple[int, _Done]:
+    ) -> tuple[int, _PullResult]:
         """Pull a version, and begin again where versions have taken the place of those that were being read."""
         for has_more in reversed(range(_TRIES)):
             target = self._target(number)
@@ -155,58 +155,60 @@ class Subscriber:
             return self._ranks.were_replaced(target, size)
         return self._versions.were_replaced(self._read)
 
-    def _pull(self, replica: Replica, target: int, into: object) -> _Done:
+    def _pull(self, replica: Replica, target: int, into: object) -> _PullResult:
         self._read = {target}
         with replica.locked():
             before = replica.state
-            chain, num_bytes = bring(
+            chain, num_bytes = update_replica(
                 replica, self._versions, target, self._crew, base=self._base, planned=self._planned
             )
             if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
-                fill(into, {n: replica.tensor(n) for n in replica.tensors}, self._named(target))
-        return _Done(_base(before, chain), len(chain), num_bytes)
+                fill(into, {n: replica.tensor(n) for n in replica.tensors}, self._describe(target))
+        return _PullResult(_built_on(before, chain), len(chain), num_bytes)
 
     def _planned(self, chain: Sequence[VersionIndex]) -> None:
         """These are about to be read; what the user has given as their base is none of the root's."""
-        self._read |= {i.version for i in chain if self._base is None or not self._base.is_meant(i)}
+        self._read |= {i.version for i in chain if self._base is None or not self._base.made(i)}
 
-    def _pull_of_ranks(self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int) -> _Done:
+    def _pull_of_ranks(
+        self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int
+    ) -> _PullResult:
         """Bring the slices of each rank to the version, in memory; then put whole tensors together."""
         folder = None if isinstance(into, torch.nn.Module) else self._folder(into)
         with nullcontext() if folder is None else folder.locked():
-            version = self._ranks.look_at(target, size)
+            version = self._ranks.read_whole(target, size)
             before = None if folder is None else folder.state
             if (
                 folder is not None
                 and before is not None
                 and (before.version, before.identity) == (target, version.identity)
             ):
-                return _Done(target, 0, 0)
+                return _PullResult(target, 0, 0)
             if isinstance(into, torch.nn.Module):
                 given = {name: (whole.dtype, whole.shape) for name, whole in version.tensors.items()}
-                refuse_misfit(into, given, self._named(target))
+                refuse_misfit(into, given, self._describe(target))
             base, num_versions, num_bytes = None, 0, 0
             for rank in range(size):
                 versions, replica = self._ranks.of_rank(rank, size), self._slices_of(rank, size)
                 held = replica.state
-                chain, num_read = bring(replica, versions, target, self._crew)
+                chain, num_read = update_replica(replica, versions, target, self._crew)
                 version.compare(rank, replica.state.identity if replica.state else "", versions.root)
                 base, num_versions, num_bytes = (
-                    _base(held, chain),
+                    _built_on(held, chain),
                     max(num_versions, len(chain)),
                     num_bytes + num_read,
                 )
             tensors = version.tensors.items()
             if isinstance(into, torch.nn.Module):
-                whole = {name: assembled(one, self._slices[size]) for name, one in tensors}
-                fill(into, whole, self._named(target))
+                whole = {name: assemble(one, self._slices[size]) for name, one in tensors}
+                fill(into, whole, self._describe(target))
             elif folder is not None:
-                beside = self._beside(version, size)
-                whole = {name: assembled(one, self._slices[size]) for name, one in tensors}
+                beside = self._config_files(version, size)
+                whole = {name: assemble(one, self._slices[size]) for name, one in tensors}
                 folder.become(whole, target, version.identity, beside)
-        return _Done(base, num_versions, num_bytes)
+        return _PullResult(base, num_versions, num_bytes)
 
-    def _beside(self, version: WholeVersion, size: int) -> dict[str, bytes]:
+    def _config_files(self, version: WholeVersion, size: int) -> dict[str, bytes]:
         """Config, tokenizer and the like, of the anchor that the version is built on; rank 0 has published them."""
         versions = self._ranks.of_rank(0, size)
         chain = versions.chain(version.number, None)
@@ -218,7 +220,7 @@ class Subscriber:
         if size not in self._slices:
             self._slices = {size: {}}  # those of another world have served
         if rank not in self._slices[size]:
-            self._slices[size][rank] = MemoryReplica(_take)
+            self._slices[size][rank] = MemoryReplica(_allocate)
         return self._slices[size][rank]
 
     def watch(self, *, poll_seconds: float = 1.0) -> Iterator[int]:
@@ -292,7 +294,7 @@ class Subscriber:
         if self._closed.is_set():
             raise ClosedError(f"{self!r}: make another one")
 
-    def _named(self, version: int) -> str:
+    def _describe(self, version: int) -> str:
         return f"version {version} of {self._versions.root}"
 
     def _target(self, version: int | None) -> int:
@@ -332,22 +334,22 @@ class Subscriber:
                     told = {name: (where.dtype, where.shape) for name, where in anchor.tensors.items()}
                     refuse_misfit(live, told, anchor.source.where)
 
-            replica = self._modules[module] = MemoryReplica(_take, fits)
+            replica = self._modules[module] = MemoryReplica(_allocate, fits)
         return replica
 
 
-class _Done(NamedTuple):
+class _PullResult(NamedTuple):
     base: int | None
     num_versions: int
     num_bytes: int
 
 
-def _base(before: State | None, chain: Sequence[VersionIndex]) -> int | None:
+def _built_on(before: WeightsState | None, chain: Sequence[VersionIndex]) -> int | None:
     """The version that was there and was built on."""
     return None if before is None or (chain and chain[0].is_anchor) else before.version
 
 
-def _take(num_bytes: int) -> torch.Tensor:
+def _allocate(num_bytes: int) -> torch.Tensor:
     try:
         return held_memory().lend(num_bytes, crew=get_loop().copiers)
     except MemoryError:

@@ -34,7 +34,7 @@ from ..storage.locks import TEMP_SUFFIX, temps_of
 from ..storage.scratch import Scratch
 from .base_model import BaseModel
 from .notes import SINGLE
-from .source import State, VersionSource
+from .source import VersionSource, WeightsState
 
 # Which publisher adds versions: the one that has written this last.
 _OWNER: Final = "publisher.json"
@@ -45,7 +45,7 @@ _UNFINISHED: Final = re.compile(r"unfinished(\.[0-9a-f]{16})?\.json")
 _MARK: Final = re.compile(r"replaced\.[0-9a-f]{16}\.json")
 
 
-class _Known(NamedTuple):
+class _CachedIndex(NamedTuple):
     """An index that was read, its version in the storage, and what a disk knows it by."""
 
     told: VersionIndex
@@ -71,7 +71,7 @@ class Versions:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         # Versions that were there, each with what its index was known by then; under _lock.
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _CachedIndex] = {}
         self._marks: frozenset[str] = frozenset()  # in the last listing; under _lock
         self._lock = threading.Lock()
 
@@ -150,7 +150,7 @@ class Versions:
                 f"{where}: {error}; fetch or publish it again", path=where
             ) from error
         with self._lock:
-            self._known[number] = _Known(index, version, stamp)
+            self._known[number] = _CachedIndex(index, version, stamp)
         return index
 
     def bytes_of(self, number: int) -> bytes:
@@ -193,7 +193,9 @@ class Versions:
                 raise
             return base.index(number)
 
-    def chain(self, target: int, state: State | None, base: BaseModel | None = None) -> list[VersionIndex]:
+    def chain(
+        self, target: int, state: WeightsState | None, base: BaseModel | None = None
+    ) -> list[VersionIndex]:
         """The versions to apply to a state, or from nothing on, to have a version: in this order. Empty if it is there already.
 
         `base` stands for what the oldest version is against. Raises NotCommittedError where one is missing, and

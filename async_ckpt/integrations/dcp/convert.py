@@ -27,7 +27,15 @@ from ...state.names import Select
 from ...storage.append import Appender
 from ...storage.base import Storage
 from ...storage.place import Anywhere, written_at
-from .entries import SavedItem, entries_of, kept_in, metadata_of, saved, this_rank, value_of
+from .entries import (
+    SavedItem,
+    entries_of,
+    kept_metadata,
+    metadata_of,
+    readers_of_this_rank,
+    torch_saved,
+    value_of,
+)
 
 # What is in memory at one time: one piece of a tensor, or several small tensors.
 _BATCH_BYTES: Final = 64 * MIB
@@ -70,7 +78,7 @@ def restore(
     def put_back(parts: Sequence[Part]) -> None:
         restore_state(parts, state, select=select, strict=strict, trust=trust, verify=verify, types=types)
 
-    from_path(path, put_back, verify=verify, readers=this_rank(from_ranks))
+    from_path(path, put_back, verify=verify, readers=readers_of_this_rank(from_ranks))
 
 
 def to_dcp(
@@ -105,9 +113,9 @@ def to_dcp(
             raise FileExistsError(f"{storage.locate('')}: there is a checkpoint already; give another folder")
 
     def write(parts: Sequence[Part]) -> None:
-        with _Folder(storage) as folder:
+        with _DcpFolder(storage) as folder:
             entries = entries_of(parts)
-            metadata = metadata_of(entries, kept := kept_in(parts))
+            metadata = metadata_of(entries, kept := kept_metadata(parts))
             _write_values(folder, entries, frozenset(kept.get("blobs", ())), trust=trust)
             _write_tensors(folder, entries, metadata)
             folder.finish(metadata)
@@ -116,17 +124,17 @@ def to_dcp(
 
 
 def _write_values(
-    folder: _Folder, entries: Mapping[str, SavedItem], blobs: frozenset[str], *, trust: bool
+    folder: _DcpFolder, entries: Mapping[str, SavedItem], blobs: frozenset[str], *, trust: bool
 ) -> None:
     for name, entry in entries.items():
         if entry.tensor is None:
             wanted, make = value_of(name, entry, trust=trust)
             fill(planned([(entry.file, wanted)]))
             value = make()
-            folder.write(MetadataIndex(name), bytes(value) if name in blobs else saved(value))
+            folder.write(MetadataIndex(name), bytes(value) if name in blobs else torch_saved(value))
 
 
-def _write_tensors(folder: _Folder, entries: Mapping[str, SavedItem], metadata: Metadata) -> None:
+def _write_tensors(folder: _DcpFolder, entries: Mapping[str, SavedItem], metadata: Metadata) -> None:
     batch: list[tuple[str, SavedItem, Wanted]] = []
     for name, entry in entries.items():
         if entry.tensor is None:
@@ -144,7 +152,7 @@ def _write_tensors(folder: _Folder, entries: Mapping[str, SavedItem], metadata: 
     _flush(folder, batch)
 
 
-def _flush(folder: _Folder, batch: list[tuple[str, SavedItem, Wanted]]) -> None:
+def _flush(folder: _DcpFolder, batch: list[tuple[str, SavedItem, Wanted]]) -> None:
     fill(planned([(entry.file, [wanted]) for _, entry, wanted in batch]))
     for name, _, wanted in batch:
         folder.save(MetadataIndex(name, wanted.offsets), wanted.into)
@@ -169,12 +177,12 @@ def _chunks(
             yield (*offsets, at, *(0,) * len(rest)), (*before, min(step, size - at), *rest)
 
 
-class _Folder:
+class _DcpFolder:
     """The folder in the making. Left without `finish`, nothing of it stays."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._told: dict[MetadataIndex, filesystem._StorageInfo] = {}
+        self._storage_infos: dict[MetadataIndex, filesystem._StorageInfo] = {}
         self._files: list[str] = []  # that are whole
         self._out: Appender | None = None
         self._is_finished = False
@@ -186,13 +194,13 @@ class _Folder:
 
     def save(self, index: MetadataIndex, tensor: torch.Tensor) -> None:
         begin = self._file().num_bytes
-        torch.save(tensor, _Stream(self._file()))  # type: ignore[arg-type]
+        torch.save(tensor, _AppenderFile(self._file()))  # type: ignore[arg-type]
         self._note(index, begin)
 
     def _note(self, index: MetadataIndex, begin: int) -> None:
         out = self._file()
         name = _FILE.format(len(self._files))
-        self._told[index] = filesystem._StorageInfo(name, begin, out.num_bytes - begin)
+        self._storage_infos[index] = filesystem._StorageInfo(name, begin, out.num_bytes - begin)
         if out.num_bytes >= _FILE_BYTES:
             self._end_file()
 
@@ -210,13 +218,13 @@ class _Folder:
 
     def finish(self, metadata: Metadata) -> None:
         self._end_file()
-        metadata.storage_data = self._told
+        metadata.storage_data = self._storage_infos
         if hasattr(metadata, "version"):  # from torch 2.9 on
             metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         self._storage.put_new(OF_DCP, pickle.dumps(metadata))
         self._is_finished = True
 
-    def __enter__(self) -> _Folder:
+    def __enter__(self) -> _DcpFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -228,7 +236,7 @@ class _Folder:
             self._storage.delete(name)
 
 
-class _Stream(io.RawIOBase):
+class _AppenderFile(io.RawIOBase):
     """The file that torch.save writes to."""
 
     def __init__(self, out: Appender) -> None:

@@ -49,13 +49,13 @@ class SavedItem(NamedTuple):
         return self.file.index.tensors[self.tensor].shape
 
 
-def this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
+def readers_of_this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
     """The rank that reads: where there are several ranks, each gets its own values."""
     world = world_of(None, None)
     return Readers(None if world.is_one else (world.rank, world.size), from_ranks)
 
 
-def kept_in(parts: Sequence[Part]) -> Mapping[str, Any]:
+def kept_metadata(parts: Sequence[Part]) -> Mapping[str, Any]:
     """The metadata that a writer of ours has kept beside the state."""
     kept = None if parts[0].made is None else parts[0].made.record.get(KEPT)
     return kept if isinstance(kept, dict) else {}
@@ -128,7 +128,7 @@ def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted],
     return wanted, lambda: replaced(entry.value, give)
 
 
-def saved(value: Any) -> bytes:
+def torch_saved(value: Any) -> bytes:
     """As torch's planners write what is no tensor."""
     buffer = io.BytesIO()
     torch.save(value, buffer)

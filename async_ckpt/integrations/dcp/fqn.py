@@ -46,7 +46,7 @@ def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
     return found
 
 
-def kept_of(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
+def metadata_to_keep(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
     """The metadata that a manifest is to keep: the planner's data, unless it follows from the names, and the names of blobs that are no
     values. Raises TypeError for data that is not plain.
     """

@@ -40,13 +40,13 @@ from .entries import (
     SavedItem,
     entries_of,
     identity_of,
-    kept_in,
+    kept_metadata,
     metadata_of,
-    saved,
-    this_rank,
+    readers_of_this_rank,
+    torch_saved,
     value_of,
 )
-from .writer import is_place
+from .writer import is_checkpoint_id
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class TarStorageReader(StorageReader):
         self._verify, self._trust = flag("verify", verify), flag("trust", trust)
         self._from_ranks = from_ranks
         self._load_id = os.urandom(8).hex()
-        self._seen = ""  # what the metadata was read from
+        self._identity = ""  # what the metadata was read from
 
     # --- torch's protocol, in the order of its calls ----------------------------------------------------------
 
@@ -100,10 +100,10 @@ class TarStorageReader(StorageReader):
         # Without `**kwargs`: torch would try once more, and if that went well go on without the other ranks.
 
         def use(parts: Sequence[Part]) -> tuple[str, Metadata, object]:
-            kept = kept_in(parts)
+            kept = kept_metadata(parts)
             return identity_of(parts), metadata_of(entries_of(parts), kept), kept.get("save_id")
 
-        self._seen, metadata, save_id = self._read(use)
+        self._identity, metadata, save_id = self._read(use)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id,
             save_id=save_id if isinstance(save_id, str) else None,
@@ -117,7 +117,7 @@ class TarStorageReader(StorageReader):
         """There is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, storage_data=(self._seen, _renamed(plan)))
+        return replace(plan, storage_data=(self._identity, _renamed(plan)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator. Raises StorageUnavailableError where ranks have seen different steps."""
@@ -139,14 +139,14 @@ class TarStorageReader(StorageReader):
         """Fill what the plan names. Returns once it is filled."""
 
         def use(parts: Sequence[Part]) -> None:
-            if identity_of(parts) != self._seen:
+            if identity_of(parts) != self._identity:
                 raise StorageUnavailableError(
                     f"{self._place.shown} was replaced while it was read; load it again",
                     path=self._place.shown,
                 )
-            blobs = frozenset(kept_in(parts).get("blobs", ()))
+            blobs = frozenset(kept_metadata(parts).get("blobs", ()))
             renamed = plan.storage_data[1]
-            _Load(entries_of(parts), plan.items, planner, blobs, renamed, trust=self._trust).run()
+            _PlanReader(entries_of(parts), plan.items, planner, blobs, renamed, trust=self._trust).run()
 
         self._read(use)
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -161,13 +161,15 @@ class TarStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path or URL that can be read from."""
-        return is_place(checkpoint_id)
+        return is_checkpoint_id(checkpoint_id)
 
     def _read(self, use: Callable[[Sequence[Part]], T]) -> T:
-        return from_path(self._place, use, verify=self._verify, readers=this_rank(self._from_ranks))
+        return from_path(
+            self._place, use, verify=self._verify, readers=readers_of_this_rank(self._from_ranks)
+        )
 
 
-class _Load:
+class _PlanReader:
     """One read of all that one rank wants."""
 
     def __init__(
@@ -189,7 +191,7 @@ class _Load:
         self._after: list[Callable[[], None]] = []  # once all is filled
 
     def run(self) -> None:
-        elsewhere = self._placed_otherwise()
+        elsewhere = self._misplaced_targets()
         values = []
         for item in self._items:
             name = item.storage_index.fqn
@@ -204,7 +206,7 @@ class _Load:
                 self._want(
                     min(self._saved_as(name)), part.detach(), rectangle.global_offsets, rectangle.sizes
                 )
-        self._need()
+        self._announce_needs()
         made = [(item, self._value(item)) for item in values]
         fill(planned(self._wanted.values()))
         for action in self._after:
@@ -213,7 +215,7 @@ class _Load:
             blob = io.BytesIO(give())
             self._planner.load_bytes(item, blob)
 
-    def _placed_otherwise(self) -> dict[str, list[tuple[Rectangle, torch.Tensor]]]:
+    def _misplaced_targets(self) -> dict[str, list[tuple[Rectangle, torch.Tensor]]]:
         """The sharded targets of which torch's plan does not name just what is here, with what is.
 
         torch describes each by one rectangle, reckoned from the left of the mesh: for strided and for uneven shards that is
@@ -226,11 +228,11 @@ class _Load:
             if not is_sharded(target) or self._entries.keys().isdisjoint(saved_as):
                 continue
             slices, parts, _ = slicer.slice(target, name=name)
-            if _names_just(self._by_name.get(name, ()), slices.rectangles):
+            if _covers_exactly(self._by_name.get(name, ()), slices.rectangles):
                 continue
             if self._is_one(saved_as, target):
                 found[name] = list(zip(slices.rectangles, parts, strict=True))
-            elif not _is_as_torch_says(target, slices.rectangles):
+            elif not _matches_torch(target, slices.rectangles):
                 raise ValueError(
                     f"{shown((name,))}: the plan fills this shard from {', '.join(sorted(saved_as))}, at places that torch takes "
                     "for this rank's, but that are another's; load it by the name and in the shape that it was saved with"
@@ -252,7 +254,7 @@ class _Load:
             and entry.shape == tuple(target.shape)
         )
 
-    def _need(self) -> None:
+    def _announce_needs(self) -> None:
         """All that is wanted, said before any of it is read: other files may have to be opened for it."""
         for file, wanted in self._wanted.values():
             file.need((one.number, _box(one)) for one in wanted)
@@ -271,7 +273,7 @@ class _Load:
         into, dtype = target, file.dtype(number)
         if target.dtype != dtype:  # as torch's own reader does it
             into = torch.empty(sizes, dtype=dtype, device=CPU)
-            self._after.append(partial(_cast, target, into))
+            self._after.append(partial(_copy_with_cast, target, into))
         self._wanted.setdefault(id(file), (file, []))[1].append(Wanted(number, into, offsets))
 
     def _value(self, item: ReadItem) -> Callable[[], bytes]:
@@ -280,7 +282,7 @@ class _Load:
         entry = self._entries[name]
         wanted, make = value_of(name, entry, trust=self._trust)
         self._wanted.setdefault(id(entry.file), (entry.file, []))[1].extend(wanted)
-        return lambda: bytes(make()) if name in self._blobs else saved(make())
+        return lambda: bytes(make()) if name in self._blobs else torch_saved(make())
 
 
 def _renamed(plan: LoadPlan) -> dict[str, set[str]]:
@@ -296,11 +298,11 @@ def _box(wanted: Wanted) -> Box:
     return Box(wanted.offsets or (0,) * len(shape), shape)
 
 
-def _cast(target: torch.Tensor, made: torch.Tensor) -> None:
+def _copy_with_cast(target: torch.Tensor, made: torch.Tensor) -> None:
     target.copy_(made)
 
 
-def _names_just(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) -> bool:
+def _covers_exactly(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) -> bool:
     """Whether a plan fills all of these, and nothing else."""
     num_items = 0
     for item in items:
@@ -312,7 +314,7 @@ def _names_just(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) -> b
     return num_items == sum(one.num_elements for one in rectangles)
 
 
-def _is_as_torch_says(target: Any, rectangles: Sequence[Rectangle]) -> bool:
+def _matches_torch(target: Any, rectangles: Sequence[Rectangle]) -> bool:
     """Whether these are what torch's planners take for this rank's."""
     described: list[Any] = getattr(target, "__create_chunk_list__", list)()
     told = [Box(tuple(one.offsets), tuple(one.sizes)) for one in described]

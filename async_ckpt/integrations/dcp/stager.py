@@ -68,7 +68,7 @@ class PinnedStager(AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> Any:
         """A copy of the state dict. Returns a future of it, or itself where torch is older than 2.9."""
         found: dict[int, tuple[str, Any]] = {}
-        _look(state_dict, (), found)
+        _collect_tensors(state_dict, (), found)
         tensors: list[torch.Tensor] = []
         names: list[str] = []
         for name, tensor in found.values():
@@ -88,7 +88,7 @@ class PinnedStager(AsyncStager):
             wording=Wording("the copy of a state dict that is staged", "response.staging_completion"),
         )
         copies = iter(made.tensors)
-        memo: dict[int, Any] = {key: _rebuilt(tensor, copies) for key, (_, tensor) in found.items()}
+        memo: dict[int, Any] = {key: _rebuild(tensor, copies) for key, (_, tensor) in found.items()}
         try:
             staged = copy.deepcopy(state_dict, memo)
         except Exception as error:
@@ -101,7 +101,7 @@ class PinnedStager(AsyncStager):
         if not _MAY_RETURN_FUTURE:
             made.completion.result()
             return staged
-        return _once(made.completion, staged)
+        return _staged_after(made.completion, staged)
 
     def synchronize_staging(self) -> None:
         """Wait until the last state dict is copied. Raises TornSnapshotError."""
@@ -120,7 +120,7 @@ class PinnedStager(AsyncStager):
         vars(self).update(state, _memory=BufferPool(held=True))
 
 
-def _once(completion: Future[None], staged: Any) -> Future[Any]:
+def _staged_after(completion: Future[None], staged: Any) -> Future[Any]:
     """The state dict, once it is copied; the future alone keeps it."""
     found: Future[Any] = running_future()
     kept = [staged]
@@ -138,16 +138,16 @@ def _once(completion: Future[None], staged: Any) -> Future[Any]:
     return found
 
 
-def _look(value: Any, path: Path, found: dict[int, tuple[str, Any]]) -> None:
+def _collect_tensors(value: Any, path: Path, found: dict[int, tuple[str, Any]]) -> None:
     """Every tensor in these containers once, by its id."""
     if isinstance(value, torch.Tensor):
         found.setdefault(id(value), (shown(path), value))
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            _look(inner, (*path, key), found)
+            _collect_tensors(inner, (*path, key), found)
     elif isinstance(value, list | tuple | deque):
         for number, inner in enumerate(value):
-            _look(inner, (*path, number), found)
+            _collect_tensors(inner, (*path, number), found)
 
 
 def _is_dtensor(tensor: Any) -> bool:
@@ -157,25 +157,25 @@ def _is_dtensor(tensor: Any) -> bool:
 def _parts(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors in it, detached: what is staged belongs to no graph."""
     if _is_dtensor(tensor):
-        return [_waited(tensor._local_tensor).detach()]
+        return [_wait_for_collective(tensor._local_tensor).detach()]
     if hasattr(tensor, "local_shards"):
         return [inner for shard in tensor.local_shards() for inner in _parts(shard.tensor)]
     return [tensor.detach()]
 
 
-def _waited(tensor: Any) -> Any:
+def _wait_for_collective(tensor: Any) -> Any:
     """A collective's result that has not been waited for."""
     return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
 
 
-def _rebuilt(tensor: Any, copies: Any) -> Any:
+def _rebuild(tensor: Any, copies: Any) -> Any:
     """The same around its copies, which are next."""
     if _is_dtensor(tensor):
         return type(tensor)(next(copies), tensor._spec, requires_grad=False)
     if hasattr(tensor, "local_shards"):
         from torch.distributed._shard.sharded_tensor.shard import Shard
 
-        shards = [Shard(_rebuilt(shard.tensor, copies), shard.metadata) for shard in tensor.local_shards()]
+        shards = [Shard(_rebuild(shard.tensor, copies), shard.metadata) for shard in tensor.local_shards()]
         return type(tensor)._init_from_local_shards_and_global_metadata(
             shards,
             sharded_tensor_metadata=tensor.metadata(),

@@ -44,14 +44,14 @@ from ...state.division import RankShare
 from ...state.names import Path, shown
 from ...storage.base import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
-from .fqn import KEPT, kept_of, path_of
+from .fqn import KEPT, metadata_to_keep, path_of
 from .stager import PinnedStager
 
 # The index of what a rank tells that has nothing to write: no name of torch's is empty.
 _NOTHING: Final = MetadataIndex("")
 
 
-class Written(NamedTuple):
+class WrittenArchive(NamedTuple):
     """A rank's report to the coordinator on each item: the archive that it is in."""
 
     rank: int
@@ -146,7 +146,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         self._clean_up()
         save = self._save
         if save.is_coordinator:
-            save.replaces = self._found(save)
+            save.replaces = self._existing_manifest(save)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -157,11 +157,11 @@ class TarStorageWriter(StorageWriter, PinnedStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's archive. Returns once it is durable."""
         rank, world_size = plan.storage_data
-        told, blobs = _taken(plan, planner, rank, world_size)
+        told, blobs = _share_of_plan(plan, planner, rank, world_size)
         target = _RankTarget(self._save.place.storage(), archive_name(rank, os.urandom(4).hex()))
         report = default.files_saver().save(FileRequest(told, target)).result()
         assert target.archive is not None
-        written = Written(rank, target.archive, blobs)
+        written = WrittenArchive(rank, target.archive, blobs)
         sizes = {item.index: _num_bytes(item) for item in plan.items} or {_NOTHING: report.num_bytes}
         results = [WriteResult(index, size, written) for index, size in sizes.items()]
         self._written.append((weakref.ref(results[0]), target.storage, target.name))
@@ -180,7 +180,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
             one.index: one.storage_data for of_rank in results for one in of_rank if one.index != _NOTHING
         }
         metadata.storage_meta = self.storage_meta()
-        kept = kept_of(metadata, (name for one in written.values() for name in one.blobs))
+        kept = metadata_to_keep(metadata, (name for one in written.values() for name in one.blobs))
         archives = tuple(written[rank].archive for rank in sorted(written))
         self._commit(save, archives, {KEPT: {**kept, "save_id": save.save_id}})
 
@@ -195,7 +195,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path or URL that can be written to."""
-        return is_place(checkpoint_id)
+        return is_checkpoint_id(checkpoint_id)
 
     # --- parts ------------------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         save: _WriterSave = self._local.save
         return save
 
-    def _found(self, save: _WriterSave) -> tuple[Manifest, str] | None:
+    def _existing_manifest(self, save: _WriterSave) -> tuple[Manifest, str] | None:
         """The manifest that is to be replaced, and its version. Raises StepExistsError where that was not asked for."""
         storage = save.place.storage()
         if storage.exists(OF_DCP):
@@ -272,7 +272,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
                     storage.replace(MANIFEST, made.dump(), version=before[1])
                 break
             except FileExistsError as error:
-                save.replaces = self._found(save) if self._overwrite else None
+                save.replaces = self._existing_manifest(save) if self._overwrite else None
                 number = self._attempts.get(save.replaces[0].attempt) if save.replaces else None
                 if number is None:
                     raise StepExistsError(
@@ -304,7 +304,7 @@ def _delete_replaced(save: _WriterSave, replaced: Manifest) -> None:
         Sweeper(Root(root, told.step_format)).delete_replaced(told.step, replaced)
 
 
-def is_place(where: object) -> bool:
+def is_checkpoint_id(where: object) -> bool:
     """Whether a checkpoint_id is a path or URL."""
     try:
         place_of(where).storage()  # type: ignore[arg-type]
@@ -323,17 +323,17 @@ def _refusal(unknown: Mapping[str, Any]) -> str:
     return f"TarStorageWriter has no {names}; it syncs every file, and writes by several threads, in any case"
 
 
-def _taken(
+def _share_of_plan(
     plan: SavePlan, planner: SavePlanner, rank: int, world_size: int
 ) -> tuple[RankShare, tuple[str, ...]]:
     """The items that this rank is to write, and the names of blobs that stay blobs."""
-    items = _Items(getattr(planner, "state_dict", None))
+    items = _PlannedTensors(getattr(planner, "state_dict", None))
     entries: list[tuple[Path, Any]] = []
     blobs: list[str] = []
     for item in plan.items:
         name, data = item.index.fqn, planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            value, is_blob = _opened(data)
+            value, is_blob = _value_in_blob(data)
             blobs += [name] if is_blob else []
         elif (value := items.add(item, data)) is None:
             continue  # one more piece of a tensor
@@ -351,7 +351,7 @@ class _RankTarget(FileTarget):
         (self.archive,) = archives
 
 
-class _Items:
+class _PlannedTensors:
     """The tensors of a plan, of which one may be in several pieces; for `capture`, it is what knows of slices."""
 
     def __init__(self, live: Any) -> None:
@@ -372,7 +372,7 @@ class _Items:
         data = data.detach()
         offsets, sizes = tuple(told.chunk.offsets), tuple(told.chunk.sizes)
         if tuple(data.shape) != sizes:
-            raise _refused(
+            raise _unsupported(
                 name, f"the planner has planned a piece of shape {list(sizes)}, and it has {list(data.shape)}"
             )
         self._compare(name, offsets, sizes)
@@ -393,7 +393,7 @@ class _Items:
         if torch.Size(sizes).numel() and not any(
             (one.global_offsets, one.sizes) == (offsets, sizes) for one in rectangles
         ):
-            raise _refused(
+            raise _unsupported(
                 name,
                 f"torch's plan puts this rank's shard at {list(offsets)} with {list(sizes)} items, but by its placements "
                 f"it is {[(list(one.global_offsets), list(one.sizes)) for one in rectangles]}; save it with AsyncCheckpointer",
@@ -435,12 +435,12 @@ def _rectangle(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Rectangle:
     return Rectangle(offsets, (0,) * len(offsets), sizes)
 
 
-def _refused(name: str, why: str) -> UnsupportedStateError:
+def _unsupported(name: str, why: str) -> UnsupportedStateError:
     where = shown((name,))
     return UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
 
 
-def _opened(data: Any) -> tuple[Any, bool]:
+def _value_in_blob(data: Any) -> tuple[Any, bool]:
     """The value that a planner has made a blob of; and whether it is the blob itself, since torch.save has not made it."""
     blob = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
     if blob.startswith(b"PK\x03\x04"):
