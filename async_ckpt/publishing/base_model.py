@@ -1,6 +1,6 @@
-"""The model that the first delta of a root is against, where no version holds it: a folder of Hugging Face on this machine.
+"""The base model of a root whose first version is a delta: a folder of Hugging Face on this machine.
 
-In: a folder. Out: its weights as an anchor. Knows nothing of: versions, who applies them.
+In: a folder. Out: its weights as an anchor. Knows nothing of: versions, replicas.
 """
 
 from __future__ import annotations
@@ -21,46 +21,47 @@ from .source import VersionSource
 
 
 class BaseModel:
-    """The weights of a folder, as those of a version with a number that is below all at a root."""
+    """The weights of a folder, as an anchor with a number below those of all versions.
+
+    Made by a `Subscriber` that was given `base`, and used in its pulls.
+    """
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise NotADirectoryError(f"base {folder} is not a folder; give the one with the model")
         self.folder = folder
         self._storage = LocalStorage(folder)
-        self._index: VersionIndex | None = None  # which was made last
+        self._index: VersionIndex | None = None  # the last one that was made
 
     def index(self, number: int) -> VersionIndex:
-        """The equivalent of the index of a version with this number. Raises CorruptCheckpointError."""
-        found = VersionIndex(number, self._files())
-        found = replace(found, stamp=self._stamp(found.tensor_files))
-        if self._index is None or (self._index, self._index.stamp) != (found, found.stamp):
-            self._index = found
+        """The index of an anchor with this number and the folder's tensors. Raises CorruptCheckpointError."""
+        index = VersionIndex(number, self._files())
+        index = replace(index, stamp=self._stamp(index.tensor_files))
+        if self._index is None or (self._index, self._index.stamp) != (index, index.stamp):
+            self._index = index
         return self._index
 
     def _files(self) -> dict[str, str]:
         try:
             return weight_map_in(self._storage.read(INDEX)[0])
         except ValueError as error:
-            where = str(self.folder / INDEX)
-            raise CorruptCheckpointError(
-                f"{where}: {error}; give a folder with a model", path=where
-            ) from error
+            path = str(self.folder / INDEX)
+            raise CorruptCheckpointError(f"{path}: {error}; give a folder with a model", path=path) from error
         except FileNotFoundError:
-            alone = _BaseModelSource(self._storage, VersionIndex(0, {}))
-            return dict.fromkeys(alone.held_in(SINGLE), SINGLE)
+            source = _BaseModelSource(self._storage, VersionIndex(0, {}))
+            return dict.fromkeys(source.held_in(SINGLE), SINGLE)
 
     def _stamp(self, files: Sequence[str]) -> str:
-        """By which its files are told from others of their names."""
-        found = []
+        """A checksum that changes when one of the files is replaced or written."""
+        lines = []
         for file in files:
-            with suppress(OSError):  # which reading it will tell of
-                told = os.stat(self.folder / file)
-                found.append(f"{file} {told.st_dev} {told.st_ino} {told.st_mtime_ns} {told.st_size}")
-        return checksum("\n".join(found).encode())
+            with suppress(OSError):  # reading the file raises it again
+                status = os.stat(self.folder / file)
+                lines.append(f"{file} {status.st_dev} {status.st_ino} {status.st_mtime_ns} {status.st_size}")
+        return checksum("\n".join(lines).encode())
 
     def made(self, index: VersionIndex) -> bool:
-        """Whether an index is the one that was made of this folder."""
+        """Whether this index was made of this folder."""
         return index is self._index
 
     def source(self, index: VersionIndex) -> VersionSource:
@@ -68,7 +69,7 @@ class BaseModel:
 
 
 class _BaseModelSource(VersionSource):
-    """The files of a model that was not published. Small ones are read when they are listed."""
+    """The files of a model that was not published. Small files are read when they are listed."""
 
     def __init__(self, storage: LocalStorage, index: VersionIndex) -> None:
         super().__init__(storage, index)

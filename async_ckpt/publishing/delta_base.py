@@ -44,7 +44,7 @@ class DeltaPolicy:
 class DeltaBase:
     """The weights, in host memory, that the next delta is computed against.
 
-    Made and owned by the `VersionSeries` of a publisher. Only the publication whose turn it is uses it, on helper threads.
+    Made and owned by a `VersionSeries`. Only the publication whose turn it is uses it, on helper threads.
     """
 
     def __init__(self, policy: DeltaPolicy) -> None:

@@ -1,7 +1,7 @@
-"""Things that one publication leaves to the next: the versions at the root, who owns it, and the base of deltas.
+"""The state that one publication leaves to the next: the versions at the root, its owner, and the base of deltas.
 
-In: the number and the structure of a new version. Out: whether it may be added, and the deletion of versions that it replaces
-or makes unnecessary. Knows nothing of: how versions are written.
+In: the number and the structure of a new version. Out: whether it may be added, and the deletion of versions that it
+replaces or makes unnecessary. Knows nothing of: how versions are written.
 
 Nothing here changes before the change that it records is durable.
 """
@@ -30,9 +30,10 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class Replacement:
-    """The versions that a new one takes the place of, when a training goes on from an earlier checkpoint.
+    """The versions that a new one replaces, when a training goes on from an earlier checkpoint.
 
-    Made and owned by a `VersionSeries`. Such versions are deleted only under on_rollback="retire"; otherwise they are an error.
+    Made and owned by a `VersionSeries`. They are deleted only under on_rollback="retire"; otherwise they are an
+    error.
     """
 
     def __init__(
@@ -40,17 +41,17 @@ class Replacement:
     ) -> None:
         self._versions, self._ranks, self._start = versions, ranks, start
         self._is_allowed = is_allowed
-        self._newest_elsewhere: int | None = None  # in other series at the root, once it was looked for
-        self._version = 0  # the one that was checked last
-        self._retired: list[Versions] = []  # the series in which it takes the place of others
-        self._has_replaced = False  # since the last version that was durable
+        self._newest_other: int | None = None  # in other series at the root; None before it was looked up
+        self._version = 0  # the last one that was checked
+        self._replaced: list[Versions] = []  # the series in which versions are replaced
+        self._has_replaced = False  # versions were deleted, and the new one is not durable yet
 
     def check(self, version: int, existing: list[int], check: Callable[[], None]) -> None:
-        """Find what this version takes the place of. Raises StepExistsError or StepBehindError where it must not."""
-        if self._newest_elsewhere is None:
-            self._newest_elsewhere = self._ranks.newest_of_other_worlds(_size(self._start))
-        self._version, self._retired = version, []
-        if max([*existing, self._newest_elsewhere]) < version:
+        """Find the versions that this one replaces. Raises StepExistsError or StepBehindError if it may not."""
+        if self._newest_other is None:
+            self._newest_other = self._ranks.newest_of_other_worlds(_size(self._start))
+        self._version, self._replaced = version, []
+        if max([*existing, self._newest_other]) < version:
             return
         above = [number for number in existing if number >= version]
         if self._is_allowed:
@@ -61,7 +62,7 @@ class Replacement:
             advice = 'give a higher one, or make the Publisher with on_rollback="retire"'
         if newest < version:
             others = self._ranks.of_other_worlds(_size(self._start)).values() if self._is_allowed else ()
-            self._retired = [self._versions, *others]
+            self._replaced = [self._versions, *others]
             return
         root = self._versions.root
         if newest == version:
@@ -89,11 +90,11 @@ class Replacement:
 
     def delete(self, ownership: Ownership) -> None:
         """Delete the versions that the checked one replaces, and have readers look again."""
-        for versions in self._retired if _is_first(self._start) else self._retired[:1]:
-            gone = [number for number in versions.numbers() if number >= self._version]
-            versions.delete(gone, token=ownership.token, check=ownership.check)
-        if self._retired:
-            self._retired, self._newest_elsewhere = [], None
+        for versions in self._replaced if _is_first(self._start) else self._replaced[:1]:
+            numbers = [number for number in versions.numbers() if number >= self._version]
+            versions.delete(numbers, token=ownership.token, check=ownership.check)
+        if self._replaced:
+            self._replaced, self._newest_other = [], None
             self._has_replaced = True
             mark_replaced(self._ranks.storage)
 
@@ -131,7 +132,10 @@ class VersionSeries:
         self._structure = ""  # of the newest version
 
     def prepare(self, version: int, structure: str, check: Callable[[], None]) -> None:
-        """See that a version may be added, and take the root for it. Asks the storage; `check` may end a wait."""
+        """Check that a version may be added, and take the root for it.
+
+        It sends requests to the storage; `check` may end a wait by raising.
+        """
         root = self.versions.root
         if self.ownership.is_taken:
             self.ownership.check()
@@ -140,13 +144,13 @@ class VersionSeries:
         before = self._structure or self._published_structure(existing)
         if before not in ("", structure):
             raise StateMismatchError(
-                f"{root}: the versions there have tensors of other names, dtypes or shapes, and readers apply one version to the "
-                "other; publish another model to a root of its own",
+                f"{root}: the versions there have tensors of other names, dtypes or shapes, and readers apply one "
+                "version to the other; publish another model to a root of its own",
                 missing=(),
                 unexpected=(),
                 mismatched=(),
             )
-        if not self.ownership.is_taken:  # and not before: whoever is refused takes nothing from anybody
+        if not self.ownership.is_taken:  # only now: a refused publisher takes the root from nobody
             self.ownership.take()
             self.storage.sweep_uploads()
         if not self.is_clean:
@@ -154,8 +158,8 @@ class VersionSeries:
             self.is_clean = True
         if version not in existing and self.storage.names(folder_of(version)):
             raise StepExistsError(
-                f"{root}: there is a folder {folder_of(version)} already, which is no version of a Publisher; delete it, or give "
-                "a higher number",
+                f"{root}: there is a folder {folder_of(version)} already, which is not a version of a Publisher; delete "
+                "it, or give a higher number",
                 step=version,
             )
 
@@ -174,16 +178,16 @@ class VersionSeries:
         self.replacement.mark_durable()
 
     def retain(self) -> None:
-        """Delete what is neither among the newest versions nor needed by one of them."""
+        """Delete the versions that are not among the newest, and that none of these needs."""
         if self._keep is None:
             return
         own = self.versions.numbers()
         whole = self._ranks.sizes()
-        # Other ranks may yet fail to publish a version of this rank: only whole versions count, and all after them is kept.
-        there = sorted({*whole, *own} if self.start is None else whole)
-        if not there:
+        # Other ranks may still fail to publish a version of this rank, so only whole versions are counted.
+        counted = sorted({*whole, *own} if self.start is None else whole)
+        if not counted:
             return
-        oldest = there[-self._keep :][0]
+        oldest = counted[-self._keep :][0]
         token = self.ownership.token
         _retain_from(oldest, self.versions, token)
         if _is_first(self.start):
@@ -203,8 +207,8 @@ def _size(start: RanksStart | None) -> int | None:
 
 def _retain_from(oldest: int, versions: Versions, token: str) -> list[int]:
     """Delete the versions that are older and that no newer one needs. Returns those that are left."""
-    there = versions.numbers()
-    needed = versions.needed_by([number for number in there if number >= oldest])
-    gone = [number for number in there if number not in needed and versions.is_ours(number)]
-    versions.delete(gone, token=token)
-    return [number for number in there if number not in gone]
+    existing = versions.numbers()
+    needed = versions.needed_by([number for number in existing if number >= oldest])
+    unneeded = [number for number in existing if number not in needed and versions.is_ours(number)]
+    versions.delete(unneeded, token=token)
+    return [number for number in existing if number not in unneeded]
