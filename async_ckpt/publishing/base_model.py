@@ -49,7 +49,7 @@ class BaseModel:
             raise CorruptCheckpointError(f"{path}: {error}; give a folder with a model", path=path) from error
         except FileNotFoundError:
             source = _BaseModelSource(self._storage, VersionIndex(0, {}))
-            return dict.fromkeys(source.held_in(SINGLE), SINGLE)
+            return dict.fromkeys(source.tensors_in(SINGLE), SINGLE)
 
     def _stamp(self, files: Sequence[str]) -> str:
         """A checksum that changes when one of the files is replaced or written."""
@@ -73,13 +73,13 @@ class _BaseModelSource(VersionSource):
 
     def __init__(self, storage: LocalStorage, index: VersionIndex) -> None:
         super().__init__(storage, index)
-        self.folder, self.where = ".", storage.locate("")
+        self.folder, self.path = ".", storage.locate("")
         self._small: dict[str, bytes] | None = None
 
     def other_files(self) -> list[str]:
         if self._small is None:
-            with translated(Path(self.where)):
-                self._small = files_of(Path(self.where))
+            with translated(Path(self.path)):
+                self._small = files_of(Path(self.path))
         return list(self._small)
 
     def read(self, file: str) -> memoryview:

@@ -178,13 +178,13 @@ class FolderReplica:
         """Raises StateMismatchError. A Publisher's version is accepted if nothing tells which model was here."""
         state = self._state
         if state is not None and state.structure != anchor.structure:
-            raise other_model(anchor.source.where, anchor.tensors.keys() - state.checksums.keys())
+            raise other_model(anchor.source.path, anchor.tensors.keys() - state.checksums.keys())
         if (
             state is None
             and not anchor.source.index.is_sealed
             and self._structure() not in ("", anchor.structure)
         ):
-            raise other_model(anchor.source.where, ())
+            raise other_model(anchor.source.path, ())
 
     def become(
         self,

@@ -1,8 +1,9 @@
-"""One version on its way, and what it leaves to the next one.
+"""One version on its way: from weights in host memory to a durable folder.
 
-In: weights on the host. Out: the folder of a version, durable and whole. Knows nothing of: who reads it, checkpoints.
+In: weights on the host. Out: the folder of a version, durable and whole. Knows nothing of: readers, checkpoints.
 
-One publication at a time has the `VersionSeries`, which says what a version may be against.
+One publication at a time has the `VersionSeries`, which says whether the version may be added, and what a delta is
+against.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import xxhash
@@ -55,34 +56,39 @@ from .replica import MemoryReplica
 from .series import VersionSeries
 from .source import WeightsState
 
-# Of frames: so many are in memory until a file of them is written, beside those of the tensors being encoded.
+# Frames are kept in memory up to the one, until a file of them is written; tensors are encoded together up to the other.
 _FILE_BYTES: Final = 256 * MIB
 _ENCODED_AT_ONCE_BYTES: Final = 512 * MIB
-# Most of which wait for the disk, which many small writes keep busier than a few large ones.
+# Most of the threads wait for the disk, which many small writes keep busier than a few large ones.
 _NUM_WRITERS: Final = 8
 _WRITE_BYTES: Final = 4 * MIB
 _PART_BYTES: Final = 8 * MIB
 
 
-class Publication(CopySave):
-    """One version on its way."""
+class PublicationRequest(NamedTuple):
+    """The arguments of one `publish` call, checked, and the time since it began."""
 
-    def __init__(
-        self,
-        series: VersionSeries,
-        version: int,
-        weights: Weights,
-        beside: Mapping[str, bytes],
-        acknowledged: int | None,
-        held: SnapshotView | None,
-        optimizers: Optimizers,
-        spans: Spans,
-        called: Future[float],
-        slices: Mapping[str, SliceOf] | None = None,
-    ) -> None:
+    version: int
+    weights: Weights  # with the small files to publish beside them
+    slices: Mapping[str, SliceOf]  # of a model that is spread over ranks
+    acknowledged: int | None
+    held: SnapshotView | None
+    optimizers: Optimizers
+    spans: Spans
+    called: Future[float]  # resolves when the caller has its handle
+
+
+class Publication(CopySave):
+    """The save of one version, made by `Publisher.publish` on the caller's thread, and run on the library's loop.
+
+    Its blocking methods run on helper threads, and only while it is this publication's turn.
+    """
+
+    def __init__(self, series: VersionSeries, request: PublicationRequest) -> None:
+        weights, held = request.weights, request.held
         names, tensors = list(weights.tensors), list(weights.tensors.values())
-        self._folder = folder_of(version)
-        # In a store nothing can be renamed: files of a publisher that has lost the root must not be those of another one.
+        self._folder = folder_of(request.version)
+        # A store has no rename: files of two publishers must not have the same names, so each attempt has its own.
         self._attempt = f"files.{os.urandom(4).hex()}" if series.storage.remote else ""
         super().__init__(
             series.storage.locate(self._folder),
@@ -90,19 +96,18 @@ class Publication(CopySave):
             [] if held is not None else names,
             after=[] if held is None else [held.completion],
             num_tensors=len(tensors),
-            optimizers=optimizers,
-            spans=spans,
-            called=called,
+            optimizers=request.optimizers,
+            spans=request.spans,
+            called=request.called,
         )
-        self._series, self._version, self._acknowledged = series, version, acknowledged
-        self._slices = slices or {}
-        self._small = {**weights.files, **beside}
+        self._series, self._version, self._acknowledged = series, request.version, request.acknowledged
+        self._slices = request.slices
         self._total_bytes = sum(tensor.nbytes for tensor in tensors)
         copies = tensors if held is not None else self.copy.tensors
         self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
-        self._made: tuple[VersionIndex, WeightsState, bytes] | None = None
-        self._is_put = False  # the index may be there
-        self.ended: Future[None] = running_future()  # of one that was published: what is not kept is deleted
+        self._result: tuple[VersionIndex, WeightsState, bytes] | None = None
+        self._is_put = False  # whether the index may have been written
+        self.ended: Future[None] = running_future()  # resolves once old versions are deleted, too
 
     @property
     def progress(self) -> Progress:
@@ -140,15 +145,15 @@ class Publication(CopySave):
         structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items())
         self._series.prepare(self._version, structure, self._check)
         self._series.base.reserve(weights.tensors)
-        place, prefix = self._place()
+        place, prefix = self._begin_folder()
         base = self._series.base.replica_for(self._version, self._series.versions, self._acknowledged)
         if base is None or self._exceeds_weights(base):
-            self._made = self._write_anchor(place, prefix, structure)
+            self._result = self._write_anchor(place, prefix, structure)
         else:
-            self._made = self._write_delta(place, prefix, structure, base)
+            self._result = self._write_delta(place, prefix, structure, base)
 
-    def _place(self) -> tuple[Storage, str]:
-        """Where the files go until all of them are there: beside the folder on a disk; in it in a store, which has no other way."""
+    def _begin_folder(self) -> tuple[Storage, str]:
+        """The storage and the prefix for the files: beside the version's folder on a disk, inside it in a store."""
         storage = self._series.storage
         if storage.remote:
             self._series.replacement.delete(self._series.ownership)
@@ -162,12 +167,14 @@ class Publication(CopySave):
         self, place: Storage, prefix: str, structure: str
     ) -> tuple[VersionIndex, WeightsState, bytes]:
         shards = shards_of(self._weights, MAX_SHARD_BYTES)
-        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(map(len, self._small.values()))
+        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(
+            map(len, self._weights.files.values())
+        )
         free = None if place.remote else free_bytes_at(Path(place.locate("")))
         if free is not None and free < self._total_bytes:
             raise full(Path(self.path), self._total_bytes, free)
         checksums = self._copy_shards(shards, place, prefix)
-        for name, data in sorted(self._small.items()):
+        for name, data in sorted(self._weights.files.items()):
             self._check()
             place.replace(prefix + name, data)
             self._num_bytes += len(data)
@@ -178,7 +185,7 @@ class Publication(CopySave):
             identity=identity,
             structure=structure,
             checksums=checksums,
-            digests={name: checksum(data) for name, data in self._small.items()},
+            digests={name: checksum(data) for name, data in self._weights.files.items()},
             heads={shard.name: checksum(shard.head) for shard in shards},
             slices=self._rank_slices(),
             attempt=self._attempt,
@@ -187,7 +194,7 @@ class Publication(CopySave):
         return index, state, seal(index_of(shards, index.weight_map, **index.metadata()))
 
     def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
-        """Write the files, several parts at once, and take the checksums of the tensors meanwhile."""
+        """Write the files, several parts at once, and compute the checksums of the tensors meanwhile."""
         parcels = [Parcel(partial(ShardReader, s), prefix + s.name, s.num_bytes) for s in shards]
         checksums: dict[str, str] = {}
 
@@ -207,13 +214,13 @@ class Publication(CopySave):
                 finished=finished,
             )
 
-        def take(name: str) -> None:
+        def add_checksum(name: str) -> None:
             self._check()
             checksums[name] = checksum_of(self._weights.tensors[name])
 
         crew = Crew("anchor", 2, background=True)
         try:
-            crew.run_all([copy_all, *(partial(take, name) for name in self._weights.tensors)])
+            crew.run_all([copy_all, *(partial(add_checksum, name) for name in self._weights.tensors)])
         finally:
             crew.stop()
         return checksums
@@ -254,24 +261,24 @@ class Publication(CopySave):
         return RankSlices() if start is None else RankSlices(start.word(self._check), self._slices)
 
     def _exceeds_weights(self, base: MemoryReplica) -> bool:
-        """Whether positions and values may be more than the weights themselves."""
+        """Whether positions and values may take more bytes than the weights themselves."""
         if self._series.base.policy.encoding != "overwrite":
             return False
-        sizes: list[int] = []  # each added at once
+        sizes: list[int] = []  # appended to by several threads
 
-        def one(name: str) -> None:
+        def add_size(name: str) -> None:
             self._check()
             sizes.append(overwritten_bytes(self._weights.tensors[name], base.region(name)))
 
-        self._series.base.crew.run_all(partial(one, name) for name in self._weights.tensors)
+        self._series.base.crew.run_all(partial(add_size, name) for name in self._weights.tensors)
         return sum(sizes) > self._total_bytes
 
     def _files_of_frames(self, base: MemoryReplica) -> Iterator[dict[str, tuple[bytes, str]]]:
-        """The frames of each file, by name."""
+        """The frames of each file, with the checksums of the new bytes, by name."""
         pending: dict[str, tuple[bytes, str]] = {}
         for names in _batches(self._weights.tensors):
-            found = self._encoded(names, base)
-            pending.update({name: found[name] for name in names if name in found})
+            encoded = self._encoded(names, base)
+            pending.update({name: encoded[name] for name in names if name in encoded})
             if sum(len(frame) for frame, _ in pending.values()) >= _FILE_BYTES:
                 yield pending
                 pending = {}
@@ -279,27 +286,28 @@ class Publication(CopySave):
             yield pending
 
     def _encoded(self, names: list[str], base: MemoryReplica) -> dict[str, tuple[bytes, str]]:
-        found: dict[str, tuple[bytes, str]] = {}
+        frames: dict[str, tuple[bytes, str]] = {}
         encoding = self._series.base.policy.encoding
         assert encoding is not None
 
-        def one(name: str) -> None:
+        def encode_tensor(name: str) -> None:
             self._check()
             try:
-                made = encode(self._weights.tensors[name], base.region(name), encoding)
+                frame = encode(self._weights.tensors[name], base.region(name), encoding)
             except ValueError as error:
                 raise UnsupportedStateError(f"{name!a}: {error}; nothing was published", path=name) from None
-            if made is not None:
-                found[name] = made
+            if frame is not None:
+                frames[name] = frame
 
         self._series.base.crew.run_all(
-            partial(one, name) for name in sorted(names, key=lambda n: -self._weights.tensors[n].nbytes)
+            partial(encode_tensor, name)
+            for name in sorted(names, key=lambda n: -self._weights.tensors[n].nbytes)
         )
-        return found
+        return frames
 
     def _commit(self) -> None:
-        assert self._made is not None
-        series, storage, (index, state, data) = self._series, self._series.storage, self._made
+        assert self._result is not None
+        series, storage, (index, state, data) = self._series, self._series.storage, self._result
         series.ownership.check()
         self._is_put = True
         if self._scratch is None:
@@ -311,13 +319,13 @@ class Publication(CopySave):
                     f"{self.path}: another Publisher has published this version meanwhile; it is kept",
                     step=self._version,
                 ) from error
-            series.ownership.check()  # who has lost the root meanwhile must not take it for a version of this series
+            series.ownership.check()  # after losing the root meanwhile, this version must not count
         else:
             LocalStorage(self._scratch.folder).replace(INDEX, data)
             target = Path(storage.locate(self._folder))
             series.replacement.delete(series.ownership)
             with translated(target):
-                os.replace(self._scratch.folder, target)  # which replaces no folder that has files
+                os.replace(self._scratch.folder, target)  # fails if the target has files
                 sync_folder(target.parent)
         self._num_bytes += len(data)
         series.base.update(index, state, self._weights.tensors)
@@ -326,14 +334,13 @@ class Publication(CopySave):
         series.base.crew.stop()
 
     def _release_weights(self) -> None:
-        """The optimizers of the copies, and of the model."""
-        self._weights = self._weights._replace(tensors={}, as_published=dict)
-        self._small = {}
+        """Release the copies, and the optimizers that wait for them."""
+        self._weights = self._weights._replace(tensors={}, files={}, as_published=dict)
         self.copy.release()
 
 
 def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """All names, as many at a time as are worth several threads."""
+    """The names of all tensors, in batches that are large enough for several threads."""
     batch: list[str] = []
     num_bytes = 0
     for name, tensor in tensors.items():

@@ -1,11 +1,11 @@
-"""Versions of a model that is spread over ranks: each rank has versions of its own, of the slices that it holds.
+"""Versions of a model that is spread over ranks: each rank publishes versions of the slices that it holds.
 
-In: the weights of one rank; later, the versions of all. Out: plain tensors by the names of their slices; later, whole ones.
-Knows nothing of: how versions are written, or brought.
+In: the weights of one rank; later, the versions of all. Out: plain tensors by the names of their slices; later,
+whole ones. Knows nothing of: how versions are written, or applied.
 
-No rank waits for another, and none asks what the others do: what one publishes is a version of its slices, against a base of
-its own. A version of all is there when each rank has it, and they had it from one start of the training, which is called by
-one word: rank 0 says it, once, by a key in the store of the process group.
+No rank waits for another one or asks what it does: a rank publishes versions of its slices, against a base of its
+own. A version of the model exists when each rank has published it in the same start of the training. Rank 0 gives
+each start a name, once, by a key in the store of the process group.
 """
 
 from __future__ import annotations
@@ -44,27 +44,29 @@ def folder_of_rank(rank: int, size: int) -> str:
 
 
 def place_of_rank(root: Place, rank: int, size: int) -> Place:
-    """Where the versions of one rank are."""
+    """The root of the versions of one rank."""
     return replace(root, url=f"{root.text.rstrip('/')}/{folder_of_rank(rank, size)}")
 
 
 def worlds_in(names: Iterable[str]) -> dict[int, list[int]]:
-    """The worlds that have published at a root, by the names there: their sizes, each with the ranks that have begun."""
-    found: dict[int, list[int]] = {}
+    """The worlds that have published at a root, by their sizes, each with its ranks that have begun. `names` are
+    those at the root.
+    """
+    worlds: dict[int, list[int]] = {}
     for name in names:
         if match := _FOLDER.fullmatch(name):
-            found.setdefault(int(match[2]), []).append(int(match[1]))
-    return found
+            worlds.setdefault(int(match[2]), []).append(int(match[1]))
+    return worlds
 
 
-# --- what a rank publishes ----------------------------------------------------------------------------------------
+# --- the slices that a rank publishes ------------------------------------------------------------------------------
 
 
 def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
-    """The plain tensors that this rank publishes, by names of their slices, and which slices these are.
+    """The plain tensors that this rank publishes, by the names of their slices, and the slices.
 
-    Of what several ranks hold alike by their placements, the first publishes it. A plain tensor is each rank's own.
-    Raises UnsupportedStateError for a model whose checkpoints are cut otherwise than its memory.
+    Of slices that several ranks hold alike, by their placements, the first rank publishes them. A plain tensor is
+    each rank's own. Raises UnsupportedStateError for a model whose checkpoints have other tensors than its memory.
     """
     empty = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -72,13 +74,13 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
     }
     if weights.as_published(dict(empty)).keys() != empty.keys():
         raise UnsupportedStateError(
-            "this model is spread over ranks, and has its weights in memory otherwise than in its checkpoints; export it by "
-            "export_hf, which is read as it is",
+            "this model is spread over ranks, and has other tensors in memory than in its checkpoints; export it with "
+            "export_hf instead",
             path="",
         )
     slicer = Slicer()
     tensors: dict[str, torch.Tensor] = {}
-    told: dict[str, SliceOf] = {}
+    slices: dict[str, SliceOf] = {}
     for name, tensor in weights.tensors.items():
         sliced = slicer.slice(tensor, name=name)
         if sliced.slices.replicas().number:
@@ -88,17 +90,21 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
             (Box(r.global_offsets, r.sizes), p)
             for r, p in zip(sliced.slices.rectangles, sliced.parts, strict=True)
         ]
-        if not prod(shape):  # nothing is held of it anywhere
+        if not prod(shape):  # an empty tensor, of which no rank holds a slice
             held = [(Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
         for box, part in held:
             key = f"{name}{box}"
             tensors[key] = part.detach()
-            told[key] = SliceOf(name, dtype, shape, *box)
-    return weights._replace(tensors=tensors, tied={}, as_published=dict), told
+            slices[key] = SliceOf(name, dtype, shape, *box)
+    return weights._replace(tensors=tensors, tied={}, as_published=dict), slices
 
 
 class RanksStart:
-    """The name of one start of all ranks, for the publisher of this number at this root."""
+    """The name of one start of all ranks, for the publisher with this number at this root.
+
+    Made by a `Publisher`, and owned by its `VersionSeries`. Rank 0 says the name, the others wait for it on helper
+    threads.
+    """
 
     def __init__(self, world: World, root: str, number: int) -> None:
         self._world = world
@@ -106,7 +112,9 @@ class RanksStart:
         self._word = RankZeroWord(world, lambda: world.words(f"publish/{key}"), "start", num_bytes=8)
 
     def word(self, check: Callable[[], None]) -> str:
-        """Not on the caller's thread: rank 0 may come later. `check` may end the wait. Raises PeerFailedError."""
+        """The name of the start, which rank 0 may say later. `check` may end the wait by raising. Raises
+        PeerFailedError.
+        """
         return self._word.hear(
             check,
             "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root",
@@ -123,11 +131,11 @@ class RanksStart:
         return self._world.rank == 0
 
 
-# --- what all have published --------------------------------------------------------------------------------------
+# --- the versions of all ranks -------------------------------------------------------------------------------------
 
 
 class SlicedTensor(NamedTuple):
-    """One tensor of the model, and where its slices are: of which rank, by which name, and where they belong."""
+    """One tensor of the model, and its slices: for each, the rank, its name there, and its place in the tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -135,30 +143,33 @@ class SlicedTensor(NamedTuple):
 
 
 class WholeVersion(NamedTuple):
-    """A version of one start of all ranks, as their indices say: what is read by these must have their identities."""
+    """A version that all ranks have published in one start, with their indices."""
 
     number: int
     identity: str
     indices: list[VersionIndex]
     tensors: dict[str, SlicedTensor]
 
-    def compare(self, rank: int, identity: str, where: str) -> None:
-        """Raises CorruptCheckpointError where a rank's weights are not those that its index told of."""
+    def compare(self, rank: int, identity: str, root: str) -> None:
+        """Raises CorruptCheckpointError if a rank's weights do not have the identity in its index."""
         if identity != self.indices[rank].identity:
             raise CorruptCheckpointError(
-                f"{where}: version {self.number} was published again while it was read; pull it again",
-                path=where,
+                f"{root}: version {self.number} was published again while it was read; pull it again",
+                path=root,
             )
 
 
 class RankVersions:
-    """The versions of all ranks at one root. One caller at a time."""
+    """The versions of all ranks at one root, with a cache of those that are whole. One caller at a time.
+
+    Owned by a `Subscriber`, a `VersionSeries`, or a call of `Publisher.versions`.
+    """
 
     def __init__(self, place: Place) -> None:
         self._place, self.storage = place, place.storage()
         self._by_rank: dict[tuple[int, int], Versions] = {}
-        self._whole: dict[int, int] = {}  # versions that all ranks of a world have, and its size
-        self._marks: frozenset[str] = frozenset()  # in the listing by which these are known
+        self._whole: dict[int, int] = {}  # the size of its world, by version, of those that all ranks have
+        self._marks: frozenset[str] = frozenset()  # in the last listing
 
     def of_rank(self, rank: int, size: int) -> Versions:
         key = rank, size
@@ -167,14 +178,12 @@ class RankVersions:
         return self._by_rank[key]
 
     def sizes(self, names: Iterable[str] | None = None) -> dict[int, int]:
-        """The versions that are whole, ascending, and of how many ranks each is. `names` are those at the root."""
+        """The versions that are whole, ascending, each with the size of its world. `names` are those at the root."""
         whole: dict[int, int] = {}
-        there = [*(self.storage.names("") if names is None else names)]
-        if (
-            marks_in(there) != self._marks
-        ):  # versions have taken the place of others: nothing known before counts
-            self._marks, self._whole, self._by_rank = marks_in(there), {}, {}
-        for size, begun in worlds_in(there).items():
+        listed = [*(self.storage.names("") if names is None else names)]
+        if marks_in(listed) != self._marks:  # versions were replaced: discard the cache
+            self._marks, self._whole, self._by_rank = marks_in(listed), {}, {}
+        for size, begun in worlds_in(listed).items():
             if len(begun) < size:
                 continue
             for number in self.of_rank(0, size).numbers():
@@ -184,7 +193,11 @@ class RankVersions:
         return dict(self._whole)
 
     def of_other_worlds(self, size: int | None) -> dict[str, Versions]:
-        """The versions of ranks at the root that are not of a world of this size (with None, of all worlds), by their folders."""
+        """The versions at the root of worlds of another size, by the folders of their ranks; a whole model's under
+        "".
+
+        `size` is None for a whole model.
+        """
         others_by_folder = {} if size is None else {"": Versions(self.storage)}
         for other, begun in worlds_in(self.storage.names("")).items():
             if other != size:
@@ -192,19 +205,19 @@ class RankVersions:
         return others_by_folder
 
     def remove(self, folder: str) -> None:
-        """Delete the rest of a rank's folder in which there are no versions any more."""
+        """Delete what is left of a rank's folder that has no versions any more."""
         if folder:
             self.storage.delete_all(folder)
 
     def newest_of_other_worlds(self, size: int | None) -> int:
-        """The newest version of these, as far as the first ranks have it; -1 if there is none."""
+        """The newest version of worlds of another size, as far as their first ranks have it; -1 if there is none."""
         others = (other for other in worlds_in(self.storage.names("")) if other != size)
         numbers = [number for other in others for number in self.of_rank(0, other).numbers()]
         numbers += self.plain_numbers() if size is not None else []
         return max(numbers, default=-1)
 
     def plain_numbers(self) -> list[int]:
-        """The versions at the root of models that were not spread."""
+        """The versions of whole models at the root."""
         return Versions(self.storage).numbers()
 
     def _is_whole(self, number: int, size: int) -> bool:
@@ -214,14 +227,16 @@ class RankVersions:
         try:
             return len({index.slices.start for index in self.indices(number, size)}) == 1
         except CorruptCheckpointError:
-            return True  # it is there, and whoever reads it is told
+            return True  # it exists, and its reader gets the error
 
     def indices(self, number: int, size: int, *, fresh: bool = False) -> list[VersionIndex]:
         """Each rank's index of a version. Raises NotCommittedError, CorruptCheckpointError."""
         return [self.of_rank(rank, size).read(number, fresh=fresh) for rank in range(size)]
 
     def read_whole(self, number: int, size: int) -> WholeVersion:
-        """A version as all ranks say now. Raises as above, for two starts, and for tensors that are not covered."""
+        """A version by the current indices of all ranks. Raises as `indices` does, for two starts, and for uncovered
+        tensors.
+        """
         indices = self.indices(number, size, fresh=True)
         if len({index.slices.start for index in indices}) > 1:
             raise self._corrupt(number, "ranks have published it in two starts of the training")
@@ -229,37 +244,37 @@ class RankVersions:
         return WholeVersion(number, identity, indices, self._tensors(number, indices))
 
     def _tensors(self, number: int, indices: Sequence[VersionIndex]) -> dict[str, SlicedTensor]:
-        """The tensors of the model, each covered once."""
-        found: dict[str, SlicedTensor] = {}
+        """The tensors of the model. Raises CorruptCheckpointError if slices disagree, or do not cover one."""
+        tensors: dict[str, SlicedTensor] = {}
         for rank, index in enumerate(indices):
-            for key, told in index.slices.of_tensors.items():
-                whole = found.setdefault(told.name, SlicedTensor(told.dtype, told.global_shape, []))
-                if (whole.dtype, whole.shape) != (told.dtype, told.global_shape):
-                    raise self._corrupt(number, f"ranks have {told.name!a} of other dtypes or shapes")
-                whole.slices.append((rank, key, Box(told.offsets, told.sizes)))
-        for name, whole in found.items():
-            missing = cover(whole.shape, [box for _, _, box in whole.slices]).missing
+            for key, part in index.slices.of_tensors.items():
+                tensor = tensors.setdefault(part.name, SlicedTensor(part.dtype, part.global_shape, []))
+                if (tensor.dtype, tensor.shape) != (part.dtype, part.global_shape):
+                    raise self._corrupt(number, f"ranks have {part.name!a} of other dtypes or shapes")
+                tensor.slices.append((rank, key, Box(part.offsets, part.sizes)))
+        for name, tensor in tensors.items():
+            missing = cover(tensor.shape, [box for _, _, box in tensor.slices]).missing
             if missing:
                 raise self._corrupt(number, f"no rank has published {name}{missing[0]}")
-        return dict(sorted(found.items()))
+        return dict(sorted(tensors.items()))
 
     def were_replaced(self, number: int, size: int) -> bool:
-        """Whether what one of the ranks has published is gone, or another version by now."""
+        """Whether a rank's version was deleted or replaced since its index was read."""
         return any(self.of_rank(rank, size).were_replaced([number]) for rank in range(size))
 
     def _corrupt(self, number: int, why: str) -> CorruptCheckpointError:
-        where = self.storage.locate("")
+        root = self.storage.locate("")
         return CorruptCheckpointError(
-            f"{where}: version {number}: {why}; publish it from all ranks", path=where
+            f"{root}: version {number}: {why}; publish it from all ranks", path=root
         )
 
 
-def assemble(whole: SlicedTensor, replicas: Mapping[int, MemoryReplica]) -> torch.Tensor:
-    """A whole tensor, of its slices; where they overlap, that of the lowest rank counts."""
-    dtype = dtype_named(whole.dtype)
-    full = torch.empty(whole.shape, dtype=dtype, device="cpu")
-    bits = as_integers(full)  # which are copied as they are, whatever they mean
-    for rank, key, box in reversed(whole.slices):
+def assemble(tensor: SlicedTensor, replicas: Mapping[int, MemoryReplica]) -> torch.Tensor:
+    """A tensor tensor from its slices; where they overlap, the lowest rank's counts."""
+    dtype = dtype_named(tensor.dtype)
+    full = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+    bits = as_integers(full)  # copied as they are, whatever values they encode
+    for rank, key, box in reversed(tensor.slices):
         part = as_integers(replicas[rank].region(key).view(dtype).view(box.sizes))
         bits[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))] = part
     return full

@@ -1,9 +1,10 @@
-"""Weights that follow versions, and how they do; here those in memory.
+"""Weights that versions are applied to: the protocol, the application, and weights in memory.
 
-In: the indices of versions, and a storage with their files. Out: the bytes of each tensor, as they are in the newest of
-these. Knows nothing of: which versions there are, modules.
+In: the indices of versions, and a storage with their files. Out: the bytes of each tensor in the newest of them.
+Knows nothing of: which versions exist, modules.
 
-A delta is applied in place, and undone if one tensor does not come out as it should. `update_replica` is the whole of it.
+A delta is applied in place, and undone if one tensor does not have its checksum afterwards. `update_replica` does
+all of it.
 """
 
 from __future__ import annotations
@@ -34,38 +35,38 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class DamagedReplicaError(CorruptCheckpointError):
-    """The weights here are not those that were noted: they have to begin with an anchor.
+    """The weights here are not those that the notes tell of: they must begin with an anchor.
 
-    With `perhaps`, it may as well be the delta, of which nothing tells whether its bytes are those that were published.
+    With `perhaps`, the delta may be at fault instead: nothing tells whether its bytes are those that were published.
     """
 
     perhaps: bool = False
 
 
 class Replica(Protocol):
-    """The weights that versions are brought to. One caller at a time, inside `locked`."""
+    """Weights that versions are applied to. One caller at a time, inside `locked`."""
 
     @property
     def state(self) -> WeightsState | None:
         """The state of the weights; None if they are not known to be whole."""
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep others away."""
+        """Keep other processes away."""
 
     def seed(self, anchor: Anchor) -> int:
-        """Have the weights of an anchor instead of its own; the bytes that were read.
+        """Replace the weights by those of an anchor. Returns the number of bytes read.
 
-        Raises StateMismatchError if its own are those of another model.
+        Raises StateMismatchError if they are of another model.
         """
 
     def regions(self, names: Collection[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """The bytes of each of these tensors, to be changed in place; without those that it has not."""
+        """The bytes of these tensors, writable in place; without tensors that are not here."""
 
     def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
-        """The checksums of these tensors, computed anew; without those that it has not."""
+        """The checksums of these tensors, computed from their bytes; without tensors that are not here."""
 
     def note(self, state: WeightsState | None) -> None:
-        """These weights it has now; with None, they are about to change."""
+        """Note that the weights are now in this state; None means that they are about to change."""
 
 
 def update_replica(
@@ -75,26 +76,27 @@ def update_replica(
     crew: Crew,
     *,
     base: BaseModel | None = None,
-    planned: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
+    before_apply: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
 ) -> tuple[list[VersionIndex], int]:
-    """Make of a replica a version, by what lies between it and what is there. What was applied, and the bytes read.
+    """Apply what lies between a replica and a version. Returns the indices that were applied, and the bytes read.
 
-    `base` is what the first delta of all is against; `planned` is told what is about to be applied. After an error the replica has
-    the last version that was applied as a whole. Raises NotCommittedError, CorruptCheckpointError, StateMismatchError,
-    StorageUnavailableError, StorageFullError.
+    `base` is the base model of the oldest delta; `before_apply` is called with each chain before it is applied.
+    After an error the replica has the last version that was applied as a whole. Raises NotCommittedError,
+    CorruptCheckpointError, StateMismatchError, StorageUnavailableError, StorageFullError.
     """
     chain = versions.chain(target, replica.state, base)
     if replica.state is not None and not is_that_version(replica, chain, versions, target, crew, base):
         _log.warning(
-            "the weights here are not those of version %d; they are begun anew", replica.state.version
+            "the weights here are not those of version %d; they begin with an anchor again",
+            replica.state.version,
         )
         chain = versions.chain(target, None, base)
-    planned(chain)
+    before_apply(chain)
     try:
         num_bytes = _apply_chain(replica, versions, chain, crew, base)
     except DamagedReplicaError as error:
         chain = _restarted_chain(replica, versions, target, base, chain, error)
-        planned(chain)
+        before_apply(chain)
         num_bytes = _apply_chain(replica, versions, chain, crew, base)
     if not chain and replica.state is not None:
         _note_verified(replica, versions.read_or_base(target, base, fresh=False))
@@ -109,21 +111,23 @@ def _restarted_chain(
     chain: Sequence[VersionIndex],
     error: DamagedReplicaError,
 ) -> list[VersionIndex]:
-    """The chain to apply from nothing on, once another did not fit the weights here. Raises the error where that is of no use."""
+    """The chain that begins with an anchor, after another one did not fit the weights. Raises `error` if there is
+    none.
+    """
     if error.perhaps and chain[0].is_anchor:
         raise error
     if not error.perhaps and not (replica.state and replica.state.is_marked):
         replica.note(None)
     try:
-        anew = versions.chain(target, None, base)
+        restarted = versions.chain(target, None, base)
     except NotCommittedError as missing:
         raise error from missing
-    _log.warning("%s; what is here begins with an anchor again", error)
-    return anew
+    _log.warning("%s; the weights begin with an anchor again", error)
+    return restarted
 
 
 def _note_verified(replica: Replica, index: VersionIndex) -> None:
-    """A version was there already, and may not have been noted as such by us."""
+    """Note a version that was already here, but perhaps noted by another receiver."""
     assert replica.state is not None
     known = replace(replica.state, stamp="" if index.identity else index.stamp, is_marked=False)
     if known != replica.state:
@@ -144,7 +148,7 @@ def _apply_chain(
 
 
 def _apply_delta(replica: Replica, source: VersionSource, crew: Crew) -> int:
-    """Apply one delta: all of it is read and understood before anything is changed."""
+    """Apply one delta. All of it is read and parsed before anything is changed."""
     before, index = replica.state, source.index
     assert before is not None
     assert index.delta is not None
@@ -154,7 +158,7 @@ def _apply_delta(replica: Replica, source: VersionSource, crew: Crew) -> int:
     frames = _read_frames(source, blobs)
     unknown = frames.keys() - before.checksums.keys()
     if unknown or index.structure not in ("", before.structure):
-        raise other_model(source.where, unknown)
+        raise other_model(source.path, unknown)
     is_ours = index.delta.checksum_format == OUR_CHECKSUMS
     checksums = before.checksums | {name: frame.checksum for name, frame in frames.items() if is_ours}
     if index.identity not in ("", identity_of(checksums)):
@@ -163,8 +167,8 @@ def _apply_delta(replica: Replica, source: VersionSource, crew: Crew) -> int:
         )
     with replica.regions(frames) as regions:
         if regions.keys() != frames.keys():
-            raise DamagedReplicaError("what is here has lost some of its tensors", path=source.where)
-        replica.note(None)  # whoever dies here leaves what nobody takes for weights
+            raise DamagedReplicaError("the weights here have lost some of their tensors", path=source.path)
+        replica.note(None)  # if this process dies now, nobody takes the mixture for weights
         undo: list[Callable[[], None]] = []
         by_size = sorted(frames, key=lambda name: -len(regions[name]))
         try:
@@ -183,7 +187,7 @@ def _apply_delta(replica: Replica, source: VersionSource, crew: Crew) -> int:
 
 
 def _read_frames(source: VersionSource, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
-    """The tensors that a delta changes. Raises CorruptCheckpointError where its files do not have what its index tells of."""
+    """The frames of a delta. Raises CorruptCheckpointError if its files and its index do not agree."""
     frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
     if {name: frame.file for name, frame in frames.items()} != source.index.files:
         raise source.corrupt(INDEX, "it names other tensors than its files hold")
@@ -198,17 +202,19 @@ def _apply_frame(
     try:
         undo.append(apply(frame.data, region, delta.encoding, frame.checksum, delta.checksum_format))
     except WrongBaseError as error:
-        told = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
-        # Where the file has its digest, the frame is what was published, so it is the base that is not.
+        corrupt = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
+        # A file with a digest is what was published, so the weights here must be wrong.
         perhaps = frame.file not in source.index.digests
-        raise DamagedReplicaError(str(told), path=told.path, tensors=told.tensors, perhaps=perhaps) from error
+        raise DamagedReplicaError(
+            str(corrupt), path=corrupt.path, tensors=corrupt.tensors, perhaps=perhaps
+        ) from error
 
 
-def other_model(where: str, names: Collection[str]) -> StateMismatchError:
-    """The error about a version whose tensors are not those that are here."""
-    told = f" (such as {min(names)!a:.200})" if names else ""
+def other_model(version: str, names: Collection[str]) -> StateMismatchError:
+    """The error for a version of another model than the weights here."""
+    example = f" (such as {min(names)!a:.200})" if names else ""
     return StateMismatchError(
-        f"{where}: it is of another model than what is here{told}; pull it into another folder or module",
+        f"{version}: it is of another model than the weights here{example}; pull it into another folder or module",
         missing=(),
         unexpected=tuple(sorted(names)),
         mismatched=(),
@@ -219,14 +225,18 @@ def other_model(where: str, names: Collection[str]) -> StateMismatchError:
 
 
 class MemoryReplica:
-    """In memory: `take` gives as many bytes as it is asked for, as a uint8 tensor. `fits` raises for another model."""
+    """Weights in host memory, made by a `DeltaBase`, or by a `Subscriber` for a module or the slices of a rank.
+
+    `allocate` returns a uint8 tensor of the size that it is given; `check_model` raises if an anchor is of another
+    model.
+    """
 
     def __init__(
         self,
-        take: Callable[[int], torch.Tensor],
-        fits: Callable[[Anchor], None] = lambda _: None,
+        allocate: Callable[[int], torch.Tensor],
+        check_model: Callable[[Anchor], None] = lambda _: None,
     ) -> None:
-        self._allocate, self._check_model = take, fits
+        self._allocate, self._check_model = allocate, check_model
         self.state: WeightsState | None = None
         self.tensors: dict[str, TensorLocation] = {}
         self._memory: torch.Tensor | None = None
@@ -236,17 +246,17 @@ class MemoryReplica:
         return nullcontext()
 
     def lay_out(self, tensors: Mapping[str, TensorLocation]) -> None:
-        """Take memory for these, unless there is."""
-        if {name: where.num_bytes for name, where in tensors.items()} != {
+        """Allocate memory for these tensors, unless they fit what is allocated."""
+        if {name: location.num_bytes for name, location in tensors.items()} != {
             name: len(region) for name, region in self._regions.items()
         }:
             self.state, self._regions, self._memory = None, {}, None
             begins, at = {}, 0
-            for name, where in tensors.items():
+            for name, location in tensors.items():
                 begins[name] = at
-                at += -(-where.num_bytes // _ALIGNMENT) * _ALIGNMENT
+                at += -(-location.num_bytes // _ALIGNMENT) * _ALIGNMENT
             memory = self._memory = self._allocate(at)
-            self._regions = {n: memory[begins[n] : begins[n] + w.num_bytes] for n, w in tensors.items()}
+            self._regions = {n: memory[begins[n] : begins[n] + t.num_bytes] for n, t in tensors.items()}
         self.tensors = dict(tensors)
 
     def seed(self, anchor: Anchor) -> int:
@@ -264,13 +274,13 @@ class MemoryReplica:
         return anchor.num_bytes
 
     def take_over(self, tensors: Mapping[str, torch.Tensor], crew: Crew) -> None:
-        """Have the bytes of these instead of its own, under their names."""
+        """Replace the bytes of these tensors."""
 
-        def one(name: str) -> None:
+        def copy_tensor(name: str) -> None:
             for at, block in dense_blocks(tensors[name], 0, tensors[name].nbytes):
                 self._regions[name][at : at + block.numel()].copy_(block)
 
-        crew.run_all(partial(one, name) for name in tensors)
+        crew.run_all(partial(copy_tensor, name) for name in tensors)
 
     @contextmanager
     def regions(self, names: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -280,9 +290,9 @@ class MemoryReplica:
         return {n: checksum_of(self._regions[n], checksum_format) for n in self._regions.keys() & names}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, in this memory."""
-        told = self.tensors[name]
-        return self._regions[name].view(dtype_named(told.dtype)).view(told.shape)
+        """A view of one tensor."""
+        location = self.tensors[name]
+        return self._regions[name].view(dtype_named(location.dtype)).view(location.shape)
 
     def region(self, name: str) -> torch.Tensor:
         """The bytes of one tensor."""
@@ -293,5 +303,5 @@ class MemoryReplica:
 
 
 def new_crew() -> Crew:
-    """The threads of one replica."""
+    """The threads that apply versions for one `Subscriber`."""
     return Crew("pull", max(2, num_cpus()))

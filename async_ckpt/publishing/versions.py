@@ -113,7 +113,7 @@ class Versions:
         index = VersionIndex(number, {"": SINGLE}, stamp=str(self._stamp(number, SINGLE)))
         try:
             return replace(
-                index, files=dict.fromkeys(VersionSource(self.storage, index).held_in(SINGLE), SINGLE)
+                index, files=dict.fromkeys(VersionSource(self.storage, index).tensors_in(SINGLE), SINGLE)
             )
         except CorruptCheckpointError:
             return None
