@@ -478,7 +478,7 @@ def test_versions_that_others_have_published_are_read_and_never_deleted(root, tm
     with Publisher(root, keep=1, on_rollback="retire") as publisher:
         with pytest.raises(StepExistsError, match="not a Publisher's, so it is not deleted"):
             publisher.publish(state, 1).result()
-        with pytest.raises(StepExistsError, match="which is no version of a Publisher; delete it"):
+        with pytest.raises(StepExistsError, match="which is not a version of a Publisher; delete it"):
             publisher.publish(state, 3).result()
         for version in (4, 5):
             state["weight"][version] = 7
@@ -1008,7 +1008,7 @@ def test_what_a_publisher_left_half_written_in_a_bucket_is_no_version_and_the_ne
     with Line(place, line.model) as line:
         line.publish(3)
         line.publisher._wait()
-        with pytest.raises(StepExistsError, match="which is no version of a Publisher"):
+        with pytest.raises(StepExistsError, match="which is not a version of a Publisher"):
             line.publish(9)
     left = {name.split("/")[1] for name in s3.keys(bucket)} - {
         f"unfinished.{line.publisher._series.ownership.token}.json"

@@ -493,7 +493,7 @@ def test_a_receiver_of_another_model_is_refused_and_keeps_what_it_has(line, tmp_
         publisher.publish(other, 1).result()
     Subscriber(tmp_path / "other").pull(local)
     before = files_below(local)
-    with pytest.raises(StateMismatchError, match="of another model than what is here"):
+    with pytest.raises(StateMismatchError, match="of another model than the weights here"):
         line.subscriber().pull(local)
     assert files_below(local) == before
     larger = transformers.GPT2LMHeadModel(

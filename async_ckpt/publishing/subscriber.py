@@ -200,8 +200,9 @@ class Subscriber:
                 whole = {name: assemble(tensor, self._slices[size]) for name, tensor in tensors}
                 fill(into, whole, self._describe(target))
             elif folder is not None:
+                config_files = self._config_files(version, size)
                 whole = {name: assemble(tensor, self._slices[size]) for name, tensor in tensors}
-                folder.become(whole, target, version.identity, self._config_files(version, size))
+                folder.become(whole, target, version.identity, config_files)
         return result
 
     def _config_files(self, version: WholeVersion, size: int) -> dict[str, bytes]:
@@ -301,7 +302,7 @@ class Subscriber:
         newest = max(existing, default=None)
         if newest is None:
             raise NotCommittedError(
-                f"{self._versions.root}: existing is no version yet", path=self._versions.root, step=None
+                f"{self._versions.root}: there is no version yet", path=self._versions.root, step=None
             )
         return newest
 
