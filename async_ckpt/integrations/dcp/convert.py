@@ -1,4 +1,4 @@
-"""From what torch.distributed.checkpoint has written into live objects, and from a step to such a folder.
+"""Converters: a checkpoint of torch.distributed.checkpoint into live objects, and a step into such a checkpoint.
 
 In: paths. Out: live objects filled, or a folder that plain torch loads. Knows nothing of: plans.
 """
@@ -37,9 +37,9 @@ from .entries import (
     value_of,
 )
 
-# What is in memory at one time: one piece of a tensor, or several small tensors.
+# The bytes in memory at one time: one piece of a tensor, or several small tensors.
 _BATCH_BYTES: Final = 64 * MIB
-# Several files are read by several threads.
+# The size from which the next file is begun: torch reads several files by several threads.
 _FILE_BYTES: Final = 4 * GIB
 _FILE: Final = "__0_{}.distcp"
 
@@ -59,26 +59,26 @@ def restore(
 
         async_ckpt.integrations.dcp.restore({"model": model, "optim": optimizer}, "old/checkpoint")
 
-    Or from anything else that `async_ckpt.load` reads. DTensors are filled in any layout, each rank with the ranges that it
-    wants; no collective is called, and ranks may come alone. Nothing in the folder is unpickled that could run code.
+    It also reads anything that `async_ckpt.load` reads. DTensors are filled in any layout, each rank with the ranges that it
+    needs; no collective is called, and a rank may call this alone. Nothing is unpickled that could run code.
 
     Args:
         state: the objects to fill, in the structure that was saved.
         path: a path, a URL or a Place.
         select: restore only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
-        strict: whether names that only one side has are an error. A different shape always is.
+        strict: whether names that only one side has are an error. A different shape is always one.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
-        verify: compare the digest of every block that is read. What torch has written has none.
+        verify: compare the digest of every block that is read. Files of torch have none.
         types: classes of namedtuples, dataclasses and enums to rebuild.
         from_ranks: as for `AsyncCheckpointer.restore`.
 
     Raises what `AsyncCheckpointer.restore` raises.
     """
 
-    def put_back(parts: Sequence[Part]) -> None:
+    def fill_state(parts: Sequence[Part]) -> None:
         restore_state(parts, state, select=select, strict=strict, trust=trust, verify=verify, types=types)
 
-    from_path(path, put_back, verify=verify, readers=readers_of_this_rank(from_ranks))
+    from_path(path, fill_state, verify=verify, readers=readers_of_this_rank(from_ranks))
 
 
 def to_dcp(
@@ -89,23 +89,24 @@ def to_dcp(
     trust: bool = False,
     from_ranks: Mapping[str, int] | None = None,
 ) -> None:
-    """Write what is at `source` as a folder that `torch.distributed.checkpoint.load` reads without this library.
+    """Write the state at `source` as a folder that `torch.distributed.checkpoint.load` reads without this library.
 
         async_ckpt.integrations.dcp.to_dcp("runs/a", "out/checkpoint")
         torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id="out/checkpoint")
 
-    The state is streamed: this takes about 256 MiB of memory, however large it is. The folder's metadata is written last, when all else
-    is durable. Call it in one process.
+    The state is streamed: this takes about 256 MiB of memory, however large it is. The folder's metadata is written
+    last, when everything else is durable. Call it in one process.
 
     Args:
-        source: what `async_ckpt.load` reads: a step, a run (its newest step), an archive; a path, a URL or a Place.
+        source: anything that `async_ckpt.load` reads: a step, a run (its newest step), an archive; a path, a URL or a Place.
         destination: a folder that holds no checkpoint yet; a path, a URL or a Place.
         verify: compare the digest of every block that is read.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
-        from_ranks: whose value to take where each rank has saved its own, by name, such as {"rng": 0}.
+        from_ranks: the rank whose value to take, by name, if each rank has saved its own, such as {"rng": 0}.
 
-    Raises FileExistsError if there is a checkpoint at the destination, ValueError for a value that each rank has for itself
-    and that `from_ranks` does not name, TypeError for a state that is not a dict, and what `async_ckpt.load` raises.
+    Raises FileExistsError if there is a checkpoint at the destination, ValueError for a value that each rank has for
+    itself and that `from_ranks` does not name, TypeError for a state that is not a dict, and what `async_ckpt.load`
+    raises.
     """
     storage = written_at(destination).storage()
     for name in (OF_DCP, MANIFEST):
@@ -147,7 +148,7 @@ def _write_tensors(folder: _DcpFolder, entries: Mapping[str, SavedItem], metadat
         for offsets, sizes in chunks:
             into = torch.empty(sizes, dtype=dtype, device=CPU)
             batch.append((name, entry, Wanted(entry.tensor, into, offsets)))
-            if sum(one.into.nbytes for _, _, one in batch) >= _BATCH_BYTES:
+            if sum(item.into.nbytes for _, _, item in batch) >= _BATCH_BYTES:
                 _flush(folder, batch)
     _flush(folder, batch)
 
@@ -162,7 +163,7 @@ def _flush(folder: _DcpFolder, batch: list[tuple[str, SavedItem, Wanted]]) -> No
 def _chunks(
     shape: tuple[int, ...], max_items: int, offsets: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Rectangles of rows that have no more items than this."""
+    """The rectangles to write a tensor in: runs of rows with at most `max_items` items."""
     row, before = prod(shape[len(offsets) + 1 :]), (1,) * len(offsets)
     if len(offsets) >= len(shape) or prod(shape[len(offsets) :]) <= max_items:
         rest = shape[len(offsets) :]
@@ -178,12 +179,12 @@ def _chunks(
 
 
 class _DcpFolder:
-    """The folder in the making. Left without `finish`, nothing of it stays."""
+    """A checkpoint folder that is being written. Without `finish`, its files are deleted at the end of the block."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._storage_infos: dict[MetadataIndex, filesystem._StorageInfo] = {}
-        self._files: list[str] = []  # that are whole
+        self._files: list[str] = []  # complete ones
         self._out: Appender | None = None
         self._is_finished = False
 
@@ -237,7 +238,7 @@ class _DcpFolder:
 
 
 class _AppenderFile(io.RawIOBase):
-    """The file that torch.save writes to."""
+    """The file object that torch.save writes to."""
 
     def __init__(self, out: Appender) -> None:
         self._out = out
