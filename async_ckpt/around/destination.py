@@ -40,7 +40,8 @@ TAKE_FILES: Final = {
 # Functions that read, and are wrapped by mistake.
 _READ: Final = {
     ("torch.serialization", "load"), ("torch.jit._serialization", "load"), ("torch.export", "load"),
-    ("torch.distributed.checkpoint.state_dict_loader", "load"), ("numpy", "load"), ("json", "load"), ("_pickle", "load"),
+    ("torch.distributed.checkpoint.state_dict_loader", "load"), ("numpy", "load"), ("json", "load"),
+    ("_pickle", "load"),
     ("safetensors.torch", "load_file"), ("safetensors.torch", "load_model"), ("safetensors.numpy", "load_file"),
     ("async_ckpt.oneoff", "load"), ("async_ckpt.loading.reading", "RunReader.load"),
     ("async_ckpt.checkpointer", "AsyncCheckpointer.restore"), ("async_ckpt.oneoff", "verify"),
@@ -153,7 +154,8 @@ class DestinationFinder:
         )
 
     def _refuse_swapped(self, parameter: str, value: Any, others: list[Any]) -> None:
-        # For a function that takes files, any other value is a mistake; for others the argument may not be the destination.
+        # For a function that takes files, any other value is a mistake; for others the argument may not be the
+        # destination.
         is_mistake = self._takes_file or (parameter not in _AMBIGUOUS and _is_state(value))
         if is_mistake and any(map(_is_path, others)):
             order = ", ".join(self._positional[:2])
@@ -243,7 +245,8 @@ def why_not_wrapped(fn: Callable[..., Any], *, streams: bool) -> str | None:
     file_kind = _TAKE_ONLY_FILES.get(known)
     if file_kind == "text" or (file_kind == "bytes" and not streams):
         return (
-            f"{name} writes to an open {'text ' if file_kind == 'text' else ''}file, not to a path; wrap a function that opens the "
+            f"{name} writes to an open {'text ' if file_kind == 'text' else ''}file, not to a path; wrap a function "
+            "that opens the "
             f"path itself{'' if file_kind == 'text' else ', or pass file_object=True'}"
         )
     return None

@@ -49,17 +49,19 @@ def export_hf(
 
     The weights are written to `model.safetensors`, or to shards and their index, under the names that
     `save_pretrained` uses: those of the plain model, even if it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`).
-    Tied weights are written once. For a PEFT model, or for LoRA weights with an `adapter_config.json` in `config_folder`, the
-    active adapter is written to `adapter_model.safetensors`. The weights may change as soon as the call returns.
+    Tied weights are written once. For a PEFT model, or for LoRA weights with an `adapter_config.json` in
+    `config_folder`, the active adapter is written to `adapter_model.safetensors`. The weights may change as soon as
+    the call returns.
 
-    A local folder appears as a whole. If it already exists, it is replaced by one that has its other files as well. At a
-    URL, `config.json` is deleted first and written last, so that nothing there loads if the export fails in between.
-    Exports are written in the order of the calls.
+    A local folder appears as a whole. If it already exists, it is replaced by one that has its other files as well.
+    At a URL, `config.json` is deleted first and written last, so that nothing there loads if the export fails in
+    between. Exports are written in the order of the calls.
 
-    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination that
-    all of them see. No rank waits for another one: each writes what it holds, and rank 0 makes the folder from these parts,
-    through less than 256 MiB of memory. Its handle is done when the folder is complete; the handle of another rank, when its
-    part is. Every rank must hold DTensors: a rank whose weights are whole makes them on a mesh of its own, or the export fails.
+    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination
+    that all of them see. No rank waits for another one: each writes what it holds, and rank 0 makes the folder from
+    these parts, through less than 256 MiB of memory. Its handle is done when the folder is complete; the handle of
+    another rank, when its part is. Every rank must hold DTensors: a rank whose weights are whole makes them on a mesh
+    of its own, or the export fails.
 
     Together with a checkpoint of the same instant, the weights are copied from the device once:
 
@@ -69,11 +71,11 @@ def export_hf(
 
     Args:
         state_or_model: a module; a flat mapping of names to tensors; or either of them in a snapshot. The names of a
-            mapping are written as they are, so it must be the state dict of the plain model; a warning says if they look
-            wrapped. A module knows its config and its tied weights; a mapping does not.
+            mapping are written as they are, so it must be the state dict of the plain model; a warning says if they
+            look wrapped. A module knows its config and its tied weights; a mapping does not.
         destination: a folder, or the URL of one.
-        config_folder: a local folder. Its files are copied beside the weights (config, tokenizer, generation config, chat
-            templates), but no weights and no other subfolders. They take precedence over the model's own config.
+        config_folder: a local folder. Its files are copied beside the weights (config, tokenizer, generation config,
+            chat templates), but no weights and no other subfolders. They take precedence over the model's own config.
         max_shard_bytes: the largest size of a file. A larger tensor gets a file of its own.
         guard: as for `save`.
 

@@ -134,8 +134,10 @@ def _tensors_of(given: Any) -> Tensors:
             )
         if is_of_fsdp1(value):
             raise UnsupportedStateError(
-                f"{name!a} is a shard of FSDP1, and only whole tensors and DTensors have the names of a published model; "
-                "use fully_shard (FSDP2), or give what FSDP1 gathers on rank 0: StateDictType.FULL_STATE_DICT with rank0_only",
+                f"{name!a} is a shard of FSDP1, and only whole tensors and DTensors have the names of a published "
+                "model; "
+                "use fully_shard (FSDP2), or give what FSDP1 gathers on rank 0: StateDictType.FULL_STATE_DICT with "
+                "rank0_only",
                 path=name,
             )
     return dict(named)

@@ -53,10 +53,10 @@ def merge(
 
         async_ckpt.merge("runs/a", 500, "out/x.tar")
 
-    The archive is as if one process had saved the state: `load` returns the same as for the step, bit for bit, and other
-    programs read the safetensors files in it. It is streamed: it takes less than 256 MiB of memory, however large the state
-    is. Groups that the step borrows from earlier ones are in it, too. The run is not changed, and nothing is visible at the
-    destination until all of it is durable.
+    The archive is as if one process had saved the state: `load` returns the same as for the step, bit for bit, and
+    other programs read the safetensors files in it. It is streamed: it takes less than 256 MiB of memory, however
+    large the state is. Groups that the step borrows from earlier ones are in it, too. The run is not changed, and
+    nothing is visible at the destination until all of it is durable.
 
     Args:
         run: the root of the run, or the folder of the step; a path, a URL or a Place.
@@ -67,10 +67,10 @@ def merge(
         trust: as for `load`: values that are not plain data are unpickled and pickled again.
         verify: compare the digest of every block that is read.
 
-    Raises NotCommittedError if there is no such step, StateMismatchError if ranks have values of their own that `from_ranks`
-    does not choose among, KeyError if it names nothing, UntrustedObjectError, CorruptCheckpointError, ValueError or
-    IsADirectoryError for a destination that cannot be written to or is in the folder of a step, StorageFullError and
-    StorageUnavailableError.
+    Raises NotCommittedError if there is no such step, StateMismatchError if ranks have values of their own that
+    `from_ranks` does not choose among, KeyError if it names nothing, UntrustedObjectError, CorruptCheckpointError,
+    ValueError or IsADirectoryError for a destination that cannot be written to or is in the folder of a step,
+    StorageFullError and StorageUnavailableError.
     """
     begin = monotonic()
     place = written_at(destination)
@@ -157,7 +157,8 @@ def _refuse_values_by_rank(parts: Sequence[Part], values: Sequence[Any]) -> None
     names = [shown(leaf.path) for leaf in by_rank]
     example = f"from_ranks={{{names[0]!r}: {min(by_rank[0].values)}}}"
     raise StateMismatchError(
-        f"{parts[0].archive.path}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}: each rank has saved its own; say "
+        f"{parts[0].archive.path}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}: each rank has saved its "
+        "own; say "
         f"whose to take, such as {example}",
         missing=(),
         unexpected=(),

@@ -97,8 +97,8 @@ def pack(
 
     Leaving the block returns at once. The folder is then streamed as one plain tar (members `./…`, with their modes,
     links and holes), and removed once the archive is committed. If the block raises an exception, nothing is published.
-    If the save fails, the folder is kept, and the error says where it is. Packs are streamed one after the other, in the
-    order in which their blocks ended: if two have the same destination, the later one replaces the other.
+    If the save fails, the folder is kept, and the error says where it is. Packs are streamed one after the other, in
+    the order in which their blocks ended: if two have the same destination, the later one replaces the other.
 
     The folder is created in `scratch`; by default beside a local destination, where every node sees it, and in the
     system's temp folder for a URL. `compression` is as for `save`.
@@ -119,7 +119,8 @@ def pack_folder(
 
         async_ckpt.files.pack_folder("out/model", "s3://bucket/model.tar").result()
 
-    Raises NotADirectoryError if there is no such folder, and ValueError for a URL, or for a destination inside the folder.
+    Raises NotADirectoryError if there is no such folder, and ValueError for a URL, or for a destination inside the
+    folder.
     """
     source = local_place(folder, "fetch the folder with files.download_directory, then pack it")
     if not source.is_dir():

@@ -85,8 +85,8 @@ class ExportMessages:
         with contextlib.suppress(ValueError):  # without a process group there are no other ranks
             world = world_of(None, None)
             if world.store is not None:
-                # The key has no number of the start: a rank that exports alone must not count one. Messages of an earlier start,
-                # in a store that outlives it, are those that the same program sends again.
+                # The key has no number of the start: a rank that exports alone must not count one. Messages of an
+                # earlier start, in a store that outlives it, are those that the same program sends again.
                 restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 self._words = Words(world.store, f"async_ckpt/destinations/{world.size}/{restarts}")
                 self._rank = world.rank
@@ -103,8 +103,10 @@ class ExportMessages:
         """Raises UnsupportedStateError if another rank's weights are spread. For a rank whose weights are whole."""
         if self._speaker_of("spread") is not None:
             raise UnsupportedStateError(
-                "none of this rank's weights is spread over ranks, but those that other ranks export to the same folder "
-                "are; nothing was written: make DTensors of this rank's weights, if need be on a mesh of this rank alone, or "
+                "none of this rank's weights is spread over ranks, but those that other ranks export to the same "
+                "folder "
+                "are; nothing was written: make DTensors of this rank's weights, if need be on a mesh of this rank "
+                "alone, or "
                 "give another folder",
                 path="",
             )
@@ -113,7 +115,8 @@ class ExportMessages:
         """Raises PeerFailedError if another rank's weights are whole. For a rank whose weights are spread."""
         if (rank := self._speaker_of("whole")) is not None:
             raise PeerFailedError(
-                f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make DTensors of them, "
+                f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make "
+                "DTensors of them, "
                 "if need be on a mesh of that rank alone",
                 rank=int(rank),
                 undecided=False,
@@ -242,7 +245,8 @@ class SpreadExport(Export):
             await off_loop(self._check_others_export)
             if monotonic() > deadline:
                 raise PeerFailedError(
-                    f"{self.path}: after {PEER_SECONDS:.0f} s rank {missing_ranks[0]} has not left its slices of the model "
+                    f"{self.path}: after {PEER_SECONDS:.0f} s rank {missing_ranks[0]} has not left its slices of the "
+                    "model "
                     "there; call export_hf on every rank, with the same destination, which all of them see",
                     rank=missing_ranks[0],
                     undecided=False,

@@ -54,12 +54,13 @@ def extract(
     max_file_bytes: int | None = None,
     max_members: int = MAX_MEMBERS,
 ) -> Path:
-    """Extract a tar (plain, gzip or zstd, whatever its name) into `folder`, which must be new or empty. Returns the folder.
+    """Extract a tar (plain, gzip or zstd, whatever its name) into `folder`, which must be new or empty. Returns the
+    folder.
 
         async_ckpt.files.extract("s3://bucket/x.tar.gz", "out/x", max_bytes=10**10)
 
-    The folder appears as a whole or not at all. `max_bytes` limits all files together, and `max_file_bytes` each of them.
-    Without these, the limit is the free space on the disk.
+    The folder appears as a whole or not at all. `max_bytes` limits all files together, and `max_file_bytes` each of
+    them. Without these, the limit is the free space on the disk.
 
     Raises UnsafeArchiveError if a member could do harm or a limit is exceeded, CorruptCheckpointError if the archive is
     truncated, damaged, or followed by another one, NotCommittedError if it is only a marker, StorageFullError,

@@ -60,7 +60,7 @@ class BaseModel:
                 lines.append(f"{file} {status.st_dev} {status.st_ino} {status.st_mtime_ns} {status.st_size}")
         return checksum("\n".join(lines).encode())
 
-    def made(self, index: VersionIndex) -> bool:
+    def is_source_of(self, index: VersionIndex) -> bool:
         """Whether this index was made of this folder."""
         return index is self._index
 

@@ -33,8 +33,8 @@ _PIECE_BYTES: Final = MIB
 _NUM_AT_ONCE: Final = 2**18
 # The level of the format's other writers.
 _LEVEL: Final = 1
-# An xor is mostly zeros, between single items that match nothing: a small hash table, which stays in the first-level cache,
-# finds as many matches, all of them near. Frames are a fifth smaller, and a quarter faster to make.
+# An xor is mostly zeros, between single items that match nothing: a small hash table, which stays in the first-level
+# cache, finds as many matches, all of them near. Frames are a fifth smaller, and a quarter faster to make.
 _XOR_PARAMETERS: Final = {"window_log": 17, "hash_log": 10}
 
 

@@ -271,14 +271,16 @@ class FolderReplica:
         for name in {SINGLE, INDEX} - {*ours}:
             if self._files.stat(name) is not None:
                 raise StorageUnavailableError(
-                    f"{self.folder / name} was not put there by a version, and would be loaded instead of one; move it away",
+                    f"{self.folder / name} was not put there by a version, and would be loaded instead of one; move "
+                    "it away",
                     path=str(self.folder / name),
                 )
         with translated(self.folder):
             others = [n for n in os.listdir(self.folder) if n.endswith(".safetensors") and n not in ours]
         if others:
             _log.warning(
-                "%s has weights that no version put there, such as %s; engines that load every file would load these too",
+                "%s has weights that no version put there, such as %s; engines that load every file would load these "
+                "too",
                 self.folder,
                 min(others),
             )

@@ -61,7 +61,8 @@ def refuse_misfit(
             if names
         ]
         raise StateMismatchError(
-            f"{source}: it does not fit the module ({'; '.join(problems)}); the module is as it was. Make the module of the same "
+            f"{source}: it does not fit the module ({'; '.join(problems)}); the module is as it was. Make the module "
+            "of the same "
             "config and dtype, or pull into a folder",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
@@ -78,7 +79,8 @@ def fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], source: s
     for names in _tied(live, tensors):
         if len({checksum_of(tensors[name]) for name in names}) > 1:
             raise StateMismatchError(
-                f"{source}: {' and '.join(names[:3])} are one tensor in the module, and have different values in the version; "
+                f"{source}: {' and '.join(names[:3])} are one tensor in the module, and have different values in the "
+                "version; "
                 "the module is as it was. Untie them, or publish a model in which they are tied",
                 missing=(),
                 unexpected=(),

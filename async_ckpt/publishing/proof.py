@@ -23,7 +23,7 @@ from .versions import Versions
 
 def source_of(index: VersionIndex, versions: Versions, base: BaseModel | None) -> VersionSource:
     """The files of the version, or of the base model, that an index belongs to."""
-    if base is not None and base.made(index):
+    if base is not None and base.is_source_of(index):
         return base.source(index)
     return VersionSource(versions.storage, index)
 

@@ -56,7 +56,8 @@ from .replica import MemoryReplica
 from .series import VersionSeries
 from .source import WeightsState
 
-# Encoded frames are kept in memory up to _FILE_BYTES, then written as a file, beside the batch of tensors being encoded.
+# Encoded frames are kept in memory up to _FILE_BYTES, then written as a file, beside the batch of tensors being
+# encoded.
 _FILE_BYTES: Final = 256 * MIB
 _ENCODED_AT_ONCE_BYTES: Final = 512 * MIB
 # Most of the threads wait for the disk, which many small writes keep busier than a few large ones.

@@ -58,30 +58,31 @@ class Publisher:
                 ckpt.save(snap, step=step)
                 publisher.publish(snap["model"], version=step, config_folder="base-model")
 
-    A version is a folder `weight_v000120` with a model of Hugging Face. Every so often it is an anchor, which has all of the
-    weights; otherwise a delta, with the difference between each changed tensor and its bytes in an earlier version. It becomes
-    visible when all of it is durable. A new publisher begins with an anchor, even at a root that another one has used. One
-    root has one model, and one publisher at a time: the newest.
+    A version is a folder `weight_v000120` with a model of Hugging Face. Every so often it is an anchor, which has all
+    of the weights; otherwise a delta, with the difference between each changed tensor and its bytes in an earlier
+    version. It becomes visible when all of it is durable. A new publisher begins with an anchor, even at a root that
+    another one has used. One root has one model, and one publisher at a time: the newest.
 
-    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks make a publisher and call `publish` alike,
-    with the model itself. Each publishes what it holds, none waits for another, and a version is whole when all have published
-    it; only a `Subscriber` reads it. Under DDP, rank 0 publishes alone.
+    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks make a publisher and call `publish`
+    alike, with the model itself. Each publishes what it holds, none waits for another, and a version is whole when
+    all have published it; only a `Subscriber` reads it. Under DDP, rank 0 publishes alone.
 
     Args:
         root: the place to publish to: a folder, URL or Place. A folder must be one that all readers see.
-        anchor_every: one of this many versions is an anchor. A new reader reads the newest anchor and the deltas after it.
+        anchor_every: one of this many versions is an anchor. A new reader reads the newest anchor and the deltas
+            after it.
         encoding: how a delta encodes the difference: "xor", or "overwrite" (positions and values, which can be applied
-            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory, and the package
-            zstandard.
+            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory, and
+            the package zstandard.
         keep: how many of the newest versions to keep, with all that they are built on. None keeps all.
         acknowledged: a function that returns the newest version that every reader has applied, or None. It is called by
-            `publish`, and deltas are then against that version, so that a reader that has it needs no other. Without it they
-            are against the newest durable version.
-        on_rollback: "retire" deletes the versions that are not below a new one, just before the new one becomes visible. A
-            training that goes on from an earlier checkpoint publishes the same numbers again, and readers that are ahead
-            come back. By default such a version raises StepExistsError or StepBehindError.
-        host_bytes: the most host memory for the weights that deltas are against, together with snapshots that are open or
-            still being read; by default half of the free memory.
+            `publish`, and deltas are then against that version, so that a reader that has it needs no other. Without
+            it they are against the newest durable version.
+        on_rollback: "retire" deletes the versions that are not below a new one, just before the new one becomes
+            visible. A training that goes on from an earlier checkpoint publishes the same numbers again, and readers
+            that are ahead come back. By default such a version raises StepExistsError or StepBehindError.
+        host_bytes: the most host memory for the weights that deltas are against, together with snapshots that are
+            open or still being read; by default half of the free memory.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class Publisher:
 
             handle = publisher.publish(model, version=step)
 
-        Names are those of `export_hf`. A snapshot is not copied again. Versions are published in the order of the calls.
-        `handle.result()` is the report; its `step` is the version, and its `num_bytes` is what was written.
+        Names are those of `export_hf`. A snapshot is not copied again. Versions are published in the order of the
+        calls. `handle.result()` is the report; its `step` is the version, and its `num_bytes` is what was written.
 
         Args:
             state_or_snapshot: a module, a flat mapping of names to tensors, or either of them in a snapshot.
@@ -145,11 +146,11 @@ class Publisher:
             config_folder: as for `export_hf`; its files are in anchors only.
             guard: as for `save`.
 
-        Raises UnsupportedStateError for a model that cannot be published, such as an adapter, or a quantised model, whose
-        names in memory differ from those in its checkpoints. The handle raises StepExistsError or StepBehindError for a
-        version that is not newer, StateMismatchError for another model than before, ClosedError if another publisher has
-        taken the root, MemoryError, StorageFullError and StorageUnavailableError. The versions published before stay as they
-        were then, and the next delta is against them.
+        Raises UnsupportedStateError for a model that cannot be published, such as an adapter, or a quantised model,
+        whose names in memory differ from those in its checkpoints. The handle raises StepExistsError or
+        StepBehindError for a version that is not newer, StateMismatchError for another model than before, ClosedError
+        if another publisher has taken the root, MemoryError, StorageFullError and StorageUnavailableError. The
+        versions published before stay as they were then, and the next delta is against them.
         """
         self._refuse_if_forked()
         if self._is_closed:

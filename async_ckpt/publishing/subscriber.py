@@ -52,8 +52,9 @@ class Subscriber:
 
     Args:
         root: where the versions are: a path, a URL or a Place.
-        base: a folder of Hugging Face on this machine, for a root whose first version is a delta against a model that is not
-            published there, such as slime's. A pull that finds no anchor begins with this model. It must not change.
+        base: a folder of Hugging Face on this machine, for a root whose first version is a delta against a model that
+            is not published there, such as slime's. A pull that finds no anchor begins with this model. It must not
+            change.
 
     Raises NotADirectoryError if `base` is not a folder, and ValueError if it is not on this machine.
     """
@@ -101,23 +102,25 @@ class Subscriber:
             report = subscriber.pull("/local/model")
             model = AutoModelForCausalLM.from_pretrained("/local/model")
 
-        If the target holds an earlier version, only the deltas after that are read, and applied in place, in their order.
-        Otherwise the pull begins with the newest anchor up to the version. Every tensor is compared with its checksum.
-        After an error, even at the last tensor, the target has its weights of before, or those of a version on the way.
-        If a pull into a folder was killed, or its weights were damaged, the next one begins with an anchor.
+        If the target holds an earlier version, only the deltas after that are read, and applied in place, in their
+        order. Otherwise the pull begins with the newest anchor up to the version. Every tensor is compared with its
+        checksum. After an error, even at the last tensor, the target has its weights of before, or those of a version
+        on the way. If a pull into a folder was killed, or its weights were damaged, the next one begins with an
+        anchor.
 
         Args:
-            into: a folder on this machine that is new, empty, or filled by an earlier pull. Pulls of several processes into
-                it take turns. Files that you put there later stay. Or a module: its parameters and buffers get the new bytes
-                once all of them are read and compared, which takes the size of the weights in host memory.
+            into: a folder on this machine that is new, empty, or filled by an earlier pull. Pulls of several
+                processes into it take turns. Files that you put there later stay. Or a module: its parameters and
+                buffers get the new bytes once all of them are read and compared, which takes the size of the weights
+                in host memory.
             version: by default the newest.
 
         The folder is an ordinary one of Hugging Face. Do not use its files by memory maps during a pull: they change.
 
-        Raises NotCommittedError if there is no such version, or if one on the way to it is missing; CorruptCheckpointError
-        for damaged files; StateMismatchError for another model; UnsupportedStateError for a module with tensors that cannot
-        be filled in place; FileExistsError for a folder with other files; MemoryError, StorageUnavailableError and
-        StorageFullError.
+        Raises NotCommittedError if there is no such version, or if one on the way to it is missing;
+        CorruptCheckpointError for damaged files; StateMismatchError for another model; UnsupportedStateError for a
+        module with tensors that cannot be filled in place; FileExistsError for a folder with other files;
+        MemoryError, StorageUnavailableError and StorageFullError.
         """
         self._refuse_if_closed()
         spans = Spans()
@@ -168,7 +171,7 @@ class Subscriber:
 
     def _note_versions(self, chain: Sequence[VersionIndex]) -> None:
         """Note which versions of the root this pull reads; the base model is not one of them."""
-        self._read |= {i.version for i in chain if self._base is None or not self._base.made(i)}
+        self._read |= {i.version for i in chain if self._base is None or not self._base.is_source_of(i)}
 
     def _pull_of_ranks(
         self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int
@@ -226,8 +229,8 @@ class Subscriber:
             for version in subscriber.watch():
                 subscriber.pull(model, version)
 
-        Versions that are older than the newest when it looks are left out. After a rollback it yields a lower one. One poll
-        lists the root once, and once more for each world of ranks that has published there.
+        Versions that are older than the newest when it looks are left out. After a rollback it yields a lower one.
+        One poll lists the root once, and once more for each world of ranks that has published there.
 
         Args:
             poll_seconds: the time between two polls.

@@ -41,8 +41,8 @@ from .source import VersionSource, WeightsState
 _OWNER: Final = "publisher.json"
 # In a store, each publisher (by its token) lists here the folders that it is about to fill or to delete.
 _UNFINISHED: Final = re.compile(r"unfinished(\.[0-9a-f]{16})?\.json")
-# A publisher that replaces versions puts a new mark into the root and removes older ones. A reader that lists the root and
-# sees another mark than before discards what it has cached.
+# A publisher that replaces versions puts a new mark into the root and removes older ones. A reader that lists the
+# root and sees another mark than before discards what it has cached.
 _MARK: Final = re.compile(r"replaced\.[0-9a-f]{16}\.json")
 
 
@@ -134,7 +134,8 @@ class Versions:
             index = replace(parse(data, number), stamp=version)
             if not index.is_sealed and not Ownership(self.storage).admits(number, data, index):
                 raise ValueError(
-                    f"it is damaged, or another program's: a Publisher publishes here ({_OWNER}), and its indices have digests of "
+                    f"it is damaged, or another program's: a Publisher publishes here ({_OWNER}), and its indices "
+                    "have digests of "
                     "themselves. Let other programs publish to a root of their own"
                 )
         except FileNotFoundError:

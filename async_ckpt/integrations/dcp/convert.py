@@ -59,8 +59,8 @@ def restore(
 
         async_ckpt.integrations.dcp.restore({"model": model, "optim": optimizer}, "old/checkpoint")
 
-    It also reads anything that `async_ckpt.load` reads. DTensors are filled in any layout, each rank with the ranges that it
-    needs; no collective is called, and a rank may call this alone. Nothing is unpickled that could run code.
+    It also reads anything that `async_ckpt.load` reads. DTensors are filled in any layout, each rank with the ranges
+    that it needs; no collective is called, and a rank may call this alone. Nothing is unpickled that could run code.
 
     Args:
         state: the objects to fill, in the structure that was saved.
@@ -98,7 +98,8 @@ def to_dcp(
     last, when everything else is durable. Call it in one process.
 
     Args:
-        source: anything that `async_ckpt.load` reads: a step, a run (its newest step), an archive; a path, a URL or a Place.
+        source: anything that `async_ckpt.load` reads: a step, a run (its newest step), an archive; a path, a URL or a
+            Place.
         destination: a folder that holds no checkpoint yet; a path, a URL or a Place.
         verify: compare the digest of every block that is read.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.

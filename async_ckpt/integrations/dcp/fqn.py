@@ -1,8 +1,8 @@
 """Fully qualified names, by which torch.distributed.checkpoint calls the items of a state, and their paths in the
 state.
 
-In: names, states, and a planner's data. Out: paths, names, and metadata that follows from neither. Knows nothing of:
-files, tensors.
+In: names, states, and a planner's data. Out: paths, names, and metadata that follows from neither.
+Knows nothing of: files, tensors.
 
 torch joins the keys of nested dicts by dots, and keeps the keys in `planner_data`. A step of this library has the
 nested state itself, so the names follow from it; only metadata that does not is kept beside it.

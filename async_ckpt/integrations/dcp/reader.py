@@ -58,19 +58,19 @@ class TarStorageReader(StorageReader):
         state = {"model": model.state_dict()}
         torch.distributed.checkpoint.load(state, storage_reader=TarStorageReader("runs/a/step_00000100"))
 
-    It reads steps of `TarStorageWriter`, steps of an AsyncCheckpointer on any number of ranks, and single archives; each rank
-    reads only the byte ranges that it needs. Given the root of a run, it reads the newest step. Strided and uneven shards are
-    filled by their placements.
+    It reads steps of `TarStorageWriter`, steps of an AsyncCheckpointer on any number of ranks, and single archives;
+    each rank reads only the byte ranges that it needs. Given the root of a run, it reads the newest step. Strided and
+    uneven shards are filled by their placements.
 
     Args:
         path: a path, a URL or a Place. `checkpoint_id` of a load replaces it; the options of a Place stay.
         verify: compare the digest of every block that is read.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
-        from_ranks: the rank whose value to take, by name, if each rank has its own, such as {"rng": 0}. On as many ranks as
-            have saved, each gets its own.
+        from_ranks: the rank whose value to take, by name, if each rank has its own, such as {"rng": 0}. On as many
+            ranks as have saved, each gets its own.
 
-    Raises TypeError and ValueError for arguments that are not valid. A load raises what `async_ckpt.load` raises; torch wraps
-    the errors of all ranks in a CheckpointException.
+    Raises TypeError and ValueError for arguments that are not valid. A load raises what `async_ckpt.load` raises;
+    torch wraps the errors of all ranks in a CheckpointException.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class _PlanReader:
             elif item.dest_index.fqn not in misplaced:
                 target = self._planner.resolve_tensor(item)
                 self._want(name, target.detach(), tuple(item.storage_offsets), tuple(item.lengths))
-                self._after.append(lambda item=item, target=target: self._planner.commit_tensor(item, target))  # type: ignore[misc]
+                self._after.append(partial(self._planner.commit_tensor, item, target))
         for name, held in misplaced.items():
             for rectangle, part in held:
                 self._want(
@@ -236,8 +236,10 @@ class _PlanReader:
                 misplaced[name] = list(zip(slices.rectangles, parts, strict=True))
             elif not _matches_torch(target, slices.rectangles):
                 raise ValueError(
-                    f"{shown((name,))}: the plan fills this shard from {', '.join(sorted(saved_as))}, at places that torch takes "
-                    "for this rank's, but that are another's; load it by the name and in the shape that it was saved with"
+                    f"{shown((name,))}: the plan fills this shard from {', '.join(sorted(saved_as))}, at places that "
+                    "torch takes "
+                    "for this rank's, but that are another's; load it by the name and in the shape that it was saved "
+                    "with"
                 )
         return misplaced
 

@@ -48,13 +48,13 @@ class PinnedStager(AsyncStager):
     enqueued, after the work that the training stream has, and before any that it is given later.
 
     Args:
-        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then overlaps
-            the next forward and backward, and `step()` waits for the rest of it. A tensor that changes earlier fails the
-            save.
+        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
+            overlaps the next forward and backward, and `step()` waits for the rest of it. A tensor that changes
+            earlier fails the save.
         host_bytes: the most memory that all staged copies may take together; by default half of the free memory.
 
-    A save raises MemoryError if there is too little memory, and UnsupportedStateError, by name, for tensors without bytes of
-    their own. `close()` gives the memory back.
+    A save raises MemoryError if there is too little memory, and UnsupportedStateError, by name, for tensors without
+    bytes of their own. `close()` gives the memory back.
     """
 
     _synchronize_after_execute = False  # the future that `stage` returns resolves when the copy is complete

@@ -84,9 +84,9 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         torch.distributed.checkpoint.save({"model": model.state_dict()}, storage_writer=writer)
         state = async_ckpt.load("runs/a/step_00000100")
 
-    Each rank writes one archive into the folder, and the coordinator commits them by a manifest, last: until then there is
-    nothing to load. `async_ckpt.load` and `verify` read the folder; if it is in the root of a run, so does the run's
-    AsyncCheckpointer. `TarStorageReader` reads it for `torch.distributed.checkpoint.load`.
+    Each rank writes one archive into the folder, and the coordinator commits them by a manifest, last: until then
+    there is nothing to load. `async_ckpt.load` and `verify` read the folder; if it is in the root of a run, so does
+    the run's AsyncCheckpointer. `TarStorageReader` reads it for `torch.distributed.checkpoint.load`.
 
     It is also a `PinnedStager`: `torch.distributed.checkpoint.async_save(state, storage_writer=writer)` needs no other
     stager.
@@ -94,14 +94,14 @@ class TarStorageWriter(StorageWriter, PinnedStager):
     Args:
         path: the folder of the step: a path, a URL or a Place. `checkpoint_id` of a save replaces it; the options of a
             Place stay.
-        overwrite: replace an existing checkpoint, which stays loadable until the new one is committed. By default a save to
-            its folder raises StepExistsError.
+        overwrite: replace an existing checkpoint, which stays loadable until the new one is committed. By default a
+            save to its folder raises StepExistsError.
         guard: as for `PinnedStager`.
         host_bytes: as for `PinnedStager`.
 
-    The number in the folder's name is the step's. A save raises what any save does, and UnsupportedStateError, by name, if
-    torch's plan puts a shard elsewhere than its placements do. torch wraps the errors of all ranks in a CheckpointException.
-    Raises TypeError and ValueError for an invalid path.
+    The number in the folder's name is the step's. A save raises what any save does, and UnsupportedStateError, by
+    name, if torch's plan puts a shard elsewhere than its placements do. torch wraps the errors of all ranks in a
+    CheckpointException. Raises TypeError and ValueError for an invalid path.
     """
 
     def __init__(
@@ -119,7 +119,8 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         self._place = written_at(path)  # of the last save
         self._overwrite = flag("overwrite", overwrite)
         self._local = threading.local()
-        # The archives of this rank that may never be committed, each with an object that torch holds until its save ends.
+        # The archives of this rank that may never be committed, each with an object that torch holds until its save
+        # ends.
         self._written: list[tuple[weakref.ref[WriteResult], Storage, str]] = []
         self._numbers = itertools.count()
         # Numbers of this writer's saves, by attempts that are about to be committed; used by any thread.
@@ -405,7 +406,8 @@ class _PlannedTensors:
         ):
             raise _unsupported(
                 name,
-                f"torch's plan puts this rank's shard at {list(offsets)} with {list(sizes)} items, but by its placements "
+                f"torch's plan puts this rank's shard at {list(offsets)} with {list(sizes)} items, but by its "
+                "placements "
                 f"it is {[(list(held.global_offsets), list(held.sizes)) for held in rectangles]}; save it with "
                 "AsyncCheckpointer",
             )
