@@ -1,7 +1,6 @@
 """The arguments of a wrapped function: the tensors anywhere in them, and a deep copy with other tensors.
 
-In: any Python objects. Out: tensors, and equal objects that share nothing mutable. Knows nothing of: how they are
-used.
+In: any Python objects. Out: tensors, and equal objects that share nothing mutable. Knows nothing of: how they are used.
 
 Tensors are searched where `copy.deepcopy` will meet them, by the same rules: its own for known types, else
 `__reduce_ex__`. A tensor that the search misses is copied with the rest, only later and more slowly.

@@ -1,7 +1,8 @@
 """The folder of a model as the Hugging Face ecosystem reads it: shards, their index, and small files beside them.
 
 In: weights by name, copied to the host, and small files. Out: a folder on disk or in a store, which appears as a
-whole. Knows nothing of: models, and the names of their weights.
+whole.
+Knows nothing of: models, and the names of their weights.
 """
 
 from __future__ import annotations

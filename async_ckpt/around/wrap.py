@@ -1,7 +1,7 @@
 """`wrap`: any function that writes to a path, made to return at once.
 
-In: a function. Out: a function with the same arguments that returns a handle. Knows nothing of: what it writes, and
-how.
+In: a function. Out: a function with the same arguments that returns a handle.
+Knows nothing of: what it writes, and how.
 
 The tensors in the arguments are copied to the host, the function runs in the background on the copies, and its output
 appears at the path that it was given once it is complete and durable.

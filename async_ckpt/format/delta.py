@@ -1,7 +1,7 @@
 """Versions of published weights: the names of their folders, and the index of each.
 
-In: names, checksums. Out: the bytes of an index, and the index back from its bytes. Knows nothing of: tensors,
-storages.
+In: names, checksums. Out: the bytes of an index, and the index back from its bytes.
+Knows nothing of: tensors, storages.
 
 A version is a folder of Hugging Face, `weight_v000120`. An anchor holds all weights. A delta holds one zstd frame
 for each tensor that has changed since its base, as a tensor of bytes under the same name; the metadata of its file

@@ -2,7 +2,8 @@
 `FSDPCheckpoints`: those of its FSDP strategy, on every rank, with archives that any number of ranks loads.
 
 In: an object with the methods of SkyRL's `WorkerDispatch`, paths, ids of models. Out: archives as SkyRL reads and
-writes them, a handle for each; models loaded from them. Knows nothing of: GPUs, databases.
+writes them, a handle for each; models loaded from them.
+Knows nothing of: GPUs, databases.
 
 A save has two halves. During the call, the workers write their files into a folder; then the models are free again.
 In the background, that folder becomes one plain tar on a disk or in a store, with no worker involved; until it is

@@ -1,7 +1,7 @@
 """Filling a module with the weights of a version: whether they fit, and then all of them or none.
 
-In: a module, and the tensors of a version by name. Out: the module with their bytes. Knows nothing of: where the
-tensors come from.
+In: a module, and the tensors of a version by name. Out: the module with their bytes.
+Knows nothing of: where the tensors come from.
 """
 
 from __future__ import annotations

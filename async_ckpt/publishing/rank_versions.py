@@ -1,7 +1,8 @@
 """Versions of a model that is spread over ranks: each rank publishes versions of the slices that it holds.
 
-In: the weights of one rank; later, the versions of all. Out: plain tensors by the names of their slices; later,
-whole ones. Knows nothing of: how versions are written, or applied.
+In: the weights of one rank; later, the versions of all. Out: plain tensors by the names of their slices; later, whole
+ones.
+Knows nothing of: how versions are written, or applied.
 
 No rank waits for another one or asks what it does: a rank publishes versions of its slices, against a base of its
 own. A version of the model exists when each rank has published it in the same start of the training. Rank 0 gives

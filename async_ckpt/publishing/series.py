@@ -1,7 +1,8 @@
 """The state that one publication leaves to the next: the versions at the root, its owner, and the base of deltas.
 
 In: the number and the structure of a new version. Out: whether it may be added, and the deletion of versions that it
-replaces or makes unnecessary. Knows nothing of: how versions are written.
+replaces or makes unnecessary.
+Knows nothing of: how versions are written.
 
 Nothing here changes before the change that it records is durable.
 """

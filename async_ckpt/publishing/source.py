@@ -1,7 +1,8 @@
 """The files of one version: the locations of its tensors, and their bytes.
 
 In: the index of a version, and a storage with its files. Out: tensors, frames, small files, each compared with its
-checksum. Knows nothing of: other versions, replicas.
+checksum.
+Knows nothing of: other versions, replicas.
 """
 
 from __future__ import annotations

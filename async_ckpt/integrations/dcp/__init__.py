@@ -1,7 +1,8 @@
 """Plug-ins for torch.distributed.checkpoint, and converters between its checkpoints and this library's.
 
 In: the plans of torch's planners; paths. Out: steps of archives, torch's targets and live objects filled from them,
-and folders that plain torch loads. Knows nothing of: training.
+and folders that plain torch loads.
+Knows nothing of: training.
 
 - `writer.py`: `TarStorageWriter`; `stager.py`: `PinnedStager`, the host copy for async_save.
 - `reader.py`: `TarStorageReader`; `convert.py`: `restore` and `to_dcp`.

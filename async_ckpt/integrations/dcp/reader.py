@@ -1,7 +1,7 @@
 """`TarStorageReader`: torch.distributed.checkpoint loads a step, however it was saved.
 
-In: a path, and the plans of torch's planners. Out: torch's metadata, and its targets filled. Knows nothing of: how a
-step was saved.
+In: a path, and the plans of torch's planners. Out: torch's metadata, and its targets filled.
+Knows nothing of: how a step was saved.
 
 For torch, every tensor is one chunk. The archives that hold it, and the bytes in them that are needed, are found as
 for any load. A step is opened once for the metadata, and again for the bytes: all ranks must have seen the same

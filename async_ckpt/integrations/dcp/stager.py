@@ -1,7 +1,8 @@
 """`PinnedStager`: the host copy of a state dict for torch.distributed.checkpoint.async_save, in page-locked memory.
 
 In: a state dict, with or without DTensors and ShardedTensors. Out: an equal one whose tensors are on the host, once
-they are copied. Knows nothing of: what is done with it.
+they are copied.
+Knows nothing of: what is done with it.
 
 The copy is that of `snapshot`: ordered after the training stream, made by several threads, in memory that is reused
 as soon as no tensor of the previous copy is referenced. torch decides when that is: however many saves are under

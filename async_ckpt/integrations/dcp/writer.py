@@ -1,7 +1,7 @@
 """`TarStorageWriter`: torch.distributed.checkpoint saves one committed step, with an archive for each rank.
 
-In: the plans of torch's planners, and the data that these resolve to. Out: the folder of a step. Knows nothing of:
-training.
+In: the plans of torch's planners, and the data that these resolve to. Out: the folder of a step.
+Knows nothing of: training.
 
 torch's engine plans which rank writes what, and carries messages between ranks; its coordinator commits by the
 manifest once every rank's archive is durable. Only values that any archive pickles are pickled: the blobs that a
