@@ -112,7 +112,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def _tensors_of(given: Any) -> Tensors:
-    """The tensors of a model by their names in the plain one, and those of a mapping by their names there."""
+    """The tensors of a model, by their names in the plain model, or those of a mapping."""
     if isinstance(given, torch.nn.Module):
         named = plain_state_dict(given)
     elif isinstance(given, Mapping):

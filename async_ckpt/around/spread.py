@@ -100,7 +100,9 @@ class ExportMessages:
                 self._words.say(f"{self._key}/{'spread' if is_spread else 'whole'}", str(self._rank))
 
     def check_whole(self) -> None:
-        """Raises UnsupportedStateError if another rank's weights are spread. For a rank whose weights are whole."""
+        """Raises UnsupportedStateError if another rank's weights are spread. Called on a rank whose weights are
+        whole.
+        """
         if self._speaker_of("spread") is not None:
             raise UnsupportedStateError(
                 "none of this rank's weights is spread over ranks, but those that other ranks export to the same "
@@ -112,7 +114,7 @@ class ExportMessages:
             )
 
     def check_spread(self, path: str) -> None:
-        """Raises PeerFailedError if another rank's weights are whole. For a rank whose weights are spread."""
+        """Raises PeerFailedError if another rank's weights are whole. Called on a rank whose weights are spread."""
         if (rank := self._speaker_of("whole")) is not None:
             raise PeerFailedError(
                 f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make "

@@ -320,7 +320,7 @@ def _damage_translated(path: str) -> Iterator[None]:
 
 
 def _decompressed(raw: io.RawIOBase, path: str) -> Any:
-    """The decompressed content of a file, whose format its first bytes tell."""
+    """The decompressed content of a file; its first bytes determine the format."""
     buffered = io.BufferedReader(raw, _BUFFER_BYTES)
     magic = buffered.peek(4)[:4]
     if magic.startswith(_GZIP_MAGIC):

@@ -389,7 +389,7 @@ class _Call(CopySave):
     async def _upload(self, off_loop: OffLoop) -> None:
         assert self._scratch is not None
         root = self._scratch.folder
-        # Files that tell of others (config, index) are uploaded after these.
+        # Files that refer to others (config, index) are uploaded after these.
         names = await off_loop(lambda: [*LocalStorage(root).sizes("")])
         for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
             await self._upload_file(root / name, name, off_loop)

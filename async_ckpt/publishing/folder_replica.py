@@ -100,7 +100,7 @@ class FolderReplica:
         return self._state
 
     def _known_state(self) -> WeightsState | None:
-        """The state that the marker tells of; None if it cannot be believed."""
+        """The state that the marker describes; None if there is no marker, or the files do not match it."""
         marker = self._notes.marker()
         try:
             if marker is None:
@@ -130,7 +130,7 @@ class FolderReplica:
             return {name: checksum(data) for name, data in parts.items()}
 
     def _has_all_files(self) -> bool:
-        """Whether all files still exist, those with weights in their size. A changed config is the user's business."""
+        """Whether all files still exist, and those with weights have their size. The user may have changed a config."""
         installed = self._installed
         return bool(installed.sizes) and all(
             self._files.size(name) == size
@@ -175,7 +175,9 @@ class FolderReplica:
         return num_bytes + anchor.num_bytes
 
     def _refuse_other_model(self, anchor: Anchor) -> None:
-        """Raises StateMismatchError. A Publisher's version is accepted if nothing tells which model was here."""
+        """Raises StateMismatchError for another model. If the model here is unknown, a Publisher's version is
+        accepted.
+        """
         state = self._state
         if state is not None and state.structure != anchor.structure:
             raise other_model(anchor.source.path, anchor.tensors.keys() - state.checksums.keys())

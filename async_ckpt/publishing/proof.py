@@ -45,10 +45,10 @@ def is_that_version(
     crew: Crew,
     base: BaseModel | None = None,
 ) -> bool:
-    """Whether held weights are those that a chain begins with; also true where nothing tells.
+    """Whether held weights are those that a chain begins with; true if there is nothing to compare them with.
 
-    `chain` leads from the held weights to the version `target`. Under a chain, its first index names its base;
-    without one, the target's index names the weights.
+    `chain` leads from the held weights to the version `target`. Its first index names its base; if the chain is
+    empty, the target's index names the weights.
     """
     state = held.state
     assert state is not None

@@ -160,15 +160,15 @@ class Publisher:
             raise ValueError(f"version must be below 10**18, got {number}; give the training step")
         spans, called = Spans(), running_future()
         try:
-            beside = {} if config_folder is None else _files_beside(local_place(config_folder))
+            config_files = {} if config_folder is None else _config_files(local_place(config_folder))
             held = state_or_snapshot if isinstance(state_or_snapshot, SnapshotView) else None
             refuse_guard([held] if held is not None else [], guard)
-            weights = weights_of(state_or_snapshot, beside)
+            weights = weights_of(state_or_snapshot, config_files)
             _refuse_unmapped(state_or_snapshot, weights)
             spread = is_spread(weights)
             weights, slices = own_slices(weights) if spread else (weights, {})
             if spread and world_of(None, None).rank:
-                weights, beside = weights._replace(files={}), {}  # rank 0 publishes the small files
+                weights, config_files = weights._replace(files={}), {}  # rank 0 publishes the small files
             series = self._get_series(spread=spread)
             if spread is not (series.start is not None):
                 raise UnsupportedStateError(
@@ -178,7 +178,7 @@ class Publisher:
                 )
             base = None if self._acknowledged is None else self._acknowledged()
             base = None if base is None else whole_step(base, what="what acknowledged() returns")
-            weights = weights._replace(files={**weights.files, **beside})
+            weights = weights._replace(files={**weights.files, **config_files})
             request = PublicationRequest(number, weights, slices, base, held, unwrapped(guard), spans, called)
             publication = Publication(series, request)
             handle = publication.begin()
@@ -249,7 +249,7 @@ class Publisher:
         return f"<Publisher {self._root.locate('')}{' (closed)' if self._is_closed else ''}>"
 
 
-def _files_beside(folder: Path) -> dict[str, bytes]:
+def _config_files(folder: Path) -> dict[str, bytes]:
     """The small files to publish with the weights. Raises ValueError for a name that not every place can have."""
     files = files_of(folder)
     for name in files:

@@ -50,8 +50,9 @@ def place_of_rank(root: Place, rank: int, size: int) -> Place:
 
 
 def worlds_in(names: Iterable[str]) -> dict[int, list[int]]:
-    """The worlds that have published at a root, by their sizes, each with its ranks that have begun. `names` are
-    those at the root.
+    """The worlds that have published at a root, by their sizes, each with the ranks that have begun.
+
+    `names` are the names at the root.
     """
     worlds: dict[int, list[int]] = {}
     for name in names:
@@ -179,7 +180,7 @@ class RankVersions:
         return self._by_rank[key]
 
     def sizes(self, names: Iterable[str] | None = None) -> dict[int, int]:
-        """The versions that are whole, ascending, each with the size of its world. `names` are those at the root."""
+        """The whole versions, ascending, each with the size of its world. `names` are the names at the root."""
         whole: dict[int, int] = {}
         listed = [*(self.storage.names("") if names is None else names)]
         if marks_in(listed) != self._marks:  # versions were replaced: discard the cache
@@ -211,7 +212,7 @@ class RankVersions:
             self.storage.delete_all(folder)
 
     def newest_of_other_worlds(self, size: int | None) -> int:
-        """The newest version of worlds of another size, as far as their first ranks have it; -1 if there is none."""
+        """The newest version of other worlds, judged by their first ranks; -1 if there is none."""
         others = (other for other in worlds_in(self.storage.names("")) if other != size)
         numbers = [number for other in others for number in self.of_rank(0, other).numbers()]
         numbers += self.plain_numbers() if size is not None else []

@@ -35,9 +35,9 @@ _log: Final = logging.getLogger("async_ckpt")
 
 
 class DamagedReplicaError(CorruptCheckpointError):
-    """The weights here are not those that the notes tell of: they must begin with an anchor.
+    """The weights here are not those in the notes, so the next chain must begin with an anchor.
 
-    With `perhaps`, the delta may be at fault instead: nothing tells whether its bytes are those that were published.
+    With `perhaps`, the delta may be damaged instead: it has no digest by which to tell.
     """
 
     perhaps: bool = False

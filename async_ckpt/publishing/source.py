@@ -37,9 +37,9 @@ _CHUNK_BYTES: Final = 4 * MIB
 
 @dataclass(frozen=True, slots=True)
 class WeightsState:
-    """The identity of held weights; `checksums` are those of all tensors, by name.
+    """The state of held weights: which version they are; `checksums` are of all tensors, by name.
 
-    `stamp` is that of the index of another program's version, whose weights have no other identity; empty for a
+    `stamp` is the stamp of another program's index, by which the weights became the version; empty for a
     Publisher's. If `is_marked`, another receiver has marked the weights as the version, and nothing else is known.
     """
 
