@@ -191,9 +191,7 @@ class OutputPath(NamedTuple):
 
 
 def output_path(given: Anywhere, options: WrapOptions) -> OutputPath:
-    """The destination of a call. Raises ValueError, IsADirectoryError or StorageUnavailableError if it cannot be
-    written.
-    """
+    """The destination of a call. Raises ValueError, IsADirectoryError, StorageUnavailableError if it is unusable."""
     place = written_at(given)
     storage, name = place.object()
     if name in ("", ".."):
@@ -246,16 +244,13 @@ def why_not_wrapped(fn: Callable[..., Any], *, streams: bool) -> str | None:
     if file_kind == "text" or (file_kind == "bytes" and not streams):
         return (
             f"{name} writes to an open {'text ' if file_kind == 'text' else ''}file, not to a path; wrap a function "
-            "that opens the "
-            f"path itself{'' if file_kind == 'text' else ', or pass file_object=True'}"
+            f"that opens the path itself{'' if file_kind == 'text' else ', or pass file_object=True'}"
         )
     return None
 
 
 def _known_as(fn: Callable[..., Any]) -> tuple[str, str]:
-    """The module and the name of a function, if it is the object at that name; functools.wraps copies both to
-    others.
-    """
+    """The module and the name of a function, if it is what they refer to; functools.wraps copies them to others."""
     module, name = getattr(fn, "__module__", None) or "", getattr(fn, "__qualname__", "")
     target: Any = sys.modules.get(module)
     for part in name.split("."):

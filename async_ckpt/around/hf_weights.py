@@ -135,9 +135,8 @@ def _tensors_of(given: Any) -> Tensors:
         if is_of_fsdp1(value):
             raise UnsupportedStateError(
                 f"{name!a} is a shard of FSDP1, and only whole tensors and DTensors have the names of a published "
-                "model; "
-                "use fully_shard (FSDP2), or give what FSDP1 gathers on rank 0: StateDictType.FULL_STATE_DICT with "
-                "rank0_only",
+                "model; use fully_shard (FSDP2), or give what FSDP1 gathers on rank 0: "
+                "StateDictType.FULL_STATE_DICT with rank0_only",
                 path=name,
             )
     return dict(named)
@@ -202,8 +201,7 @@ def _class_name(model: Any) -> str:
 
 
 def _as_published(model: Any, tensors: Tensors) -> Tensors:
-    """The tensors as published checkpoints have them. Some models of transformers 5 keep others, such as all experts
-    in one.
+    """The tensors in the form of published checkpoints; transformers 5 merges some in memory, such as all experts.
 
     `from_pretrained` reads both; other readers know only the published form. The model's own conversion is used.
     """
@@ -324,9 +322,7 @@ def _adapter_only(tensors: Tensors, adapter: str, config: Mapping[str, Any]) -> 
 
 
 def _name_in_file(name: str, match: re.Match[str]) -> str:
-    """The name of a parameter in PEFT's files: without the adapter's, and without the kind for modules trained
-    whole.
-    """
+    """The name of a parameter in PEFT's files: without the adapter, and without the kind for whole modules."""
     layer, kind, rest = name[: match.start()], match["kind"], match["rest"] or ""
     if kind == "modules_to_save":
         return layer + rest

@@ -100,16 +100,12 @@ class ExportMessages:
                 self._words.say(f"{self._key}/{'spread' if is_spread else 'whole'}", str(self._rank))
 
     def check_whole(self) -> None:
-        """Raises UnsupportedStateError if another rank's weights are spread. Called on a rank whose weights are
-        whole.
-        """
+        """Raises UnsupportedStateError if another rank's weights are spread. For ranks whose weights are whole."""
         if self._speaker_of("spread") is not None:
             raise UnsupportedStateError(
                 "none of this rank's weights is spread over ranks, but those that other ranks export to the same "
-                "folder "
-                "are; nothing was written: make DTensors of this rank's weights, if need be on a mesh of this rank "
-                "alone, or "
-                "give another folder",
+                "folder are; nothing was written: make DTensors of this rank's weights, if need be on a mesh of "
+                "this rank alone, or give another folder",
                 path="",
             )
 
@@ -118,8 +114,7 @@ class ExportMessages:
         if (rank := self._speaker_of("whole")) is not None:
             raise PeerFailedError(
                 f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make "
-                "DTensors of them, "
-                "if need be on a mesh of that rank alone",
+                "DTensors of them, if need be on a mesh of that rank alone",
                 rank=int(rank),
                 undecided=False,
             )
@@ -231,9 +226,7 @@ class SpreadExport(Export):
             raise
 
     def _check_others_export(self) -> None:
-        """Raises PeerFailedError if another rank's weights are whole; rank 0 may be that rank, so this one deletes
-        the parts.
-        """
+        """Raises PeerFailedError, and deletes the parts, if another rank's weights are whole; that may be rank 0."""
         try:
             self._others.check_spread(self.path)
         except PeerFailedError:
@@ -247,9 +240,9 @@ class SpreadExport(Export):
             await off_loop(self._check_others_export)
             if monotonic() > deadline:
                 raise PeerFailedError(
-                    f"{self.path}: after {PEER_SECONDS:.0f} s rank {missing_ranks[0]} has not left its slices of the "
-                    "model "
-                    "there; call export_hf on every rank, with the same destination, which all of them see",
+                    f"{self.path}: after {PEER_SECONDS:.0f} s rank {missing_ranks[0]} has not left its slices of "
+                    "the model there; call export_hf on every rank, with the same destination, which all of them "
+                    "see",
                     rank=missing_ranks[0],
                     undecided=False,
                 )

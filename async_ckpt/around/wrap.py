@@ -455,8 +455,7 @@ def _refuse_closed_over(fn: Callable[..., Any], name: str) -> None:
 
 
 def _refuse_open_files(folder: Path, name: str) -> None:
-    """Raise NothingWrittenError if this process still has a file there open for writing: buffered data would be
-    missing.
+    """Raise NothingWrittenError if this process has a file there open for writing: buffered data would be missing.
 
     A garbage collection would not help: it may close a file without writing Python's buffer.
     """

@@ -297,9 +297,7 @@ def parse(data: bytes, version: int) -> VersionIndex:
 
 
 def weight_map_in(data: bytes) -> dict[str, str]:
-    """The file of each tensor in any folder of Hugging Face, from its index. Raises ValueError, also for a delta's
-    index.
-    """
+    """The file of each tensor, from the index of any Hugging Face folder. Raises ValueError, also for a delta's."""
     table, metadata = _tables(data)
     if any(key in metadata for key in _OF_DELTAS):
         raise ValueError("it is the index of a delta")

@@ -473,9 +473,7 @@ def _required(dispatch: Dispatch, name: str) -> Callable[..., Any]:
 
 
 def _optional(dispatch: Dispatch, name: str) -> Callable[..., Any] | None:
-    """A method of the dispatch that accepts a `model_id`, even if the dispatch's own does not; None if there is
-    none.
-    """
+    """A method of the dispatch that accepts a `model_id` even if the dispatch's own does not; None without one."""
     method: Callable[..., Any] | None = getattr(dispatch, name, None)
     if method is None:
         return None

@@ -169,9 +169,7 @@ def _num_changed(piece: torch.Tensor, base: torch.Tensor, at: int) -> int:
 
 
 def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
-    """Positions are compressed as they are found, since they may take eight times the changed bytes; values are
-    kept.
-    """
+    """Compress positions as they are found: they may take eight times the changed bytes. Values are kept until then."""
     num_bytes = overwritten_bytes(new, base)
     count = (num_bytes - COUNT_BYTES) // (POSITION_BYTES + 1)
     compressor = zstandard_package().ZstdCompressor(level=_LEVEL).compressobj(size=num_bytes)
@@ -217,9 +215,7 @@ def _changes(positions: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[to
 
 
 def _overwritten(data: memoryview, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions in a frame, and the values there. Raises WrongBaseError if they do not fit a tensor of this
-    size.
-    """
+    """The positions in a frame, and their values. Raises WrongBaseError if they do not fit a tensor of this size."""
     plain, size = torch.empty(COUNT_BYTES, dtype=torch.uint8), 0
     count: int | None = None
     for piece in _unpacked(data):

@@ -175,9 +175,7 @@ class FolderReplica:
         return num_bytes + anchor.num_bytes
 
     def _refuse_other_model(self, anchor: Anchor) -> None:
-        """Raises StateMismatchError for another model. If the model here is unknown, a Publisher's version is
-        accepted.
-        """
+        """Raises StateMismatchError for another model. If this one is unknown, a Publisher's version is accepted."""
         state = self._state
         if state is not None and state.structure != anchor.structure:
             raise other_model(anchor.source.path, anchor.tensors.keys() - state.checksums.keys())
@@ -267,9 +265,7 @@ class FolderReplica:
             self._files.move(name, f"{OLD}/{name}")
 
     def _refuse_decoys(self, ours: Collection[str]) -> None:
-        """Raise StorageUnavailableError for a user's file that would be loaded instead of a version; warn of other
-        weights.
-        """
+        """Raise StorageUnavailableError for a user's file that loads instead of a version; warn of other weights."""
         for name in {SINGLE, INDEX} - {*ours}:
             if self._files.stat(name) is not None:
                 raise StorageUnavailableError(
@@ -375,9 +371,7 @@ class FolderReplica:
     def _parts_of(
         self, file: str, names: Collection[str] | None, maps: list[mmap.mmap]
     ) -> dict[str, memoryview]:
-        """The bytes of tensors in a file, which is mapped to memory. Raises ValueError if it is not a safetensors
-        file.
-        """
+        """The bytes of tensors in a file, mapped to memory. Raises ValueError if it is not a safetensors file."""
         is_read, is_own = names is None, False
         while True:
             fd = self._files.open(file, os.O_RDONLY if is_read else os.O_RDWR)

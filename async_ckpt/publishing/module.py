@@ -61,9 +61,8 @@ def refuse_misfit(
             if names
         ]
         raise StateMismatchError(
-            f"{source}: it does not fit the module ({'; '.join(problems)}); the module is as it was. Make the module "
-            "of the same "
-            "config and dtype, or pull into a folder",
+            f"{source}: it does not fit the module ({'; '.join(problems)}); the module is as it was. Make the "
+            "module of the same config and dtype, or pull into a folder",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             mismatched=tuple(mismatched),
@@ -71,17 +70,14 @@ def refuse_misfit(
 
 
 def fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy the new bytes to the module, tied tensors once. Raises as `refuse_misfit` does, before anything is
-    copied.
-    """
+    """Copy the new bytes to the module, tied tensors once. Raises as `refuse_misfit`, before anything is copied."""
     refuse_misfit(module, {n: (dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items()}, source)
     live: Mapping[str, torch.Tensor] = plain_state_dict(module)
     for names in _tied(live, tensors):
         if len({checksum_of(tensors[name]) for name in names}) > 1:
             raise StateMismatchError(
-                f"{source}: {' and '.join(names[:3])} are one tensor in the module, and have different values in the "
-                "version; "
-                "the module is as it was. Untie them, or publish a model in which they are tied",
+                f"{source}: {' and '.join(names[:3])} are one tensor in the module, and have different values in "
+                "the version; the module is as it was. Untie them, or publish a model in which they are tied",
                 missing=(),
                 unexpected=(),
                 mismatched=tuple(names),

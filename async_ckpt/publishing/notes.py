@@ -33,9 +33,7 @@ _UNREADABLE: Final = (FileNotFoundError, StorageUnavailableError, ValueError, Ke
 
 
 class InstalledFiles(NamedTuple):
-    """The files that versions have put into a folder, with their sizes; which of them hold weights, of which
-    structure.
-    """
+    """The files that versions have put into a folder, by size; which of them hold weights, and their structure."""
 
     sizes: Mapping[str, int]
     weights: tuple[str, ...]
@@ -51,9 +49,7 @@ class Marker(NamedTuple):
 
 
 class Notes:
-    """The notes of one folder. Owned by a `FolderReplica`, which reads and writes them while it holds the folder's
-    lock.
-    """
+    """The notes of one folder. Owned by a `FolderReplica`, which uses them while it holds the folder's lock."""
 
     def __init__(self, files: Beneath) -> None:
         self._files = files

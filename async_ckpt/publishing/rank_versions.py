@@ -114,9 +114,7 @@ class RanksStart:
         self._word = RankZeroWord(world, lambda: world.words(f"publish/{key}"), "start", num_bytes=8)
 
     def word(self, check: Callable[[], None]) -> str:
-        """The name of the start, which rank 0 may say later. `check` may end the wait by raising. Raises
-        PeerFailedError.
-        """
+        """The name of the start; waits for rank 0. `check` may end the wait by raising. Raises PeerFailedError."""
         return self._word.hear(
             check,
             "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root",
@@ -195,11 +193,7 @@ class RankVersions:
         return dict(self._whole)
 
     def of_other_worlds(self, size: int | None) -> dict[str, Versions]:
-        """The versions at the root of worlds of another size, by the folders of their ranks; a whole model's under
-        "".
-
-        `size` is None for a whole model.
-        """
+        """The versions at the root of other worlds, by folder. `size` is None, and the folder "", for a whole model."""
         others_by_folder = {} if size is None else {"": Versions(self.storage)}
         for other, begun in worlds_in(self.storage.names("")).items():
             if other != size:
@@ -236,9 +230,7 @@ class RankVersions:
         return [self.of_rank(rank, size).read(number, fresh=fresh) for rank in range(size)]
 
     def read_whole(self, number: int, size: int) -> WholeVersion:
-        """A version by the current indices of all ranks. Raises as `indices` does, for two starts, and for uncovered
-        tensors.
-        """
+        """A version by all ranks' current indices. Raises as `indices`, for two starts, and for uncovered tensors."""
         indices = self.indices(number, size, fresh=True)
         if len({index.slices.start for index in indices}) > 1:
             raise self._corrupt(number, "ranks have published it in two starts of the training")

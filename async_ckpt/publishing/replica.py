@@ -111,9 +111,7 @@ def _restarted_chain(
     chain: Sequence[VersionIndex],
     error: DamagedReplicaError,
 ) -> list[VersionIndex]:
-    """The chain that begins with an anchor, after another one did not fit the weights. Raises `error` if there is
-    none.
-    """
+    """The chain from an anchor on, after another one did not fit the weights. Raises `error` if there is none."""
     if error.perhaps and chain[0].is_anchor:
         raise error
     if not error.perhaps and not (replica.state and replica.state.is_marked):

@@ -107,8 +107,7 @@ class Replacement:
 
 
 class VersionSeries:
-    """The versions that one publisher adds: of a whole model at its root, or of one rank's slices in the rank's
-    folder.
+    """The versions that one publisher adds: of a whole model at its root, or of one rank's slices in its folder.
 
     Made by a `Publisher` at its first publication, and closed by it. Only the publication whose turn it is uses it,
     on helper threads.
@@ -161,8 +160,7 @@ class VersionSeries:
         if version not in existing and self.storage.names(folder_of(version)):
             raise StepExistsError(
                 f"{root}: there is a folder {folder_of(version)} already, which is not a version of a Publisher; "
-                "delete "
-                "it, or give a higher number",
+                "delete it, or give a higher number",
                 step=version,
             )
 

@@ -103,8 +103,7 @@ class Versions:
         return sorted(known | seen | bare)
 
     def _version_without_index(self, number: int) -> VersionIndex | None:
-        """The index that a version of one file, published without one by another program, would have; None if there
-        is none.
+        """The index made for a version of one file that another program published without one; None if there is none.
 
         Only on a disk, where folders are renamed into place: in a store, only the index says that a version is whole.
         """
@@ -135,8 +134,7 @@ class Versions:
             if not index.is_sealed and not Ownership(self.storage).admits(number, data, index):
                 raise ValueError(
                     f"it is damaged, or another program's: a Publisher publishes here ({_OWNER}), and its indices "
-                    "have digests of "
-                    "themselves. Let other programs publish to a root of their own"
+                    "have digests of themselves. Let other programs publish to a root of their own"
                 )
         except FileNotFoundError:
             bare = self._version_without_index(number)

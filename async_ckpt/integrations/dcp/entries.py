@@ -70,9 +70,7 @@ def identity_of(parts: Sequence[Part]) -> str:
 
 
 def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
-    """The items of a step, by torch's names. Raises TypeError if the state is not a dict, ValueError for one name of
-    two.
-    """
+    """The items of a step, by torch's names. Raises TypeError if it is not a dict, ValueError for equal names."""
     items: dict[str, SavedItem] = {}
     for part in parts:
         part.archive.need_names()
@@ -114,8 +112,7 @@ def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted],
         if isinstance(value, ValuesByRank):
             raise ValueError(
                 f"{shown((name,))} was saved by each rank for itself, and there is none for this rank in a world of "
-                "this "
-                f"size; say whose to take, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
+                f"this size; say whose to take, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
             )
     file, stored = entry.file, [leaf for leaf in inside if isinstance(leaf, StoredLeaf)]
     objects = file.objects(stored, trust=trust)

@@ -32,9 +32,7 @@ def path_of(name: str, planner_data: Any) -> Path:
 
 
 def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
-    """The items that torch would save of a decoded state, by name, with their paths. Raises ValueError for equal
-    names.
-    """
+    """The items that torch would save of a decoded state, by name, with paths. Raises ValueError for equal names."""
     items: dict[str, tuple[Path, Any]] = {}
 
     def visit(path: Path, value: Any) -> None:
@@ -50,8 +48,8 @@ def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
 
 
 def metadata_to_keep(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
-    """The metadata to keep in the manifest: the planner's data, unless it follows from the names, and the names of
-    opaque blobs.
+    """The metadata to keep in the manifest: opaque blobs, and the planner's data if they do not follow from the
+    names.
 
     Raises TypeError for data that is not plain.
     """

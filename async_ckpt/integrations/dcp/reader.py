@@ -237,9 +237,8 @@ class _PlanReader:
             elif not _matches_torch(target, slices.rectangles):
                 raise ValueError(
                     f"{shown((name,))}: the plan fills this shard from {', '.join(sorted(saved_as))}, at places that "
-                    "torch takes "
-                    "for this rank's, but that are another's; load it by the name and in the shape that it was saved "
-                    "with"
+                    "torch takes for this rank's, but that are another's; load it by the name and in the shape that "
+                    "it was saved with"
                 )
         return misplaced
 

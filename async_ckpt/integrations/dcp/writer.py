@@ -248,7 +248,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
 
     def _commit(self, save: _WriterSave, archives: tuple[Archive, ...], record: Mapping[str, Any]) -> None:
         """Commit a save. Of several saves of this writer to one folder, the last one stays, in whatever order they
-        commit.
+        end.
 
         Raises StepExistsError if another writer has committed.
         """
@@ -345,9 +345,7 @@ def _share_of_plan(
 
 
 class _RankTarget(FileTarget):
-    """The archive of one rank, in the folder of a step; the save of its state ends here, before the step is
-    committed.
-    """
+    """The archive of one rank in the folder of a step. Its save ends here, before the step is committed."""
 
     archive: Archive | None = None
 
@@ -370,8 +368,7 @@ class _PlannedTensors:
         self._pieces: dict[int, tuple[tuple[int, ...], list[tuple[Rectangle, torch.Tensor]]]] = {}
 
     def add(self, item: WriteItem, data: Any) -> torch.Tensor | None:
-        """Add a piece. Returns the marker that stands for its tensor in the state; None if another piece is there
-        already.
+        """Add a piece. Returns the marker for its tensor in the state; None if another piece of it is there already.
 
         Raises UnsupportedStateError if the piece is not the planned one.
         """
@@ -394,9 +391,7 @@ class _PlannedTensors:
         return marker
 
     def _compare(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """Raise UnsupportedStateError if a piece is not this rank's: torch describes strided and uneven shards
-        wrongly.
-        """
+        """Raise UnsupportedStateError if a piece is not this rank's: torch misplaces strided and uneven shards."""
         live = self._live.get(name)
         if live is None or not is_sharded(live):
             return
@@ -407,9 +402,8 @@ class _PlannedTensors:
             raise _unsupported(
                 name,
                 f"torch's plan puts this rank's shard at {list(offsets)} with {list(sizes)} items, but by its "
-                "placements "
-                f"it is {[(list(held.global_offsets), list(held.sizes)) for held in rectangles]}; save it with "
-                "AsyncCheckpointer",
+                f"placements it is {[(list(held.global_offsets), list(held.sizes)) for held in rectangles]}; save "
+                "it with AsyncCheckpointer",
             )
 
     def slice(self, value: torch.Tensor, *, name: str) -> LocalShards:  # noqa: ARG002
