@@ -59,7 +59,7 @@ def is_that_version(
         return True
     try:
         if state.stamp and versions.read_or_base(state.version, base).stamp == state.stamp:
-            return True  # it became the version by this very index it has become the version
+            return True  # it became the version by this very index
         return _leads_to(held, state, versions, crew, base)
     except NotCommittedError:
         return True  # the deltas that led here were deleted, or began with a model that is unknown
