@@ -17,15 +17,15 @@ from .errors import (
     CorruptCheckpointError,
 )
 from .host.loop import get_loop
+from .loading.archives.contents import Part
+from .loading.archives.find import from_step
+from .loading.archives.step_archives import Readers
 from .loading.catch_up import catch_up
-from .loading.contents import Part
-from .loading.find import from_step
-from .loading.known import is_looked_into
+from .loading.live.kinds import is_looked_into
 from .loading.load import Verify, check_verify
-from .loading.lots import Readers
-from .loading.reading import RunReader
 from .loading.restore import restore_state
 from .loading.resume import resume
+from .loading.run_reader import RunReader
 from .loading.sharing import Sharing
 from .ranks.agreement import tell_of_failure
 from .ranks.attempts import Differing, Ranks

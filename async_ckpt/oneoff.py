@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 
 from .host.loop import get_loop
-from .loading.contents import Part
-from .loading.find import from_path
+from .loading.archives.contents import Part
+from .loading.archives.find import from_path
+from .loading.archives.step_archives import Readers
 from .loading.load import check_verify, state_of
-from .loading.lots import Readers
 from .loading.verify import verify_path
 from .ranks.world import warn_of_ranks
 from .report import VerifyReport

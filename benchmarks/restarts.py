@@ -17,8 +17,8 @@ import torch
 
 from async_ckpt.format import digests
 from async_ckpt.format.layout import Layout, TensorPlan, lay_out
-from async_ckpt.loading.find import Committed, from_committed
-from async_ckpt.loading.lots import Readers
+from async_ckpt.loading.archives.find import Committed, from_committed
+from async_ckpt.loading.archives.step_archives import Readers
 from async_ckpt.loading.restore import restore_state
 from async_ckpt.runs import layouts
 from async_ckpt.runs.manifest import NAME as MANIFEST

@@ -177,7 +177,7 @@ class TrainedTokens(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """Named as a transformer is, of which it has as much as adapters meet."""
+    """NamedArchives as a transformer is, of which it has as much as adapters meet."""
 
     def __init__(self, *adapters: str) -> None:
         super().__init__()

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from async_ckpt.loading.find import Committed, from_committed
-from async_ckpt.loading.lots import Readers
+from async_ckpt.loading.archives.find import Committed, from_committed
+from async_ckpt.loading.archives.step_archives import Readers
 from async_ckpt.loading.restore import restore_state
 from async_ckpt.slicing.sharded import local_part
 from async_ckpt.storage.local import LocalStorage

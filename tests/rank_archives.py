@@ -13,10 +13,10 @@ from states import bits_of
 
 from async_ckpt.format.index import Index
 from async_ckpt.format.layout import TensorPlan, lay_out
-from async_ckpt.loading.contents import Part
+from async_ckpt.loading.archives.archive import OpenArchive
+from async_ckpt.loading.archives.contents import Part
+from async_ckpt.loading.archives.merged_archives import MergedArchives
 from async_ckpt.loading.load import state_of
-from async_ckpt.loading.merged import Merged
-from async_ckpt.loading.open import OpenArchive
 from async_ckpt.loading.rebuild import layout_of, look_at
 from async_ckpt.loading.restore import restore_state
 from async_ckpt.runs import layouts
@@ -114,14 +114,14 @@ def parsed_digest(path: Path) -> str:
 
 
 @contextmanager
-def opened(paths: Sequence[Path], *, verify: bool = True, **how: Any) -> Iterator[Merged]:
+def opened(paths: Sequence[Path], *, verify: bool = True, **how: Any) -> Iterator[MergedArchives]:
     """The archives as one file."""
     with ExitStack() as stack:
         archives = []
         for path in paths:
             reader = stack.enter_context(LocalStorage(path.parent).open(path.name))
             archives.append(OpenArchive(reader, path=str(path), verify=verify))
-        yield Merged(archives, path=str(paths[0].parent), **how)
+        yield MergedArchives(archives, path=str(paths[0].parent), **how)
 
 
 def load_all(paths: Sequence[Path], *, verify: bool = True, select: Any = None, **how: Any) -> Any:

@@ -11,7 +11,7 @@ from states import bits_of, open_run
 
 from async_ckpt import Place
 from async_ckpt.format.index import IndexedTensor, Slice
-from async_ckpt.loading.open import OpenArchive
+from async_ckpt.loading.archives.archive import OpenArchive
 from async_ckpt.runs.manifest import Manifest
 from async_ckpt.runs.receipts import archives_of
 from async_ckpt.runs.run import Run

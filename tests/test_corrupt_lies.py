@@ -37,7 +37,7 @@ from async_ckpt import (
     UntrustedObjectError,
 )
 from async_ckpt.format import digests, tar
-from async_ckpt.loading.find import from_path
+from async_ckpt.loading.archives.find import from_path
 from async_ckpt.loading.restore import restore_state
 from async_ckpt.spec import MIB
 

@@ -30,10 +30,10 @@ from async_ckpt import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from async_ckpt.loading import find
 from async_ckpt.loading import load as load_module
-from async_ckpt.loading.contents import Part
-from async_ckpt.loading.find import from_newest
+from async_ckpt.loading.archives import find
+from async_ckpt.loading.archives.contents import Part
+from async_ckpt.loading.archives.find import from_newest
 from async_ckpt.loading.restore import restore_state
 from async_ckpt.runs.roots import Roots
 from async_ckpt.runs.run import Run

@@ -23,10 +23,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError
-from async_ckpt.loading.contents import Part
-from async_ckpt.loading.find import from_path
-from async_ckpt.loading.lots import Readers
-from async_ckpt.loading.merged import Merged
+from async_ckpt.loading.archives.contents import Part
+from async_ckpt.loading.archives.find import from_path
+from async_ckpt.loading.archives.merged_archives import MergedArchives
+from async_ckpt.loading.archives.step_archives import Readers
 from async_ckpt.spec import MIB
 from async_ckpt.state import PerRank
 
@@ -227,7 +227,7 @@ def test_many_archives_become_one_quickly(tmp_path: Path):
     with opened(paths, verify=False, per_rank=["rng"]) as merged:
         archives = merged.files
         begin = time.process_time()
-        again = Merged(archives, path="x", per_rank=["rng"])
+        again = MergedArchives(archives, path="x", per_rank=["rng"])
         for leaf in again.tree()[1]:
             again.sources(leaf.number)
         seconds = time.process_time() - begin

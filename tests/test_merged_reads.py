@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import async_ckpt
 from async_ckpt import CheckpointError, CorruptCheckpointError, StateMismatchError
-from async_ckpt.loading import lots
+from async_ckpt.loading.archives import step_archives
 from async_ckpt.runs import layouts
 from async_ckpt.runs.receipts import Table
 from async_ckpt.slicing.sharded import local_part
@@ -275,7 +275,7 @@ def test_without_a_sound_layout_a_few_archives_are_all_opened(tmp_path: Path, nu
 def test_without_a_sound_layout_of_too_many_it_is_told_how_to_make_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_read: dict[str, int]
 ):
-    monkeypatch.setattr(lots, "MAX_UNEXPLAINED", 3)
+    monkeypatch.setattr(step_archives, "MAX_UNEXPLAINED", 3)
     folder = many(tmp_path)
     (folder / f"layout.{ATTEMPT}.json").unlink()
     before = sorted(path.name for path in folder.iterdir())

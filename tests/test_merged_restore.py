@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from async_ckpt import StateMismatchError
-from async_ckpt.loading.contents import Part
+from async_ckpt.loading.archives.contents import Part
 from async_ckpt.loading.restore import restore_state
 from async_ckpt.slicing.sharded import local_part
 from async_ckpt.spec import MIB

@@ -423,12 +423,12 @@ def test_the_named_optimizer_of_torch_gets_back_what_it_gave(tmp_path: Path):
         warnings.simplefilter("ignore")  # of what else lies beside it
         from torch.distributed.optim.named_optimizer import _NamedOptimizer
 
-    class Named(_NamedOptimizer):
+    class NamedArchives(_NamedOptimizer):
         def zero_grad(self, set_to_none: bool = True) -> None:  # which torch's lacks what it needs for
             self._optimizer.zero_grad(set_to_none)
 
     def named(part: nn.Module) -> Any:
-        return Named(part.named_parameters(), torch.optim.AdamW, None, part, lr=0.1)
+        return NamedArchives(part.named_parameters(), torch.optim.AdamW, None, part, lr=0.1)
 
     before, live = Trainee(0, kind=named), Trainee(1, kind=named)
     with open_run(tmp_path) as ckpt:

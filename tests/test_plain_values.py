@@ -529,13 +529,17 @@ def test_a_zone_that_this_system_lacks_says_what_to_install(archive: Path) -> No
     assert "install the tzdata package" in str(assert_refused(archive, CorruptCheckpointError))
 
 
-class Named(NamedTuple):
+class NamedArchives(NamedTuple):
     a: Any
 
 
 def test_records_of_every_kind_within_each_other_come_back(archive: Path) -> None:
-    state = {"x": Named(Frozen(deque([Named(Shade.DARK), Point(torch.ones(1), {1: Level.LOW})], 3), 1))}
-    loaded = round_trip(state, archive, types=[Named, Frozen, Point, Shade, Level])["x"]
+    state = {
+        "x": NamedArchives(
+            Frozen(deque([NamedArchives(Shade.DARK), Point(torch.ones(1), {1: Level.LOW})], 3), 1)
+        )
+    }
+    loaded = round_trip(state, archive, types=[NamedArchives, Frozen, Point, Shade, Level])["x"]
     assert type(loaded.a.t) is deque
     assert loaded.a.t[0].a is Shade.DARK
     assert loaded.a.t[1].y[1] is Level.LOW

@@ -13,7 +13,7 @@ from rank_archives import ATTEMPT, parsed_digest, write_all
 from states import difference
 
 import async_ckpt
-from async_ckpt.loading import lots
+from async_ckpt.loading.archives import step_archives
 from async_ckpt.runs.manifest import Archive, Manifest
 
 
@@ -84,7 +84,7 @@ def training(seed: int) -> dict[str, Any]:
 def test_each_rank_gets_all_of_what_a_planner_has_shared_out_however_many_have_saved(
     how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lots, "MAX_UNEXPLAINED", 1)
+    monkeypatch.setattr(step_archives, "MAX_UNEXPLAINED", 1)
     folder = shared_out(tmp_path / "run" / "step_00000001")
     for rank in range(3):
         live = training(1)

@@ -135,7 +135,7 @@ def test_no_object_is_unpickled_and_no_tensor_made(archive: Path, monkeypatch: p
 
     monkeypatch.setattr(torch, "load", fail)
     monkeypatch.setattr(torch, "empty", fail)
-    monkeypatch.setattr("async_ckpt.loading.contents.decode", fail)
+    monkeypatch.setattr("async_ckpt.loading.archives.contents.decode", fail)
     assert async_ckpt.verify(archive).num_archives == 1
 
 

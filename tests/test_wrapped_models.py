@@ -129,7 +129,7 @@ def test_parts_are_selected_by_their_plain_names(archive: Path, ckpt: AsyncCheck
 # --- what is no wrapper -------------------------------------------------------------------------------------------
 
 
-class Named(nn.Module):
+class NamedArchives(nn.Module):
     """A submodule that is really called so."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -139,7 +139,7 @@ class Named(nn.Module):
 
 
 def test_a_submodule_called_module_keeps_its_name(archive: Path) -> None:
-    plain = Named(network())
+    plain = NamedArchives(network())
     for kind in ("DDP", "DataParallel", "compiled", "DDP of compiled", "compiled DDP", "FSDP"):
         loaded = round_trip(WRAPPED[kind](copy.deepcopy(plain)), archive)
         assert difference(loaded, plain.state_dict()) is None, kind

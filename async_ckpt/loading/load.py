@@ -20,7 +20,7 @@ import torch
 
 from ..state.names import Select, selector, shown
 from ..state.tree import StoredLeaf, replaced
-from .contents import CPU, Contents, Groups, Part
+from .archives.contents import CPU, Contents, Groups, Part
 from .fill import Wanted, fill, planned
 
 Verify = bool | Literal["first"]

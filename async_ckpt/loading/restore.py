@@ -20,10 +20,10 @@ from ..host.pool import SegmentPool
 from ..spec import with_article
 from ..state.names import Select, selector
 from ..state.plain import is_frozen, is_record
-from .contents import Contents, Part
+from .archives.contents import Contents, Part
 from .fill import Wanted, boxes_wanted, fill, planned
+from .live.match import Match
 from .load import Verify, check_lent, check_select, raise_unless_any
-from .match import Match
 from .sharing import Item, Sharing
 
 

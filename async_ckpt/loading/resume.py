@@ -17,9 +17,9 @@ from ..ranks.answers import in_words
 from ..ranks.talk import Talk
 from ..runs.roots import Roots
 from ..spans import TIMEKEEPER, monotonic
-from .contents import Part
-from .find import from_newest, from_step
-from .lots import Readers
+from .archives.contents import Part
+from .archives.find import from_newest, from_step
+from .archives.step_archives import Readers
 
 T = TypeVar("T")
 

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from ...loading.contents import CPU, Part
+from ...loading.archives.contents import CPU, Part
+from ...loading.archives.find import from_path
+from ...loading.archives.step_archives import Readers
 from ...loading.fill import Wanted, fill, planned
-from ...loading.find import from_path
-from ...loading.lots import Readers
 from ...loading.restore import restore_state
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.others import OF_DCP

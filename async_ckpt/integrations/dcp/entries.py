@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...loading.contents import CPU, Contents, Part
+from ...loading.archives.archive import OpenArchive
+from ...loading.archives.contents import CPU, Contents, Part
+from ...loading.archives.step_archives import Readers
 from ...loading.fill import Wanted
-from ...loading.lots import Readers
-from ...loading.open import OpenArchive
 from ...ranks.world import world_of
 from ...spec import with_article
 from ...state.names import Path, shown

@@ -16,17 +16,17 @@ import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..errors import CheckpointError, CorruptCheckpointError
-from ..host.threads import run_together
-from ..runs import layouts
-from ..runs.manifest import Archive, missing
-from ..slicing.locator import ShardLocator, StepLayout, name_of
-from ..state.names import shown
-from ..state.skeletons import UnknownChoiceError
-from ..storage.base import Storage
+from ...errors import CheckpointError, CorruptCheckpointError
+from ...host.threads import run_together
+from ...runs import layouts
+from ...runs.manifest import Archive, missing
+from ...slicing.locator import ShardLocator, StepLayout, name_of
+from ...state.names import shown
+from ...state.skeletons import UnknownChoiceError
+from ...storage.base import Storage
+from .archive import OpenArchive
 from .contents import Groups, Part
-from .merged import Merged, OthersNeededError
-from .open import OpenArchive
+from .merged_archives import MergedArchives, OthersNeededError
 
 # Archives of one step that are opened at once, and whose first blocks are kept for those who read on.
 _MAX_OPENERS: Final = 16
@@ -37,7 +37,7 @@ _MANY: Final = 8
 
 
 class Readers(NamedTuple):
-    """The reader of a step that several ranks have saved; see `Merged`. With `reads_all` it reads everything."""
+    """The reader of a step that several ranks have saved; see `MergedArchives`. With `reads_all` it reads everything."""
 
     ranks: tuple[int, int] | None = None
     from_ranks: Mapping[str, int] | None = None
@@ -56,7 +56,7 @@ def check_from_ranks(from_ranks: Any) -> None:
         )
 
 
-class Named(NamedTuple):
+class NamedArchives(NamedTuple):
     """Archives that a manifest names: those of all ranks of one attempt; the groups for which it does, None for all; and what
     each rank has for itself.
     """
@@ -76,17 +76,19 @@ class Named(NamedTuple):
     """Whether a planner has given each rank a part to write: then no archive has all names that its rank has."""
 
 
-class Lot:
+class StepArchives:
     """Opens them for one reader; they are closed with `stack`."""
 
-    def __init__(self, named: Named, readers: Readers, stack: contextlib.ExitStack, *, verify: bool) -> None:
+    def __init__(
+        self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool
+    ) -> None:
         self.named, self._readers, self._stack, self._verify = named, readers, stack, verify
         self._opened: dict[int, OpenArchive] = {}
         self._has_all_names = False
         self._layout: StepLayout | None = None
         self._has_asked, self._is_rebuilt = False, False
         self._is_complete = False  # what is not in the open archives is in none
-        self._merged: Merged | None = None
+        self._merged: MergedArchives | None = None
 
     def part(self) -> Part:
         """The archives that are open by now, as one file. Raises CorruptCheckpointError."""
@@ -239,9 +241,9 @@ class Lot:
         written = ShardLocator(layout, self._aliases()).boxes_of(rank)
         return tuple(sorted(shown(tuple(name.split("\x1f"))) for name, boxes in written.items() if boxes))
 
-    def _as_one(self) -> Merged:
+    def _as_one(self) -> MergedArchives:
         named, readers = self.named, self._readers
-        return Merged(
+        return MergedArchives(
             [self._opened[rank] for rank in sorted(self._opened)],
             path=named.storage.locate(named.folder),
             ranks=readers.ranks,
@@ -266,7 +268,7 @@ def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
                 opened[name].keep_little()
 
         run_together("open", [functools.partial(open_one, name) for name in names], max_threads=_MAX_OPENERS)
-        yield Part(Merged([opened[name] for name in names], path=storage.locate("")))
+        yield Part(MergedArchives([opened[name] for name in names], path=storage.locate("")))
 
 
 def open_archive(

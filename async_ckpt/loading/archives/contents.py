@@ -14,18 +14,18 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import torch
 
-from ..backends import is_at, is_host
-from ..errors import CorruptCheckpointError, FormatVersionError
-from ..format.index import VERSION, Index, Slice
-from ..host.memory import advise_huge_pages
-from ..runs.manifest import Manifest
-from ..slicing.cover import Box, Cover, cover, strided_copies
-from ..spec import BLOCK_BYTES, DTYPES, Extent
-from ..state.dtypes import dtype_named
-from ..state.names import Path, Select, Selector, selector, shown
-from ..state.tree import StoredLeaf, decode, top_keys
-from ..storage.base import Reader
-from ..storage.local import LocalReader
+from ...backends import is_at, is_host
+from ...errors import CorruptCheckpointError, FormatVersionError
+from ...format.index import VERSION, Index, Slice
+from ...host.memory import advise_huge_pages
+from ...runs.manifest import Manifest
+from ...slicing.cover import Box, Cover, cover, strided_copies
+from ...spec import BLOCK_BYTES, DTYPES, Extent
+from ...state.dtypes import dtype_named
+from ...state.names import Path, Select, Selector, selector, shown
+from ...state.tree import StoredLeaf, decode, top_keys
+from ...storage.base import Reader
+from ...storage.local import LocalReader
 
 Groups = Collection[str] | None
 CPU: Final = torch.device("cpu")  # said everywhere, because a caller may have set another default

@@ -17,14 +17,14 @@ from typing import Any, Final
 
 import torch
 
-from ..errors import CorruptCheckpointError, FormatVersionError, UntrustedObjectError
-from ..format import digests, index, safetensors, tar
-from ..format.index import Member
-from ..pickles import saved_objects
-from ..spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
-from ..state.names import shown
-from ..state.tree import StoredLeaf
-from ..storage.base import Reader
+from ...errors import CorruptCheckpointError, FormatVersionError, UntrustedObjectError
+from ...format import digests, index, safetensors, tar
+from ...format.index import Member
+from ...pickles import saved_objects
+from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
+from ...state.names import shown
+from ...state.tree import StoredLeaf
+from ...storage.base import Reader
 from .contents import Contents
 
 # Around the headers of a member: several small members at once, and little of a large one.

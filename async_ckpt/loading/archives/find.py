@@ -12,30 +12,30 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Self, TypeVar
 
-from ..errors import (
+from ...errors import (
     CheckpointError,
     CorruptCheckpointError,
     FormatVersionError,
     NotCommittedError,
     StorageUnavailableError,
 )
-from ..runs.manifest import NAME as MANIFEST
-from ..runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
-from ..runs.naming import numbered
-from ..runs.others import foreign_kind, newest_named_otherwise
-from ..runs.receipts import archives_in, archives_of, attempt_of_all
-from ..runs.root import TRIES, overtaken
-from ..runs.roots import Roots
-from ..runs.run import Run
-from ..runs.starts import Commit, counts, parted
-from ..state.names import Selector, shown
-from ..storage.base import Reader, Storage
-from ..storage.compressed import decompressing
-from ..storage.place import Anywhere, place_of, storage_at
+from ...runs.manifest import NAME as MANIFEST
+from ...runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
+from ...runs.naming import numbered
+from ...runs.others import foreign_kind, newest_named_otherwise
+from ...runs.receipts import archives_in, archives_of, attempt_of_all
+from ...runs.root import TRIES, overtaken
+from ...runs.roots import Roots
+from ...runs.run import Run
+from ...runs.starts import Commit, counts, parted
+from ...state.names import Selector, shown
+from ...storage.base import Reader, Storage
+from ...storage.compressed import decompressing
+from ...storage.place import Anywhere, place_of, storage_at
 from .contents import Part
 from .foreign import opened, parts_of_folder
-from .lots import Lot, Named, Readers, check_from_ranks
-from .merged import Merged, OthersNeededError
+from .merged_archives import MergedArchives, OthersNeededError
+from .step_archives import NamedArchives, Readers, StepArchives, check_from_ranks
 
 T = TypeVar("T")
 
@@ -222,12 +222,12 @@ class Committed(NamedTuple):
 
         return cls(storage, folder, read, root)
 
-    def named(self, made: Manifest) -> list[Named]:
+    def named(self, made: Manifest) -> list[NamedArchives]:
         """The step's own archives, and those that it has borrowed groups from."""
         below = f"{self.folder}/" if self.folder else ""
         own = [(f"{below}{told.name}", told) for told in archives_of(self.storage, self.folder, made)]
         per_rank = made.ranks.per_rank if made.ranks else ()
-        first = Named(
+        first = NamedArchives(
             self.storage,
             self.folder,
             own,
@@ -275,7 +275,7 @@ def from_committed(
     for _ in range(TRIES):
         try:
             with contextlib.ExitStack() as stack:
-                lots = [Lot(named, readers, stack, verify=verify) for named in step.named(made)]
+                lots = [StepArchives(named, readers, stack, verify=verify) for named in step.named(made)]
                 return _used(lots, use, readers, made)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, made = made, _read_again(step, made, error)
@@ -287,7 +287,9 @@ def from_committed(
     )
 
 
-def _used(lots: Sequence[Lot], use: Callable[[Sequence[Part]], T], readers: Readers, made: Manifest) -> T:
+def _used(
+    lots: Sequence[StepArchives], use: Callable[[Sequence[Part]], T], readers: Readers, made: Manifest
+) -> T:
     while True:
         parts = [lot.part()._replace(made=made) for lot in lots]
         _check_names(parts, readers)
@@ -299,7 +301,7 @@ def _used(lots: Sequence[Lot], use: Callable[[Sequence[Part]], T], readers: Read
 
 def _check_names(parts: Sequence[Part], readers: Readers) -> None:
     """Whoever says whose value he wants must be right about the name. Raises KeyError."""
-    merged = [part.archive for part in parts if isinstance(part.archive, Merged)]
+    merged = [part.archive for part in parts if isinstance(part.archive, MergedArchives)]
     unknown = {*(readers.from_ranks or ())}.difference(*(one.chosen for one in merged))
     if merged and unknown:
         apart = sorted({shown(path) for one in merged for path in one.apart})

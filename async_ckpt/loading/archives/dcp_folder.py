@@ -19,21 +19,21 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from ..errors import CorruptCheckpointError, UntrustedObjectError
-from ..format import dcp, digests
-from ..format.dcp import Blob, Lying, StoredTensor
-from ..format.index import Index, IndexedTensor, Member, Slice
-from ..host.threads import run_together
-from ..pickles import saved_objects
-from ..slicing.cover import Box, cover
-from ..spec import DTYPES, Extent, Spread
-from ..state.containers import nested
-from ..state.dtypes import dtype_named
-from ..state.names import Path, Select, shown
-from ..state.tree import Encoder, StoredLeaf, replaced
-from ..storage.base import Reader, Storage
+from ...errors import CorruptCheckpointError, UntrustedObjectError
+from ...format import dcp, digests
+from ...format.dcp import Blob, Lying, StoredTensor
+from ...format.index import Index, IndexedTensor, Member, Slice
+from ...host.threads import run_together
+from ...pickles import saved_objects
+from ...slicing.cover import Box, cover
+from ...spec import DTYPES, Extent, Spread
+from ...state.containers import nested
+from ...state.dtypes import dtype_named
+from ...state.names import Path, Select, shown
+from ...state.tree import Encoder, StoredLeaf, replaced
+from ...storage.base import Reader, Storage
 from .contents import Contents, Groups, Source
-from .joined import Joined
+from .virtual_files import JoinedFile
 
 _MAX_READERS: Final = 16
 _NOWHERE: Final = Member(digests.MEMBER, Extent(0, 0))
@@ -62,7 +62,7 @@ class OpenDcp(Contents):
     _advice: ClassVar[str] = "fetch it again, or load it with torch.distributed.checkpoint"
 
     def __init__(self, storage: Storage, stack: contextlib.ExitStack) -> None:
-        super().__init__(Joined(()), path=storage.locate(""))
+        super().__init__(JoinedFile(()), path=storage.locate(""))
         self._storage, self._stack = storage, stack
         try:
             told = dcp.parse(storage.read(dcp.NAME)[0])
@@ -123,7 +123,7 @@ class OpenDcp(Contents):
         return found
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
-        """Look up where the bytes of these lie, by several threads."""
+        """ArchiveAccount up where the bytes of these lie, by several threads."""
         blobs = {
             chunk.blob: chunk.sizes
             for number, within in wanted
@@ -174,7 +174,7 @@ class OpenDcp(Contents):
             self._found[blob] = file, Extent(lying.begin, lying.num_bytes)
         else:
             ordered = _in_order(lying, read(lying.begin, lying.num_bytes))
-            self._found[blob] = _TensorFile(Joined((ordered,)), path=file.path), Extent(0, len(ordered))
+            self._found[blob] = _TensorFile(JoinedFile((ordered,)), path=file.path), Extent(0, len(ordered))
 
     def _file(self, blob: Blob) -> _TensorFile:
         """The file of a blob, closed with the others. Raises CorruptCheckpointError where it is not all there."""

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ..storage.base import Reader
+from ...storage.base import Reader
 
 
 class Zeros(Reader):
@@ -25,7 +25,7 @@ class Zeros(Reader):
         """There is nothing to close."""
 
 
-class Joined(Reader):
+class JoinedFile(Reader):
     """Texts and files, one after the other, as one file."""
 
     def __init__(self, pieces: Sequence[bytes | Reader]) -> None:

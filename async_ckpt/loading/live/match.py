@@ -17,22 +17,21 @@ from typing import Any
 
 import torch
 
-from ..errors import StateMismatchError, UnsupportedStateError
-from ..slicing.sharded import Slicer, has_shards, is_of_megatron, is_sharded
-from ..slicing.slices import Ints
-from ..spec import with_article
-from ..state.capture import why_not
-from ..state.captured import SnapshotView
-from ..state.dtypes import dtype_name
-from ..state.megatron import keys_below, name_of
-from ..state.names import Path, Selector, dotted, shown
-from ..state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
-from ..state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
-from ..state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
-from .by_name import Taker
-from .contents import Contents
-from .fill import Wanted
-from .known import (
+from ...errors import StateMismatchError, UnsupportedStateError
+from ...slicing.sharded import Slicer, has_shards, is_of_megatron, is_sharded
+from ...slicing.slices import Ints
+from ...spec import with_article
+from ...state.capture import why_not
+from ...state.captured import SnapshotView
+from ...state.dtypes import dtype_name
+from ...state.megatron import keys_below, name_of
+from ...state.names import Path, Selector, dotted, shown
+from ...state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
+from ...state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
+from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
+from ..archives.contents import Contents
+from ..fill import Wanted
+from .kinds import (
     SEQUENCES,
     is_filled_in_place,
     is_of_another_kind,
@@ -42,6 +41,7 @@ from .known import (
     is_plain_optimizer,
     state_of_parameter,
 )
+from .optimizer_forms import Taker
 
 
 class Match:

@@ -14,18 +14,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
-from ..errors import CorruptCheckpointError
-from ..format import digests
-from ..format.index import Index, IndexedTensor, Member
-from ..slicing.cover import Box
-from ..slicing.locator import name_of
-from ..slicing.slices import Cut, Mesh, Slices
-from ..spec import Extent
-from ..state.names import Path, Select, dotted, is_within, printable, shown
-from ..state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
-from ..state.tree import StoredLeaf, ValuesByRank, leaves
+from ...errors import CorruptCheckpointError
+from ...format import digests
+from ...format.index import Index, IndexedTensor, Member
+from ...slicing.cover import Box
+from ...slicing.locator import name_of
+from ...slicing.slices import Cut, Mesh, Slices
+from ...spec import Extent
+from ...state.names import Path, Select, dotted, is_within, printable, shown
+from ...state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
+from ...state.tree import StoredLeaf, ValuesByRank, leaves
 from .contents import Contents, Covers, Groups, Source, sources_in
-from .joined import Zeros
+from .virtual_files import Zeros
 
 # More of them are not named one by one, and not looked for among more.
 _MANY: Final = 8
@@ -39,7 +39,7 @@ class OthersNeededError(Exception):
 
     def __init__(
         self,
-        merged: Merged,
+        merged: MergedArchives,
         boxes: Mapping[str, Sequence[Box]] = MappingProxyType({}),
         *,
         wants_all: bool = False,
@@ -48,7 +48,7 @@ class OthersNeededError(Exception):
         self.merged, self.boxes, self.wants_all = merged, boxes, wants_all
 
 
-class Merged(Contents):
+class MergedArchives(Contents):
     """The archives of all ranks of a step, as one file. They are opened and closed by whoever hands them over.
 
     Args:

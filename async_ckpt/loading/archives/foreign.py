@@ -16,17 +16,17 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, ClassVar, Final
 
-from ..errors import CorruptCheckpointError, NotCommittedError
-from ..format import digests, index, safetensors, tar
-from ..runs.others import OF_DCP
-from ..spec import BLOCK_BYTES, Json
-from ..state.names import Select, Selector, selector, shown
-from ..state.tree import StoredLeaf, flat
-from ..storage.base import Reader, Storage
+from ...errors import CorruptCheckpointError, NotCommittedError
+from ...format import digests, index, safetensors, tar
+from ...runs.others import OF_DCP
+from ...spec import BLOCK_BYTES, Json
+from ...state.names import Select, Selector, selector, shown
+from ...state.tree import StoredLeaf, flat
+from ...storage.base import Reader, Storage
+from .archive import OpenArchive, first_bytes
 from .contents import Contents, Groups, Part
-from .dcp import OpenDcp
-from .joined import Joined, Zeros
-from .open import OpenArchive, first_bytes
+from .dcp_folder import OpenDcp
+from .virtual_files import JoinedFile, Zeros
 
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -85,7 +85,7 @@ class MissingShard(Contents):
     """A file that is not there, of which it is known what it would hold."""
 
     def __init__(self, keys: Collection[str], error: CorruptCheckpointError) -> None:
-        super().__init__(Joined(()), path=error.path)
+        super().__init__(JoinedFile(()), path=error.path)
         self._keys, self._error = sorted(keys), error
 
     def tree(
@@ -137,7 +137,7 @@ def _extracted(storage: Storage, verify: bool, stack: contextlib.ExitStack) -> O
         end = member.data.end
     pieces.append(bytes(told.file_bytes - end))
     return OpenArchive(
-        Joined(pieces), path=folder, verify=verify, made_up=frozenset(made_up), lacking=lacking
+        JoinedFile(pieces), path=folder, verify=verify, made_up=frozenset(made_up), lacking=lacking
     )
 
 

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import torch
 
-from ..slicing.sharded import local_part
-from ..state.optimizers import has_own
-from ..state.plain import is_record
+from ...slicing.sharded import local_part
+from ...state.optimizers import has_own
+from ...state.plain import is_record
 
 SEQUENCES: Final = list | tuple | deque
 

@@ -14,10 +14,10 @@ from ..errors import NotCommittedError
 from ..runs.retention import best_of, lacking
 from ..runs.roots import Roots
 from ..state.names import Select
-from .contents import Part
-from .find import from_newest, from_step
+from .archives.contents import Part
+from .archives.find import from_newest, from_step
+from .archives.step_archives import Readers
 from .load import check_verify, state_of
-from .lots import Readers
 
 
 class RunReader:

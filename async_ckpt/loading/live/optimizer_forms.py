@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from ..state.optimizers import groups_of, has_own, names_in, parts_of
-from ..state.wrappers import same_but_wrapped
-from .known import is_of_another_kind, is_optimizer_state, state_of_parameter
+from ...state.optimizers import groups_of, has_own, names_in, parts_of
+from ...state.wrappers import same_but_wrapped
+from .kinds import is_of_another_kind, is_optimizer_state, state_of_parameter
 
 _STATE: Final = "state."
 _GROUPS: Final = "param_groups."
