@@ -22,6 +22,7 @@ from .loading.archives.find import from_step
 from .loading.archives.step_archives import Readers
 from .loading.catch_up import catch_up
 from .loading.live.kinds import is_looked_into
+from .loading.live.state_dicts import LiveStateDicts
 from .loading.load import Verify, check_verify
 from .loading.restore import restore_state
 from .loading.resume import resume
@@ -414,9 +415,23 @@ class AsyncCheckpointer(RunReader):
 
         see_own_saves = partial(self._see_own_saves, "restore()", overwrites=True)
 
+        state_dicts = LiveStateDicts()
+        if not self._ranks.world.is_one:
+            state_dicts.take_all(state)
+
         def put_back(parts: Sequence[Part], sharing: Sharing | None) -> None:
-            how = {"select": select, "strict": strict, "trust": trust, "verify": verify, "types": types}
-            restore_state(parts, state, pool=self._saver.pool, sharing=sharing, **how)  # type: ignore[arg-type]
+            restore_state(
+                parts,
+                state,
+                select=select,
+                strict=strict,
+                trust=trust,
+                verify=verify,
+                types=types,
+                pool=self._saver.pool,
+                sharing=sharing,
+                state_dicts=state_dicts,
+            )
 
         def tell(step: int, error: CorruptCheckpointError) -> None:
             warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=5)
@@ -446,15 +461,17 @@ class AsyncCheckpointer(RunReader):
         if step is None:
             for note in self._roots.told_of_others():
                 warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
-            self._saver.warm(state)
+            self._saver.warm(state, state_dicts.of)
             return None
         newest = self._roots.latest()
         self._lineage.restored(behind=newest is not None and step < newest)
-        captured = self._saver.warm(state)
+        captured = self._saver.warm(state, state_dicts.of)
         if strict and select is None and isinstance(state, Mapping) and captured is not None:
             # These hold the bytes of the step: with `unchanged=` they need not be written again.
             groups = [
-                name for name, value in state.items() if isinstance(name, str) and is_looked_into(value)
+                name
+                for name, value in state.items()
+                if isinstance(name, str) and is_looked_into(value, state_dicts.of)
             ]
             self._lineage.groups.restored(captured, groups, step, self._roots.holding(step))
         self._policy.restored(step)

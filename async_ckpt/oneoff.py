@@ -164,7 +164,7 @@ def load(
     def build(parts: Sequence[Part]) -> Any:
         return state_of(parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
 
-    return from_path(path, build, verify=verify, readers=Readers(from_ranks=from_ranks))
+    return from_path(path, build, verify=verify, readers=Readers(None, from_ranks))
 
 
 def verify(path: Anywhere) -> VerifyReport:

@@ -23,6 +23,7 @@ from ..state.plain import is_frozen, is_record
 from .archives.contents import Contents, Part
 from .fill import Wanted, boxes_wanted, fill, planned
 from .live.match import Match
+from .live.state_dicts import LiveStateDicts
 from .load import Verify, check_lent, check_select, raise_unless_any
 from .sharing import Item, Sharing
 
@@ -38,6 +39,7 @@ def restore_state(
     types: Iterable[type] = (),
     pool: SegmentPool | None = None,
     sharing: Sharing | None = None,
+    state_dicts: LiveStateDicts | None = None,
 ) -> None:
     """Fill live objects from one archive or several: the first has the step's own, the others what it borrows.
 
@@ -48,6 +50,7 @@ def restore_state(
     `partly_overwritten`.
     """
     _check_root(live)
+    state_dicts = state_dicts or LiveStateDicts()
     shares = list(_shares(parts, live))
     check_lent([part for part, _ in shares], select)
     check_select(parts, select)
@@ -55,28 +58,17 @@ def restore_state(
     errors: list[KeyError] = []
     for part, share in shares:
         try:
-            saved, stored = part.archive.tree(select=select, types=types, groups=part.groups)
+            matches.append(
+                (_matched(part, share, live, state_dicts, select=select, trust=trust, types=types), share)
+            )
         except KeyError as error:  # nothing that was selected is in this one
-            part.archive.need_names()
             errors.append(error)
-            continue
-        objects = part.archive.objects(stored, trust=trust)
-        match = Match(part.archive, objects, selector(select), live)
-        try:
-            match.visit(share, saved, ())
-        except RecursionError as error:
-            raise part.archive.nested_too_deeply() from error
-        matches.append((match, share))
     raise_unless_any(errors, len(shares))
-    for match, _ in matches:
-        if match.lacks_names:  # another rank may have saved them
-            match.archive.need_names()
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
         try:
             match.raise_problems(strict or nothing_fits)
         except StateMismatchError:
-            match.archive.need_names()  # for what has other sizes
             match.archive.check_headers()  # it may be the index that is wrong
             raise
     wanted = [(match.archive, [*match.wanted.values()]) for match, _ in matches]
@@ -97,6 +89,36 @@ def restore_state(
         with torch.no_grad():
             for action in actions:
                 action()
+
+
+def _matched(
+    part: Part,
+    share: Any,
+    live: Any,
+    state_dicts: LiveStateDicts,
+    *,
+    select: Select,
+    trust: bool,
+    types: Iterable[type],
+) -> Match:
+    """The live objects beside one archive, or beside those of several ranks: first beside those that most readers need, and if something
+    has no counterpart there, beside those that know all names. Raises KeyError where nothing in it was selected.
+    """
+    archive = part.archive
+    while True:
+        try:
+            saved, stored = archive.tree(select=select, types=types, groups=part.groups)
+        except KeyError:
+            if archive.learn_names():
+                continue
+            raise
+        match = Match(archive, archive.objects(stored, trust=trust), selector(select), state_dicts, live)
+        try:
+            match.visit(share, saved, ())
+        except RecursionError as error:
+            raise archive.nested_too_deeply() from error
+        if match.fits_all or not archive.learn_names():
+            return match
 
 
 def _own(

@@ -37,6 +37,7 @@ from ..state.capture import capture
 from ..state.captured import Capture
 from ..state.division import RankShare
 from ..state.names import Select
+from ..state.wrappers import StateDictOf, state_dict_of
 from ..trace import TraceFile
 from .admission import Admission, Slot
 from .delivery import Target
@@ -259,7 +260,7 @@ class Saver:
             self._planner.take_memory(captured, get_loop().copiers)
             warm_up(captured.tensors)
 
-    def warm(self, state: Any) -> Capture | None:
+    def warm(self, state: Any, state_dict_of: StateDictOf = state_dict_of) -> Capture | None:
         """Prewarm in the background, at the lowest priority; the first save takes the memory that cannot be had now.
 
         Returns the captured state with all that this process holds, or None if no save of it can follow.
@@ -268,7 +269,7 @@ class Saver:
             return None
         with suppress(Exception):  # the first save raises the errors of a state dict
             whole: list[Capture] = []
-            captured, _ = self._take(state, note=whole.append)
+            captured, _ = self._take(state, note=whole.append, state_dict_of=state_dict_of)
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
             return whole[0]
         return None
@@ -334,12 +335,13 @@ class Saver:
         select: Select = None,
         joint: Joint | None = None,
         note: Callable[[Capture], None] = lambda _: None,
+        state_dict_of: StateDictOf = state_dict_of,
     ) -> tuple[Capture, RankFacts | None]:
         """Capture a state, and divide it: with several ranks, each writes a part."""
         if isinstance(state, RankShare):  # divided already
             return state.captured, state.ranks
         ranks = self._ranks
-        captured = capture(state, select, slicer=ranks.slicer if ranks else None)
+        captured = capture(state, select, slicer=ranks.slicer if ranks else None, state_dict_of=state_dict_of)
         note(captured)
         return ranks.divided(captured, joint) if ranks else (captured, None)
 

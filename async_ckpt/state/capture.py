@@ -31,7 +31,7 @@ from .megatron import MegatronTensors, refuse_others, with_megatron
 from .names import Path, Select, dotted, selector, shown
 from .rng import RngState
 from .tree import Encoder, is_omitted
-from .wrappers import StateDicts, plain_model
+from .wrappers import StateDictOf, StateDicts, plain_model, state_dict_of
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _log = logging.getLogger("async_ckpt")
@@ -39,7 +39,13 @@ _known_types: weakref.WeakSet[type] = weakref.WeakSet()  # types of leaves that 
 _DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) -> Capture:
+def capture(
+    state: Any,
+    select: Select = None,
+    *,
+    slicer: Slicer | None = None,
+    state_dict_of: StateDictOf = state_dict_of,
+) -> Capture:
     """Take a state apart; with `select`, only the part of it with these names.
 
     With `slicer`, several ranks hold the state together: the capture has all slices on this rank, whichever rank is to
@@ -47,7 +53,7 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
     Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
     quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that cannot be pickled.
     """
-    walk = _CaptureWalk(state, slicer)
+    walk = _CaptureWalk(state, slicer, state_dict_of)
     try:
         with no_collection():
             chosen = selector(select)
@@ -93,8 +99,8 @@ def no_collection() -> Iterator[None]:
 
 
 class _CaptureWalk:
-    def __init__(self, state: Any, slicer: Slicer | None) -> None:
-        self._state_dicts = StateDicts(state)
+    def __init__(self, state: Any, slicer: Slicer | None, state_dict_of: StateDictOf) -> None:
+        self._state_dicts = StateDicts(state, state_dict_of)
         self._slicer = slicer
         self.megatron = MegatronTensors(slicer)
         self.slices: list[Slices] = []

@@ -100,8 +100,11 @@ class Contents:
         """Whether what it has no name for is not in the checkpoint."""
         return True
 
-    def need_names(self, *, everything: bool = False) -> None:
-        """Say that all names have to be known, before one is said to be missing; or that `everything` is wanted."""
+    def learn_names(self, *, everything: bool = False) -> bool:  # noqa: ARG002
+        """Have all names, before one is said to be missing, or because `everything` is wanted. Returns whether there may be new ones: then trees and numbers that were taken
+        before mean nothing any more.
+        """
+        return False
 
     # --- bytes ------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from ...storage.compressed import decompressing
 from ...storage.place import Anywhere, place_of, storage_at
 from .contents import Part
 from .foreign import opened, parts_of_folder
-from .merged_archives import MergedArchives, OthersNeededError
+from .merged_archives import MergedArchives
 from .step_archives import NamedArchives, Readers, StepArchives, check_from_ranks
 
 T = TypeVar("T")
@@ -275,8 +275,10 @@ def from_committed(
     for _ in range(TRIES):
         try:
             with contextlib.ExitStack() as stack:
-                lots = [StepArchives(named, readers, stack, verify=verify) for named in step.named(made)]
-                return _used(lots, use, readers, made)
+                archives = [StepArchives(named, readers, stack, verify=verify) for named in step.named(made)]
+                parts = [one.part()._replace(made=made) for one in archives]
+                _check_names(parts, readers)
+                return use(parts)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, made = made, _read_again(step, made, error)
             if made == before:
@@ -285,18 +287,6 @@ def from_committed(
     raise StorageUnavailableError(
         f"{where} was replaced {TRIES} times while it was read; load it again", path=where
     )
-
-
-def _used(
-    lots: Sequence[StepArchives], use: Callable[[Sequence[Part]], T], readers: Readers, made: Manifest
-) -> T:
-    while True:
-        parts = [lot.part()._replace(made=made) for lot in lots]
-        _check_names(parts, readers)
-        try:
-            return use(parts)
-        except OthersNeededError as error:  # nothing has been read into live objects yet
-            next(lot for lot in lots if lot.has_raised(error)).open_more(error)
 
 
 def _check_names(parts: Sequence[Part], readers: Readers) -> None:

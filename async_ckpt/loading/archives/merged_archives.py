@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 from ...errors import CorruptCheckpointError
 from ...format import digests
@@ -32,35 +31,62 @@ _MANY: Final = 8
 _MAX_SEARCHED: Final = 1 << 16
 
 
-class OthersNeededError(Exception):
-    """Some of the data wanted of `merged` lies in archives that were not opened: these boxes of tensors, by the names that these have in
-    structures; without boxes, all names; or all that there is.
-    """
+class Opener(Protocol):
+    """The one who opens archives of a step, some of which may not be open yet."""
 
-    def __init__(
-        self,
-        merged: MergedArchives,
-        boxes: Mapping[str, Sequence[Box]] = MappingProxyType({}),
-        *,
-        wants_all: bool = False,
-    ) -> None:
-        super().__init__(merged, boxes)
-        self.merged, self.boxes, self.wants_all = merged, boxes, wants_all
+    @property
+    def opened(self) -> Sequence[Contents]: ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the archives that are not open have nothing that is in none of these."""
+
+    @property
+    def has_all_names(self) -> bool:
+        """Whether these archives together know all names of the state."""
+
+    def open_names(self) -> None:
+        """Open archives that together know all names."""
+
+    def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
+        """Open archives with some of these boxes of tensors, by the names that tensors have in structures; `is_whole` is true if nobody
+        has more of them.
+        """
+
+    def open_all(self) -> None: ...
+
+
+class _AllOpen(NamedTuple):
+    """Archives to which there are no others."""
+
+    opened: Sequence[Contents]
+    is_whole: bool = True
+    has_all_names: bool = True
+
+    def open_names(self) -> None:
+        """All names are known."""
+
+    def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
+        """There is nothing to open."""
+
+    def open_all(self) -> None:
+        """There is nothing to open."""
 
 
 class MergedArchives(Contents):
-    """The archives of all ranks of a step, as one file. They are opened and closed by whoever hands them over.
+    """The archives of all ranks of a step, as one file. Whoever hands them over opens and closes them.
+
+    Where some are not open yet, it has more of them opened as they are needed: for bytes, at any time, while numbers and trees stay
+    what they are; for names, by `learn_names`, which a reader calls before it matches names, or after it has found some missing.
 
     Args:
-        archives: in any order; all of the same step.
+        archives: in any order; all of the same step. Or who opens them.
         path: what they are together, for people: the folder of the step.
         ranks: the rank that restores, and how many restore together; None for a load by one process. A rank of as many
             as have saved gets its own values, where ranks have their own. All others get a `PerRank` of these.
         per_rank: the dotted names of what each rank has its own of. What else differs is found.
         from_ranks: whose values to take instead, by dotted name.
         groups: the only top-level entries that count; None for all.
-        are_some: whether there are more archives of the step; then OthersNeededError is raised for what lies in those.
-        has_all_names: whether these at least know all names of the state.
 
     Raises CorruptCheckpointError for archives that contradict each other, and KeyError where `from_ranks` names a rank that
     has no such value.
@@ -68,34 +94,49 @@ class MergedArchives(Contents):
 
     def __init__(
         self,
-        archives: Sequence[Contents],
+        archives: Sequence[Contents] | Opener,
         *,
         path: str,
         ranks: tuple[int, int] | None = None,
         per_rank: Collection[str] = (),
         from_ranks: Mapping[str, int] | None = None,
         groups: Groups = None,
-        are_some: bool = False,
-        has_all_names: bool = True,
     ) -> None:
-        self._are_some, self._knows_names, self._is_of_anybody = are_some, has_all_names, ranks is None
         super().__init__(Zeros(0), path=path)
-        self._archives = self._by_rank(archives)
+        self._opener = _AllOpen(archives) if isinstance(archives, Sequence) else archives
+        self._per_rank, self._groups = frozenset(per_rank), groups
+        self._is_of_anybody = ranks is None
+        self._archives = self._by_rank(self._opener.opened)
         rank, world_size = ranks or (None, None)
-        choice = Choice(rank if world_size == self.world_size else None, dict(from_ranks or {}))
-        self._merged = self._merge(per_rank, choice, groups)
-        self.chosen, self.apart = self._merged.chosen, self._merged.apart
-        self._apart_names = frozenset(map(dotted, self.apart))
+        self._choice = Choice(rank if world_size == self.world_size else None, dict(from_ranks or {}))
+        self._covers: Covers = {}
+        self._take(self._merge())
+
+    def _take(self, merged: MergedSkeleton) -> None:
+        """Have the tree, the numbers and the tensors of the archives that are open by now."""
+        self._merged, self._knows_names = merged, self._opener.has_all_names
+        self._apart_names = frozenset(map(dotted, merged.apart))
         self.index = self._index()
         # Tensors that one rank has for itself, though it holds them together with others.
-        own = frozenset(per_rank)
         self._parts = {
             n
-            for n, (ranks, told) in enumerate(zip(self._merged.tensors, self.index.tensors, strict=True))
-            if len(ranks) == 1 and told.spread and is_within(dotted(told.path), own)
+            for n, (ranks, told) in enumerate(zip(merged.tensors, self.index.tensors, strict=True))
+            if len(ranks) == 1 and told.spread and is_within(dotted(told.path), self._per_rank)
         }
         self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
-        self._covers: Covers = {}
+
+    def _grow(self) -> None:
+        """Have what archives that were opened since then have of the same tensors. Numbers stay."""
+        self._archives = self._by_rank(self._opener.opened)
+        grown = self._merge().tensors
+        places = {(rank, there): n for n, one in enumerate(grown) for rank, there in one.items()}
+        self._merged = self._merged._replace(
+            tensors=[
+                one if (n := places.get(next(iter(one.items())))) is None else grown[n]
+                for one in self._merged.tensors
+            ]
+        )
+        self.index, self._sources = self._index(), {}
 
     def _by_rank(self, archives: Sequence[Contents]) -> dict[int, Contents]:
         found: dict[int, Contents] = {}
@@ -113,14 +154,14 @@ class MergedArchives(Contents):
         (self.world_size,) = sizes
         return dict(sorted(found.items()))
 
-    def _merge(self, per_rank: Collection[str], choice: Choice, groups: Groups) -> MergedSkeleton:
+    def _merge(self) -> MergedSkeleton:
         try:
             return merge(
                 {rank: archive.index.skeleton for rank, archive in self._archives.items()},
                 {rank: len(archive.index.tensors) for rank, archive in self._archives.items()},
-                per_rank=per_rank,
-                choice=choice,
-                groups=groups,
+                per_rank=self._per_rank,
+                choice=self._choice,
+                groups=self._groups,
             )
         except UnknownChoiceError:
             raise
@@ -171,6 +212,16 @@ class MergedArchives(Contents):
         spread = next(filter(None, (one.spread for one in told.values())), None)
         return IndexedTensor(first.path, first.dtype, first.shape, (), alias, spread)
 
+    @property
+    def chosen(self) -> Collection[str]:
+        """The names in `from_ranks` that exist."""
+        return self._merged.chosen
+
+    @property
+    def apart(self) -> Collection[Path]:
+        """The paths of values that each rank has for itself."""
+        return self._merged.apart
+
     # --- as a file --------------------------------------------------------------------------------------------
 
     @property
@@ -194,76 +245,89 @@ class MergedArchives(Contents):
         Raises CorruptCheckpointError if some element of it is in none of the archives, and ValueError if one rank has a part
         of it for itself, and more is wanted.
         """
-        told, missing = self.index.tensors[number], self._missing(number)
-        found = self._sources[number][0]
-        gaps = _gaps(missing, within)
+        gaps = _gaps(self._missing(number), within)
         if gaps and number in self._parts:
             (rank,) = self._merged.tensors[number]
             raise ValueError(
-                f"{self.path}: {shown(told.path)} is of each rank, and rank {rank} has only a part of it; restore it on as "
-                "many ranks as have saved it, or leave it out with select="
+                f"{self.path}: {shown(self.index.tensors[number].path)} is of each rank, and rank {rank} has only a part of it; "
+                "restore it on as many ranks as have saved it, or leave it out with select="
             )
-        if gaps and self._are_some:
-            self._ask_for(number, gaps)
-        if missing and not self._are_some and number not in self._parts:
+        if gaps and not self._opener.is_whole:
+            # Whoever wants one tensor before all that he wants is known will want others: those that ranks divide among them.
+            divided = [
+                n
+                for n, told in enumerate(self.index.tensors)
+                if told.alias_of is None and told.spread is None
+            ]
+            self._open([(number, within), *((n, None) for n in divided if n != number)])
+            number = self.primary(
+                number
+            )  # only a rank that has something of a tensor knows what it is tied to
+        missing = self._missing(number)
+        if missing and self._opener.is_whole and number not in self._parts:
             raise self._lacks(number, missing)
-        return found
+        return self._sources[number][0]
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
-        if not self._are_some:
-            return
-        gaps: dict[str, Sequence[Box]] = {}
-        num_whole = 0
+        wanted = list(wanted)
+        num_whole = sum(within is None for _, within in wanted)
+        num_tensors = sum(told.alias_of is None for told in self.index.tensors)
+        if num_whole >= num_tensors and self._gaps_of(wanted) and not self._opener.is_whole:
+            self._opener.open_all()
+            self._grow()
+        self._open(wanted)
+
+    def _open(self, wanted: Sequence[tuple[int, Box | None]]) -> None:
+        """Open archives until all of this is in them, or in none."""
+        while not self._opener.is_whole and (gaps := self._gaps_of(wanted)):
+            self._opener.open_boxes(gaps)
+            self._grow()
+
+    def _gaps_of(self, wanted: Iterable[tuple[int, Box | None]]) -> dict[str, list[Box]]:
+        """The boxes that are in none of the open archives, by the names of tensors in structures."""
+        gaps: dict[str, list[Box]] = {}
         for number, within in wanted:
-            told = self.index.tensors[self.primary(number)]
-            missing = _gaps(self._missing(self.primary(number)), within)
-            if missing and self.primary(number) not in self._parts:
-                gaps[name_of(told.path)] = [*gaps.get(name_of(told.path), ()), *missing]
-            num_whole += within is None
-        if gaps:
-            num_tensors = sum(told.alias_of is None for told in self.index.tensors)
-            raise OthersNeededError(self, gaps, wants_all=num_whole >= num_tensors)
+            number = self.primary(number)
+            if number not in self._parts and (missing := _gaps(self._missing(number), within)):
+                gaps.setdefault(name_of(self.index.tensors[number].path), []).extend(missing)
+        return gaps
 
     @property
     def has_all_names(self) -> bool:
         return self._knows_names
 
-    def need_names(self, *, everything: bool = False) -> None:
-        if not self.has_all_names:
-            raise OthersNeededError(self, wants_all=everything)
+    def learn_names(self, *, everything: bool = False) -> bool:
+        if self._knows_names:
+            return False
+        (self._opener.open_all if everything else self._opener.open_names)()
+        self._begin_again()
+        return True
+
+    def _begin_again(self) -> None:
+        self._archives = self._by_rank(self._opener.opened)
+        self._take(self._merge())
 
     def tree(
         self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
         value, stored = super().tree(select=select, types=types, groups=groups)
-        if (
-            self._are_some
-            and self._is_of_anybody
-            and any(isinstance(leaf, ValuesByRank) for leaf in leaves(value))
-        ):
-            raise OthersNeededError(self, wants_all=True)  # of each rank its own
+        are_apart = self._is_of_anybody and any(isinstance(leaf, ValuesByRank) for leaf in leaves(value))
+        if are_apart and not self._opener.is_whole:  # each rank's own is wanted
+            self._opener.open_all()
+            self._begin_again()
+            return super().tree(select=select, types=types, groups=groups)
         return value, stored
 
     def _missing(self, number: int) -> list[Box]:
         """The boxes of a tensor that are in none of these archives."""
-        told = self.index.tensors[number]
         if number not in self._sources:
             pieces = [
                 (self._archives[rank], piece)
                 for rank, there in self._merged.tensors[number].items()
                 for piece in self._archives[rank].index.tensors[there].slices
             ]
-            self._sources[number] = sources_in(pieces, told.shape, self._covers)
+            self._sources[number] = sources_in(pieces, self.index.tensors[number].shape, self._covers)
         return self._sources[number][1]
-
-    def _ask_for(self, number: int, gaps: list[Box]) -> NoReturn:
-        """Whoever wants one tensor before all that he wants is known will want others: those that ranks divide among them."""
-        others = {
-            name_of(told.path): missing
-            for n, told in enumerate(self.index.tensors)
-            if told.alias_of is None and told.spread is None and (missing := self._missing(n))
-        }
-        raise OthersNeededError(self, {**others, name_of(self.index.tensors[number].path): gaps})
 
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
         """The pickled leaves of all ranks; none are opened unless one of them is asked for."""

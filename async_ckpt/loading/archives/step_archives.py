@@ -20,13 +20,14 @@ from ...errors import CheckpointError, CorruptCheckpointError
 from ...host.threads import run_together
 from ...runs import layouts
 from ...runs.manifest import Archive, missing
+from ...slicing.cover import Box
 from ...slicing.locator import ShardLocator, StepLayout, name_of
 from ...state.names import shown
 from ...state.skeletons import UnknownChoiceError
 from ...storage.base import Storage
 from .archive import OpenArchive
 from .contents import Groups, Part
-from .merged_archives import MergedArchives, OthersNeededError
+from .merged_archives import MergedArchives
 
 # Archives of one step that are opened at once, and whose first blocks are kept for those who read on.
 _MAX_OPENERS: Final = 16
@@ -77,7 +78,7 @@ class NamedArchives(NamedTuple):
 
 
 class StepArchives:
-    """Opens them for one reader; they are closed with `stack`."""
+    """Opens the archives that a manifest names, for one reader; they are closed with `stack`."""
 
     def __init__(
         self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool
@@ -88,65 +89,75 @@ class StepArchives:
         self._layout: StepLayout | None = None
         self._has_asked, self._is_rebuilt = False, False
         self._is_complete = False  # what is not in the open archives is in none
-        self._merged: MergedArchives | None = None
 
     def part(self) -> Part:
-        """The archives that are open by now, as one file. Raises CorruptCheckpointError."""
+        """The archives as one file; more of them are opened when it is found what the reader wants. Raises CorruptCheckpointError."""
         archives, groups = self.named.archives, self.named.groups
+        self._open(self._first())
         if len(archives) == 1:
-            if not self._opened:
-                self._open({0})
             return Part(self._opened[0], groups)
-        if not self._opened:
-            self._open(self._first())
         try:
-            self._merged = self._as_one()
+            merged = self._as_one()
         except UnknownChoiceError:
-            if self._is_whole or len(archives) > MAX_UNEXPLAINED:
+            if self.is_whole or len(archives) > MAX_UNEXPLAINED:
                 raise
-            self._open(range(len(archives)))  # to say who has such a value
-            self._merged = self._as_one()
-        if len(archives) != self._merged.world_size:
-            raise self._merged.corrupt(
-                f"its manifest names {len(archives)} archives, but {self._merged.world_size} ranks have saved it"
+            self.open_all()  # to say who has such a value
+            merged = self._as_one()
+        if len(archives) != merged.world_size:
+            raise merged.corrupt(
+                f"its manifest names {len(archives)} archives, but {merged.world_size} ranks have saved it"
             )
-        return Part(self._merged, groups)
+        return Part(merged, groups)
 
-    def has_raised(self, error: OthersNeededError) -> bool:
-        return error.merged is self._merged
+    @property
+    def opened(self) -> Sequence[OpenArchive]:
+        return [self._opened[rank] for rank in sorted(self._opened)]
 
-    def open_more(self, error: OthersNeededError) -> None:
-        """Open what has what is missing. Raises CheckpointError where nobody knows who has it."""
-        everybody = set(range(len(self.named.archives)))
-        if error.wants_all:
-            self._open(everybody)
-            return
+    @property
+    def is_whole(self) -> bool:
+        return self._is_complete or len(self._opened) == len(self.named.archives)
+
+    @property
+    def has_all_names(self) -> bool:
+        return self._has_all_names or self.is_whole
+
+    def open_all(self) -> None:
+        self._open(range(len(self.named.archives)))
+
+    def open_names(self) -> None:
+        """Open one archive of each kind. Raises CheckpointError where nobody knows which that are."""
         layout = self._ask_layout()
         if layout is not None:
-            writers = ShardLocator(layout, self._aliases())
-            more = writers.having(error.boxes, self._opened)[0]
-            is_of_names = not error.boxes and not self._has_all_names
-            if not error.boxes or not self._has_all_names:
-                more |= writers.representatives(self._preferred)
-                self._has_all_names = True
-            if is_of_names or more - self._opened.keys():
-                self._open(more)  # these may be open already: then they have all names
+            self._open(ShardLocator(layout, self._aliases()).representatives(self._preferred))
+            self._has_all_names = True
+        elif self._num_left <= MAX_UNEXPLAINED:
+            self.open_all()
+        else:
+            raise self._unknown("which names")
+
+    def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
+        """Open the archives of those who have these boxes. Raises CheckpointError where nobody knows who has them."""
+        layout = self._ask_layout()
+        if layout is not None:
+            writers, _ = ShardLocator(layout, self._aliases()).having(boxes, self._opened)
+            if writers - self._opened.keys():
+                self._open(writers)
                 return
-        if len(everybody - self._opened.keys()) <= MAX_UNEXPLAINED:
-            self._open(everybody)
+        if self._num_left <= MAX_UNEXPLAINED:
+            self.open_all()
         elif self._is_rebuilt:
             self._is_complete = True  # nobody else has it
         elif (rebuilt := self._read_layout(rebuilt=True)) is not None:
             self._layout, self._is_rebuilt = rebuilt, True
-            self.open_more(error)
+            self.open_boxes(boxes)
         else:
-            raise self._unknown(error)
+            raise self._unknown(shown(tuple(next(iter(boxes)).split("\x1f"))))
 
     # --- which ------------------------------------------------------------------------------------------------
 
     @property
-    def _is_whole(self) -> bool:
-        return self._is_complete or len(self._opened) == len(self.named.archives)
+    def _num_left(self) -> int:
+        return len(self.named.archives) - len(self._opened)
 
     @property
     def _preferred(self) -> float:
@@ -159,7 +170,7 @@ class StepArchives:
         everybody = range(size)
         rank, num_readers = self._readers.ranks or (0, 0)
         chosen = {rank for rank in (self._readers.from_ranks or {}).values() if rank in everybody}
-        if self._readers.reads_all or self.named.is_shared_out:
+        if size == 1 or self._readers.reads_all or self.named.is_shared_out:
             return everybody
         if num_readers == size and not chosen:
             return {rank}
@@ -192,12 +203,11 @@ class StepArchives:
             if told.alias_of is not None
         }
 
-    def _unknown(self, error: OthersNeededError) -> CheckpointError:
+    def _unknown(self, what: str) -> CheckpointError:
         where = self.named.storage.locate(self.named.folder)
-        name = shown(tuple(next(iter(error.boxes)).split("\x1f"))) if error.boxes else "which names"
         root, _, _ = where.rstrip("/").rpartition("/")
         return CheckpointError(
-            f"{where}: {len(self.named.archives):,} ranks have saved it, and nothing there says whose archive has {name}: its layout is "
+            f"{where}: {len(self.named.archives):,} ranks have saved it, and nothing there says whose archive has {what}: its layout is "
             f"missing, damaged, or does not fit; make it again with async_ckpt.files.rebuild_layout({root!r}, {self.named.step})"
         )
 
@@ -244,14 +254,12 @@ class StepArchives:
     def _as_one(self) -> MergedArchives:
         named, readers = self.named, self._readers
         return MergedArchives(
-            [self._opened[rank] for rank in sorted(self._opened)],
+            self,
             path=named.storage.locate(named.folder),
             ranks=readers.ranks,
             per_rank=named.per_rank,
             from_ranks=readers.from_ranks,
             groups=named.groups,
-            are_some=not self._is_whole,
-            has_all_names=self._has_all_names or self._is_whole,
         )
 
 

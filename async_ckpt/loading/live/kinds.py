@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, Final
 
 import torch
@@ -20,9 +20,9 @@ from ...state.plain import is_record
 SEQUENCES: Final = list | tuple | deque
 
 
-def is_looked_into(live: Any) -> bool:
+def is_looked_into(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
     """Whether taking a state dict of it is nothing but looking: a plain module, a container, a tensor."""
-    return _is_structure(live) or is_plain_module(live)
+    return _is_structure(live) or is_plain_module(live, state_dict_of)
 
 
 def is_filled_in_place(live: Any) -> bool:
@@ -34,8 +34,10 @@ def _is_structure(live: Any) -> bool:
     return isinstance(live, torch.Tensor | MutableMapping | SEQUENCES) or is_record(live)
 
 
-def is_plain_module(live: Any) -> bool:
-    """A module whose state dict is its own memory, and that does nothing of its own when it is loaded."""
+def is_plain_module(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
+    """A module whose state dict is its own memory, and that does nothing of its own when it is loaded. `state_dict_of` takes it, or
+    has taken it before.
+    """
     if (
         not isinstance(live, torch.nn.Module)
         or type(live).load_state_dict is not torch.nn.Module.load_state_dict
@@ -49,7 +51,7 @@ def is_plain_module(live: Any) -> bool:
             return False
     own = {local_part(tensor).data_ptr() for tensor in (*live.parameters(), *live.buffers())}
     return all(
-        local_part(t).data_ptr() in own for t in live.state_dict().values() if isinstance(t, torch.Tensor)
+        local_part(t).data_ptr() in own for t in state_dict_of(live).values() if isinstance(t, torch.Tensor)
     )
 
 

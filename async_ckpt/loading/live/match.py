@@ -42,6 +42,7 @@ from .kinds import (
     state_of_parameter,
 )
 from .optimizer_forms import Taker
+from .state_dicts import LiveStateDicts
 
 
 class Match:
@@ -51,9 +52,15 @@ class Match:
     """
 
     def __init__(
-        self, archive: Contents, objects: list[Any], chosen: Selector | None, root: Any = None
+        self,
+        archive: Contents,
+        objects: list[Any],
+        chosen: Selector | None,
+        state_dicts: LiveStateDicts,
+        root: Any = None,
     ) -> None:
         """`chosen` is what was selected, None for all; `root` all of the live state, whose modules know the names of parameters."""
+        self._state_dicts = state_dicts
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
         self.missing: list[str] = []
@@ -75,9 +82,9 @@ class Match:
         return bool(self._has_tensors or self.wanted or self.actions)
 
     @property
-    def lacks_names(self) -> bool:
-        """Whether something that is live, and was asked for, is not in the archive as far as that knows."""
-        return bool(self.missing) or self._lacks_chosen or self._lacks_own
+    def fits_all(self) -> bool:
+        """Whether everything that is live, and was asked for, is in the archive as far as that knows, in the same shape."""
+        return not (self.missing or self.mismatched or self._lacks_chosen or self._lacks_own)
 
     def raise_problems(self, strict: bool) -> None:
         missing, unexpected = (self.missing, self.unexpected) if strict else ([], [])
@@ -109,7 +116,7 @@ class Match:
             return live
         if isinstance(live, torch.Tensor):
             return self._tensor(live, saved, path)
-        if is_plain_module(live):
+        if is_plain_module(live, self._state_dicts.of):
             return self._module(live, saved, path)
         if isinstance(live, torch.optim.Optimizer):
             return self._any_optimizer(live, saved, path)
@@ -135,7 +142,7 @@ class Match:
         """One of torch's is filled; to one with methods of its own is given what these take."""
         try:
             saved = self._with_empty_state(saved, path)
-            taker = Taker(live, saved, lambda: names_of_parameters(self._root))
+            taker = Taker(live, saved, lambda: names_of_parameters(self._root), self._state_dicts.of)
             saved = taker.takes(saved, is_of_some=lambda key: self.archive.is_of_some((*path, key)))
             if is_plain_optimizer(live):
                 return self._optimizer(live, saved, path)
@@ -166,7 +173,7 @@ class Match:
         may_lack = not self.archive.has_all_names and (tensors or isinstance(live, torch.optim.Optimizer))
         if not (are_spread or may_lack):
             return None
-        state = live.state_dict()
+        state = self._state_dicts.of(live)
         self._lacks_own |= _has_more_names(state, saved)
         state = with_room(state) if are_spread else None
         return state if isinstance(state, dict) and has_shards(state) else None
@@ -228,7 +235,7 @@ class Match:
         if not isinstance(saved, dict):
             self._differs(path, "is a module here", saved)
             return module
-        live = module.state_dict()
+        live = self._state_dicts.of(module)
         names = PlainNames(module).of(live)
         saved = self._by_plain_name(names, saved, path)
         self._compare_names(names.values(), saved, path)
@@ -259,7 +266,9 @@ class Match:
         plain = PlainNames(live)
         made = saved
         # Taking the state dict may gather what is sharded.
-        if (plain.are_shown or may_be_wrapped(saved)) and isinstance(state := live.state_dict(), dict):
+        if (plain.are_shown or may_be_wrapped(saved)) and isinstance(
+            state := self._state_dicts.of(live), dict
+        ):
             names = plain.of(state)
             here = {name: raw for raw, name in names.items()}
             values = self._by_plain_name(names, saved, path)

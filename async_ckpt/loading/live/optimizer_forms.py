@@ -66,8 +66,15 @@ class Taker:
     for only then, since taking a state may do anything. As anything else is unknown, it may be what was saved.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, saved: Any, names: Callable[[], Names]) -> None:
-        """`names` gives those that its parameters have in modules beside it."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        saved: Any,
+        names: Callable[[], Names],
+        state_dict_of: Callable[[Any], Any],
+    ) -> None:
+        """`names` gives those that its parameters have in modules beside it, `state_dict_of` its state dict."""
+        self._state_dict_of = state_dict_of
         self._optimizer, self._names_beside = optimizer, names
         self._own: Any = None  # what its `state_dict` gives, where that has been asked for
         self.form = Form.OTHER if form_of(saved) is Form.OTHER else self._form()
@@ -80,7 +87,7 @@ class Taker:
         with suppress(
             Exception
         ):  # some give it only after a call of their own: then it is taken as it was saved
-            self._own = live.state_dict()
+            self._own = self._state_dict_of(live)
         return form_of(self._own)
 
     def takes(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
