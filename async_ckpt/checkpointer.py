@@ -24,7 +24,7 @@ from .loading.catch_up import catch_up
 from .loading.live.kinds import is_looked_into
 from .loading.live.state_dicts import LiveStateDicts
 from .loading.load import Verify, check_verify
-from .loading.restore import restore_state
+from .loading.restore import RestoreOptions, restore_state
 from .loading.resume import resume
 from .loading.run_reader import RunReader
 from .loading.sharing import Sharing
@@ -415,22 +415,13 @@ class AsyncCheckpointer(RunReader):
 
         see_own_saves = partial(self._see_own_saves, "restore()", overwrites=True)
 
-        state_dicts = LiveStateDicts()
+        options, state_dicts = RestoreOptions(select, strict, trust, verify, types), LiveStateDicts()
         if not self._ranks.world.is_one:
             state_dicts.take_all(state)
 
         def put_back(parts: Sequence[Part], sharing: Sharing | None) -> None:
             restore_state(
-                parts,
-                state,
-                select=select,
-                strict=strict,
-                trust=trust,
-                verify=verify,
-                types=types,
-                pool=self._saver.pool,
-                sharing=sharing,
-                state_dicts=state_dicts,
+                parts, state, options, pool=self._saver.pool, sharing=sharing, state_dicts=state_dicts
             )
 
         def tell(step: int, error: CorruptCheckpointError) -> None:
@@ -468,11 +459,8 @@ class AsyncCheckpointer(RunReader):
         captured = self._saver.warm(state, state_dicts.of)
         if strict and select is None and isinstance(state, Mapping) and captured is not None:
             # These hold the bytes of the step: with `unchanged=` they need not be written again.
-            groups = [
-                name
-                for name, value in state.items()
-                if isinstance(name, str) and is_looked_into(value, state_dicts.of)
-            ]
+            named = ((name, value) for name, value in state.items() if isinstance(name, str))
+            groups = [name for name, value in named if is_looked_into(value, state_dicts.of)]
             self._lineage.groups.restored(captured, groups, step, self._roots.holding(step))
         self._policy.restored(step)
         return step

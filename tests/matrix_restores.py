@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from async_ckpt.loading.archives.find import Committed, from_committed
 from async_ckpt.loading.archives.step_archives import Readers
-from async_ckpt.loading.restore import restore_state
+from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.slicing.sharded import local_part
 from async_ckpt.storage.local import LocalStorage
 
@@ -149,7 +149,7 @@ def restore(folder: Path, rank: int, world: int, live: Any, *, verify: bool = Tr
     """As `AsyncCheckpointer.restore` does it on a rank; this process stands there already."""
     storage = LocalStorage(folder.parent)
     readers = Readers((rank, world), how.pop("from_ranks", None))
-    use: Callable[[Any], None] = lambda parts: restore_state(parts, live, **how)  # noqa: E731
+    use: Callable[[Any], None] = lambda parts: restore_state(parts, live, RestoreOptions(**how))  # noqa: E731
     from_committed(Committed.at(storage, folder.name, lambda: storage), use, verify=verify, readers=readers)
 
 

@@ -18,7 +18,7 @@ from async_ckpt.loading.archives.contents import Part
 from async_ckpt.loading.archives.merged_archives import MergedArchives
 from async_ckpt.loading.load import state_of
 from async_ckpt.loading.rebuild import layout_of, look_at
-from async_ckpt.loading.restore import restore_state
+from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.runs import layouts
 from async_ckpt.runs.manifest import Elsewhere, Manifest, OfRanks, parse
 from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt, Table
@@ -138,4 +138,4 @@ def restore_at(
     """Fill what is live on a rank; this process stands there already."""
     merging: Mapping[str, Any] = {name: how.pop(name) for name in ("per_rank", "from_ranks") if name in how}
     with opened(paths, verify=verify, ranks=(rank, world), **merging) as merged:
-        restore_state([Part(merged)], live, **how)
+        restore_state([Part(merged)], live, RestoreOptions(**how))

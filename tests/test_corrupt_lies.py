@@ -38,7 +38,7 @@ from async_ckpt import (
 )
 from async_ckpt.format import digests, tar
 from async_ckpt.loading.archives.find import from_path
-from async_ckpt.loading.restore import restore_state
+from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.spec import MIB
 
 
@@ -72,7 +72,7 @@ def saved(archive: Path) -> Path:
 
 def restored(path: Path, live: Any, **how: Any) -> None:
     """Restore live objects from one archive."""
-    from_path(path, lambda parts: restore_state(parts, live, **how), verify=True)
+    from_path(path, lambda parts: restore_state(parts, live, RestoreOptions(**how)), verify=True)
 
 
 # --- archives that lie -------------------------------------------------------------------------------------------

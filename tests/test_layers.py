@@ -282,7 +282,6 @@ LARGE_CLASSES = {
     "publishing.line.Line": 21,
     "ranks.attempts.Joint": 19,
     "storage.s3.client.Client": 17,
-    "loading.live.match.Match": 16,
     "format.delta.VersionIndex": 16,
 }
 

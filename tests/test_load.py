@@ -34,7 +34,7 @@ from async_ckpt.loading import load as load_module
 from async_ckpt.loading.archives import find
 from async_ckpt.loading.archives.contents import Part
 from async_ckpt.loading.archives.find import from_newest
-from async_ckpt.loading.restore import restore_state
+from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.runs.roots import Roots
 from async_ckpt.runs.run import Run
 from async_ckpt.spec import BLOCK_BYTES, MIB
@@ -687,7 +687,7 @@ def test_a_step_that_is_deleted_while_it_is_restored_says_what_it_has_overwritte
 
     def put_back(parts: Sequence[Part]) -> None:
         try:
-            restore_state(parts, live)
+            restore_state(parts, live, RestoreOptions())
         finally:
             shutil.rmtree(path.parent)
 

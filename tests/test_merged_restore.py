@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from async_ckpt import StateMismatchError
 from async_ckpt.loading.archives.contents import Part
-from async_ckpt.loading.restore import restore_state
+from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.slicing.sharded import local_part
 from async_ckpt.spec import MIB
 
@@ -309,7 +309,7 @@ def test_in_the_same_layout_a_rank_reads_its_own_bytes(tmp_path: Path, num_read:
         own_bytes = sum(local_part(tensor).nbytes for tensor in live.values())
         with opened(paths, verify=False, ranks=(1, 2)) as merged:
             num_read.clear()
-            restore_state([Part(merged)], live)
+            restore_state([Part(merged)], live, RestoreOptions())
 
     assert set(num_read) == {paths[1].name}
     assert num_read[paths[1].name] <= 1.02 * own_bytes
@@ -326,7 +326,7 @@ def test_what_lies_between_wide_rows_is_not_read(tmp_path: Path, num_read: dict[
         local_part(live).zero_()
         with opened(paths, verify=False, ranks=(5, 8)) as merged:
             num_read.clear()
-            restore_state([Part(merged)], {"wide": live})
+            restore_state([Part(merged)], {"wide": live}, RestoreOptions())
 
         assert torch.equal(local_part(live), expected)
     assert num_read[paths[0].name] <= 3 * MIB * 1.02

@@ -104,6 +104,8 @@ def test_where_as_many_ranks_or_others_have_saved(worlds: Worlds, size: int, sav
 def test_where_a_rank_looks_for_names_that_another_has_saved(worlds: Worlds) -> None:
     worlds.run(2, "own_parts = [0]" + COUNTED + SAVE)
 
-    ended = worlds.run(2, "own_parts = [1]" + COUNTED + RESTORE.replace("restore(state)", "restore(state, strict=False)"))
+    ended = worlds.run(
+        2, "own_parts = [1]" + COUNTED + RESTORE.replace("restore(state)", "restore(state, strict=False)")
+    )
 
     assert [one.told for one in ended] == [[[1, [1, 1, 1, 1, 1]]]] * 2

@@ -45,9 +45,10 @@ def load_state(
     archive.learn_names(everything=select is None and groups is None)
     value, stored = archive.tree(select=select, types=types, groups=groups)
     objects = archive.objects(stored, trust=trust)
+    wanted = {s.number for s in stored if s.kind != "object"}
+    archive.need((number, None) for number in wanted)  # then it is known which are tied
+    numbers = sorted({*map(archive.primary, wanted)})
     on_host = {archive.primary(s.number) for s in stored if s.kind in ("ndarray", "bytes")}
-    numbers = sorted({archive.primary(s.number) for s in stored if s.kind != "object"})
-    archive.need((number, None) for number in numbers)
     if mmap:
         mapped = archive.map()
         tensors = {n: _mapped(archive, n, mapped) for n in numbers}

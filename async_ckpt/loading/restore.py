@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,15 +28,21 @@ from .load import Verify, check_lent, check_select, raise_unless_any
 from .sharing import Item, Sharing
 
 
+class RestoreOptions(NamedTuple):
+    """The options of `AsyncCheckpointer.restore` that are about what fits, and how it is read."""
+
+    select: Select = None
+    strict: bool = True
+    trust: bool = False
+    verify: Verify = True
+    types: Iterable[type] = ()
+
+
 def restore_state(
     parts: Sequence[Part],
     live: Any,
+    options: RestoreOptions,
     *,
-    select: Select = None,
-    strict: bool = True,
-    trust: bool = False,
-    verify: Verify = True,
-    types: Iterable[type] = (),
     pool: SegmentPool | None = None,
     sharing: Sharing | None = None,
     state_dicts: LiveStateDicts | None = None,
@@ -52,22 +58,20 @@ def restore_state(
     _check_root(live)
     state_dicts = state_dicts or LiveStateDicts()
     shares = list(_shares(parts, live))
-    check_lent([part for part, _ in shares], select)
-    check_select(parts, select)
+    check_lent([part for part, _ in shares], options.select)
+    check_select(parts, options.select)
     matches: list[tuple[Match, Any]] = []
     errors: list[KeyError] = []
     for part, share in shares:
         try:
-            matches.append(
-                (_matched(part, share, live, state_dicts, select=select, trust=trust, types=types), share)
-            )
+            matches.append((_matched(part, share, live, state_dicts, options), share))
         except KeyError as error:  # nothing that was selected is in this one
             errors.append(error)
     raise_unless_any(errors, len(shares))
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
         try:
-            match.raise_problems(strict or nothing_fits)
+            match.raise_problems(options.strict or nothing_fits)
         except StateMismatchError:
             match.archive.check_headers()  # it may be the index that is wrong
             raise
@@ -77,7 +81,7 @@ def restore_state(
     for archive, items in wanted:
         archive.need((number, boxes_wanted(into, offsets)) for number, into, offsets in items)
     plan = planned(wanted)
-    if verify == "first":
+    if options.verify == "first":
         fill(plan, copy=False, pool=pool)
     actions = [action for match, _ in matches for action in match.actions]
     actions += [functools.partial(live.update, share) for _, share in matches if share is not live]
@@ -92,14 +96,7 @@ def restore_state(
 
 
 def _matched(
-    part: Part,
-    share: Any,
-    live: Any,
-    state_dicts: LiveStateDicts,
-    *,
-    select: Select,
-    trust: bool,
-    types: Iterable[type],
+    part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, options: RestoreOptions
 ) -> Match:
     """The live objects beside one archive, or beside those of several ranks: first beside those that most readers need, and if something
     has no counterpart there, beside those that know all names. Raises KeyError where nothing in it was selected.
@@ -107,17 +104,19 @@ def _matched(
     archive = part.archive
     while True:
         try:
-            saved, stored = archive.tree(select=select, types=types, groups=part.groups)
+            saved, stored = archive.tree(select=options.select, types=options.types, groups=part.groups)
         except KeyError:
             if archive.learn_names():
                 continue
             raise
-        match = Match(archive, archive.objects(stored, trust=trust), selector(select), state_dicts, live)
+        match = Match(
+            archive, archive.objects(stored, trust=options.trust), selector(options.select), state_dicts, live
+        )
         try:
             match.visit(share, saved, ())
         except RecursionError as error:
             raise archive.nested_too_deeply() from error
-        if match.fits_all or not archive.learn_names():
+        if match.differences.are_none or not archive.learn_names():
             return match
 
 

@@ -19,7 +19,7 @@ from ...loading.archives.contents import CPU, Part
 from ...loading.archives.find import from_path
 from ...loading.archives.step_archives import Readers
 from ...loading.fill import Wanted, fill, planned
-from ...loading.restore import restore_state
+from ...loading.restore import RestoreOptions, restore_state
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.others import OF_DCP
 from ...spec import GIB, MIB
@@ -68,7 +68,7 @@ def restore(
     """
 
     def put_back(parts: Sequence[Part]) -> None:
-        restore_state(parts, state, select=select, strict=strict, trust=trust, verify=verify, types=types)
+        restore_state(parts, state, RestoreOptions(select, strict, trust, verify, types))
 
     from_path(path, put_back, verify=verify, readers=this_rank(from_ranks))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...errors import StateMismatchError, UnsupportedStateError
+from ...errors import UnsupportedStateError
 from ...slicing.sharded import Slicer, has_shards, is_of_megatron, is_sharded
 from ...slicing.slices import Ints
 from ...spec import with_article
@@ -25,12 +25,13 @@ from ...state.capture import why_not
 from ...state.captured import SnapshotView
 from ...state.dtypes import dtype_name
 from ...state.megatron import keys_below, name_of
-from ...state.names import Path, Selector, dotted, shown
+from ...state.names import Path, Selector, shown
 from ...state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
 from ...state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
 from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from ..archives.contents import Contents
 from ..fill import Wanted
+from .differences import Differences
 from .kinds import (
     SEQUENCES,
     is_filled_in_place,
@@ -46,9 +47,10 @@ from .state_dicts import LiveStateDicts
 
 
 class Match:
-    """One walk over the live objects and the saved structure, side by side.
+    """One walk over the live objects and the saved structure, side by side, on the thread that restores.
 
-    `wanted` fills live tensors, and new ones for what will be handed over; `actions` then do the handing.
+    `wanted` fills live tensors, and new ones for what will be handed over; `actions` then do the handing; `differences` are what
+    does not fit.
     """
 
     def __init__(
@@ -60,18 +62,12 @@ class Match:
         root: Any = None,
     ) -> None:
         """`chosen` is what was selected, None for all; `root` all of the live state, whose modules know the names of parameters."""
-        self._state_dicts = state_dicts
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.mismatched: list[str] = []
+        self.differences = Differences(chosen)
         self.archive, self._objects = archive, objects
         self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
-        self._shares_a_name = True  # at the top, as far as there are names
-        self._chosen = chosen  # what else is live was not asked for
-        self._lacks_chosen = self._lacks_own = False
-        self._root = root
+        self._state_dicts, self._root = state_dicts, root
         self._slicer = Slicer()
         self._has_tensors = False  # of some this rank may hold nothing
         self._groups: dict[Path, dict[Any, Any]] = {}  # what was saved at the top, and in the groups
@@ -81,29 +77,8 @@ class Match:
         """Whether anything of it has a place in the live state."""
         return bool(self._has_tensors or self.wanted or self.actions)
 
-    @property
-    def fits_all(self) -> bool:
-        """Whether everything that is live, and was asked for, is in the archive as far as that knows, in the same shape."""
-        return not (self.missing or self.mismatched or self._lacks_chosen or self._lacks_own)
-
     def raise_problems(self, strict: bool) -> None:
-        missing, unexpected = (self.missing, self.unexpected) if strict else ([], [])
-        if not (missing or unexpected or self.mismatched):
-            return
-        lines = [
-            *(f"missing in the checkpoint: {name}" for name in missing),
-            *(f"unexpected in the checkpoint: {name}" for name in unexpected),
-            *self.mismatched,
-        ]
-        if not self._shares_a_name:
-            lines.insert(0, f"none of its names is one of the live state; it holds {self.archive.names()}")
-        shown = "\n  ".join(lines[:50]) + (f"\n  … and {len(lines) - 50} more" if len(lines) > 50 else "")
-        raise StateMismatchError(
-            f"{self.archive.path} does not fit the live state; nothing was overwritten:\n  {shown}",
-            missing=tuple(missing),
-            unexpected=tuple(unexpected),
-            mismatched=tuple(self.mismatched),
-        )
+        self.differences.raise_any(self.archive.path, self.archive.names(), strict=strict)
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
         """Match one pair; returns what the place should hold afterwards: the live object, or a value for it."""
@@ -112,7 +87,7 @@ class Match:
                 f"restore fills objects in place and cannot fill a snapshot, as {shown(path)} is; give it the live objects"
             )
         if isinstance(saved, ValuesByRank):
-            self._is_of_each_rank(saved)
+            self.differences.add_value_of_each_rank(saved)
             return live
         if isinstance(live, torch.Tensor):
             return self._tensor(live, saved, path)
@@ -148,7 +123,7 @@ class Match:
                 return self._optimizer(live, saved, path)
             state = self._own_state(live, saved, lambda own: taker.with_room(own, saved, self._room_for))
         except ValueError as error:
-            self.mismatched.append(f"{shown(path)} {error}")
+            self.differences.add(path, str(error))
             return live
         return self._loads(live, saved, state, path)
 
@@ -174,7 +149,7 @@ class Match:
         if not (are_spread or may_lack):
             return None
         state = self._state_dicts.of(live)
-        self._lacks_own |= _has_more_names(state, saved)
+        self.differences.add_own_names(state, saved)
         state = with_room(state) if are_spread else None
         return state if isinstance(state, dict) and has_shards(state) else None
 
@@ -205,19 +180,17 @@ class Match:
             held = self._held(live, path)
         except UnsupportedStateError as error:
             refusal = str(error).removeprefix(f"{shown(path)}: ").removesuffix("; nothing was written")
-            self.mismatched.append(f"{shown(path)} cannot be filled: {refusal}")
+            self.differences.add(path, f"cannot be filled: {refusal}")
             return live
         why = next(filter(None, (why_not(part) for _, part in held)), None)
         if why:
-            self.mismatched.append(f"{shown(path)} cannot be filled: {why}")
+            self.differences.add(path, f"cannot be filled: {why}")
         elif (shape, dtype) != (told.shape, told.dtype):
-            self.mismatched.append(
-                f"{shown(path)} is {dtype}{list(shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
+            self.differences.add(
+                path, f"is {dtype}{list(shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
             )
         elif any(_is_expanded(part) for _, part in held):
-            self.mismatched.append(
-                f"{shown(path)} cannot be filled: it is expanded, several items share one place"
-            )
+            self.differences.add(path, "cannot be filled: it is expanded, several items share one place")
         else:
             self._has_tensors = True
             for offsets, part in held:
@@ -255,7 +228,7 @@ class Match:
     def _by_plain_name(self, names: dict[str, str], saved: dict[Any, Any], path: Path) -> dict[Any, Any]:
         """The saved state of a module, by the plain names of the live one's; what is no part of it keeps its name."""
         told, ambiguous = paired(names, saved)
-        self.mismatched += [f"{shown(path)}: {line}; load() it and rename one of them" for line in ambiguous]
+        self.differences.add_all_of(path, (f"{line}; load() it and rename one of them" for line in ambiguous))
         plain = {told[here]: name for here, name in names.items() if here in told}
         return {plain.get(name, name): value for name, value in saved.items()}
 
@@ -296,12 +269,12 @@ class Match:
         sizes = [len(group["params"]) for group in groups]
         live_sizes = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != live_sizes:
-            self.mismatched.append(
-                f"{shown(path)} has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
+            self.differences.add(
+                path, f"has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
             )
             return optimizer
         if why := is_of_another_kind(optimizer, groups):
-            self.mismatched.append(f"{shown(path)} {why}")
+            self.differences.add(path, f"{why}")
             return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in group.items():
@@ -368,7 +341,7 @@ class Match:
         if live.key in self._groups.get(name[:-1], {}):
             self._tensor(live, self._groups[name[:-1]][live.key], path)
         else:
-            self.missing.append(shown(name))
+            self.differences.add_missing(name)
 
     def _entry(self, live: MutableMapping[Any, Any], key: Any, saved: Any, path: Path) -> None:
         now = live.get(key)
@@ -404,9 +377,7 @@ class Match:
             self._set_items(live, self._materialized(list(saved)))  # a history that has grown, say
             return live
         if len(live) != len(saved):
-            self.mismatched.append(
-                f"{shown(path)} has {len(live)} entries here and {len(saved)} in the checkpoint"
-            )
+            self.differences.add(path, f"has {len(live)} entries here and {len(saved)} in the checkpoint")
             return live
         values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, saved, strict=True))]
         if all(value is now for value, now in zip(values, live, strict=True)):
@@ -426,20 +397,12 @@ class Match:
         self.actions.append(set_items)
 
     def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
-        if not path:
-            self._shares_a_name = any(key in saved for key in live)
-        lacking = [(*path, key) for key in live if key not in saved]
-        if self._chosen is None:
-            self.missing += map(shown, lacking)
-        else:
-            self._lacks_chosen |= any(
-                self._chosen(one) or self._chosen.reaches(dotted(one)) for one in lacking
-            )
+        self.differences.add_names(live, saved, path)
         if path:  # at the top, what the caller did not ask for is left alone
             names = set(live)
             paths = ((*path, key) for key in saved if key not in names)
             # Another stage of a pipeline, say, had it, and has it still.
-            self.unexpected += [shown(inner) for inner in paths if not self.archive.is_of_some(inner)]
+            self.differences.add_unexpected(inner for inner in paths if not self.archive.is_of_some(inner))
 
     def _materialized(self, saved: Any) -> Any:
         """A value that is not there yet: new tensors, to be filled with the rest."""
@@ -447,28 +410,21 @@ class Match:
         def give(leaf: StoredLeaf) -> Any:
             if leaf.kind == "object":
                 return self._objects[leaf.number]
-            number = self.archive.primary(leaf.number)
             if leaf.kind == "bytes":
-                return self.archive.content(number)
+                return self.archive.content(self.archive.primary(leaf.number))
+            self.archive.need([(leaf.number, None)])  # then it is known what it is tied to
+            number = self.archive.primary(leaf.number)
             if number not in self._new:
                 self._new[number] = self.archive.empty(number, torch.device("cpu"))
                 self._want(number, self._new[number])
             return self.archive.leaf(leaf, self._new[number], torch.device("cpu"))
 
-        return replaced(saved, give, self._is_of_each_rank)
-
-    def _is_of_each_rank(self, saved: ValuesByRank) -> None:
-        """Hand no rank's value to another unless the caller says so."""
-        name = shown(saved.path)
-        self.mismatched.append(
-            f"{name} was saved by each rank for itself, and this rank, in a world of this size, has none; say whose value "
-            f"it is to get, such as from_ranks={{{name!r}: {min(saved.values)}}}, or leave it out with select="
-        )
+        return replaced(saved, give, self.differences.add_value_of_each_rank)
 
     def _array(self, live: Any, saved: StoredLeaf, path: Path) -> Any:
         value = self._materialized(saved)
         if not live.flags.writeable:
-            self.mismatched.append(f"{shown(path)} cannot be filled: it is a read-only numpy array")
+            self.differences.add(path, "cannot be filled: it is a read-only numpy array")
         elif not _is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
             self._differs(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
         else:
@@ -482,21 +438,14 @@ class Match:
     def _differs(self, path: Path, here: str, saved: Any) -> None:
         if apart := [leaf for leaf in leaves(saved) if isinstance(leaf, ValuesByRank)]:
             for leaf in apart:
-                self._is_of_each_rank(leaf)
+                self.differences.add_value_of_each_rank(leaf)
             return
         kind = saved.kind if isinstance(saved, StoredLeaf) else _class_of(saved).__qualname__
-        self.mismatched.append(f"{shown(path)} {here} and {with_article(kind)} in the checkpoint")
+        self.differences.add(path, f"{here} and {with_article(kind)} in the checkpoint")
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _has_more_names(live: Any, saved: Any) -> bool:
-    """Whether a key in these dicts of a live state is not in what was saved."""
-    if not (isinstance(live, dict) and isinstance(saved, dict)):
-        return False
-    return any(key not in saved or _has_more_names(value, saved[key]) for key, value in live.items())
 
 
 def _class_of(saved: Any) -> type:
