@@ -6,21 +6,20 @@ caller's thread, so it costs no more than a few microseconds per tensor, and cop
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import logging
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..backends import has_plain_bytes
+from ..collector import no_collection
 from ..errors import UnsupportedStateError
 from ..slicing.sharded import Slicer, is_sharded
 from ..slicing.slices import Slices
@@ -80,22 +79,6 @@ def capture(
         walk.slices,
         tuple(walk.per_rank),
     )
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector from running.
-
-    A walk over 100,000 tensors makes as many objects that all stay, and sets off full collections that find no garbage
-    and take a quarter of its time, or half.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class _CaptureWalk:

@@ -16,7 +16,7 @@ _MAX_LINES: Final = 50
 
 
 class Differences:
-    """What one walk over a live state and a saved one has found. `selector` is what the caller selected; None stands for everything."""
+    """The findings of one walk over a live state and a saved one. `selector` is what the caller selected; None stands for everything."""
 
     def __init__(self, selector: Selector | None) -> None:
         self._selector = selector  # what else is live was not asked for
