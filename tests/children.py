@@ -21,6 +21,7 @@ from typing import Any
 
 from racing import PATIENCE, until
 
+import async_ckpt
 from async_ckpt.storage.local import LocalSink
 
 # Imports once, then forks a child for each job. The child leaves the loop and runs the job as its main program, so
@@ -144,7 +145,9 @@ class Nursery:
             start_new_session=True,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parent), str(Path(async_ckpt.__file__).parents[1])]
+                ),
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             },

@@ -16,10 +16,10 @@ from fake_ranks import standing_at
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import ATTEMPT, Build, commit, write_all
 from states import difference
-from test_merged_restore import own_values, trained
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from trained_ranks import own_values, trained
 
 import async_ckpt
 from async_ckpt import (

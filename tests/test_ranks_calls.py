@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import states
 import torch
 from rank_oracle import run_of, saved
 from rank_states import numbered
 from rank_worlds import Worlds
 from states import open_run, records
 
+import async_ckpt
 from async_ckpt import load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -395,14 +398,18 @@ def test_a_training_that_torchrun_starts_needs_nothing_said(worlds, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    house = Path(__file__).parents[1]
+    folders = [Path(states.__file__).parent, Path(async_ckpt.__file__).parents[1]]
     done = subprocess.run(
         [*command, script, worlds.root],
         capture_output=True,
         text=True,
         check=False,
         timeout=100,
-        env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{house}:{house / 'tests'}"},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        },
     )
 
     assert done.returncode == 0, done.stderr

@@ -13,41 +13,16 @@ import numpy as np
 import pytest
 import torch
 from archives import forge_manifest
+from frozen import BIG, Training, save
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, NotUnchangedError, Place
 from async_ckpt.runs.run import Run
 
-BIG = 300_000  # bytes that a frozen group has at least, and a step without it has not
-
-
-class Training:
-    """A policy that is trained, and a frozen reference."""
-
-    def __init__(self) -> None:
-        self.model = torch.nn.Linear(50, 50)
-        self.reference = torch.nn.Linear(300, 300)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-
-    def step(self) -> None:
-        self.model(torch.randn(2, 50)).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "ref": self.reference, "optimizer": self.optimizer, "epoch": 3}
-
 
 @pytest.fixture
 def training() -> Training:
     return Training()
-
-
-def save(ckpt: AsyncCheckpointer, training: Training, step: int, **options: Any) -> int:
-    """The bytes that a step took."""
-    training.step()
-    return ckpt.save(training.state, step=step, **{"unchanged": {"ref"}, **options}).result().num_bytes
 
 
 def borrowed_steps(root: Path, step: int) -> list[int]:
@@ -306,7 +281,7 @@ def test_a_process_killed_between_two_saves_leaves_what_is_needed(tmp_path, nurs
     script = """
 import os, signal, sys
 from async_ckpt import AsyncCheckpointer
-from test_unchanged import Training, save
+from frozen import Training, save
 training = Training()
 ckpt = AsyncCheckpointer(sys.argv[1], keep=1)
 for step in (1, 2, 3):
