@@ -2,7 +2,7 @@
 
 The lies that are drawn at random are the same in every run, and few. For more of them, and of pickles:
 
-    ASYNC_CKPT_FUZZ=200000 python -m pytest tests/test_corrupt_*.py -k at_random -o faulthandler_timeout=0
+    ASYNC_CKPT_FUZZ=200000 python -m pytest tests/loading/test_corrupt_*.py -k at_random -o faulthandler_timeout=0
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`python tests/bench_on_simulation.py gpu --quick`: the GPU benchmark on the simulated device, as if nothing but torch and
-xxhash were installed. It shows that every part runs; its values say nothing.
+"""`python tests/support/bench_on_simulation.py gpu --quick`: the GPU benchmark on the simulated device, as if nothing but
+torch and xxhash were installed. It shows that every part runs; its values say nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import accelerators
 import torch

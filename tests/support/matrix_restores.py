@@ -1,8 +1,9 @@
 """States that ranks have saved in each layout, restored in each other one, against torch's own cutting.
 
-`python tests/matrix_restores.py 8` tries data and tensor parallelism up to 8 x 8, and from 1 to 12 ranks into 1 to 12: 429 layouts into
-each other, which takes hours, or with `--sources 40 --targets 40` as many of them as that; `tests/test_merged_restore.py` tries some. What torch cuts on a rank is emptied, restored, and compared with what it
-was. One process stands at one rank after the other, by torch's `fake` backend.
+`python tests/support/matrix_restores.py 8` tries data and tensor parallelism up to 8 x 8, and from 1 to 12 ranks into 1 to 12: 429
+layouts into each other, which takes hours, or with `--sources 40 --targets 40` as many of them as that;
+`tests/loading/test_merged_restore.py` tries some. What torch cuts on a rank is emptied, restored, and compared with what it was.
+One process stands at one rank after the other, by torch's `fake` backend.
 """
 
 from __future__ import annotations

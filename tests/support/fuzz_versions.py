@@ -1,7 +1,7 @@
 """Published versions that were damaged, or made to do harm: a pull has the weights that were published, or is a CheckpointError.
 
-`python tests/fuzz_versions.py 5000` pulls so many hostile versions, `--seed 7` begins elsewhere; `--bits` flips every bit of two
-indices. `tests/test_versions_that_lie.py` tries some of both. A scenario is a function of its number.
+`python tests/support/fuzz_versions.py 5000` pulls so many hostile versions, `--seed 7` begins elsewhere; `--bits` flips every bit
+of two indices. `tests/publishing/test_versions_that_lie.py` tries some of both. A scenario is a function of its number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ctrl-C at any line of `save`, guarded or not, leaves a checkpointer that saves on, and nothing half done.
 
 The interrupt is raised by a trace function, where Python itself would run a signal's handler: between two lines. A slice
-of the lines is in the suite. `python tests/test_interrupts.py 10000` interrupts as many saves at random lines.
+of the lines is in the suite. `python tests/saving/test_interrupts.py 10000` interrupts as many saves at random lines.
 """
 
 from __future__ import annotations
