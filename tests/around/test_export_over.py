@@ -34,7 +34,7 @@ from exported import (
     weights_in,
 )
 from racing import Call, until
-from slices import one_in
+from slices import some
 from states import MIB, bits_of, names_below
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
@@ -226,7 +226,7 @@ print(count())
 def test_killed_at_any_change_of_the_disk_one_export_is_there_or_the_other(was_there, nursery, tmp_path):
     new, old = config_of(tmp_path / "new", 2), config_of(tmp_path / "old", 1)
     num_calls = 0
-    for number in range(1, 1000, one_in(3)):
+    for number in some(range(1, 1000), 3):
         folder = tmp_path / "runs" / str(number) / "model"
         folder.parent.mkdir(parents=True)
         if was_there:

@@ -17,7 +17,7 @@ import torch
 from archives import flip, forge_manifest, parsed_index
 from buckets import Bucket, bucket, through  # noqa: F401
 from damage import STATE
-from slices import one_in
+from slices import some
 from states import difference, noise, open_run, state_at
 
 import async_ckpt
@@ -148,7 +148,7 @@ def test_no_damaged_byte_of_a_small_archive_goes_unnoticed(archive: Path) -> Non
     assert parsed_index(archive).member(index.OBJECTS)
     unnoticed = []
     with open(archive, "r+b", buffering=0) as file:
-        for offset in range(0, archive.stat().st_size, one_in(9)):
+        for offset in some(range(archive.stat().st_size), 9):
             (byte,) = os.pread(file.fileno(), 1, offset)
             os.pwrite(file.fileno(), bytes([byte ^ (1 << offset % 8)]), offset)
             try:

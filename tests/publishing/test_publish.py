@@ -30,7 +30,7 @@ from exported import (
 from published import Line, changed, files_below, weights_below
 from racing import Call
 from safetensors.torch import save_file
-from slices import one_in
+from slices import some
 from states import open_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
@@ -788,7 +788,7 @@ def test_a_training_that_is_killed_at_any_call_has_published_all_of_a_version_or
     state = {"weight": torch.arange(3000.0), "bias": torch.ones(7)}
     state["weight"][1] += 1
     state["weight"][2] += 1
-    for number in range(1, num_calls + 1, one_in(7)):
+    for number in some(range(1, num_calls + 1), 7):
         root = tmp_path / f"{number}"
         ended = nursery.run(PUBLISHES, root, number)
         assert ended.status in (-9, 0)
@@ -820,7 +820,7 @@ print("calls", count())
 def test_a_training_that_is_killed_while_it_retires_versions_leaves_whole_ones(tmp_path, nursery):
     """Killed at each call that changes the disk; the next one, set back as far, goes on."""
     num_calls = int(nursery.run(SET_BACK, tmp_path / "whole", 0).out.split()[-1])
-    for number in range(1, num_calls + 1, one_in(15)):
+    for number in some(range(1, num_calls + 1), 15):
         root, local = tmp_path / f"{number}", tmp_path / f"{number}-local"
         nursery.run(SET_BACK, root, number)
         found = Subscriber(root).pull(local).version

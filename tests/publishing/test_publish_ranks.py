@@ -10,7 +10,7 @@ import torch
 from exported import assert_only, assert_same, weights_in
 from published import edit, files_below
 from rank_worlds import Worlds
-from slices import ALL
+from slices import some
 
 from async_ckpt import (
     CorruptCheckpointError,
@@ -90,7 +90,7 @@ def network(width: int = 37) -> torch.nn.Sequential:
 MADE = [(3, "fsdp()", 37), (4, "fsdp_tp(2)", 14), (4, "hsdp(2)", 37), (1, "fsdp()", 37)]
 
 
-@pytest.mark.parametrize(("size", "make", "width"), MADE if ALL else MADE[:2])
+@pytest.mark.parametrize(("size", "make", "width"), some(MADE, 2))
 def test_a_subscriber_makes_whole_weights_of_what_each_rank_has_published(
     worlds: Worlds, tmp_path: Path, size: int, make: str, width: int
 ):

@@ -17,7 +17,7 @@ from exported import assert_loads, assert_same, gpt2, spoil, state_of
 from published import Line, as_others_write, changed, edit, files_below, flip, weights_below
 from racing import Call, until
 from safetensors.torch import load_file, save_file
-from slices import one_in
+from slices import some
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 
@@ -199,7 +199,7 @@ def test_of_an_index_no_flipped_bit_makes_other_weights(line, local, tmp_path, v
     path = line.folder(version) / INDEX
     data = path.read_bytes()
     line.subscriber().pull(local, 1)
-    for number in range(0, 8 * len(data), one_in(211)):
+    for number in some(range(8 * len(data)), 211):
         path.write_bytes(
             data[: number // 8] + bytes([data[number // 8] ^ 1 << number % 8]) + data[number // 8 + 1 :]
         )
@@ -670,14 +670,14 @@ def test_a_pull_that_is_killed_at_any_call_that_changes_the_disk_is_taken_up(lin
     ended = nursery.run(PULLS, line.root, tmp_path / "whole", 0, -1)
     num_calls = int(ended.out.split()[-3])
     assert num_calls > 5
-    for number in range(1, num_calls + 1, one_in(15)):
+    for number in some(range(1, num_calls + 1), 15):
         folder = tmp_path / "locals" / f"{number}"
         ended = nursery.run(PULLS, line.root, folder, number, -1)
         assert (ended.status, ended.out) == (-9, "pulled\n")
         assert_taken_up(line, folder)
 
 
-@pytest.mark.parametrize("change", range(0, 30, one_in(15)))
+@pytest.mark.parametrize("change", some(range(30), 15))
 def test_a_pull_that_is_killed_with_half_of_a_delta_applied_is_taken_up(change, line, tmp_path, nursery):
     folder = tmp_path / "locals" / "killed"
     ended = nursery.run(PULLS, line.root, folder, 0, change)

@@ -15,7 +15,7 @@ import torch
 from rank_oracle import saved
 from rank_states import numbered
 from rank_worlds import Ended, Worlds
-from slices import ALL
+from slices import ALL, some
 from states import open_run
 
 from async_ckpt import Place
@@ -86,8 +86,7 @@ def each_death(
     num_calls = 0
     num_calls = run(0, next(roots))[who].told[-1]
     assert num_calls > 3
-    step = 1 if ALL else num_calls // num_tried
-    for number in range(max(1, step // 2), num_calls + 1, step):
+    for number in some(range(1, num_calls + 1), num_calls // num_tried):
         root = next(roots)
         survivor = run(number, root)[1 - who]
         yield root, survivor.saves[0] if survivor.saves else None
@@ -109,7 +108,7 @@ def test_killed_at_any_call_of_the_disk_a_step_of_two_ranks_is_whole_or_not_ther
     worlds.run(2, BEFORE.format(root=_shown(quick_path / "before")))
     roots = (shutil.copytree(quick_path / "before", quick_path / str(n)) for n in range(1000))
     outcomes = set()
-    for root, told in each_death(worlds, who, "die_at", roots, num_tried=2 - who):
+    for root, told in each_death(worlds, who, "die_at", roots, num_tried=2):
         newest = assert_is_whole(root, told)
         outcomes.add(newest)
         if ALL or (who, len(outcomes)) == (0, 1):

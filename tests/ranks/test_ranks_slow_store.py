@@ -15,7 +15,7 @@ import torch
 from rank_oracle import saved
 from rank_states import numbered
 from rank_worlds import Worlds
-from slices import one_in
+from slices import some
 from states import open_run
 
 from async_ckpt import Place
@@ -109,7 +109,7 @@ def test_a_proxy_takes_conditions_out_of_requests(
 
 
 @pytest.mark.parametrize("has_conditions", [True, False])
-@pytest.mark.parametrize("seed", range(0, 60, one_in(60)))
+@pytest.mark.parametrize("seed", some(range(60), 60))
 def test_a_training_and_its_rollback_are_whole_however_slowly_each_rank_is_answered(
     worlds: Worlds, s3: Server, bucket: str, proxies: list[FaultyProxy], seed: int, has_conditions: bool
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_training_and_its_rollback_are_whole_however_slowly_each_rank_is_answe
 
 
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("seed", range(0, 60, one_in(60)))
+@pytest.mark.parametrize("seed", some(range(60), 60))
 def test_killed_at_a_slow_store_the_step_is_whole_or_not_there(
     worlds: Worlds, s3: Server, bucket: str, proxies: list[FaultyProxy], seed: int, who: int
 ) -> None:

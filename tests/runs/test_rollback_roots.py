@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from children import Nursery
-from slices import ALL, one_in
+from slices import ALL, some
 from states import assert_is_state, open_run, state_at
 
 import async_ckpt
@@ -59,7 +59,7 @@ def line(root: Any) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("how", ["killed", "failed"])
 @pytest.mark.parametrize("rule", ["all", "any"])
-@pytest.mark.parametrize("step", [1, 2, 3] if ALL else [1])
+@pytest.mark.parametrize("step", some([1, 2, 3], 3))
 def test_at_any_call_of_a_rollback_two_roots_have_the_old_line_or_the_new_one(
     quick_path: Path, nursery: Nursery, step: int, rule: str, how: str
 ) -> None:
@@ -78,7 +78,7 @@ def test_at_any_call_of_a_rollback_two_roots_have_the_old_line_or_the_new_one(
         outcome = roll_back(0)[1]
         assert outcome is not None
         assert outcome[1:] == (None, False)
-        return iter(range(1, outcome[0] + 1, one_in(outcome[0] // 4)))
+        return iter(some(range(1, outcome[0] + 1), outcome[0] // 4))
 
     seen = set()
     for number in numbers():

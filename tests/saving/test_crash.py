@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Child, Nursery, injected, why_no_strace
-from slices import one_in
+from slices import some
 from states import assert_is_state, leftovers, names_below, open_run, state_at, weight
 
 import async_ckpt
@@ -98,11 +98,11 @@ def assert_work_goes_on(root: Path, step: int) -> None:
 
 
 def each_death(nursery: Nursery, code: str, roots: Iterator[Path], *arguments: str) -> Iterator[Path]:
-    """Run the script once for every call that it makes, or a slice, killed at that call; yields what is left."""
+    """Run the script once for every call that it makes, or a part of them, killed at that call; yields what is left."""
     whole = nursery.run(code, next(roots), *arguments, 0)
     assert (whole.status, whole.err) == (0, "")
     running: list[tuple[Path, Child]] = []
-    for number in range(1, int(whole.out) + 1, one_in(3)):
+    for number in some(range(1, int(whole.out) + 1), 3):
         running.append((root := next(roots), nursery.start(code, root, *arguments, number)))
         if len(running) > 1:  # the next one dies while this one is looked at
             root, child = running.pop(0)

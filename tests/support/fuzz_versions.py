@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from slices import some
 
 from async_ckpt import CheckpointError, Publisher, Subscriber
 from async_ckpt.format.delta import INDEX, folder_of, seal
@@ -111,8 +112,8 @@ def _same(found: Any, wanted: Any) -> bool:
 # --- every bit ----------------------------------------------------------------------------------------------------
 
 
-def flip_bits(stage: Stage, step: int = 1, *, by_others: bool = False) -> Counter[str]:
-    """The outcomes of flipping each bit of the indices of an anchor and of a delta, one in `step`, with a publisher's mark in the root and
+def flip_bits(stage: Stage, one_in: int = 1, *, by_others: bool = False) -> Counter[str]:
+    """The outcomes of flipping each bit of the indices of an anchor and of a delta, one in `one_in`, with a publisher's mark in the root and
     without; or of indices that others have written.
     """
     counts: Counter[str] = Counter()
@@ -125,7 +126,7 @@ def flip_bits(stage: Stage, step: int = 1, *, by_others: bool = False) -> Counte
             (root / "publisher.json").unlink()
         path = root / folder_of(version) / INDEX
         data = path.read_bytes()
-        for at in range(0, 8 * len(data), step):
+        for at in some(range(8 * len(data)), one_in):
             flipped = bytearray(data)
             flipped[at // 8] ^= 1 << at % 8
             path.write_bytes(flipped)
