@@ -278,9 +278,7 @@ def test_no_room_has_a_circle_under_type_checking_either():
 LARGE_ROOMS = {"storage": 16, "saving": 18}
 LARGE_CLASSES = {
     "storage.s3.sink.ObjectSink": 25,
-    "ranks.attempts.Ranks": 22,
     "publishing.line.Line": 21,
-    "ranks.attempts.Joint": 19,
     "storage.s3.client.Client": 17,
     "format.delta.VersionIndex": 16,
 }

@@ -21,7 +21,8 @@ from ..runs.run import Run
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
 from ..spec import DTYPES
-from .attempts import Joint, Ranks
+from .attempts import JointSave
+from .peers import Ranks
 from .shared_values import Values, apart, differing, lacking, values_of
 
 # Archives that rank 0 looks into where their ranks' values are not the same.
@@ -33,7 +34,7 @@ _log = logging.getLogger("async_ckpt")
 class Comparison:
     """The comparison of one save at one root. Created by `Agreement` on rank 0. Blocking calls."""
 
-    def __init__(self, ranks: Ranks, joint: Joint, run: Run, exchange: Exchange) -> None:
+    def __init__(self, ranks: Ranks, joint: JointSave, run: Run, exchange: Exchange) -> None:
         self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
         self._per_rank: tuple[str, ...] = ()  # as any of them say
 
@@ -42,13 +43,13 @@ class Comparison:
 
         What is known of the ranks from then on, and what it is to name. Raises PeerFailedError, UnsupportedStateError.
         """
-        ranks = self._ranks
+        known = self._ranks.known
         classes: dict[str, list[int]] = {}
         for receipt in receipts:
             classes.setdefault(receipt.structure, []).append(receipt.rank)
         # Another save may be compared at this moment, which has arrived late at another root.
         texts = {
-            digest: ranks.known.get(digest) or self._structure_text(receipts, mates)
+            digest: known.texts.get(digest) or self._structure_text(receipts, mates)
             for digest, mates in classes.items()
         }
         tables = {receipt.table for receipt in receipts} - {NO_TABLE}
@@ -60,22 +61,22 @@ class Comparison:
                 undecided=False,
             )
         covered = Table(classes).digest
-        own = ranks.covered.get(covered)
+        own = known.covered.get(covered)
         if own is None:
             check_coverage(classes, texts)
             own = own_names(texts)
-            ranks.covered = {covered: own}
-        self._per_rank = tuple(sorted({*self._joint.per_rank, *own}))
+            known.covered = {covered: own}
+        self._per_rank = tuple(sorted({*self._joint.part.per_rank, *own}))
         self._check_shares(receipts, texts)
         self._check_balances(receipts)
-        is_each = self._joint.copies is not None
-        self._compare_copies([one for one in receipts if is_each or one.structure not in ranks.compared])
-        ranks.known = texts
+        is_each = self._joint.part.copies is not None
+        self._compare_copies([one for one in receipts if is_each or one.structure not in known.compared])
+        known.texts = texts
         table = self._compare_values(receipts, classes)
         archives = self._exchange.put_archives(receipts)
         shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
-        told = StepLayout(table.classes, texts, shared, ranks.root_mesh)
-        layout = self._exchange.put_layout(layouts.dump(told, table))
+        divided = StepLayout(table.classes, texts, shared, self._ranks.divider.root_mesh)
+        layout = self._exchange.put_layout(layouts.dump(divided, table))
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._per_rank, *table.differing}))
         return table, OfRanks(archives, layout, table.digest, num_bytes, per_rank)
