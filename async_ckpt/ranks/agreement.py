@@ -155,29 +155,29 @@ class Agreement:
 
     async def _see_that_it_is_shared(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
         begun = monotonic()
-        told_at: float | None = None
+        named_at: float | None = None
         for seconds in _looks(self._run.storage.remote, self.world_size):
             sees = await off_loop(self._root.sees)
             if sees:
                 return
             if sees is None and await off_loop(self._exchange.verdict) is not None:
                 return  # it is shared, and rank 0 has failed before it could say so
-            if self._root.is_told and told_at is None:
-                told_at = monotonic()
-            if sees is False or (told_at is not None and monotonic() > told_at + SHARED_SECONDS):
+            if self._root.is_named and named_at is None:
+                named_at = monotonic()
+            if sees is False or (named_at is not None and monotonic() > named_at + SHARED_SECONDS):
                 self._root.apart_rank = self.rank
                 self._raise_apart()
-            if told_at is None and monotonic() > begun + PEER_SECONDS:
+            if named_at is None and monotonic() > begun + PEER_SECONDS:
                 self._raise_not_begun()
             await _pause(seconds, check)
 
     def _raise_not_begun(self) -> NoReturn:
         where = self._run.storage.locate("")
-        told = f"after {PEER_SECONDS:.0f} s rank 0 has not begun to write to {where}"
+        reason = f"after {PEER_SECONDS:.0f} s rank 0 has not begun to write to {where}"
         if self._joint.is_any:
-            raise StorageUnavailableError(told, path=where)
+            raise StorageUnavailableError(reason, path=where)
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {told}, as far as this rank sees. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}; and "
+            f"step {self._joint.step} is not committed: {reason}, as far as this rank sees. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}; and "
             "give a root that all ranks share",
             rank=0,
             undecided=False,
@@ -228,12 +228,12 @@ class Agreement:
 
     def _raise_apart(self) -> NoReturn:
         where, who = self._run.storage.locate(""), self._root.apart_rank or 0
-        told = f"rank {who} does not see there what rank 0 has written"
+        reason = f"rank {who} does not see there what rank 0 has written"
         if self._joint.is_any:
-            raise StorageUnavailableError(f"{where} is not shared by all ranks: {told}", path=where)
+            raise StorageUnavailableError(f"{where} is not shared by all ranks: {reason}", path=where)
         self._joint.causes.append(Cause(who, f"{where} is another folder there"))
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {where} must be shared by all ranks, but {told}. Give a root that all "
+            f"step {self._joint.step} is not committed: {where} must be shared by all ranks, but {reason}. Give a root that all "
             "ranks share: a folder on a shared file system, or an object store",
             rank=who if self.decides else 0,
             undecided=False,
@@ -241,10 +241,10 @@ class Agreement:
 
     def _raise_too_many(self, rank: int) -> NoReturn:
         size = self._ranks.world.size
-        told = f"rank {rank} has saved it, but rank 0 counts {size} ranks, 0 to {size - 1}"
-        self._joint.causes.append(Cause(0, told))
+        reason = f"rank {rank} has saved it, but rank 0 counts {size} ranks, 0 to {size - 1}"
+        self._joint.causes.append(Cause(0, reason))
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {told}; give ranks= the same number on every rank",
+            f"step {self._joint.step} is not committed: {reason}; give ranks= the same number on every rank",
             rank=rank,
             undecided=False,
         )
@@ -330,10 +330,10 @@ class Agreement:
             path=where,
         )
 
-    def _table_after(self, made: Manifest) -> Table:
-        if made.ranks is None or made.ranks.table == self._joint.table.digest:
+    def _table_after(self, manifest: Manifest) -> Table:
+        if manifest.ranks is None or manifest.ranks.table == self._joint.table.digest:
             return self._joint.table
-        return table_of(self._run.storage, self._run.folder(made.step), made)
+        return table_of(self._run.storage, self._run.folder(manifest.step), manifest)
 
     def _is_committed(self, table: Table) -> None:
         if self._joint.part.structure is not None:
@@ -373,9 +373,8 @@ class Agreement:
         if self.decides:
             if self._run in joint.maybe_at or (joint.maybe_at and not joint.is_committed):
                 return False  # nobody knows whether it is committed
-            told = tuple(joint.causes) or (Cause(0, in_words(error)),)
-            causes = () if joint.is_committed else told
-            self._put_verdict(Verdict(joint.attempt, causes, joint.table))
+            causes = tuple(joint.causes) or (Cause(0, in_words(error)),)
+            self._put_verdict(Verdict(joint.attempt, () if joint.is_committed else causes, joint.table))
             self._ranks.attempts.decide(joint, JointState.REFUSED, None)
         elif not (self._has_said_yes or self._is_refused or self._root.is_apart):
             self._put_refusal(in_words(error))
@@ -432,10 +431,12 @@ def _digest(copies: dict[str, dict[str, str]]) -> str:
 
 
 def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:
-    told = "; ".join(f"rank {cause.rank}: {cause.error}" for cause in causes[:5])
+    reasons = "; ".join(f"rank {cause.rank}: {cause.error}" for cause in causes[:5])
     more = f"; and {len(causes) - 5} more" if len(causes) > 5 else ""
     return PeerFailedError(
-        f"step {step} is not committed: {told}{more}", rank=causes[0].rank if causes else 0, undecided=False
+        f"step {step} is not committed: {reasons}{more}",
+        rank=causes[0].rank if causes else 0,
+        undecided=False,
     )
 
 

@@ -96,9 +96,9 @@ class Divider:
 
 def _digests(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:
     """Digests of the local bytes of each tensor, by the part of it and its name. Takes its time."""
-    found: dict[str, dict[str, str]] = {}
+    digests: dict[str, dict[str, str]] = {}
     for what, name, slices in copies:
         blocks = (block for one in slices for _, block in dense_blocks(one.detach(), 0, one.nbytes))
         data = b"".join(block_digest(block.cpu().numpy().data) for block in blocks)
-        found.setdefault(what, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
-    return found
+        digests.setdefault(what, {})[name.replace("\x1f", ".")] = block_digest(data).hex()[:16]
+    return digests
