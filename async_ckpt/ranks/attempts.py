@@ -53,7 +53,7 @@ _NEXT: Final = {
 
 
 @dataclass(slots=True)
-class RankPart:
+class OwnPart:
     """This rank's part in a joint save. Made by the thread that saves, before the attempt has an archive."""
 
     per_rank: tuple[str, ...] = ()  # the names of what each rank has for itself
@@ -80,7 +80,7 @@ class JointSave:
     table: Table = EMPTY  # by which this rank shares
     attempt: str = ""  # its name, the same on all ranks
     before: JointSave | None = None  # of one that has no name yet: what was begun at its step before
-    part: RankPart = field(default_factory=RankPart)
+    part: OwnPart = field(default_factory=OwnPart)
     is_any: bool = False  # one of several roots is enough
     causes: list[Cause] = field(default_factory=list)
     maybe_at: set[Run] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have

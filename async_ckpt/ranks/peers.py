@@ -28,7 +28,7 @@ Differing: TypeAlias = Literal["keep", "fail"]
 
 @dataclass(slots=True)
 class KnownStates:
-    """What this rank has learnt of the states of ranks from commits. Changed on the loop's thread."""
+    """The knowledge of this rank about the states of ranks, from commits. Changed on the loop's thread."""
 
     texts: dict[str, str] = field(default_factory=dict)  # structures that rank 0 has read, by their digest
     # Tables whose ranks hold everything, and the names of what each rank has for itself there.
