@@ -43,7 +43,7 @@ _READ: Final = {
     ("torch.distributed.checkpoint.state_dict_loader", "load"), ("numpy", "load"), ("json", "load"),
     ("_pickle", "load"),
     ("safetensors.torch", "load_file"), ("safetensors.torch", "load_model"), ("safetensors.numpy", "load_file"),
-    ("async_ckpt.oneoff", "load"), ("async_ckpt.loading.reading", "RunReader.load"),
+    ("async_ckpt.oneoff", "load"), ("async_ckpt.loading.run_reader", "RunReader.load"),
     ("async_ckpt.checkpointer", "AsyncCheckpointer.restore"), ("async_ckpt.oneoff", "verify"),
     ("async_ckpt.around.unpack", "unpack"), ("async_ckpt.around.unpack", "extract"),
 }  # fmt: skip
