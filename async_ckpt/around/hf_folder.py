@@ -67,9 +67,7 @@ class Export(CopySave):
         self._storage, self._max_shard_bytes = request.storage, request.max_shard_bytes
         self._check_others = request.check
         self._small_files = {**weights.files, **request.config_files}
-        self._total_bytes = sum(map(len, self._small_files.values())) + sum(
-            tensor.nbytes for tensor in tensors
-        )
+        self._total_bytes = sum(map(len, self._small_files.values())) + sum(t.nbytes for t in tensors)
         self._shard_names: set[str] = set()  # of the shards that were written
         copies = tensors if held is not None else self.copy.tensors
         self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))

@@ -1,5 +1,4 @@
-"""`export_hf` of a model that is spread over ranks: each rank writes its slices, and rank 0 makes the folder from
-them.
+"""`export_hf` of a model that is spread over ranks: each rank writes its slices, and rank 0 the folder from them.
 
 In: the weights of one rank. Out: the same folder as of a whole model. Knows nothing of: the names of models' weights.
 

@@ -99,6 +99,8 @@ class Hash(Protocol):
 
 
 class _Adler32:
+    """zlib's Adler-32 as a `Hash`."""
+
     def __init__(self) -> None:
         self._sum = 1
 
@@ -198,9 +200,7 @@ class VersionIndex:
     identity: str = ""  # of all weights of this version
     structure: str = ""
     checksums: Mapping[str, str] = field(default_factory=dict)  # of all tensors of an anchor
-    digests: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of the other files, and of all files of a delta
+    digests: Mapping[str, str] = field(default_factory=dict)  # of other files, and of a delta's frames
     heads: Mapping[str, str] = field(default_factory=dict)  # of the headers of an anchor's files
     slices: RankSlices = RankSlices()
     attempt: str = ""  # the folder inside the version's that has the files; empty on a disk
@@ -232,11 +232,7 @@ class VersionIndex:
 
     def metadata(self) -> dict[str, Any]:
         """The "metadata" of the index, with zeros for the digest that `seal` puts in."""
-        ours: dict[str, Any] = {
-            _DIGEST: _BLANK,
-            "identity": self.identity,
-            "structure": self.structure,
-        }
+        ours: dict[str, Any] = {_DIGEST: _BLANK, "identity": self.identity, "structure": self.structure}
         ours["digests"] = dict(self.digests)
         if self.attempt:
             ours["attempt"] = self.attempt

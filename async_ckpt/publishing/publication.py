@@ -168,14 +168,15 @@ class Publication(CopySave):
         self, place: Storage, prefix: str, structure: str
     ) -> tuple[VersionIndex, WeightsState, bytes]:
         shards = shards_of(self._weights, MAX_SHARD_BYTES)
+        small_files = sorted(self._weights.files.items())
         self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(
-            map(len, self._weights.files.values())
+            len(data) for _, data in small_files
         )
         free = None if place.remote else free_bytes_at(Path(place.locate("")))
         if free is not None and free < self._total_bytes:
             raise full(Path(self.path), self._total_bytes, free)
         checksums = self._copy_shards(shards, place, prefix)
-        for name, data in sorted(self._weights.files.items()):
+        for name, data in small_files:
             self._check()
             place.replace(prefix + name, data)
             self._num_bytes += len(data)
@@ -186,7 +187,7 @@ class Publication(CopySave):
             identity=identity,
             structure=structure,
             checksums=checksums,
-            digests={name: checksum(data) for name, data in self._weights.files.items()},
+            digests={name: checksum(data) for name, data in small_files},
             heads={shard.name: checksum(shard.head) for shard in shards},
             slices=self._rank_slices(),
             attempt=self._attempt,

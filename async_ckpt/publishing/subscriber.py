@@ -1,5 +1,4 @@
-"""`Subscriber`: the weights of a version, in a folder that engines load or in a module, without contact to the
-training.
+"""`Subscriber`: the weights of a version, in a folder that engines load or in a module.
 
 In: a root with versions. Out: a folder or a module that has one of them. Knows nothing of: publishers, engines.
 """

@@ -1,5 +1,4 @@
-"""Fully qualified names, by which torch.distributed.checkpoint calls the items of a state, and their paths in the
-state.
+"""Fully qualified names: torch.distributed.checkpoint's names for the items of a state, and their paths in it.
 
 In: names, states, and a planner's data. Out: paths, names, and metadata that follows from neither.
 Knows nothing of: files, tensors.
