@@ -7,11 +7,14 @@ obstore tells status and code in the text of its errors only, so that text is lo
 
 from __future__ import annotations
 
+import errno
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from ..stores import CLOCK, KEYS, LOG_IN, NO_BUCKET, REGION, RIGHTS, ROOM
+from ...errors import StorageFullError, StorageUnavailableError
+from ..stores import AWAY, CLOCK, KEYS, LOG_IN, NO_BUCKET, NO_KEYS, REGION, RIGHTS, ROOM
+from .settings import BucketSettings
 
 # By the store's error code, else by HTTP status: what to do.
 ADVICE: Final = {
@@ -90,3 +93,36 @@ class Answer:
             unheard=bool(kind) and not (status or builder or certificate or keyless),
             keyless=keyless,
         )
+
+
+def translated(error: Exception, path: str, settings: BucketSettings, num_bytes: int = 0) -> Exception:
+    """The error of this library for one of obstore's. `num_bytes` is the size of the object that was to be written."""
+    shown, name, answer = settings.locate(path), type(error).__name__, Answer.of(error)
+    advice = ADVICE.get(answer.code) or ADVICE.get(str(answer.status), AWAY)
+    if answer.status == 404 and name == "GenericError":
+        advice = NO_BUCKET  # of a listing
+    if advice is not NO_BUCKET and answer.code not in CONFLICTS:
+        if isinstance(error, FileNotFoundError):
+            return FileNotFoundError(errno.ENOENT, "there is no such object", shown)
+        if name in ("AlreadyExistsError", "PreconditionError"):
+            return FileExistsError(errno.EEXIST, "another writer was first", shown)
+    if name == "NotSupportedError":
+        answer = replace(answer, status=501)
+    is_transient = answer.status in AGAIN or answer.code in AGAIN_CODES | CONFLICTS or answer.unheard
+    if answer.code in EXPIRED:
+        is_transient = settings.renews_keys
+    if answer.region:
+        advice = f"{advice}; it is in {answer.region}"
+    if answer.keyless:
+        advice = NO_KEYS
+    reason = settings.scrubbed(answer.reason)
+    message = f"{shown}: {reason}; {advice}"
+    refusal: StorageUnavailableError
+    if answer.status == FULL:
+        refusal = StorageFullError(message, path=shown, needed_bytes=num_bytes, free_bytes=None)
+    else:
+        refusal = StorageUnavailableError(
+            message, path=shown, status=answer.status, code=answer.code, transient=is_transient
+        )
+    refusal.__cause__ = type(error)(reason)  # without the text, which may echo our headers
+    return refusal

@@ -24,10 +24,9 @@ from ..conditions import Conditions, Form
 from ..url import unusable_name
 from . import answers
 from .client import Client, version_of
+from .plan import part_segments_of, plan_upload
 from .sink import ObjectReader, ObjectSink
 
-# More do not make one host faster, and each holds a segment.
-_MAX_PARTS_IN_FLIGHT: Final = 8
 _HEADS_IN_FLIGHT: Final = 16
 # Fewer are deleted one by one, as all servers know it.
 _LEAST_MANY: Final = 8
@@ -49,11 +48,11 @@ class ObjectStorage:
         self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER
     ) -> None:
         self._client = Client(url, options, timer)
-        self.url = self._client.url
+        self.url = self._client.settings.url
         self._lock = threading.Lock()
         self._said = False  # that no put replaces one version only; under _lock
         # Servers that speak S3, and are not S3 itself, are asked whether they obey conditions, once.
-        self._conditional: bool | None = True if self._client.is_known else None
+        self._conditional: bool | None = True if self._client.settings.obeys_conditions else None
         self._conditions = Conditions()
 
     def __repr__(self) -> str:
@@ -65,8 +64,7 @@ class ObjectStorage:
     # --- archives ---------------------------------------------------------------------------------------------
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        smallest = max(stores.MIN_PART_BYTES, -(-num_bytes // stores.MAX_PARTS))
-        return min(-(-smallest // segment_bytes), max(1, -(-num_bytes // segment_bytes)))
+        return part_segments_of(num_bytes, segment_bytes)
 
     def create(
         self,
@@ -78,11 +76,8 @@ class ObjectStorage:
         exact: bool = True,  # noqa: ARG002
     ) -> ObjectSink:
         self._client.key(path)
-        part_segments = self.part_segments(num_bytes, segment_bytes)
-        num_parts = _MAX_PARTS_IN_FLIGHT
-        if max_segments is not None:
-            num_parts = max(1, min(num_parts, max_segments // part_segments - 1))
-        return ObjectSink(self._client, path, num_bytes, segment_bytes, part_segments, num_parts)
+        plan = plan_upload(num_bytes, segment_bytes, max_segments=max_segments)
+        return ObjectSink(self._client, path, num_bytes, plan)
 
     def open(self, path: str) -> ObjectReader:
         return ObjectReader(self._client, path)
@@ -216,22 +211,22 @@ class ObjectStorage:
 
     def sweep_uploads(self) -> list[str]:
         """By s3fs, since obstore lists no uploads."""
-        if self._client.scheme != "s3":
+        if self._client.settings.scheme != "s3":
             return []  # there, what is unfinished goes by itself
         try:
             from ..fsspec.store import abort_stale_uploads
 
             limit = spans.before(self._client.now(), stores.ORPHAN_SECONDS)
-            prefix = self._client.prefix and f"{self._client.prefix}/"
+            prefix = self._client.settings.prefix and f"{self._client.settings.prefix}/"
             return abort_stale_uploads(
-                self._client.bucket, prefix, older_than=limit, options=self._client.options
+                self._client.settings.bucket, prefix, older_than=limit, options=self._client.settings.options
             )
         except (ImportError, StorageUnavailableError, NotImplementedError) as error:
             _log.warning(
                 "%s: unfinished uploads of killed processes cannot be swept (%s); set a lifecycle rule on the bucket "
                 "that aborts incomplete multipart uploads",
                 self.url,
-                self._client.scrubbed(str(error)),
+                self._client.settings.scrubbed(str(error)),
             )
             return []
 
