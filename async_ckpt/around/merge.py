@@ -34,7 +34,7 @@ from ..state.names import shown
 from ..state.skeletons import merge as merge_skeletons
 from ..state.tree import ValuesByRank, leaves, top_keys
 from ..storage.append import Appender
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from ..storage.place import Anywhere, written_at
 
 _COMPRESSED: Final = (".zst", ".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")

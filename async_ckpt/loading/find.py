@@ -29,8 +29,8 @@ from ..runs.roots import Roots
 from ..runs.run import Run
 from ..runs.starts import Commit, counts, parted
 from ..state.names import Selector, shown
-from ..storage.base import Reader, Storage
 from ..storage.compressed import decompressing
+from ..storage.interface import Reader, Storage
 from ..storage.place import Anywhere, place_of, storage_at
 from .contents import Part
 from .foreign import opened, parts_of_folder

@@ -22,7 +22,7 @@ from ..runs.others import OF_DCP
 from ..spec import BLOCK_BYTES, Json
 from ..state.names import Select, Selector, selector, shown
 from ..state.tree import StoredLeaf, flat
-from ..storage.base import Reader, Storage
+from ..storage.interface import Reader, Storage
 from .contents import Contents, Groups, Part
 from .dcp import OpenDcp
 from .joined import Joined, Zeros

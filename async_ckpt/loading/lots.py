@@ -23,7 +23,7 @@ from ..runs.manifest import Archive, missing
 from ..slicing.locator import ShardLocator, StepLayout, name_of
 from ..state.names import shown
 from ..state.skeletons import UnknownChoiceError
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .contents import Groups, Part
 from .merged import Merged, OthersNeededError
 from .open import OpenArchive

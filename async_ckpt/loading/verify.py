@@ -25,8 +25,8 @@ from ..runs.naming import TRACKERS, numbered
 from ..runs.root import TRIES, overtaken
 from ..spans import Clock, monotonic
 from ..spec import Extent
-from ..storage.base import Storage
 from ..storage.compressed import decompressing
+from ..storage.interface import Storage
 from ..storage.place import Anywhere, storage_at
 from .contents import Contents, Part
 from .fill import READ_BYTES, Read, run_reads

@@ -18,7 +18,7 @@ from ..slicing.locator import StepLayout, check_structure
 from ..slicing.shares import KNOWN_VERSIONS
 from ..slicing.shares import VERSION as SHARES_VERSION
 from ..slicing.slices import Mesh
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .manifest import seal, unseal
 from .receipts import Table
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format import digests, index, safetensors
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from . import manifest
 from .manifest import Manifest, parse_intent
 from .naming import how_to_open, numbered, words_for

@@ -28,7 +28,7 @@ from ..fields import count, entries, items, row, table, text, whole
 from ..format.digests import block_digest
 from ..format.index import MAX_RANKS
 from ..slicing.locator import Classes
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, archive_name, missing, parse, seal, unseal
 

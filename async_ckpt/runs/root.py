@@ -21,7 +21,7 @@ from ..errors import (
     StorageUnavailableError,
 )
 from ..host.threads import run_together
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from . import manifest
 from .manifest import Archive, Manifest, intent_name, parse_intent, retired_name, taken_out
 from .naming import STEP_FORMAT, folder_pattern

@@ -33,7 +33,7 @@ from ..errors import (
 )
 from ..spans import Clock
 from ..spec import Keep
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .announce import Announcer
 from .manifest import Archive, Elsewhere, Manifest, OfRanks, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of

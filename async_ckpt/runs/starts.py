@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 from ..errors import CheckpointError, RunTakenError
 from ..host.process import in_forked_child
 from ..spans import shown_time, wall_time
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .manifest import seal, unseal
 
 _NAME: Final = re.compile(r"start-(\d{8,18})\.([0-9a-f]{8})\.(\d{1,255})\.json")

@@ -21,9 +21,9 @@ from ..ranks.world import ranks
 from ..runs.manifest import Archive, Elsewhere, Manifest, OfRanks
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
-from ..storage.base import Sink, Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.compressed import Zstd, ZstdSink, refuse_if_missing
+from ..storage.interface import Sink, Storage
 from ..storage.locks import temps_of
 from ..storage.place import Place
 from ..storage.scratch import refuse_in_running

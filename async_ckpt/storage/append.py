@@ -14,7 +14,7 @@ from ..host.threads import Crew
 from ..host.waits import LIVENESS_SECONDS
 from ..spec import MIB
 from ..staging.device import memmove
-from .base import Sink, Storage
+from .interface import Sink, Storage
 
 _SEGMENT_BYTES: Final = 8 * MIB
 # One is being filled, some are being written, and what a store still sends is held until then.

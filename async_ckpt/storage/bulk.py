@@ -21,7 +21,7 @@ from ..errors import StorageUnavailableError
 from ..host.pool import Lease, SegmentPool
 from ..host.threads import Crew, Task, run_together
 from ..spec import MIB
-from .base import Reader, Sink, Storage
+from .interface import Reader, Sink, Storage
 
 # One ranged read, and one part of an upload: enough that the way there and back does not count.
 _SEGMENT_BYTES: Final = 8 * MIB

@@ -21,7 +21,7 @@ from ..format import zstd
 from ..host.limits import num_cpus
 from ..spec import BLOCK_BYTES
 from .append import Appender
-from .base import Lent, Reader, Storage
+from .interface import Lent, Reader, Storage
 
 # A frame that does not get smaller grows by this much at most (`ZSTD_COMPRESSBOUND`), and a table entry is 8 bytes.
 _GROWTH: Final = 1 / 128

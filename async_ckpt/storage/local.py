@@ -26,7 +26,6 @@ from typing import Final
 from ..errors import StorageUnavailableError
 from ..host.process import in_forked_child
 from ..spec import PAGE_BYTES, SEGMENT_BYTES
-from .base import Lent, Reader
 from .disk import (
     address,
     free_bytes_at,
@@ -44,6 +43,7 @@ from .disk import (
     sync_folder,
     translated,
 )
+from .interface import Lent, Reader
 from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, hold, is_dead, is_held
 from .stores import ORPHAN_SECONDS
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from ..spec import Keep, keep_of
-from .base import Storage
+from .interface import Storage
 from .local import LocalStorage
 from .s3 import runtime as _  # noqa: F401 - sees forks from now on, also those ahead of the first store
 from .stores import SECRET_NAME

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..host.threads import Crew, running_future
 from ..spec import MIB
-from .base import Reader
+from .interface import Reader
 
 _CHUNK_BYTES: Final = 8 * MIB
 _NUM_AHEAD: Final = 4

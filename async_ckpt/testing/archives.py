@@ -9,7 +9,7 @@ import pytest
 
 from ..errors import StorageUnavailableError
 from ..spec import MIB, PAGE_BYTES
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .lending import (
     SEGMENT_BYTES,
     SIZES,

@@ -1,6 +1,6 @@
 """The promises of every storage, as tests that any storage can be held to.
 
-In: a storage with an empty root. Out: tests that pass where it keeps what `storage/base.py` says.
+In: a storage with an empty root. Out: tests that pass where it keeps what `storage/interface.py` says.
 Knows nothing of: how it does so. Needs pytest.
 
 The memory that objects are written from is overwritten in the moment its last holder lets go of it, as the pool's is

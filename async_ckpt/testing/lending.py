@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import pytest
 
 from ..spec import MIB, PAGE_BYTES
-from ..storage.base import Sink, Storage
+from ..storage.interface import Sink, Storage
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import traceback
 import pytest
 
 from ..spec import MIB, PAGE_BYTES
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .lending import (
     NUM_THREADS,
     ODD_NAMES,

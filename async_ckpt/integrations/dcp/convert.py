@@ -25,7 +25,7 @@ from ...runs.others import OF_DCP
 from ...spec import GIB, MIB
 from ...state.names import Select
 from ...storage.append import Appender
-from ...storage.base import Storage
+from ...storage.interface import Storage
 from ...storage.place import Anywhere, written_at
 from .entries import SavedItem, entries_of, kept_in, metadata_of, saved, this_rank, value_of
 

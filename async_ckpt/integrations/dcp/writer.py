@@ -42,7 +42,7 @@ from ...state.capture import capture
 from ...state.containers import nested
 from ...state.division import RankShare
 from ...state.names import Path, shown
-from ...storage.base import Storage
+from ...storage.interface import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
 from .names import KEPT, kept_of, path_of
 from .stager import PinnedStager

@@ -16,8 +16,8 @@ from typing import Any, Final
 from ...errors import StorageUnavailableError
 from .. import stores
 from ..conditions import Conditions, Form
-from .errors import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, was_repeated, words_of
 from .places import SLICE_BYTES, Body, Info, Moment, ReplacedError, probe_name
+from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, was_repeated, words_of
 from .setup import OncePerProcess
 
 _CONFLICT_TRIES: Final = 4
@@ -249,7 +249,7 @@ class Bucket:
         }
 
     def tree(self, name: str) -> tuple[list[str], list[str]]:
-        """See Files; a store has no folders."""
+        """See FileTree; a store has no folders."""
         return ["", *(f"/{path}" for path in self.sizes(name))], []
 
     def _pages(self, method: str, name: str, **parameters: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
 from ...host.process import in_forked_child, never_end
-from .errors import InheritedError, chain
+from .refusals import InheritedError, chain
 
 # Filesystems with one connection, on which a thread would take the answers meant for others (paramiko drops them).
 ONE_AT_A_TIME: Final = frozenset({"sftp", "ssh", "ftp"})

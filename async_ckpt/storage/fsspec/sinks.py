@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ..base import Lent
+from ..interface import Lent
 from .bucket import Bucket
-from .errors import words_of
-from .folder import Draft, Files
+from .file_tree import Draft, FileTree
 from .places import Body, Info
+from .refusals import words_of
 
 Translated = Callable[..., AbstractContextManager[None]]
 
@@ -237,7 +237,7 @@ class AppendingSink(_HoldingSink):
     """
 
     def __init__(
-        self, files: Files, name: str, num_bytes: int, shown_as: str, translated: Translated
+        self, files: FileTree, name: str, num_bytes: int, shown_as: str, translated: Translated
     ) -> None:
         super().__init__(num_bytes, shown_as, translated)
         self._files = files

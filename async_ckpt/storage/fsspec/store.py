@@ -16,13 +16,13 @@ from typing import Any, Final
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
 from ...host.threads import run_together
 from .. import stores
-from ..base import Reader
 from ..bulk import delete
+from ..interface import Reader
 from ..url import hidden, scheme_of, shown, split_bucket, unusable_name
 from .bucket import Bucket
-from .errors import advice_on, chain, secrets_in
-from .folder import Files
+from .file_tree import FileTree
 from .places import Moment, ReplacedError
+from .refusals import advice_on, chain, secrets_in
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, given, protocol_of, turn
 from .sinks import AppendingSink, MultipartSink, Translated
 
@@ -61,14 +61,14 @@ class FsspecStorage:
         self._url = shown(url if scheme_of(url) else f"{scheme}://{root}")
         self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))
         filesystem = self._filesystem = OncePerProcess(make, one_at_a_time=scheme in ONE_AT_A_TIME)
-        self._place: Bucket | Files
+        self._place: Bucket | FileTree
         self._deletes_many = True  # until it has refused to
         if hasattr(kind, "call_s3"):
             if not root or root.startswith("/"):
                 raise ValueError(f"{shown(url)} names no bucket; write s3://bucket/prefix")
             self._place = Bucket(filesystem, root, float(options.get("deadline_seconds") or DEADLINE_SECONDS))
         else:
-            self._place = Files(filesystem, root, scheme)
+            self._place = FileTree(filesystem, root, scheme)
         self.in_order = self._place.in_order
         self._said: set[str] = set()
 
@@ -324,7 +324,7 @@ def abort_stale_uploads(
 class FsspecReader(Reader):
     """One object, read by ranges, as long as it is the one that was opened."""
 
-    def __init__(self, place: Bucket | Files, name: str, shown_as: str, translated: Translated) -> None:
+    def __init__(self, place: Bucket | FileTree, name: str, shown_as: str, translated: Translated) -> None:
         self._place = place
         self._name = name
         self._shown_as = shown_as

@@ -1,6 +1,6 @@
 """Requests to a bucket through obstore: repeated while the store is away, refused in plain words.
 
-In: keys, and requests about them. Out: answers. Knows nothing of: segments, and of what objects are for.
+In: keys, and requests about them. Out: refusals. Knows nothing of: segments, and of what objects are for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...host.calls import StuckError, WatchedCall
 from ...spans import TIMEKEEPER, Timekeeper
 from ...spec import KIB
 from .. import retry, stores
-from . import answers, runtime
+from . import refusals, runtime
 from .connections import Connections
 from .segments import GivenUpError
 from .settings import BucketSettings, Kind
@@ -105,11 +105,11 @@ class Client:
             )
             refusal.__cause__ = error
         except Exception as error:
-            refusal = answers.translated(error, path, self.settings, num_bytes)
+            refusal = refusals.translated(error, path, self.settings, num_bytes)
         else:
             self._has_answered = True
             return result
-        if getattr(refusal, "code", "") in answers.EXPIRED:
+        if getattr(refusal, "code", "") in refusals.EXPIRED:
             self._connections.renew(store)
         raise refusal
 
@@ -150,7 +150,7 @@ class Client:
                         obstore.list_with_delimiter(store, key)
                         self._has_answered = True
                     except Exception as reason:
-                        if not missing or answers.Answer.of(reason).status == 404:
+                        if not missing or refusals.Answer.of(reason).status == 404:
                             raise
                 raise
 

@@ -16,7 +16,7 @@ from typing import Final
 from ...host.calls import WatchedCall
 from ...host.life import Life
 from ...spans import Timekeeper
-from ..base import Lent
+from ..interface import Lent
 
 
 class GivenUpError(Exception):

@@ -21,13 +21,13 @@ from ...errors import StorageUnavailableError
 from ...host.calls import StuckError, WatchedCall
 from ...host.threads import Running, running_future, start_thread
 from .. import retry, stores
-from ..base import Reader
+from ..interface import Reader
 from .client import Client
 from .plan import UploadPlan
 from .segments import GivenUpError, Phase, SegmentQueue
 
 if TYPE_CHECKING:
-    from ..base import Lent
+    from ..interface import Lent
 
 # How long an upload that was broken off may take to drop its buffers before its thread ends without them.
 _DROP_SECONDS: Final = 10.0

@@ -22,7 +22,7 @@ from .. import stores
 from ..bulk import delete
 from ..conditions import Conditions, Form
 from ..url import unusable_name
-from . import answers
+from . import refusals
 from .client import Client, version_of
 from .plan import part_segments_of, plan_upload
 from .sink import ObjectReader, ObjectSink
@@ -320,7 +320,7 @@ class ObjectStorage:
                 except FileExistsError:
                     continue
                 except StorageUnavailableError as error:
-                    if getattr(error, "status", None) not in answers.LACKS:
+                    if getattr(error, "status", None) not in refusals.LACKS:
                         raise
                 return False
         return True

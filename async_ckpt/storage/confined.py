@@ -38,14 +38,14 @@ class _Spot(NamedTuple):
     folder: int | None
 
 
-class Beneath:
+class ConfinedFolder:
     """The files below one folder. Calls raise FileNotFoundError where they say so, else StorageUnavailableError and its like."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __repr__(self) -> str:
-        return f"<Beneath {self.folder}>"
+        return f"<ConfinedFolder {self.folder}>"
 
     @contextmanager
     def _spot(self, name: str, *, make: bool = False) -> Iterator[_Spot]:

@@ -32,8 +32,8 @@ _STAMPS: Final = (
 )  # fmt: skip
 
 
-class Files:
-    """Files of any filesystem of fsspec."""
+class FileTree:
+    """FileTree of any filesystem of fsspec."""
 
     in_order = True
 
@@ -211,7 +211,7 @@ class Files:
 class Draft:
     """A file that is being written: under a temp name, or out of sight where the filesystem does that itself."""
 
-    def __init__(self, files: Files, fs: Any, name: str) -> None:
+    def __init__(self, files: FileTree, fs: Any, name: str) -> None:
         self._files = files
         self._fs = fs
         self._name = name
