@@ -21,9 +21,9 @@ from states import MIB, difference, noise
 from async_ckpt import StorageUnavailableError, Zstd, load, save
 from async_ckpt.format.zstd import FOOTER_BYTES, ZstdFrame, begins, dump, parse, table_bytes
 from async_ckpt.host.pool import Lease, SegmentPool
-from async_ckpt.storage.append import Appender
 from async_ckpt.storage.compressed import ZstdReader, ZstdSink
 from async_ckpt.storage.local import LocalStorage
+from async_ckpt.storage.sequential import Appender
 
 zstandard = pytest.importorskip("zstandard")
 BLOCK = 4 * MIB

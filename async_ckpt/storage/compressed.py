@@ -20,8 +20,8 @@ from ..errors import CorruptCheckpointError
 from ..format import zstd
 from ..host.limits import num_cpus
 from ..spec import BLOCK_BYTES
-from .append import Appender
 from .interface import Lent, Reader, Storage
+from .sequential import Appender
 
 # A frame that does not get smaller grows by this much at most (`ZSTD_COMPRESSBOUND`), and a table entry is 8 bytes.
 _GROWTH: Final = 1 / 128

@@ -7,22 +7,68 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, Final
 
 from ...errors import StorageUnavailableError
+from ...spec import KIB
 from .. import stores
 from ..conditions import Conditions, Form
-from .places import SLICE_BYTES, Body, Info, Moment, ReplacedError, probe_name
+from .info import Info, Moment, ReplacedError, probe_name
 from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, was_repeated, words_of
 from .setup import OncePerProcess
 
 _CONFLICT_TRIES: Final = 4
-# By one request.
+# S3 takes no more in one request.
 _MAX_DELETED: Final = 1000
+# A body goes to the socket in copies of this size: one join below 1 MiB keeps the GIL, so no slice is torn.
+_SLICE_BYTES: Final = 256 * KIB
+
+
+class Body:
+    """The body of a request, without a copy of the whole: a file for botocore, which hashes it, and slices for aiohttp.
+
+    Requests that were given up may still read it after its memory was released; `close` leaves them nothing.
+    """
+
+    def __init__(self, views: list[memoryview]) -> None:
+        self._views = views
+        self._num_bytes = sum(len(view) for view in views)
+        self._at = 0
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+    def _copy(self, begin: int, end: int) -> bytes:
+        slices = []
+        for view in self._views:
+            slices.append(view[max(begin, 0) : max(end, 0)])
+            begin, end = begin - len(view), end - len(view)
+        return b"".join(slices)
+
+    def read(self, size: int | None = -1) -> bytes:
+        begin = self._at
+        whole = size is None or size < 0
+        self._at = self._num_bytes if whole else min(begin + (size or 0), self._num_bytes)
+        return self._copy(begin, self._at)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._num_bytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for begin in range(0, self._num_bytes, _SLICE_BYTES):
+            yield self._copy(begin, min(begin + _SLICE_BYTES, self._num_bytes))
+
+    def close(self) -> None:
+        self._views = []
 
 
 class Bucket:
@@ -122,7 +168,7 @@ class Bucket:
             view = memoryview(bytearray(said["ContentLength"])) if target is None else target
             at = 0
             async with said["Body"] as body:
-                while chunk := await body.read(SLICE_BYTES):
+                while chunk := await body.read(_SLICE_BYTES):
                     view[at : at + len(chunk)] = chunk
                     at += len(chunk)
             return view, said["ETag"]

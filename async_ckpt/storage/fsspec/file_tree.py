@@ -17,7 +17,7 @@ import xxhash
 
 from ..disk import sync_folder
 from ..locks import TEMP_SUFFIX, temp_stem
-from .places import Info, Moment, ReplacedError, probe_name
+from .info import Info, Moment, ReplacedError, probe_name
 from .setup import OncePerProcess
 
 # Filesystems where a file appears when it is complete, and where folders are only a way of listing.

@@ -14,9 +14,9 @@ from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
 from ..interface import Lent
-from .bucket import Bucket
+from .bucket import Body, Bucket
 from .file_tree import Draft, FileTree
-from .places import Body, Info
+from .info import Info
 from .refusals import words_of
 
 Translated = Callable[..., AbstractContextManager[None]]

@@ -21,7 +21,7 @@ from ..interface import Reader
 from ..url import hidden, scheme_of, shown, split_bucket, unusable_name
 from .bucket import Bucket
 from .file_tree import FileTree
-from .places import Moment, ReplacedError
+from .info import Moment, ReplacedError
 from .refusals import advice_on, chain, secrets_in
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, given, protocol_of, turn
 from .sinks import AppendingSink, MultipartSink, Translated

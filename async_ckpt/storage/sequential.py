@@ -1,25 +1,31 @@
-"""Bytes from front to back, for a sink that takes segments.
+"""Objects from front to back: written through a sink that takes segments, and read through a reader of ranges.
 
-In: bytes of any length, in order. Out: an object whose size was not known before. Knows nothing of: what they are.
+In: bytes of any length, in order; a reader. Out: an object whose size was not known before; a binary file object.
+Knows nothing of: what is in the objects.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import threading
-from typing import Final
+from collections import deque
+from concurrent.futures import Future
+from typing import Any, Final
 
 from ..host.pool import Lease, SegmentPool
-from ..host.threads import Crew
+from ..host.threads import Crew, running_future
 from ..host.waits import LIVENESS_SECONDS
 from ..spec import MIB
 from ..staging.device import memmove
-from .interface import Sink, Storage
+from .interface import Reader, Sink, Storage
 
 _SEGMENT_BYTES: Final = 8 * MIB
 # One is being filled, some are being written, and what a store still sends is held until then.
 _NUM_SEGMENTS: Final = 8
 _NUM_WRITERS: Final = 4
+# Chunks that are read at the same time, ahead of the one in use.
+_NUM_AHEAD: Final = 4
 
 
 class Appender:
@@ -128,3 +134,60 @@ class Appender:
 
     def __repr__(self) -> str:
         return f"<Appender {self.num_bytes:,} bytes to {self.sink!r}>"
+
+
+class ReadAhead(io.RawIOBase):
+    """Sequential; holds at most 40 MiB. Closing it closes the reader. Raises what the reader raises."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__()
+        self._reader = reader
+        self._crew = Crew("fetch", _NUM_AHEAD)
+        self._ahead: deque[Future[memoryview]] = deque()
+        self._asked = 0  # bytes asked for so far
+        self._chunk = memoryview(b"")
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        self._ask()
+        if not self._chunk and self._ahead:
+            self._chunk = self._ahead[0].result()  # only then let go of it: `close` waits for what is here
+            del self._ahead[0]
+            self._ask()
+        view = memoryview(target).cast("B")
+        part = self._chunk[: len(view)]
+        view[: len(part)] = part
+        self._chunk = self._chunk[len(part) :]
+        self._at += len(part)
+        return len(part)
+
+    def _ask(self) -> None:
+        while len(self._ahead) < _NUM_AHEAD and self._asked < self._reader.num_bytes:
+            begin, length = self._asked, min(_SEGMENT_BYTES, self._reader.num_bytes - self._asked)
+            answer: Future[memoryview] = running_future()
+            self._crew.submit(lambda begin=begin, length=length, to=answer: self._fetch(begin, length, to))  # type: ignore[misc]
+            self._ahead.append(answer)
+            self._asked += length
+
+    def _fetch(self, begin: int, length: int, to: Future[memoryview]) -> None:
+        try:
+            chunk = memoryview(bytearray(length))
+            self._reader.read_into(begin, chunk)
+        except BaseException as error:
+            to.set_exception(error)
+        else:
+            to.set_result(chunk)
+
+    def close(self) -> None:
+        if not self.closed:
+            for answer in self._ahead:
+                answer.exception()  # it reads from the reader until then
+            self._crew.stop()
+            self._reader.close()
+        super().close()
