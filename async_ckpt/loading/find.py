@@ -20,9 +20,9 @@ from ..errors import (
     StorageUnavailableError,
 )
 from ..runs.manifest import NAME as MANIFEST
-from ..runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
+from ..runs.manifest import Archive, Manifest, parse, parse_intent, retired_attempts
 from ..runs.naming import numbered
-from ..runs.others import foreign_kind, newest_named_otherwise
+from ..runs.others import foreign_kind, newest_of_other_namings
 from ..runs.receipts import archives_in, archives_of, attempt_of_all
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
@@ -352,9 +352,9 @@ def _newest_folder(storage: Storage) -> str | None:
     if newest is None:
         return None
     folder = newest[1]
-    other = newest_named_otherwise(storage, lambda name: _naming_of(name) == _naming_of(folder))
+    other = newest_of_other_namings(storage, lambda name: _naming_of(name) == _naming_of(folder))
     made = None if other is None else _made(storage, folder)
-    return other.folder if other and made and other.made.created > made.created else folder
+    return other.folder if other and made and other.manifest.created > made.created else folder
 
 
 def _naming_of(folder: str) -> str | None:
@@ -390,7 +390,7 @@ def _judge(
         found = (_made(storage, name) for number, name in folders if number == step)
         return (manifest for manifest in found if manifest is not None)
 
-    retired = taken_out(filter(None, map(parse_intent, names)), manifests)
+    retired = retired_attempts(filter(None, map(parse_intent, names)), manifests)
     starts = parted(sorted(names))[1]
     steps = sorted({step for step, _ in folders})
 

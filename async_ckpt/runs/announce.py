@@ -10,10 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ..errors import (
-    StorageUnavailableError,
-)
-from . import journal, manifest
+from ..errors import StorageUnavailableError
+from . import journal
+from .manifest import NAME as MANIFEST
 from .manifest import is_retired_name
 from .naming import Tracker
 from .retention import Commits
@@ -31,7 +30,7 @@ class Announcer:
         # The commit of one save runs beside the retention of the one before: one announces at a time.
         self._announcing = threading.Lock()
         # Under _announcing:
-        self._told: list[int] | None = None  # the steps that the journal has; None: not known
+        self._journaled: list[int] | None = None  # the steps that the journal has; None: not known
         self._journal_version: str | None = None  # as it was written here last; None: not known
         self._tracks: int | None = None  # what the tracker names; None: not known
 
@@ -75,7 +74,7 @@ class Announcer:
     def rewrite(self, view: Commits) -> None:
         """Retention has left these: what another process has done since is told, too."""
         with self._announcing:
-            if self._told != list(view):
+            if self._journaled != list(view):
                 self._journal_version = None
                 self._write_journal(view)
 
@@ -84,16 +83,16 @@ class Announcer:
         if self._tracker is None or self._tracks is not None:
             return self._tracks
         with suppress(StorageUnavailableError):
-            found = self._read_tracker(self._tracker)
-            return self._tracker.parse(found[0]) if found else None
+            content = self._read_tracker(self._tracker)
+            return self._tracker.parse(content[0]) if content else None
         return None
 
     def tracker_text(self) -> tuple[str, str] | None:
         """The tracker's name and the beginning of what it says, if it is there."""
-        found = self._read_tracker(self._tracker) if self._tracker is not None else None
-        if self._tracker is None or found is None:
+        content = self._read_tracker(self._tracker) if self._tracker is not None else None
+        if self._tracker is None or content is None:
             return None
-        return self._tracker.name, found[0][:100].decode(errors="replace").strip()
+        return self._tracker.name, content[0][:100].decode(errors="replace").strip()
 
     def _write_journal(self, view: Commits) -> bool:
         """One line for each step; only those of new commits are made anew. Under _announcing.
@@ -102,16 +101,16 @@ class Announcer:
         """
         lines = self._root.lines
         for step in view.keys() - lines.keys():
-            made = view[step]
-            if made is not None:
-                lines[step] = journal.dump([(made.path_in(self._root.folder(step)), made)])
+            manifest = view[step]
+            if manifest is not None:
+                lines[step] = journal.dump([(manifest.path_in(self._root.folder(step)), manifest)])
         data = b"".join(filter(None, map(lines.get, view)))
-        version, self._journal_version, self._told = self._journal_version, None, None
+        version, self._journal_version, self._journaled = self._journal_version, None, None
         try:
             self._journal_version = self._root.storage.replace(journal.NAME, data, version=version)
         except FileExistsError:
             return False
-        self._told = list(view)
+        self._journaled = list(view)
         return True
 
     def _track(self, tracker: Tracker, newest: int) -> None:
@@ -119,11 +118,11 @@ class Announcer:
         self._tracks = None
         for _ in range(_TRACKER_TRIES):
             with suppress(FileExistsError):  # another writer was faster: judged anew is what it wrote
-                found = self._read_tracker(tracker)
-                if found is None:
+                content = self._read_tracker(tracker)
+                if content is None:
                     self._root.storage.put_new(tracker.name, tracker.dump(newest))
-                elif self._may_move(tracked := tracker.parse(found[0]), newest):
-                    self._root.storage.replace(tracker.name, tracker.dump(newest), version=found[1])
+                elif self._may_move(tracked := tracker.parse(content[0]), newest):
+                    self._root.storage.replace(tracker.name, tracker.dump(newest), version=content[1])
                 else:
                     newest = tracked or newest
                 self._tracks = newest
@@ -144,7 +143,7 @@ class Announcer:
         if tracked is None or tracked <= newest:
             return True
         names = self._root.storage.names(self._root.folder(tracked))
-        return manifest.NAME not in names and any(map(is_retired_name, names))
+        return MANIFEST not in names and any(map(is_retired_name, names))
 
     def _read_tracker(self, tracker: Tracker) -> tuple[bytes, str] | None:
         try:

@@ -41,16 +41,16 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
     part, and for what was not said alike on all ranks.
     """
     tensors: dict[str, list[_HeldSlices]] = {}
-    said: dict[str, dict[str, set[tuple[str, str]]]] = {BORROWED: {}, PER_RANK: {}, ROOT_MESH: {}}
+    marks: dict[str, dict[str, set[tuple[str, str]]]] = {BORROWED: {}, PER_RANK: {}, ROOT_MESH: {}}
     for digest, ranks in classes.items():
         for line in structures[digest].splitlines():
             name, dtype, shape, spread, *_ = json.loads(line)
             if dtype in DTYPES:
                 tensors.setdefault(name, []).append(_HeldSlices(dtype, tuple(shape), spread, digest, ranks))
             else:
-                said[dtype].setdefault(digest, set()).add((name, json.dumps(shape)))
-    _check_said(classes, said)
-    _check_per_rank(classes, said[PER_RANK], tensors)
+                marks[dtype].setdefault(digest, set()).add((name, json.dumps(shape)))
+    _check_marks(classes, marks)
+    _check_per_rank(classes, marks[PER_RANK], tensors)
     known: dict[_Spread, bool] = {}
     for name, held in tensors.items():
         shown = name.replace("\x1f", ".")
@@ -69,15 +69,15 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
 def own_names(structures: Mapping[str, str]) -> tuple[str, ...]:
     """The names of what each rank has for itself, as any of them say."""
     lines = {line for text in structures.values() for line in text.splitlines() if PER_RANK in line}
-    told = (json.loads(line) for line in lines)
-    return tuple(sorted(name for name, dtype, *_ in told if dtype == PER_RANK))
+    entries = (json.loads(line) for line in lines)
+    return tuple(sorted(name for name, dtype, *_ in entries if dtype == PER_RANK))
 
 
-def _check_said(
-    classes: Mapping[str, Sequence[int]], said: Mapping[str, Mapping[str, set[tuple[str, str]]]]
+def _check_marks(
+    classes: Mapping[str, Sequence[int]], marks: Mapping[str, Mapping[str, set[tuple[str, str]]]]
 ) -> None:
     """Borrowed groups and the root mesh: the same on all ranks."""
-    borrowed, roots = said[BORROWED], said[ROOT_MESH]
+    borrowed, roots = marks[BORROWED], marks[ROOT_MESH]
     if len({frozenset(borrowed.get(digest, ())) for digest in classes}) > 1:
         groups = sorted({group for lent in borrowed.values() for group, _ in lent})
         raise UnsupportedStateError(
@@ -97,23 +97,25 @@ def _check_said(
 
 def _check_per_rank(
     classes: Mapping[str, Sequence[int]],
-    said: Mapping[str, set[tuple[str, str]]],
+    marks: Mapping[str, set[tuple[str, str]]],
     tensors: Mapping[str, Sequence[_HeldSlices]],
 ) -> None:
     """No rank has for itself what another one shares. Stages of a pipeline may each have names of their own."""
-    own = {digest: {name for name, _ in said.get(digest, ())} for digest in classes}
-    everything = set().union(*own.values())
-    missing = {digest: frozenset(everything - names) for digest, names in own.items()}
+    own_by_structure = {digest: {name for name, _ in marks.get(digest, ())} for digest in classes}
+    everything = set().union(*own_by_structure.values())
+    missing = {digest: frozenset(everything - names) for digest, names in own_by_structure.items()}
     if not any(missing.values()):
         return
     for name, held in tensors.items():
         shown = name.replace("\x1f", ".")
-        for one in held:
-            if is_within(shown, missing[one.structure]):
-                group = next(group for group in missing[one.structure] if is_within(shown, {group}))
-                who = next(ranks[0] for digest, ranks in classes.items() if group in own[digest])
+        for slices in held:
+            if is_within(shown, missing[slices.structure]):
+                group = next(group for group in missing[slices.structure] if is_within(shown, {group}))
+                rank = next(
+                    ranks[0] for digest, ranks in classes.items() if group in own_by_structure[digest]
+                )
                 raise UnsupportedStateError(
-                    f"{group} is each rank's own on rank {who}, and not on rank {one.ranks[0]}, which shares {shown}; give the "
+                    f"{group} is each rank's own on rank {rank}, and not on rank {slices.ranks[0]}, which shares {shown}; give the "
                     "same per_rank= on every rank",
                     path=shown,
                 )
@@ -121,17 +123,17 @@ def _check_per_rank(
 
 def _is_covered(shape: tuple[int, ...], held: Sequence[_HeldSlices], known: dict[_Spread, bool]) -> bool:
     """`known` says of meshes whether all of their ranks are there: most tensors have the same, of many ranks."""
-    if not prod(shape) or any(one.spread is None for one in held):
+    if not prod(shape) or any(slices.spread is None for slices in held):
         return True
     boxes: list[Box] = []
     meshes: dict[str, list[_HeldSlices]] = {}
-    for one in held:
-        if isinstance(one.spread, dict):
-            boxes += [Box(tuple(at), tuple(sizes)) for at, sizes in one.spread["held"]]
+    for slices in held:
+        if isinstance(slices.spread, dict):
+            boxes += [Box(tuple(at), tuple(sizes)) for at, sizes in slices.spread["held"]]
         else:
-            meshes.setdefault(json.dumps(one.spread), []).append(one)
-    for told, alike in meshes.items():
-        spread = told, tuple(one.structure for one in alike)
+            meshes.setdefault(json.dumps(slices.spread), []).append(slices)
+    for text, alike in meshes.items():
+        spread = text, tuple(slices.structure for slices in alike)
         if spread not in known:
             known[spread] = _is_whole(alike)
         if known[spread]:
@@ -144,11 +146,11 @@ def _is_whole(alike: Sequence[_HeldSlices]) -> bool:
     cuts, mesh_shape, stride, is_irregular, is_inside = alike[0].spread
     if not is_inside:
         return False
-    ranks = sorted(rank for one in alike for rank in one.ranks)
+    ranks = sorted(rank for slices in alike for rank in slices.ranks)
     if is_irregular and len(ranks) % prod(mesh_shape) == 0:
         return True  # each of them says that its mesh is whole
-    there = set(ranks)
-    return any(_has_all(cuts, start, mesh_shape, stride, there) for start in ranks)
+    present = set(ranks)
+    return any(_has_all(cuts, start, mesh_shape, stride, present) for start in ranks)
 
 
 def _has_all(cuts: Json, start: int, shape: Sequence[int], stride: Sequence[int], ranks: set[int]) -> bool:
@@ -163,23 +165,23 @@ def _has_all(cuts: Json, start: int, shape: Sequence[int], stride: Sequence[int]
 
 def _raise_gap(name: str, held: Sequence[_HeldSlices]) -> NoReturn:
     by_look: dict[str, list[int]] = {}
-    for one in held:
-        by_look.setdefault(_told(one.spread), []).extend(one.ranks)
+    for slices in held:
+        by_look.setdefault(_described(slices.spread), []).extend(slices.ranks)
     if len(by_look) > 1:
-        told = "; ".join(f"{look} on {_who(ranks)}" for look, ranks in list(by_look.items())[:5])
+        looks = "; ".join(f"{look} on {_shown_ranks(ranks)}" for look, ranks in list(by_look.items())[:5])
         raise UnsupportedStateError(
-            f"{name} is not spread alike over its ranks, and they do not have all of it: it is {told}; give it the same "
+            f"{name} is not spread alike over its ranks, and they do not have all of it: it is {looks}; give it the same "
             "placements and mesh on every rank",
             path=name,
         )
-    ranks = [rank for one in held for rank in one.ranks]
+    ranks = [rank for slices in held for rank in slices.ranks]
     raise UnsupportedStateError(
-        f"{name} is spread over ranks of which not all have saved it: only {_who(ranks)} did; have every rank save the same state",
+        f"{name} is spread over ranks of which not all have saved it: only {_shown_ranks(ranks)} did; have every rank save the same state",
         path=name,
     )
 
 
-def _told(spread: Json) -> str:
+def _described(spread: Json) -> str:
     """As torch says it."""
     if isinstance(spread, dict):
         return "given in slices"
@@ -190,6 +192,6 @@ def _told(spread: Json) -> str:
     return f"[{', '.join(placements)}] on a mesh of shape {shape}"
 
 
-def _who(ranks: Sequence[int]) -> str:
+def _shown_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, sorted(ranks)[:20])) + (" and others" if len(ranks) > 20 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -27,19 +27,19 @@ NAME: Final = JOURNAL
 
 def dump(commits: Iterable[tuple[str, Manifest]]) -> bytes:
     """The journal of these commits, in the order given: the archive's path below the root, and the manifest."""
-    return b"".join(json.dumps(_line(path, made)).encode() + b"\n" for path, made in commits)
+    return b"".join(json.dumps(_line(path, manifest)).encode() + b"\n" for path, manifest in commits)
 
 
-def _line(path: str, made: Manifest) -> dict[str, Any]:
-    ours = {
+def _line(path: str, manifest: Manifest) -> dict[str, Any]:
+    own_fields = {
         "state_path": path,
-        "step": made.step,
+        "step": manifest.step,
         "path": path,
-        "num_bytes": made.num_bytes,
-        "created": made.created,
+        "num_bytes": manifest.num_bytes,
+        "created": manifest.created,
     }
-    theirs = {key: value for key, value in made.record.items() if value is not None}
-    return {"name": f"{made.step:06d}", "batch": made.step + 1} | theirs | ours
+    user_fields = {key: value for key, value in manifest.record.items() if value is not None}
+    return {"name": f"{manifest.step:06d}", "batch": manifest.step + 1} | user_fields | own_fields
 
 
 def parse(data: bytes, *, locate: Callable[[str], str] | None = None) -> list[dict[str, Any]]:

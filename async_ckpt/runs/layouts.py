@@ -25,7 +25,7 @@ from .receipts import Table
 
 def dump(layout: StepLayout, table: Table) -> bytes:
     """With what a later start of the ranks needs to share by that table."""
-    told = {
+    fields = {
         **table.packed(),
         "shares": SHARES_VERSION,
         "structures": dict(layout.structures),
@@ -33,8 +33,8 @@ def dump(layout: StepLayout, table: Table) -> bytes:
         "root": layout.root,
     }
     if layout.apart:
-        told["apart"] = {str(rank): tensors for rank, tensors in layout.apart.items()}
-    return seal(told)
+        fields["apart"] = {str(rank): tensors for rank, tensors in layout.apart.items()}
+    return seal(fields)
 
 
 def parse(data: bytes) -> StepLayout:

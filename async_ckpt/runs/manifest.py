@@ -43,8 +43,8 @@ def is_retired_name(name: str) -> bool:
     return _RETIRED.fullmatch(name) is not None
 
 
-def taken_out(
-    intents: Iterable[tuple[int, str]], found: Callable[[int], Iterable[Manifest | None]]
+def retired_attempts(
+    intents: Iterable[tuple[int, str]], manifests_of: Callable[[int], Iterable[Manifest | None]]
 ) -> dict[int, str]:
     """The attempts, by step, that announced rollbacks have taken out of the run.
 
@@ -53,9 +53,9 @@ def taken_out(
     return {
         retired.step: retired.attempt
         for step, attempt in intents
-        for made in found(step)
-        if made is not None and made.attempt == attempt
-        for retired in made.retires
+        for manifest in manifests_of(step)
+        if manifest is not None and manifest.attempt == attempt
+        for retired in manifest.retires
     }
 
 
@@ -233,31 +233,34 @@ def missing(shown: str, named_by: int) -> CorruptCheckpointError:
 
 
 def _of_ranks(raw: object) -> OfRanks:
-    told = table(raw)
+    fields = table(raw)
     return OfRanks(
-        _archive(told["archives"]),
-        _archive(told["layout"]),
-        text(told["table"]),
-        count(told["num_bytes"]),
-        items(told["per_rank"], text),
+        _archive(fields["archives"]),
+        _archive(fields["layout"]),
+        text(fields["table"]),
+        count(fields["num_bytes"]),
+        items(fields["per_rank"], text),
     )
 
 
 def _archive(raw: object) -> Archive:
-    told = table(raw)
-    return Archive(_file_name(told["name"]), count(told["num_bytes"]), text(told["digest"]))
+    fields = table(raw)
+    return Archive(_file_name(fields["name"]), count(fields["num_bytes"]), text(fields["digest"]))
 
 
 def _elsewhere(raw: object) -> Elsewhere:
-    told = table(raw)
+    fields = table(raw)
     return Elsewhere(
-        text(told["group"]), whole(told["step"]), _folder_name(told["folder"]), _archive(told["archive"])
+        text(fields["group"]),
+        whole(fields["step"]),
+        _folder_name(fields["folder"]),
+        _archive(fields["archive"]),
     )
 
 
 def _retired(raw: object) -> Retired:
-    told = table(raw)
-    return Retired(whole(told["step"]), "" if told["attempt"] == "" else _attempt(told["attempt"]))
+    fields = table(raw)
+    return Retired(whole(fields["step"]), "" if fields["attempt"] == "" else _attempt(fields["attempt"]))
 
 
 def _attempt(raw: object) -> str:

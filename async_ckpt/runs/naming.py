@@ -72,14 +72,14 @@ def tracker_of(tracker: tuple[str, str] | str | None, step_format: str) -> Track
         raise TypeError(
             f'tracker must be a name, or a name and its text such as ("latest", "global_step{{}}"); got {tracker!r:.100}'
         )
-    made = Tracker(*tracker)
-    if made.name == JOURNAL:
+    parsed = Tracker(*tracker)
+    if parsed.name == JOURNAL:
         raise ValueError(f"tracker must not be {JOURNAL}, which is the journal; give it another name")
-    if pattern.fullmatch(made.name):
+    if pattern.fullmatch(parsed.name):
         raise ValueError(
-            f"tracker {made.name} could be the folder of a step, by step_format={step_format!r}; give it another name"
+            f"tracker {parsed.name} could be the folder of a step, by step_format={step_format!r}; give it another name"
         )
-    return made
+    return parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,30 +154,32 @@ class Numbered(NamedTuple):
 
 def numbered(name: str) -> Numbered | None:
     """The number and the rest in the name of a step, whatever naming it is of; None for one without a number."""
-    found = _NUMBERED.fullmatch(name)
-    return found and Numbered(int(found[2]), found[2], f"{found[1]}{{}}{found[3]}")
+    match = _NUMBERED.fullmatch(name)
+    return match and Numbered(int(match[2]), match[2], f"{match[1]}{{}}{match[3]}")
 
 
 def words_for(folder: str) -> list[str]:
     """The words for the namings of other programs that call a step so."""
-    told = numbered(folder)
+    number = numbered(folder)
     return [
-        word for word, naming in NAMINGS.items() if told and naming.step_format.format(told.step) == folder
+        word
+        for word, naming in NAMINGS.items()
+        if number and naming.step_format.format(number.step) == folder
     ]
 
 
 def how_to_open(folder: str, beside: Collection[str]) -> str:
     """Advice for a checkpointer whose steps have such names; `beside` are the names in the run's folder."""
-    told = numbered(folder)
-    assert told is not None
-    if STEP_FORMAT.format(told.step) == folder:
+    number = numbered(folder)
+    assert number is not None
+    if STEP_FORMAT.format(number.step) == folder:
         return "open it without naming="
     words = words_for(folder)
     if words:
         trackers = {word: tracker_of(NAMINGS[word].tracker, NAMINGS[word].step_format) for word in words}
         tracked = [word for word, tracker in trackers.items() if tracker and tracker.name in beside]
         return "open it with " + " or ".join(f'naming="{word}"' for word in tracked or words)
-    return f'open it with naming=Naming("{told.step_format}")'
+    return f'open it with naming=Naming("{number.step_format}")'
 
 
 def naming_of(naming: Naming | str | None) -> Naming:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 from typing import Final, NamedTuple
 
 from ..errors import CorruptCheckpointError, FormatVersionError
 from ..format import digests, index, safetensors
 from ..storage.interface import Storage
-from . import manifest
-from .manifest import Manifest, parse_intent
+from .manifest import NAME as MANIFEST
+from .manifest import Manifest, is_retired_name, parse_intent
+from .manifest import parse as parse_manifest
 from .naming import how_to_open, numbered, words_for
 from .receipts import attempt_of_all
 
@@ -26,30 +28,30 @@ OF_DCP: Final = ".metadata"
 _OF_ONE_RANK: Final = re.compile(r"__\d+\.metadata")
 
 
-class NamedOtherwise(NamedTuple):
+class OtherNaming(NamedTuple):
     """A committed step that goes by another naming."""
 
     folder: str
-    made: Manifest
+    manifest: Manifest
     advice: str  # how to open the run by it
 
 
-def newest_named_otherwise(storage: Storage, is_own: Callable[[str], bool]) -> NamedOtherwise | None:
+def newest_of_other_namings(storage: Storage, is_own: Callable[[str], bool]) -> OtherNaming | None:
     """The step that was committed last among the newest steps of all other namings.
 
     Numbers of two namings cannot be compared: a run that has begun anew under another one counts from 0 again.
     """
     names = storage.names("")
     others = list(_by_naming(name for name in names if not is_own(name)))
-    paths = {f"{folder}/{manifest.NAME}": folder for folders in others for folder in folders}
+    paths = {f"{folder}/{MANIFEST}": folder for folders in others for folder in folders}
     committed = {paths[path] for path in storage.existing(list(paths))}
-    found = []
+    newest_of_each = []
     for folders in others:
         newest = next((folder for folder in folders if folder in committed), None)
-        made = None if newest is None else _read(storage, newest)
-        if newest is not None and made is not None:
-            found.append(NamedOtherwise(newest, made, how_to_open(newest, names)))
-    return max(found, key=lambda other: other.made.created, default=None)
+        manifest = None if newest is None else _read(storage, newest)
+        if newest is not None and manifest is not None:
+            newest_of_each.append(OtherNaming(newest, manifest, how_to_open(newest, names)))
+    return max(newest_of_each, key=lambda other: other.manifest.created, default=None)
 
 
 def foreign_kind(names: Collection[str]) -> str | None:
@@ -87,44 +89,44 @@ def foreign_steps(
 
     `is_ours` knows what a process of this library leaves that was killed.
     """
-    found = []
+    foreign = []
     for folders in _by_naming(storage.names("")):
         for folder in folders:
             inside = storage.names(folder)
             known = is_own(folder) or words_for(folder)
             if OF_DCP in inside or (known and not all(map(is_ours, inside))):
-                found.append(folder)
-    return found
+                foreign.append(folder)
+    return foreign
 
 
-def not_whole(storage: Storage, is_own: Callable[[str], bool]) -> list[str]:
+def incomplete_steps(storage: Storage, is_own: Callable[[str], bool]) -> list[str]:
     """The newest folders of the run's own steps that have all of a commit of several ranks but its manifest."""
-    found = []
-    for folder in (one for folders in _by_naming(filter(is_own, storage.names(""))) for one in folders):
+    incomplete = []
+    for folder in chain.from_iterable(_by_naming(filter(is_own, storage.names("")))):
         inside = storage.names(folder)
-        is_committed = any(name == manifest.NAME or manifest.is_retired_name(name) for name in inside)
+        is_committed = any(name == MANIFEST or is_retired_name(name) for name in inside)
         if not is_committed and any(map(attempt_of_all, inside)):
-            found.append(folder)
-    return found
+            incomplete.append(folder)
+    return incomplete
 
 
 def _by_naming(names: Iterable[str]) -> Iterator[list[str]]:
     """The newest folders of each naming, the newest first."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    folders: dict[str, list[tuple[int, str]]] = {}
     for name in names:
-        told = None if parse_intent(name) else numbered(name)
-        if told is not None:
-            found.setdefault(told.rest, []).append((told.step, name))
-    for rows in found.values():
+        number = None if parse_intent(name) else numbered(name)
+        if number is not None:
+            folders.setdefault(number.rest, []).append((number.step, name))
+    for rows in folders.values():
         yield [name for _, name in sorted(rows)[: -_LOOKED_INTO - 1 : -1]]
 
 
 def _read(storage: Storage, folder: str) -> Manifest | None:
     """The manifest in a folder; None for that of another program, and for one that is damaged or gone by now."""
-    path = f"{folder}/{manifest.NAME}"
+    path = f"{folder}/{MANIFEST}"
     try:
-        made = manifest.parse(storage.read(path)[0], path=storage.locate(path))
+        manifest = parse_manifest(storage.read(path)[0], path=storage.locate(path))
     except (FileNotFoundError, CorruptCheckpointError, FormatVersionError):
         return None
-    told = numbered(folder)
-    return made if told is not None and told.step == made.step else None
+    number = numbered(folder)
+    return manifest if number is not None and number.step == manifest.step else None

@@ -51,8 +51,8 @@ class Table(NamedTuple):
     def packed(self) -> dict[str, Any]:
         """As JSON: ranks as runs (first, how many, step), of which there are few however many ranks there are."""
         runs = {structure: list(_runs(ranks)) for structure, ranks in self.classes.items()}
-        told: dict[str, Any] = {"classes": runs, "differing": self.differing}
-        return {**told, "of_some": dict(self.of_some)} if self.of_some else told
+        fields: dict[str, Any] = {"classes": runs, "differing": self.differing}
+        return {**fields, "of_some": dict(self.of_some)} if self.of_some else fields
 
     @classmethod
     def unpacked(cls, raw: Mapping[str, Any]) -> Self:
@@ -84,8 +84,8 @@ _BESIDE: Final = re.compile(
 
 def attempt_of_all(name: str) -> str | None:
     """The attempt, if this is the name of what tells of the archives of all ranks."""
-    found = _ALL.fullmatch(name)
-    return found and found[1]
+    match = _ALL.fullmatch(name)
+    return match and match[1]
 
 
 def is_folder_of_receipts(name: str) -> bool:
@@ -124,10 +124,10 @@ class Receipt(NamedTuple):
     @classmethod
     def named(cls, name: str) -> Receipt | None:
         """The receipt of a name; None for any other name."""
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             return None
-        rank, table, structure, values, copies, digest, num_bytes, balance, end = found.groups()
+        rank, table, structure, values, copies, digest, num_bytes, balance, end = match.groups()
         size, is_ok = int(num_bytes), end == "ok"
         return cls(int(rank), table, structure, values, copies, digest, size, is_ok, int(balance, 16))
 
@@ -166,18 +166,18 @@ class Exchange:
 
     # --- receipts ---------------------------------------------------------------------------------------------
 
-    def put_receipt(self, receipt: Receipt, more: Mapping[str, Any]) -> None:
+    def put_receipt(self, receipt: Receipt, details: Mapping[str, Any]) -> None:
         """Say what this rank has done; `more` is read only where it is asked for."""
-        self.storage.replace(f"{self._receipts}/{receipt.name}", seal(more))
+        self.storage.replace(f"{self._receipts}/{receipt.name}", seal(details))
 
     def receipts(self) -> dict[int, Receipt]:
         """The receipts that are there, by rank. If one rank has two, the one that says no."""
-        found: dict[int, Receipt] = {}
+        receipts: dict[int, Receipt] = {}
         for name in self.storage.names(self._receipts):
             receipt = Receipt.named(name)
-            if receipt is not None and (receipt.rank not in found or not receipt.is_ok):
-                found[receipt.rank] = receipt
-        return found
+            if receipt is not None and (receipt.rank not in receipts or not receipt.is_ok):
+                receipts[receipt.rank] = receipt
+        return receipts
 
     def more_of(self, receipt: Receipt) -> Any:
         """The content of a receipt, beside its name. Raises CorruptCheckpointError."""
@@ -208,12 +208,12 @@ class Exchange:
         """
         path = f"{self.folder}/{MANIFEST}"
         try:
-            made = parse(self.storage.read(path)[0], path=path)
+            manifest = parse(self.storage.read(path)[0], path=path)
         except FileNotFoundError:
             pass
         else:
-            if self.attempt in (made.attempt, *made.replaces):
-                return made
+            if self.attempt in (manifest.attempt, *manifest.replaces):
+                return manifest
         return self.verdict() if asks_for_verdict else None
 
     def verdict(self) -> Verdict | None:
@@ -239,7 +239,9 @@ class Exchange:
 
     def put_archives(self, receipts: Sequence[Receipt]) -> Archive:
         """Sizes and digests of the archives, in the order of ranks."""
-        data = b"".join(_RECORD.pack(one.num_bytes, bytes.fromhex(one.digest)) for one in receipts)
+        data = b"".join(
+            _RECORD.pack(receipt.num_bytes, bytes.fromhex(receipt.digest)) for receipt in receipts
+        )
         return self._put(f"archives.{self.attempt}.bin", data)
 
     def put_layout(self, text: bytes) -> Archive:
@@ -251,19 +253,21 @@ class Exchange:
         return Archive(name, len(data), block_digest(data).hex())
 
 
-def archives_of(storage: Storage, folder: str, made: Manifest) -> tuple[Archive, ...]:
+def archives_of(storage: Storage, folder: str, manifest: Manifest) -> tuple[Archive, ...]:
     """All archives of a commit, in the order of ranks. Raises CorruptCheckpointError."""
-    return archives_in(storage, folder, made.lenders, made.step)
+    return archives_in(storage, folder, manifest.lenders, manifest.step)
 
 
-def archives_in(storage: Storage, folder: str, told: Sequence[Archive], named_by: int) -> tuple[Archive, ...]:
+def archives_in(
+    storage: Storage, folder: str, archives: Sequence[Archive], named_by: int
+) -> tuple[Archive, ...]:
     """These archives, which the manifest of a step names; or where they are what tells of those of all ranks, these, in their order."""
-    attempt = _ALL.fullmatch(told[0].name) if len(told) == 1 else None
+    attempt = _ALL.fullmatch(archives[0].name) if len(archives) == 1 else None
     if attempt is None:
-        return tuple(told)
-    data = _read(storage, folder, told[0], named_by)
+        return tuple(archives)
+    data = _read(storage, folder, archives[0], named_by)
     if not data or len(data) % _RECORD.size:
-        path = storage.locate(f"{folder}/{told[0].name}")
+        path = storage.locate(f"{folder}/{archives[0].name}")
         raise CorruptCheckpointError(f"{path}: {len(data)} bytes do not tell of whole archives", path=path)
     return tuple(
         Archive(archive_name(rank, attempt[1]), num_bytes, digest.hex())
@@ -271,25 +275,25 @@ def archives_in(storage: Storage, folder: str, told: Sequence[Archive], named_by
     )
 
 
-def table_of(storage: Storage, folder: str, made: Manifest) -> Table:
+def table_of(storage: Storage, folder: str, manifest: Manifest) -> Table:
     """A commit's knowledge of the ranks' states. Raises CorruptCheckpointError."""
-    if made.ranks is None:
+    if manifest.ranks is None:
         return Table()
-    data = _read(storage, folder, made.ranks.layout, made.step)
+    data = _read(storage, folder, manifest.ranks.layout, manifest.step)
     try:
         return Table.unpacked(table(unseal(data)))
     except (ValueError, KeyError) as error:
-        path = storage.locate(f"{folder}/{made.ranks.layout.name}")
+        path = storage.locate(f"{folder}/{manifest.ranks.layout.name}")
         raise CorruptCheckpointError(f"{path}: {error!r:.300}", path=path) from error
 
 
-def _read(storage: Storage, folder: str, told: Archive, named_by: int) -> bytes:
-    path = f"{folder}/{told.name}" if folder else told.name
+def _read(storage: Storage, folder: str, archive: Archive, named_by: int) -> bytes:
+    path = f"{folder}/{archive.name}" if folder else archive.name
     try:
         data = storage.read(path)[0]
     except FileNotFoundError as error:
         raise missing(storage.locate(path), named_by) from error
-    if block_digest(data).hex() != told.digest:
+    if block_digest(data).hex() != archive.digest:
         shown = storage.locate(path)
         raise CorruptCheckpointError(
             f"{shown}: it is not what its manifest names; load an earlier checkpoint", path=shown

@@ -28,13 +28,13 @@ def plain_record(
     """
     if record is not None and not isinstance(record, Mapping):
         raise TypeError(f'record must be a mapping such as {{"loss": 0.5}}, got {record!r:.100}')
-    marked = dict(record or {})
+    fields = dict(record or {})
     if flag("rolling", rolling):
-        marked["rolling"] = True
+        fields["rolling"] = True
     if ttl_seconds is not None:
-        marked["ttl_seconds"] = ttl_seconds
-    _check_keys(marked)
-    plain: dict[str, Any] = _plain(marked, "record", 0)
+        fields["ttl_seconds"] = ttl_seconds
+    _check_keys(fields)
+    plain: dict[str, Any] = _plain(fields, "record", 0)
     try:
         num_bytes = len(json.dumps(plain))
     except ValueError as error:  # an integer of thousands of digits
@@ -69,10 +69,10 @@ def _check_keys(record: Mapping[str, Any]) -> None:
         raise ValueError(f"ttl_seconds must be a finite number above 0, got {ttl_seconds!r:.100}")
 
 
-def _plain(value: Any, where: str, depth: int) -> Any:
+def _plain(value: Any, name: str, depth: int) -> Any:
     """A copy of plain data. Raises TypeError naming the first value that is something else."""
     if depth > _MAX_DEPTH:
-        raise ValueError(f"{where:.200} is nested more than {_MAX_DEPTH} deep; put it into the state")
+        raise ValueError(f"{name:.200} is nested more than {_MAX_DEPTH} deep; put it into the state")
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -80,11 +80,11 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"{where:.200} has the key {key!r:.100}; keys must be strings")
-        return {key: _plain(item, f'{where}["{key}"]', depth + 1) for key, item in value.items()}
+                raise TypeError(f"{name:.200} has the key {key!r:.100}; keys must be strings")
+        return {key: _plain(item, f'{name}["{key}"]', depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
+        return [_plain(item, f"{name}[{index}]", depth + 1) for index, item in enumerate(value)]
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
-        f"{where:.200} is of type {kind}, which is not plain JSON data; give a number or a string, such as value.item()"
+        f"{name:.200} is of type {kind}, which is not plain JSON data; give a number or a string, such as value.item()"
     )

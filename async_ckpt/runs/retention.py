@@ -43,21 +43,21 @@ class Commits(dict[int, Manifest | None]):
         self.borrowers: dict[int, Manifest] = {}  # those that have groups in archives of other steps
         self._note(self)
 
-    def having(self, seen: Mapping[int, Manifest | None]) -> Commits:
+    def having(self, commits: Mapping[int, Manifest | None]) -> Commits:
         """These too, or instead of those of the same steps."""
-        if seen and self and min(seen) <= next(reversed(self)):
-            return Commits({**self, **seen})
-        more = self._copy()
-        more.update(sorted(seen.items()))
-        more._note(seen)
-        return more
+        if commits and self and min(commits) <= next(reversed(self)):
+            return Commits({**self, **commits})
+        copy = self._copy()
+        copy.update(sorted(commits.items()))
+        copy._note(commits)
+        return copy
 
     def without(self, steps: Iterable[int]) -> Commits:
-        less = self._copy()
+        copy = self._copy()
         for step in steps:
-            for those in (less, less.marked, less.borrowers):
-                those.pop(step, None)
-        return less
+            for commits in (copy, copy.marked, copy.borrowers):
+                commits.pop(step, None)
+        return copy
 
     def _copy(self) -> Commits:
         copy = Commits()
@@ -66,23 +66,23 @@ class Commits(dict[int, Manifest | None]):
         return copy
 
     def _note(self, commits: Mapping[int, Manifest | None]) -> None:
-        for step, made in commits.items():
-            if made is not None and not made.record.keys().isdisjoint(_MARKS):
-                self.marked[step] = made
-            if made is not None and made.elsewhere:
-                self.borrowers[step] = made
+        for step, manifest in commits.items():
+            if manifest is not None and not manifest.record.keys().isdisjoint(_MARKS):
+                self.marked[step] = manifest
+            if manifest is not None and manifest.elsewhere:
+                self.borrowers[step] = manifest
 
 
 def doomed_by(keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = ()) -> list[int]:
     """Steps to delete, oldest first."""
     steps = list(commits)
-    passing = {step for step, made in commits.marked.items() if _passes(made, now)}
+    passing = {step for step, manifest in commits.marked.items() if _is_passing(manifest, now)}
     lasting = [step for step in steps if step not in passing] if passing else steps
     kept = {*steps[-1:], *protected, *_wanted(keep, lasting, commits, now)}
     return sorted(commits.keys() - kept)
 
 
-def unheard_metric(keep: Keep, commits: Commits) -> str | None:
+def unknown_metric(keep: Keep, commits: Commits) -> str | None:
     """The metric of `best`, if there are commits and no record has it."""
     if keep.best is None or not commits or best_of(list(commits), commits, keep.best) is not None:
         return None
@@ -98,22 +98,24 @@ def _wanted(keep: Keep, steps: list[int], commits: Commits, now: float) -> set[i
     if keep.every is not None:
         wanted.update(step for step in steps if step % keep.every == 0)
     if keep.best is not None:
-        chosen = best_of(steps, commits, keep.best)
-        wanted.update(steps if chosen is None else chosen)
+        best = best_of(steps, commits, keep.best)
+        wanted.update(steps if best is None else best)
     if keep.seconds is not None:
         wanted.update(step for step in steps if _age(commits[step], now) <= keep.seconds)
     return wanted
 
 
-def _passes(made: Manifest, now: float) -> bool:
+def _is_passing(manifest: Manifest, now: float) -> bool:
     """Whether a save was not meant to last, or not for so long."""
-    ttl_seconds = number(made.record.get("ttl_seconds"))
-    return made.record.get("rolling") is True or (ttl_seconds is not None and _age(made, now) > ttl_seconds)
+    ttl_seconds = number(manifest.record.get("ttl_seconds"))
+    return manifest.record.get("rolling") is True or (
+        ttl_seconds is not None and _age(manifest, now) > ttl_seconds
+    )
 
 
-def _age(made: Manifest | None, now: float) -> float:
+def _age(manifest: Manifest | None, now: float) -> float:
     """Seconds since the commit. A manifest that cannot be read does not say: then nothing goes for its age."""
-    return now - made.created if made is not None else 0.0
+    return now - manifest.created if manifest is not None else 0.0
 
 
 def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
@@ -121,8 +123,8 @@ def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
     metric, mode, count = by
     values = {
         step: value
-        for step, made in commits.items()
-        if made is not None and (value := number(made.record.get(metric))) is not None
+        for step, manifest in commits.items()
+        if manifest is not None and (value := number(manifest.record.get(metric))) is not None
     }
     if not values:
         return None
@@ -133,7 +135,7 @@ def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
 
 def lacking(metric: str, commits: Commits) -> str:
     """A metric that no record has, those that they have, and what to do."""
-    records = [made.record for made in commits.values() if made is not None]
+    records = [manifest.record for manifest in commits.values() if manifest is not None]
     numbers = {key for record in records for key, value in record.items() if number(value) is not None}
     have = f"their records have {', '.join(sorted(numbers))}" if numbers else "no record has any number"
     return f'{metric!r} ({have}); give it with each save, as record={{"{metric}": …}}'

@@ -15,17 +15,14 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Final, NamedTuple
 
-from ..errors import (
-    CheckpointError,
-    NotCommittedError,
-    StorageUnavailableError,
-)
+from ..errors import CheckpointError, NotCommittedError, StorageUnavailableError
 from ..host.threads import run_together
 from ..storage.interface import Storage
-from . import manifest
-from .manifest import Archive, Manifest, intent_name, parse_intent, retired_name, taken_out
+from .manifest import NAME as MANIFEST
+from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name
+from .manifest import parse as parse_manifest
 from .naming import STEP_FORMAT, folder_pattern
-from .others import newest_named_otherwise
+from .others import newest_of_other_namings
 from .retention import Commits
 from .starts import Commit, Start, counts, out_of_line, parted
 
@@ -66,7 +63,7 @@ class Root:
         self.lines: dict[
             int, bytes
         ] = {}  # what the journal says of these; each is taken out in one step, by any thread
-        self.made: set[int] = set()  # steps committed here by this object: known without asking
+        self.committed_here: set[int] = set()  # steps committed here by this object: known without asking
         self._parsed: dict[str, int] = {}  # the step that a name in the root stands for; -1: none
         self._said: set[str] = set()  # warnings that are given once
         # Replaced as a whole, by any thread:
@@ -89,7 +86,7 @@ class Root:
         return f"{self.folder(step)}/driver.{attempt}.tar"
 
     def manifest_path(self, step: int) -> str:
-        return f"{self.folder(step)}/{manifest.NAME}"
+        return f"{self.folder(step)}/{MANIFEST}"
 
     def relist(self) -> Listing:
         """List the root: one request. What was seen before is not parsed again: there may be thousands of steps."""
@@ -132,24 +129,26 @@ class Root:
         """
         listing = self.relist()
         for _ in range(TRIES):
-            found = look(listing)
-            if found[-1:] == listing.steps[-1:]:
-                return found
+            steps = look(listing)
+            if steps[-1:] == listing.steps[-1:]:
+                return steps
             before, listing = listing, self.relist()
             if listing == before:
-                return found
+                return steps
         raise overtaken(self.storage.locate(""))
 
     def view(self, listing: Listing, *, tolerant: bool = False) -> Commits:
         """The commits of a listing, ascending. `tolerant`: one that cannot be read now is left out."""
-        gone = self.retiring(listing.intents)
-        self.forget(gone)
-        found: dict[int, Manifest | None] = {}
+        retired = self.retiring(listing.intents)
+        self.forget(retired)
+        manifests: dict[int, Manifest | None] = {}
         if list(self.known) != listing.steps:
             unknown = [step for step in listing.steps if step not in self.known]
-            found = self.look_up(unknown, tolerant=tolerant)
-            found = {step: made for step, made in found.items() if not is_out(step, made, gone)}
-            self.note({step: made for step, made in found.items() if made is not None})
+            manifests = self.look_up(unknown, tolerant=tolerant)
+            manifests = {
+                step: manifest for step, manifest in manifests.items() if not is_out(step, manifest, retired)
+            }
+            self.note({step: manifest for step, manifest in manifests.items() if manifest is not None})
             self.forget(self.known.keys() - {*listing.steps})
         known = self.known
         stale = out_of_line(list(known), listing.starts, lambda step: commit_of(known.get(step)))
@@ -164,60 +163,60 @@ class Root:
         if list(known) == listing.steps:
             return known
         return Commits(
-            {s: known.get(s) for s in listing.steps if s in known or (s in found and s not in stale)}
+            {s: known.get(s) for s in listing.steps if s in known or (s in manifests and s not in stale)}
         )
 
-    def note(self, seen: Mapping[int, Manifest]) -> None:
+    def note(self, manifests: Mapping[int, Manifest]) -> None:
         """These are committed."""
-        if not seen:
+        if not manifests:
             return
         with self._lock:
-            self.known = self.known.having(seen)
-            for step in seen:
+            self.known = self.known.having(manifests)
+            for step in manifests:
                 self.lines.pop(step, None)
 
-    def note_commit(self, made: Manifest, newer: Collection[int], listing: Listing) -> None:
+    def note_commit(self, manifest: Manifest, newer: Collection[int], listing: Listing) -> None:
         """A step was committed here, and those newer ones left the run with that."""
-        self.note({made.step: made})
+        self.note({manifest.step: manifest})
         self.forget(newer)
         with self._lock:
-            self.made.add(made.step)
-            self.made.difference_update(newer)
-        self.listing = None if newer or listing.intents else (self.listing or listing).having(made.step)
-        self._parsed[self.folder(made.step)] = made.step
+            self.committed_here.add(manifest.step)
+            self.committed_here.difference_update(newer)
+        self.listing = None if newer or listing.intents else (self.listing or listing).having(manifest.step)
+        self._parsed[self.folder(manifest.step)] = manifest.step
 
     def note_deleted(self, step: int) -> None:
         """A step is about to be deleted here."""
         self.forget([step])
         with self._lock:
-            self.made.discard(step)
+            self.committed_here.discard(step)
 
     def forget(self, steps: Iterable[int]) -> None:
         """Have these steps looked at again before anything is said of them."""
-        gone = {*steps}
-        if gone:
+        forgotten = {*steps}
+        if forgotten:
             with self._lock:
-                self.known = self.known.without(gone)
-                for step in gone:
+                self.known = self.known.without(forgotten)
+                for step in forgotten:
                     self.lines.pop(step, None)
 
     def look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> dict[int, Manifest | None]:
         """Read the manifests of those steps that are committed, in parallel where reading is slow; None for a damaged one."""
-        found: dict[int, Manifest | None] = {}
+        manifests: dict[int, Manifest | None] = {}
 
         def look(step: int) -> None:
             try:
-                found[step] = self.read(step, say=False)[0]
+                manifests[step] = self.read(step, say=False)[0]
             except NotCommittedError:
                 pass
             except StorageUnavailableError:
                 if not tolerant:
                     raise
             except CheckpointError:
-                found[step] = None
+                manifests[step] = None
 
         self.do_all([partial(look, step) for step in steps])
-        return found
+        return manifests
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
         if self.storage.remote:
@@ -228,11 +227,11 @@ class Root:
 
     def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
         """The last of these steps, given in ascending order, that is committed and counts; of all steps by default."""
-        gone = self.retiring(listing.intents)
+        retired = self.retiring(listing.intents)
         for step in reversed(listing.steps if steps is None else steps):
-            if not self.storage.exists(self.manifest_path(step)) or self.is_retired(step, gone):
+            if not self.storage.exists(self.manifest_path(step)) or self.is_retired(step, retired):
                 continue
-            if not self.is_retired(step, self._stale_of(step, listing, gone)):
+            if not self.is_retired(step, self._stale_of(step, listing, retired)):
                 return step
         return None
 
@@ -242,12 +241,12 @@ class Root:
             data, version = self.storage.read(path)
         except FileNotFoundError as error:
             raise (self.not_committed(step) if say else NotCommittedError(path, step=step)) from error
-        return manifest.parse(data, path=path), version
+        return parse_manifest(data, path=path), version
 
     def not_committed(self, step: int) -> NotCommittedError:
         steps = self.steps()
         have = f"committed: {', '.join(map(str, steps[-5:]))}" if steps else "nothing is committed yet"
-        other = newest_named_otherwise(self.storage, self.is_step)
+        other = newest_of_other_namings(self.storage, self.is_step)
         if other is not None:
             have += f"; but {other.folder} is, under another naming; {other.advice}"
         return NotCommittedError(
@@ -262,37 +261,37 @@ class Root:
 
     def retiring(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
         """The commits that announced rollbacks have taken out of the run, as far as exactly the announced attempt stands committed."""
-        return taken_out(intents, lambda step: [self.find(step)])
+        return retired_attempts(intents, lambda step: [self.find(step)])
 
     def out(self, listing: Listing, steps: Sequence[int] | None = None) -> dict[int, str]:
         """The attempts, by step, that do not count: announced rollbacks have retired them, or a later start goes on below them.
 
         `steps` are those that are committed, where that is known.
         """
-        gone = self.retiring(listing.intents)
-        return {**self.stale(listing, gone, listing.steps if steps is None else steps), **gone}
+        retired = self.retiring(listing.intents)
+        return {**self.stale(listing, retired, listing.steps if steps is None else steps), **retired}
 
     def gone_attempt(self, step: int, listing: Listing) -> str:
         """The attempt at one step that does not count, or nothing, as `out` has it."""
-        gone = self.retiring(listing.intents)
-        return gone.get(step) or self._stale_of(step, listing, gone).get(step, "")
+        retired = self.retiring(listing.intents)
+        return retired.get(step) or self._stale_of(step, listing, retired).get(step, "")
 
-    def stale(self, listing: Listing, gone: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
+    def stale(self, listing: Listing, retired: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
         """The commits of processes that had lost the run. Reads the manifests from the second start of the run on."""
-        return {**self.outside, **out_of_line(steps, listing.starts, self._committed(gone))}
+        return {**self.outside, **out_of_line(steps, listing.starts, self._committed(retired))}
 
-    def _stale_of(self, step: int, listing: Listing, gone: Mapping[int, str]) -> dict[int, str]:
+    def _stale_of(self, step: int, listing: Listing, retired: Mapping[int, str]) -> dict[int, str]:
         """The same for one step; reads at most its manifest where that is of the latest start."""
-        committed = self._committed(gone)
+        committed = self._committed(retired)
         if counts(step, listing.steps, listing.starts, committed):
             return self.outside
         commit = committed(step)
         return {**self.outside, step: commit.attempt} if commit else self.outside
 
-    def _committed(self, gone: Mapping[int, str]) -> Callable[[int], Commit | None]:
+    def _committed(self, retired: Mapping[int, str]) -> Callable[[int], Commit | None]:
         def committed(step: int) -> Commit | None:
-            made = self.known.get(step) or self.find(step)
-            return None if is_out(step, made, gone) else commit_of(made)
+            manifest = self.known.get(step) or self.find(step)
+            return None if is_out(step, manifest, retired) else commit_of(manifest)
 
         return cache(committed)
 
@@ -303,82 +302,82 @@ class Root:
         self.outside = {step: attempt for step, attempt in self.outside.items() if step not in stale}
         self.forget(stale)
 
-    def _retire(self, step: int, gone: Mapping[int, str]) -> None:
-        """Rename the manifest of a step if it is that of the attempt in `gone`.
+    def _retire(self, step: int, retired: Mapping[int, str]) -> None:
+        """Rename the manifest of a step if it is that of the attempt in `retired`.
 
         This process may have slept since it read the manifest, and another one may have retired it meanwhile and committed the
         step anew: then the new manifest is put back.
         """
-        path, retired = self.manifest_path(step), f"{self.folder(step)}/{retired_name()}"
+        path, new_path = self.manifest_path(step), f"{self.folder(step)}/{retired_name()}"
         try:
             before = self.storage.read(path)[0]
-            if not _is_of(before, path, gone[step]):
+            if not _is_of(before, path, retired[step]):
                 return
-            self.storage.move(path, retired)
-            after = self.storage.read(retired)[0]
+            self.storage.move(path, new_path)
+            after = self.storage.read(new_path)[0]
         except FileNotFoundError:  # another process was faster
             return
         if after != before:
             with suppress(FileExistsError):
                 self.storage.put_new(path, after)
 
-    def is_retired(self, step: int, gone: Mapping[int, str]) -> bool:
-        return step in gone and is_out(step, self.find(step), gone)
+    def is_retired(self, step: int, retired: Mapping[int, str]) -> bool:
+        return step in retired and is_out(step, self.find(step), retired)
 
     def finish_rollbacks(self, intents: Sequence[tuple[int, str]]) -> None:
         """Rename the manifests that committed rollbacks have taken out of the run; then nobody needs the intents."""
         for step, attempt in intents:
-            made = self.find(step)
-            if made is None or made.attempt != attempt:
+            manifest = self.find(step)
+            if manifest is None or manifest.attempt != attempt:
                 continue  # not committed: it counts for nothing, and goes with its archive
-            gone = {retired.step: retired.attempt for retired in made.retires}
-            self.do_all([partial(self._retire, newer, gone) for newer in sorted(gone, reverse=True)])
+            retired = {commit.step: commit.attempt for commit in manifest.retires}
+            self.do_all([partial(self._retire, newer, retired) for newer in sorted(retired, reverse=True)])
             with self._lock:
-                self.made -= gone.keys()
+                self.committed_here -= retired.keys()
             self.storage.delete(intent_name(step, attempt))
 
-    def say_once(self, what: str, message: str) -> None:
+    def say_once(self, topic: str, message: str) -> None:
         with self._lock:
-            new = what not in self._said
-            self._said.add(what)
+            new = topic not in self._said
+            self._said.add(topic)
         if new:
             _log.warning("%s", message)
 
-    def has_said(self, what: str) -> bool:
-        return what in self._said
+    def has_said(self, topic: str) -> bool:
+        return topic in self._said
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
 
         def committed(listing: Listing) -> list[int]:
             paths = {self.manifest_path(step): step for step in listing.steps}
-            found = [paths[path] for path in self.storage.existing(list(paths))]
-            gone = self.out(listing, found)
-            return [step for step in found if not self.is_retired(step, gone)]
+            committed_steps = [paths[path] for path in self.storage.existing(list(paths))]
+            retired = self.out(listing, committed_steps)
+            return [step for step in committed_steps if not self.is_retired(step, retired)]
 
         return self.settled(committed)
 
 
-def commit_of(made: Manifest | None) -> Commit | None:
-    return None if made is None else Commit(made.attempt, made.start)
+def commit_of(manifest: Manifest | None) -> Commit | None:
+    return None if manifest is None else Commit(manifest.attempt, manifest.start)
 
 
-def is_out(step: int, made: Manifest | None, gone: Mapping[int, str]) -> bool:
+def is_out(step: int, manifest: Manifest | None, retired: Mapping[int, str]) -> bool:
     """Whether a rollback took this very commit of the step out of the run; one that is damaged is what was there."""
-    return step in gone and (made is None or made.attempt == gone[step])
+    return step in retired and (manifest is None or manifest.attempt == retired[step])
 
 
 def _is_of(data: bytes, path: str, attempt: str) -> bool:
     try:
-        return manifest.parse(data, path=path).attempt == attempt
+        return parse_manifest(data, path=path).attempt == attempt
     except CheckpointError:  # damaged: it is what was there when it was taken out
         return True
 
 
-def overtaken(where: str) -> StorageUnavailableError:
+def overtaken(shown: str) -> StorageUnavailableError:
     """The error for the case that something newer has come each of `TRIES` times."""
     return StorageUnavailableError(
-        f"{where}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep more "
+        f"{shown}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep more "
         "of them (keep=)",
-        path=where,
+        path=shown,
     )

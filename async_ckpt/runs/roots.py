@@ -55,16 +55,16 @@ class Roots:
 
     def told_of_others(self) -> list[str]:
         """Refuse checkpoints of other programs: a run that a trainer has saved without us must not look like none."""
-        told = []
+        notes = []
         for name, run in zip(self.names, self.runs, strict=True):
             with suppress(CheckpointError):
-                there = run.written_by_others()
-                if there is not None:
-                    told.append(
+                description = run.written_by_others()
+                if description is not None:
+                    notes.append(
                         f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but the folder holds "
-                        f"{there}"
+                        f"{description}"
                     )
-        return told
+        return notes
 
     def close(self) -> None:
         """This process saves nothing more there."""
@@ -107,52 +107,59 @@ class Roots:
         """The steps committed at any root that answers, with their manifests; None for one that is damaged."""
         if len(self.runs) == 1:
             return self.runs[0].view()
-        return self._told(dict(self._ask(Run.view)))[0]
+        return self._merged(dict(self._ask(Run.view)))[0]
 
     def missing(self, run: Run) -> list[tuple[int, list[Run]]]:
         """Steps that this root lacks, or holds as they were before an overwriting that it missed, and retention would
         keep here: the newest first, with those that hold them. Raises StorageUnavailableError when it is away itself.
         """
-        told, current = self._told(dict(self._ask(Run.view, but_not_without=run)))
-        doomed = set(run.doomed(told))
+        commits, current = self._merged(dict(self._ask(Run.view, but_not_without=run)))
+        doomed = set(run.doomed(commits))
         kept = [step for step in sorted(current, reverse=True) if step not in doomed]
         return [(step, current[step]) for step in kept if run not in current[step]]
 
-    def _told(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
+    def _merged(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
         """The manifest of each step at all roots together, and those that hold it as it is now."""
         current = {
             step: self._current(step, {holder: views[holder][step] for holder in holders})
             for step, holders in self._without_retired(views).items()
         }
-        first = {step: _first(views[holder][step] for holder in those) for step, those in current.items()}
+        first = {step: _first(views[holder][step] for holder in runs) for step, runs in current.items()}
         return Commits(first), current
 
-    def _current(self, step: int, made: Mapping[Run, Manifest | None]) -> list[Run]:
+    def _current(self, step: int, manifests: Mapping[Run, Manifest | None]) -> list[Run]:
         """The runs, among these, whose commit of the step no other one has replaced, or retired and made anew."""
-        attempts = {found.attempt for found in made.values() if found is not None}
+        attempts = {manifest.attempt for manifest in manifests.values() if manifest is not None}
         if len(attempts) < 2:
-            return list(made)
-        gone = {attempt for found in made.values() if found is not None for attempt in found.replaces}
-        for run in made:
-            gone |= run.retired(step)
-        current = [run for run, found in made.items() if found is None or found.attempt not in gone]
-        return current or list(made)
+            return list(manifests)
+        replaced = {
+            attempt
+            for manifest in manifests.values()
+            if manifest is not None
+            for attempt in manifest.replaces
+        }
+        for run in manifests:
+            replaced |= run.retired(step)
+        current = [
+            run for run, manifest in manifests.items() if manifest is None or manifest.attempt not in replaced
+        ]
+        return current or list(manifests)
 
     def _holders(self) -> dict[int, list[Run]]:
         return self._without_retired(dict(self._ask(Run.steps)))
 
-    def _without_retired(self, found: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
+    def _without_retired(self, steps_of: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
         """The runs in which each step is committed, but for steps that a rollback took out of the run at another root."""
         holders: dict[int, list[Run]] = {}
-        for run, steps in found.items():
+        for run, steps in steps_of.items():
             for step in steps:
                 holders.setdefault(step, []).append(run)
-        for step, those in list(holders.items()):
-            others = [run for run in found if run not in those]
+        for step, runs in list(holders.items()):
+            others = [run for run in steps_of if run not in runs]
             # A root that was away while a rollback took the step out of the run at another.
-            if others and self._is_retired(step, those[0], others):
+            if others and self._is_retired(step, runs[0], others):
                 del holders[step]
-        return self._in_line(holders, found)
+        return self._in_line(holders, steps_of)
 
     def _in_line(self, holders: dict[int, list[Run]], runs: Iterable[Run]) -> dict[int, list[Run]]:
         """Without commits of processes that had lost the run, as the starts that any root knows and the steps of all show."""
@@ -166,8 +173,8 @@ class Roots:
         for step, attempt in out.items():
             sound = []
             for run in holders[step]:
-                one = run.commit_of(step)
-                if one is not None and one.attempt == attempt:
+                commit = run.commit_of(step)
+                if commit is not None and commit.attempt == attempt:
                     run.note_outside(step, attempt)
                 else:
                     sound.append(run)
@@ -179,8 +186,8 @@ class Roots:
 
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run]) -> bool:
         try:
-            made = holder.committed(step)
-            return made is not None and any(made.attempt in other.retired(step) for other in others)
+            manifest = holder.committed(step)
+            return manifest is not None and any(manifest.attempt in other.retired(step) for other in others)
         except StorageUnavailableError:  # gone away since: then its word does not count
             return False
 
@@ -207,7 +214,7 @@ class Roots:
 
 def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
     """The answer on a step of the first root that can give one."""
-    return next((made for made in manifests if made is not None), None)
+    return next((manifest for manifest in manifests if manifest is not None), None)
 
 
 def opened(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, clock: Clock) -> Roots:

@@ -37,8 +37,8 @@ from ..storage.interface import Storage
 from .announce import Announcer
 from .manifest import Archive, Elsewhere, Manifest, OfRanks, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of
-from .others import foreign_kind, foreign_steps, newest_named_otherwise, not_whole
-from .retention import Commits, doomed_by, lacking, unheard_metric
+from .others import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
+from .retention import Commits, doomed_by, lacking, unknown_metric
 from .root import Listing, Root, commit_of
 from .starts import NUM_KEPT, Commit, Start, refuse_if_alive, tenure_of
 from .sweep import Sweeper, is_ours
@@ -60,12 +60,12 @@ class Run:
         """`opening` is a random text that stands for the checkpointer, the same at all of its roots."""
         self._opening = opening or os.urandom(4).hex()
         self._root = Root(storage, step_format)
-        named = tracker_of(tracker, step_format)
+        parsed_tracker = tracker_of(tracker, step_format)
         self.keep = keep or Keep()
         self._clock = clock
         self._tenure = tenure_of(storage.locate(""))
         self._start: Start | None = None  # of this process, from the first save on
-        self._announcer = Announcer(self._root, named)
+        self._announcer = Announcer(self._root, parsed_tracker)
         self._sweeper = Sweeper(self._root)
 
     @property
@@ -113,23 +113,23 @@ class Run:
         if not self.storage.remote:
             with suppress(CheckpointError, OSError):
                 return self.steps()
-        return sorted(self._root.made | self._root.known.keys())
+        return sorted(self._root.committed_here | self._root.known.keys())
 
     def latest(self) -> int | None:
         """The newest committed step."""
 
         def newest(listing: Listing) -> list[int]:
-            found = self._root.newest(listing)
-            return [] if found is None else [found]
+            step = self._root.newest(listing)
+            return [] if step is None else [step]
 
         return next(iter(self._root.settled(newest)), None)
 
     def manifest(self, step: int) -> Manifest:
         """Raises NotCommittedError when there is none."""
-        made = self._root.read(step)[0]
-        if self._root.gone_attempt(step, self._root.relist()) == made.attempt:
+        manifest = self._root.read(step)[0]
+        if self._root.gone_attempt(step, self._root.relist()) == manifest.attempt:
             raise self._root.not_committed(step)
-        return made
+        return manifest
 
     def view(self) -> Commits:
         """The committed steps with their manifests, ascending; None for one that is damaged. Known ones are not read again."""
@@ -140,17 +140,17 @@ class Run:
 
         Whoever went on without it would begin anew, or from an old step, and mix two namings in one folder.
         """
-        other = newest_named_otherwise(self.storage, self._root.is_step)
+        other = newest_of_other_namings(self.storage, self._root.is_step)
         newest = None if other is None else self.latest()
         own = None if newest is None else self.committed(newest)
-        if other is None or (newest is not None and (own is None or own.created >= other.made.created)):
+        if other is None or (newest is not None and (own is None or own.created >= other.manifest.created)):
             return
-        where = self.storage.locate("")
+        shown = self.storage.locate("")
         have = "nothing is committed" if newest is None else f"step {newest} is the newest"
         raise NotCommittedError(
-            f"{where}: {have} under this naming, but {other.folder} was committed{' later' if newest is not None else ''} "
+            f"{shown}: {have} under this naming, but {other.folder} was committed{' later' if newest is not None else ''} "
             f"under another; {other.advice}, or name the step, or give a new run another folder",
-            path=where,
+            path=shown,
             step=None,
         )
 
@@ -161,7 +161,7 @@ class Run:
         shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
         tracker = self._announcer.tracker_text()
         tracked = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
-        if halves := not_whole(self.storage, self._root.is_step):
+        if halves := incomplete_steps(self.storage, self._root.is_step):
             return (
                 f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or its save ended just before it "
                 "was committed; copy it again where it is whole"
@@ -197,21 +197,21 @@ class Run:
 
     def check_known(self, step: int, *, overwrite: bool) -> None:
         """The part of `check` that needs no request to the storage."""
-        if step in self._root.made and not overwrite:
+        if step in self._root.committed_here and not overwrite:
             raise _exists(step)
 
     def found(self, step: int) -> tuple[Manifest, str] | None:
         """The step's manifest, if it is committed, and its version: what `overwrite` will replace, and nothing else."""
         try:
-            made, version = self._root.read(step)
+            manifest, version = self._root.read(step)
         except NotCommittedError:
             return None
         except CheckpointError:  # a damaged manifest may be overwritten like any other
             _, version = self._root.storage.read(self._root.manifest_path(step))
-            made = Manifest(step, "", 1, 0.0, ())
+            manifest = Manifest(step, "", 1, 0.0, ())
         listing = self._root.listing or self._root.relist()
-        gone = self._root.gone_attempt(step, listing)
-        return None if gone and gone == made.attempt else (made, version)
+        retired = self._root.gone_attempt(step, listing)
+        return None if retired and retired == manifest.attempt else (manifest, version)
 
     def commit(
         self,
@@ -242,10 +242,12 @@ class Run:
             # An earlier rollback counts while its manifest stands, which this commit may end: finish it first.
             self._root.finish_rollbacks(listing.intents)
         newer = self._root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
-        retires = tuple(Retired(s, found.attempt if found else "") for s, found in sorted(newer.items()))
+        retires = tuple(
+            Retired(s, manifest.attempt if manifest else "") for s, manifest in sorted(newer.items())
+        )
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
-        made = Manifest(
+        manifest = Manifest(
             step,
             attempt,
             world_size,
@@ -259,17 +261,17 @@ class Run:
             self._start_label(None if retires else before, listing),
         )
         if retires:
-            self._root.storage.put_new(intent_name(step, attempt), made.dump())
+            self._root.storage.put_new(intent_name(step, attempt), manifest.dump())
         try:
-            self._put(made, replaces)
+            self._put(manifest, replaces)
         except FileExistsError as error:
             raise StepExistsError(
                 f"step {step} was committed by another writer in the meantime; that checkpoint was kept",
                 step=step,
             ) from error
-        self._root.note_commit(made, newer, listing)
+        self._root.note_commit(manifest, newer, listing)
         self._look_again()
-        return made
+        return manifest
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
         """The start that a manifest names: this one, or below newer steps that of the manifest it replaces, so that they count."""
@@ -333,7 +335,7 @@ class Run:
         """This process saves nothing more here: the next start need not wait for its end."""
         self._tenure.leave(self)
 
-    def adopt(self, made: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
+    def adopt(self, manifest: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
         """Commit, under its own manifest, a step whose archives were copied here from another root, as the rollback that it was.
 
         Raises StepExistsError when the step has been committed here meanwhile.
@@ -341,19 +343,19 @@ class Run:
         listing = self._root.relist()
         self._root.retire(self._root.stale(listing, self._root.retiring(listing.intents), listing.steps))
         self._root.finish_rollbacks(listing.intents)
-        if made.retires:
+        if manifest.retires:
             with suppress(FileExistsError):
-                self.storage.put_new(intent_name(made.step, made.attempt), made.dump())
+                self.storage.put_new(intent_name(manifest.step, manifest.attempt), manifest.dump())
         try:
-            self._put(made, replaces)
+            self._put(manifest, replaces)
         except FileExistsError as error:
-            raise _exists(made.step) from error
-        self._root.forget(retired.step for retired in made.retires)
-        self._root.note({made.step: made})
+            raise _exists(manifest.step) from error
+        self._root.forget(retired.step for retired in manifest.retires)
+        self._root.note({manifest.step: manifest})
         self._root.listing = None
-        if made.retires:
-            self._root.finish_rollbacks([(made.step, made.attempt)])
-        self._sweeper.delete_replaced(made.step, replaces[0] if replaces else None)
+        if manifest.retires:
+            self._root.finish_rollbacks([(manifest.step, manifest.attempt)])
+        self._sweeper.delete_replaced(manifest.step, replaces[0] if replaces else None)
 
     def committed(self, step: int) -> Manifest | None:
         """The step's manifest; None where there is none that can be read."""
@@ -362,8 +364,8 @@ class Run:
     def retired(self, step: int) -> set[str]:
         """Attempts at a step that a rollback has taken out of the run."""
         attempts = self._sweeper.retired(step)
-        gone = self._root.gone_attempt(step, self._root.listing or self._root.relist())
-        return attempts | {gone} if gone else attempts
+        retired = self._root.gone_attempt(step, self._root.listing or self._root.relist())
+        return attempts | {retired} if retired else attempts
 
     # --- deleting ---------------------------------------------------------------------------------------------
 
@@ -377,7 +379,7 @@ class Run:
         doomed = self.doomed(view, protected=protected)
         # Another process may have overwritten them: judged is what is there now.
         inside = {old: self._sweeper.inside(old) for old in doomed}
-        if any(inside[old].made != view[old] for old in doomed):
+        if any(inside[old].manifest != view[old] for old in doomed):
             self._root.forget(doomed)
             view = self._root.view(listing)
             doomed = [old for old in self.doomed(view, protected=protected) if old in inside]
@@ -393,10 +395,10 @@ class Run:
         """The steps that retention does not keep at this hour, and that no step which it keeps has borrowed from."""
         going = doomed_by(self.keep, commits, now=self._clock(), protected=protected)
         while going:
-            gone = set(going)
-            kept = (made for step, made in commits.borrowers.items() if step not in gone)
-            needed = {borrowed.step for made in kept for borrowed in made.elsewhere}
-            if needed.isdisjoint(gone):
+            gone_steps = set(going)
+            kept = (manifest for step, manifest in commits.borrowers.items() if step not in gone_steps)
+            needed = {borrowed.step for manifest in kept for borrowed in manifest.elsewhere}
+            if needed.isdisjoint(gone_steps):
                 break
             going = [step for step in going if step not in needed]
         return going
@@ -446,12 +448,12 @@ class Run:
         """Read ahead, while an archive is on its way, the manifests that the journal is made from."""
         self._root.view(self._root.listing or self._root.relist(), tolerant=True)
 
-    def _put(self, made: Manifest, replaces: tuple[Manifest, str] | None) -> None:
-        path = self._root.manifest_path(made.step)
+    def _put(self, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> None:
+        path = self._root.manifest_path(manifest.step)
         if replaces is None:
-            self._root.storage.put_new(path, made.dump())
+            self._root.storage.put_new(path, manifest.dump())
         else:
-            self._root.storage.replace(path, made.dump(), version=replaces[1])
+            self._root.storage.replace(path, manifest.dump(), version=replaces[1])
 
     def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
         """The steps that retention does not touch after the commit of a step, whatever its rules say."""
@@ -462,7 +464,7 @@ class Run:
     def _say_what_best_lacks(self, view: Commits) -> None:
         if self._root.has_said("best"):
             return
-        metric = unheard_metric(self.keep, view)
+        metric = unknown_metric(self.keep, view)
         if metric is not None:
             self._root.say_once(
                 "best",

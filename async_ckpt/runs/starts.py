@@ -173,14 +173,14 @@ class Tenure:
             self._users.add(user)
             if self.start is not None and self.start.first <= step:
                 return self.start, False
-            there = listed()
+            starts = listed()
             if self.start is not None:
-                self.refuse_if_later(storage, self.start, there)
+                self.refuse_if_later(storage, self.start, starts)
                 token = self.start.token
-            refuse_if_alive(storage, there)
+            refuse_if_alive(storage, starts)
             # Another root may have been taken a moment ago.
-            least = max((s.number + (s.token != token) for s in elsewhere()), default=1)
-            number = max(least, 1 + max((s.number for s in there), default=0))
+            least_number = max((s.number + (s.token != token) for s in elsewhere()), default=1)
+            number = max(least_number, 1 + max((s.number for s in starts), default=0))
             _tokens.add(token)
             start = Start(number, token, step)
             self._put(storage, start)
@@ -263,9 +263,9 @@ def _about_this_process() -> dict[str, object]:
 def _about(storage: Storage, start: Start) -> dict[str, object]:
     """A start's description of its process; nothing where it cannot be read."""
     with suppress(CheckpointError, OSError, ValueError):
-        told = unseal(storage.read(start.name)[0])
-        if isinstance(told, dict):
-            return told
+        fields = unseal(storage.read(start.name)[0])
+        if isinstance(fields, dict):
+            return fields
     return {}
 
 
@@ -274,12 +274,12 @@ def _taken(root: str, start: Start, about: dict[str, object], *, is_alive: bool)
     host = host if isinstance(host, str) else "an unknown host"
     pid = pid if isinstance(pid, int) and not isinstance(pid, bool) else 0
     since = float(since) if isinstance(since, int | float) else 0.0
-    who = f"process {pid} on {host!a:.200}, which began to save there at {shown_time(since)} by its clock"
+    owner = f"process {pid} on {host!a:.200}, which began to save there at {shown_time(since)} by its clock"
     if is_alive:
-        text = f"{root}: {who}, is alive and has the run; stop it, let it close its checkpointer, or save to another root"
+        text = f"{root}: {owner}, is alive and has the run; stop it, let it close its checkpointer, or save to another root"
     else:
         text = (
-            f"{root}: {who}, has taken the run over (start {start.number}); this process can commit nothing there any more. End "
+            f"{root}: {owner}, has taken the run over (start {start.number}); this process can commit nothing there any more. End "
             "it, or close its checkpointer and make a new one to take the run back"
         )
     error = RunTakenError(text)

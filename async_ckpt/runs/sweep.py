@@ -11,11 +11,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
-from ..errors import (
-    CheckpointError,
-)
-from . import manifest
+from ..errors import CheckpointError
+from .manifest import NAME as MANIFEST
 from .manifest import Manifest, intent_name, is_retired_name
+from .manifest import parse as parse_manifest
 from .receipts import attempt_of_all, is_beside, is_folder_of_receipts
 from .root import Root
 
@@ -40,18 +39,18 @@ def _attempt_of(name: str) -> str:
 
 def _of_ranks(names: Iterable[str]) -> set[str]:
     """The attempts of several ranks."""
-    found = set()
+    attempts = set()
     for name in names:
         if is_beside(name) or is_folder_of_receipts(name) or _OF_OTHER_RANK.match(name):
-            found.add(_attempt_of(name))
-    return found
+            attempts.add(_attempt_of(name))
+    return attempts
 
 
-class Inside(NamedTuple):
+class StepFolder(NamedTuple):
     """The content of the folder of a step: its manifest, if it has a sound one, and the archives that are named."""
 
     names: list[str]
-    made: Manifest | None
+    manifest: Manifest | None
     named: set[str]
 
 
@@ -62,7 +61,7 @@ class Sweeper:
         self._root = root
         self._swept = self._has_ranks = False
 
-    def inside(self, step: int) -> Inside:
+    def inside(self, step: int) -> StepFolder:
         """The names in the folder of a step, and those of them that its manifest names, or one that was retired."""
         folder = self._root.folder(step)
         for _ in range(_READ_TRIES):
@@ -70,23 +69,23 @@ class Sweeper:
             manifests: dict[str, Manifest] = {}
             try:
                 for name in names:
-                    if name == manifest.NAME or is_retired_name(name):
+                    if name == MANIFEST or is_retired_name(name):
                         path = f"{folder}/{name}"
-                        manifests[name] = manifest.parse(self._root.storage.read(path)[0], path=path)
+                        manifests[name] = parse_manifest(self._root.storage.read(path)[0], path=path)
             except CheckpointError:
                 break
             except FileNotFoundError:  # deleted or replaced this moment: look again
                 continue
-            named = {name for made in manifests.values() for name in made.own_names}
-            return Inside(names, manifests.get(manifest.NAME), named)
+            named = {name for manifest in manifests.values() for name in manifest.own_names}
+            return StepFolder(names, manifests.get(MANIFEST), named)
         # One is damaged: it might name any of them.
-        return Inside(names, None, {name for name in names if _ARCHIVE.fullmatch(name)})
+        return StepFolder(names, None, {name for name in names if _ARCHIVE.fullmatch(name)})
 
     def _borrowed(self, step: int) -> set[str]:
         """Archives of a step that later ones have borrowed from, also if the step itself names another by now."""
         commits = self._root.view(self._root.relist())
-        made = (made for later, made in commits.borrowers.items() if later > step)
-        lent = {borrowed.archive.name for m in made for borrowed in m.elsewhere if borrowed.step == step}
+        borrowers = (manifest for later, manifest in commits.borrowers.items() if later > step)
+        lent = {borrowed.archive.name for m in borrowers for borrowed in m.elsewhere if borrowed.step == step}
         # Of several ranks, what tells of all their archives is named for all of them.
         attempts = {attempt for name in lent if (attempt := attempt_of_all(name))}
         names = self._root.storage.names(self._root.folder(step)) if attempts else []
@@ -100,7 +99,7 @@ class Sweeper:
             if is_retired_name(name):
                 try:
                     data = self._root.storage.read(f"{folder}/{name}")[0]
-                    attempts.add(manifest.parse(data, path=f"{folder}/{name}").attempt)
+                    attempts.add(parse_manifest(data, path=f"{folder}/{name}").attempt)
                 except (CheckpointError, FileNotFoundError):
                     continue
         return attempts
@@ -131,13 +130,13 @@ class Sweeper:
             if other != step and other in in_flight:
                 continue
             folder, inside = self._root.folder(other), self.inside(other)
-            ours = [name for name in inside.names if is_ours(name) and name not in inside.named]
-            if inside.made is None and other < step:
-                for name in ours:
+            unnamed = [name for name in inside.names if is_ours(name) and name not in inside.named]
+            if inside.manifest is None and other < step:
+                for name in unnamed:
                     self._root.storage.delete_all(f"{folder}/{name}")
                 self._root.storage.remove_if_empty(folder)
                 continue
-            earlier = [name for name in ours if name.startswith(own) and _attempt_of(name) != attempt]
+            earlier = [name for name in unnamed if name.startswith(own) and _attempt_of(name) != attempt]
             self._root.storage.delete_many([f"{folder}/{name}" for name in earlier])
 
     def sweep(self) -> list[str]:
@@ -147,19 +146,19 @@ class Sweeper:
         with suppress(CheckpointError):
             self._root.finish_rollbacks(listing.intents)
         newest = self._root.newest(listing)
-        found: list[str] = []
-        tasks = [partial(self._sweep_folder, step, newest, found) for step in listing.steps]
-        self._root.do_all([partial(self._sweep_folder, None, newest, found), *tasks])
+        swept_names: list[str] = []
+        tasks = [partial(self._sweep_folder, step, newest, swept_names) for step in listing.steps]
+        self._root.do_all([partial(self._sweep_folder, None, newest, swept_names), *tasks])
         for step, attempt in listing.intents:
             if self._is_dead_intent(step, attempt):
                 self._root.storage.delete(intent_name(step, attempt))
-                found.append(intent_name(step, attempt))
-        return swept + sorted(found)
+                swept_names.append(intent_name(step, attempt))
+        return swept + sorted(swept_names)
 
     def _is_dead_intent(self, step: int, attempt: str) -> bool:
         """Whether nobody can commit what was announced any more: its archive is written first, and is not there."""
-        made = self._root.find(step)
-        if made is not None and made.attempt == attempt:
+        manifest = self._root.find(step)
+        if manifest is not None and manifest.attempt == attempt:
             return False  # it is true, and could not be cleaned up
         return not self._root.storage.exists(self._root.attempt_path(step, attempt))
 
@@ -169,11 +168,11 @@ class Sweeper:
         names = [name for name in (replaced.own_names if replaced else ()) if name not in borrowed]
         self._root.storage.delete_many([f"{self._root.folder(step)}/{name}" for name in names])
 
-    def delete(self, step: int, inside: Inside, *, whole_folder: bool = False) -> None:
+    def delete(self, step: int, inside: StepFolder, *, whole_folder: bool = False) -> None:
         """Delete a step: its manifest first, and what others have put into its folder only with `whole_folder`."""
         folder = self._root.folder(step)
         self._root.note_deleted(step)
-        self._root.storage.delete(f"{folder}/{manifest.NAME}")
+        self._root.storage.delete(f"{folder}/{MANIFEST}")
         own = {name for name in inside.names if name in inside.named or is_retired_name(name)}
         self._root.storage.delete_many([f"{folder}/{name}" for name in sorted(own)])
         foreign = []
@@ -182,7 +181,7 @@ class Sweeper:
                 continue
             if is_beside(name) or is_folder_of_receipts(name):  # of attempts that were decided before
                 self._root.storage.delete_all(f"{folder}/{name}")
-            elif name != manifest.NAME and not is_ours(
+            elif name != MANIFEST and not is_ours(
                 name
             ):  # an attempt may be another writer's: the sweep finds out
                 foreign.append(name)
@@ -204,11 +203,11 @@ class Sweeper:
         decided = step is None or (newest is not None and step <= newest)
         attempts = _of_ranks(names)
 
-        def dead_of(chosen: Iterable[str], *, delete: bool) -> list[str]:
+        def dead_of(candidates: Iterable[str], *, delete: bool) -> list[str]:
             """The files whose writers are gone. With several ranks, some may run on other machines, whose locks are not seen here."""
-            of_ranks = {n for n in chosen if self._has_ranks or _attempt_of(n) in attempts}
+            of_ranks = {n for n in candidates if self._has_ranks or _attempt_of(n) in attempts}
             sweep = partial(self._root.storage.sweep, folder, delete=delete, decided=decided)
-            alone = [n for n in chosen if n not in of_ranks]
+            alone = [n for n in candidates if n not in of_ranks]
             return [*sweep(alone), *sweep(sorted(of_ranks), of_ranks=True)]
 
         temps = dead_of([n for n in names if _TEMP.fullmatch(n)], delete=True)
@@ -237,16 +236,16 @@ class Sweeper:
 
     def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str]) -> list[str]:
         """Sweep the leftovers of attempts of several ranks that have no archive here any more."""
-        left = {_attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
-        gone = [n for n in names if is_beside(n) and _attempt_of(n) not in left]
-        swept = self._root.storage.sweep(folder, gone, delete=True, decided=True, of_ranks=True)
-        attempts = {_attempt_of(n) for n in (*swept, *dead)} - left
+        living = {_attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
+        orphans = [n for n in names if is_beside(n) and _attempt_of(n) not in living]
+        swept = self._root.storage.sweep(folder, orphans, delete=True, decided=True, of_ranks=True)
+        attempts = {_attempt_of(n) for n in (*swept, *dead)} - living
         for name in filter(is_folder_of_receipts, names):
             path = f"{folder}/{name}"
             if _attempt_of(name) in attempts:
                 self._root.storage.delete_all(path)
             elif (
-                _attempt_of(name) not in left
+                _attempt_of(name) not in living
             ):  # its ranks were killed before any of them had begun an archive
                 receipts = self._root.storage.names(path)
                 old = self._root.storage.sweep(path, receipts, delete=True, decided=True, of_ranks=True)
