@@ -71,7 +71,11 @@ class FileTarget(Target):
             self.storage.sweep("", temps_of(self._name, self.storage.names("")), delete=True)
         if self._zstd is not None:
             return ZstdSink(
-                self.storage, self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, how=self._zstd
+                self.storage,
+                self._name,
+                num_bytes=num_bytes,
+                segment_bytes=segment_bytes,
+                settings=self._zstd,
             )
         return super().open(num_bytes, segment_bytes, max_segments)
 

@@ -188,11 +188,11 @@ class _Passage:
         return sink
 
     def _changed(self) -> StorageUnavailableError:
-        where = self._copying.to.locate(self._parcel.path)
+        shown = self._copying.to.locate(self._parcel.path)
         return StorageUnavailableError(
-            f"{where}: what it is copied from changed meanwhile, and has no longer {self._parcel.num_bytes:,} bytes; "
+            f"{shown}: what it is copied from changed meanwhile, and has no longer {self._parcel.num_bytes:,} bytes; "
             "copy it again when nobody writes to it",
-            path=where,
+            path=shown,
         )
 
     def _finish(self, reader: Reader, sink: Sink) -> None:

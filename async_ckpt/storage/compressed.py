@@ -81,17 +81,19 @@ class ZstdSink:
         *,
         num_bytes: int,
         segment_bytes: int,
-        how: Zstd,
+        settings: Zstd,
     ) -> None:
         zstandard_package()
         limit = int(num_bytes * (1 + _GROWTH)) + _SLACK_BYTES
-        self._out = Appender(storage, path, limit_bytes=limit)
-        self._how = how
+        self._appender = Appender(storage, path, limit_bytes=limit)
+        self._settings = settings
         self._segment_bytes = segment_bytes
         self._num_segments = -(-num_bytes // segment_bytes)
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[memoryview, Lent]] = {}  # not compressed yet; under _lock, like all below
-        self._ready: dict[int, list[tuple[bytes, int]]] = {}  # compressed, until it is their turn
+        self._waiting: dict[
+            int, tuple[memoryview, Lent]
+        ] = {}  # not compressed yet; under _lock, like all below
+        self._compressed: dict[int, list[tuple[bytes, int]]] = {}  # compressed, until it is their turn
         self._next = 0  # the next to be appended
         self._num_compressing = 0
         self._appending = False
@@ -101,28 +103,28 @@ class ZstdSink:
 
     @property
     def num_bytes(self) -> int:
-        return self._out.num_bytes
+        return self._appender.num_bytes
 
     @property
     def num_retries(self) -> int:
-        return self._out.sink.num_retries
+        return self._appender.sink.num_retries
 
     @property
     def failed(self) -> Future[None] | None:
-        return self._out.sink.failed
+        return self._appender.sink.failed
 
     def write(self, offset: int, data: memoryview, lease: Lent) -> None:
         lease.retain()
         with self._lock:
             refused = self._error
             if refused is None:
-                self._held[offset // self._segment_bytes] = (data, lease)
+                self._waiting[offset // self._segment_bytes] = (data, lease)
         if refused is not None:
             lease.release()
             raise refused
         try:
-            while (taken := self._take()) is not None:
-                self._compress(*taken)
+            while (segment := self._take()) is not None:
+                self._compress(*segment)
                 self._append_what_is_due()
         except BaseException as error:
             self._fail(error)
@@ -131,12 +133,12 @@ class ZstdSink:
     def _take(self) -> tuple[int, memoryview, Lent] | None:
         """A segment to compress: the earliest, unless enough threads are at it or its turn is far away."""
         with self._lock:
-            number = min(self._held, default=None)
-            limit = self._how.num_threads
+            number = min(self._waiting, default=None)
+            limit = self._settings.num_threads
             if number is None or self._num_compressing >= limit or number > self._next + 2 * limit:
                 return None
             self._num_compressing += 1
-            return number, *self._held.pop(number)
+            return number, *self._waiting.pop(number)
 
     def _compress(self, number: int, data: memoryview, lease: Lent) -> None:
         try:
@@ -148,13 +150,13 @@ class ZstdSink:
             with self._lock:
                 self._num_compressing -= 1
         with self._lock:
-            self._ready[number] = frames
+            self._compressed[number] = frames
 
     def _compressor(self) -> Any:
         """One for each thread: they keep their tables between frames."""
         if not hasattr(self._local, "compressor"):
             self._local.compressor = zstandard_package().ZstdCompressor(
-                level=self._how.level, write_checksum=True
+                level=self._settings.level, write_checksum=True
             )
         return self._local.compressor
 
@@ -162,13 +164,13 @@ class ZstdSink:
         """In file order, by one thread at a time; the others leave theirs to that one."""
         while True:
             with self._lock:
-                if self._appending or self._error or self._next not in self._ready:
+                if self._appending or self._error or self._next not in self._compressed:
                     return
                 self._appending = True
-                frames = self._ready.pop(self._next)
+                frames = self._compressed.pop(self._next)
             try:
                 for frame, num_bytes in frames:
-                    self._out.append(memoryview(frame))
+                    self._appender.append(memoryview(frame))
                     self._frames.append(zstd.ZstdFrame(len(frame), num_bytes))
             finally:
                 with self._lock:
@@ -178,15 +180,15 @@ class ZstdSink:
     def finish(self, num_bytes: int | None = None) -> None:  # noqa: ARG002
         if self._next != self._num_segments:
             raise RuntimeError(f"{self._next} segments arrived of {self._num_segments}")
-        self._out.append(memoryview(zstd.dump(self._frames)))
-        self._out.finish()
+        self._appender.append(memoryview(zstd.dump(self._frames)))
+        self._appender.finish()
 
     def abort(self) -> None:
         self.give_up()
-        self._out.abort()
+        self._appender.abort()
 
     def close(self) -> None:
-        self._out.sink.close()
+        self._appender.sink.close()
 
     def give_up(self) -> None:
         self._fail(RuntimeError("the object was given up"))
@@ -194,16 +196,16 @@ class ZstdSink:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._error = self._error or error
-            held, self._held = self._held, {}
+            held, self._waiting = self._waiting, {}
         for _, lease in held.values():
             lease.release()
-        self._out.fail(error)
+        self._appender.fail(error)
 
     def relieve(self) -> bool:
         return False  # what is held is needed
 
     def __repr__(self) -> str:
-        return f"<ZstdSink level {self._how.level} {self._next}/{self._num_segments} segments, {self._out!r}>"
+        return f"<ZstdSink level {self._settings.level} {self._next}/{self._num_segments} segments, {self._appender!r}>"
 
 
 class ZstdReader(Reader):
@@ -241,9 +243,9 @@ class ZstdReader(Reader):
         self._read(self._begins[number], data)
         package = zstandard_package()
         try:
-            told = package.get_frame_parameters(data).content_size
-            if told != size:
-                raise ValueError(f"a frame holds {told:,} bytes where the seek table says {size:,}")
+            content_bytes = package.get_frame_parameters(data).content_size
+            if content_bytes != size:
+                raise ValueError(f"a frame holds {content_bytes:,} bytes where the seek table says {size:,}")
             frame: bytes = package.ZstdDecompressor().decompress(data)
         except (package.ZstdError, ValueError) as error:
             raise self._corrupt(f"frame {number} is damaged ({error})") from error

@@ -16,16 +16,16 @@ T = TypeVar("T")
 Form = Callable[[str], str]
 
 
-def as_given(e_tag: str) -> str:
+def unchanged(e_tag: str) -> str:
     return e_tag
 
 
-def turned(e_tag: str) -> str:
+def toggle_quotes(e_tag: str) -> str:
     """Without quotes if it has them, else with."""
     return e_tag[1:-1] if e_tag.startswith('"') else f'"{e_tag}"'
 
 
-_FORMS: Final[tuple[Form, ...]] = (as_given, turned)
+_FORMS: Final[tuple[Form, ...]] = (unchanged, toggle_quotes)
 
 
 class Conditions:
@@ -50,16 +50,16 @@ class Conditions:
         if not forms:
             return None
         try:
-            made = put(forms[0])
+            result = put(forms[0])
         except FileExistsError:
             if len(forms) == 1 or not is_there():
                 raise
         else:
             self._settle(forms[:1])
-            return made
-        taken = next((form for form in forms if accepts(form)), None)
-        self._settle(() if taken is None else (taken,))
-        return None if taken is None else put(taken)
+            return result
+        accepted = next((form for form in forms if accepts(form)), None)
+        self._settle(() if accepted is None else (accepted,))
+        return None if accepted is None else put(accepted)
 
     def _settle(self, forms: tuple[Form, ...]) -> None:
         with self._lock:

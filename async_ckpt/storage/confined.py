@@ -31,7 +31,7 @@ _PIECE_BYTES: Final = 4 * MIB
 _TEMP: Final = ".tmp"
 
 
-class _Spot(NamedTuple):
+class _Location(NamedTuple):
     """Where a name is looked for: in a folder that is open, or anywhere by its whole path."""
 
     name: str
@@ -48,24 +48,24 @@ class ConfinedFolder:
         return f"<ConfinedFolder {self.folder}>"
 
     @contextmanager
-    def _spot(self, name: str, *, make: bool = False) -> Iterator[_Spot]:
+    def _locate(self, name: str, *, make: bool = False) -> Iterator[_Location]:
         """Where a file is, or is to be. With `make`, the folders on the way are made."""
         *folders, last = name.split("/")
         if not _OPENS_FOLDERS:
-            yield _Spot(str(self._looked_through(folders, make=make) / last), None)
+            yield _Location(str(self._path_without_links(folders, make=make) / last), None)
             return
         at = self.folder
         fd = os.open(at, os.O_RDONLY | O_DIRECTORY | O_CLOEXEC)
         try:
             for part in folders:
                 at /= part
-                outer, fd = fd, self._inner(fd, part, at, make=make)
+                outer, fd = fd, self._open_folder(fd, part, at, make=make)
                 os.close(outer)
-            yield _Spot(last, fd)
+            yield _Location(last, fd)
         finally:
             os.close(fd)
 
-    def _inner(self, folder: int, name: str, path: Path, *, make: bool) -> int:
+    def _open_folder(self, folder: int, name: str, path: Path, *, make: bool) -> int:
         """A folder in one that is open."""
         flags = os.O_RDONLY | O_DIRECTORY | O_CLOEXEC | _O_NOFOLLOW
         try:
@@ -75,13 +75,13 @@ class ConfinedFolder:
                 raise
         except OSError as error:
             if error.errno in _OF_LINKS:
-                raise self._refused(path) from error
+                raise self._refusal(path) from error
             raise
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=folder)
-        return self._inner(folder, name, path, make=False)
+        return self._open_folder(folder, name, path, make=False)
 
-    def _looked_through(self, folders: list[str], *, make: bool) -> Path:
+    def _path_without_links(self, folders: list[str], *, make: bool) -> Path:
         at = self.folder
         for part in folders:
             at /= part
@@ -89,13 +89,13 @@ class ConfinedFolder:
                 with suppress(FileExistsError):
                     at.mkdir()
             if not stat.S_ISDIR(os.lstat(at).st_mode):
-                raise self._refused(at)
+                raise self._refusal(at)
         return at
 
-    def _refused(self, path: Path) -> StorageUnavailableError:
-        what = "a link" if path.is_symlink() else "no file of its own"
+    def _refusal(self, path: Path) -> StorageUnavailableError:
+        kind = "a link" if path.is_symlink() else "no file of its own"
         return StorageUnavailableError(
-            f"{path} is {what}, and nothing but the files below {self.folder} is changed; move it away, or use another folder",
+            f"{path} is {kind}, and nothing but the files below {self.folder} is changed; move it away, or use another folder",
             path=str(path),
         )
 
@@ -103,40 +103,40 @@ class ConfinedFolder:
         """The status of the file under this very name, a link too; None if there is nothing, or a link on the way."""
         with translated(self.folder / name):
             try:
-                with self._spot(name) as spot:
-                    return os.stat(spot.name, dir_fd=spot.folder, follow_symlinks=False)
+                with self._locate(name) as location:
+                    return os.stat(location.name, dir_fd=location.folder, follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError, StorageUnavailableError):
                 return None
 
     def size(self, name: str) -> int | None:
         """The size of a file; None where none of its own is there."""
-        found = self.stat(name)
-        return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
+        status = self.stat(name)
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The files below a folder, by their paths from there."""
         with translated(self.folder / folder):
             top = self.folder / folder
-            found = [Path(at) / name for at, _, names in os.walk(top) for name in names]
-            return {path.relative_to(top).as_posix(): path.lstat().st_size for path in sorted(found)}
+            paths = [Path(at) / name for at, _, names in os.walk(top) for name in names]
+            return {path.relative_to(top).as_posix(): path.lstat().st_size for path in sorted(paths)}
 
     def open(self, name: str, flags: int, *, make: bool = False) -> int:
         """Open a file, as `os.open` does. With `make`, the folders on the way are made. Raises FileNotFoundError."""
         flags |= O_CLOEXEC | O_BINARY | O_NONBLOCK | _O_NOFOLLOW
         with translated(self.folder / name, passing=(FileNotFoundError,)):
             try:
-                with self._spot(name, make=make) as spot:
-                    if not _OPENS_FOLDERS and os.path.islink(spot.name):
-                        raise self._refused(self.folder / name)
-                    fd = os.open(spot.name, flags, 0o666, dir_fd=spot.folder)
+                with self._locate(name, make=make) as location:
+                    if not _OPENS_FOLDERS and os.path.islink(location.name):
+                        raise self._refusal(self.folder / name)
+                    fd = os.open(location.name, flags, 0o666, dir_fd=location.folder)
             except OSError as error:
                 if error.errno in {*_OF_LINKS, errno.EISDIR, errno.ENXIO}:
-                    raise self._refused(self.folder / name) from error
+                    raise self._refusal(self.folder / name) from error
                 raise
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 return fd
             os.close(fd)
-            raise self._refused(self.folder / name)
+            raise self._refusal(self.folder / name)
 
     def read(self, name: str) -> bytes:
         """Raises FileNotFoundError."""
@@ -163,14 +163,18 @@ class ConfinedFolder:
         """Have a file, or a link, take the place of another. The folders on the way are made."""
         with (
             translated(self.folder / to),
-            self._spot(name) as source,
-            self._spot(to, make=True) as target,
+            self._locate(name) as source,
+            self._locate(to, make=True) as target,
         ):
             os.replace(source.name, target.name, src_dir_fd=source.folder, dst_dir_fd=target.folder)
 
     def link(self, name: str, to: str) -> bool:
         """Give a file, or a link, another name, too. False where files can have one only."""
-        with translated(self.folder / to), self._spot(name) as source, self._spot(to, make=True) as target:
+        with (
+            translated(self.folder / to),
+            self._locate(name) as source,
+            self._locate(to, make=True) as target,
+        ):
             try:
                 os.link(
                     source.name,
@@ -188,26 +192,26 @@ class ConfinedFolder:
         with (
             translated(self.folder / name),
             suppress(FileNotFoundError, NotADirectoryError, StorageUnavailableError),
-            self._spot(name) as spot,
+            self._locate(name) as location,
         ):
-            os.unlink(spot.name, dir_fd=spot.folder)
+            os.unlink(location.name, dir_fd=location.folder)
         with suppress(OSError, StorageUnavailableError):
             while "/" in name:
                 name = name.rpartition("/")[0]
-                with self._spot(name) as spot:
-                    os.rmdir(spot.name, dir_fd=spot.folder)
+                with self._locate(name) as location:
+                    os.rmdir(location.name, dir_fd=location.folder)
 
     def delete_all(self, name: str) -> None:
         """Delete what is there, with all that is in it. Of a link, only that."""
-        found = self.stat(name)
+        status = self.stat(name)
         with translated(self.folder / name):
-            if found is None:
+            if status is None:
                 return
-            if not stat.S_ISDIR(found.st_mode):
+            if not stat.S_ISDIR(status.st_mode):
                 self.delete(name)
                 return
-            with self._spot(name) as spot:
-                shutil.rmtree(spot.name, dir_fd=spot.folder)
+            with self._locate(name) as location:
+                shutil.rmtree(location.name, dir_fd=location.folder)
 
     def part(self, name: str, by: str) -> None:
         """Have a file be its own that shares its bytes with files of other names: these stay as they are.
@@ -227,16 +231,16 @@ class ConfinedFolder:
             self.delete(by)
 
     def _copy(self, source: int, to: str) -> None:
-        told = os.fstat(source)
+        status = os.fstat(source)
         target = self.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True)
         try:
             if hasattr(os, "fchmod"):
-                os.fchmod(target, stat.S_IMODE(told.st_mode))
-            preallocate(target, told.st_size, self.folder / to)
+                os.fchmod(target, stat.S_IMODE(status.st_mode))
+            preallocate(target, status.st_size, self.folder / to)
             piece = memoryview(bytearray(_PIECE_BYTES))
-            for at in range(0, told.st_size, _PIECE_BYTES):
-                read_at(source, piece[: told.st_size - at], at)
-                write_at(target, piece[: told.st_size - at], at)
+            for at in range(0, status.st_size, _PIECE_BYTES):
+                read_at(source, piece[: status.st_size - at], at)
+                write_at(target, piece[: status.st_size - at], at)
         finally:
             os.close(target)
 

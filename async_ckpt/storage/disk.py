@@ -109,9 +109,9 @@ def open_regular(path: Path, flags: int) -> int:
 def refuse_special(path: Path) -> None:
     """Raise StorageUnavailableError if there is something that is no file and must not be replaced by one."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        found = os.lstat(path).st_mode
-        if not stat.S_ISLNK(found):
-            _refuse_kind(path, found)
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISLNK(mode):
+            _refuse_kind(path, mode)
 
 
 def _refuse_kind(path: Path, mode: int) -> None:

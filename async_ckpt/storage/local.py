@@ -115,7 +115,7 @@ class LocalStorage:
 
     def put_new(self, path: str, data: bytes) -> None:
         target = self.root / path
-        with translated(target, passing=(FileExistsError,)), _written(target, data) as temp:
+        with translated(target, passing=(FileExistsError,)), _temp_file(target, data) as temp:
             try:
                 os.link(temp, target)
             except OSError as error:
@@ -128,17 +128,17 @@ class LocalStorage:
         target = self.root / path
         with translated(target, passing=(FileExistsError,)):
             refuse_special(target)
-            with _written(target, data) as temp:
-                made = _version(os.stat(temp))
+            with _temp_file(target, data) as temp:
+                new_version = _version(os.stat(temp))
                 if version is None:
                     os.replace(temp, target)
                 else:
-                    with _locked(target) as found:
-                        if found != version:
+                    with _lock_version(target) as current:
+                        if current != version:
                             raise FileExistsError(f"{target} was replaced by another writer")
                         os.replace(temp, target)
                 sync_folder(target.parent)
-        return made
+        return new_version
 
     def move(self, path: str, to: str) -> None:
         with translated(self.root / path, passing=(FileNotFoundError,)):
@@ -154,7 +154,7 @@ class LocalStorage:
             folders.setdefault((self.root / path).parent, []).append(self.root / path)
         for folder, targets in folders.items():
             try:
-                if sum(map(_unlinked, targets)):
+                if sum(map(_unlink, targets)):
                     with translated(targets[0]), suppress(FileNotFoundError):
                         sync_folder(folder)  # which somebody else may have removed
             finally:  # also where the deletion may not last
@@ -313,8 +313,8 @@ class LocalSink:
         return False  # memory is done with when `write` returns
 
     def __repr__(self) -> str:
-        how = "direct" if self._direct else "buffered"
-        return f"<LocalSink {self._target} {how}{', finished' if self._finished else ''}>"
+        mode = "direct" if self._direct else "buffered"
+        return f"<LocalSink {self._target} {mode}{', finished' if self._finished else ''}>"
 
 
 class LocalReader(Reader):
@@ -405,17 +405,17 @@ def _sizes(
         if name.endswith(TEMP_SUFFIX):
             continue
         with translated(folder / name):
-            found = os.stat(folder / name)
-            if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+            status = os.stat(folder / name)
+            if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "neither a file nor a folder")
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             yield from _sizes(folder / name, f"{prefix}{name}/", (*above, here))
         else:
-            yield prefix + name, found.st_size
+            yield prefix + name, status.st_size
 
 
 @contextmanager
-def _written(target: Path, data: bytes) -> Iterator[Path]:
+def _temp_file(target: Path, data: bytes) -> Iterator[Path]:
     """The data, durable in a temp file beside the target, which is gone afterwards however that went."""
     make_folder(target.parent)
     temp, fd = create_locked(target)
@@ -437,7 +437,7 @@ _replacing = threading.Lock()
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[str | None]:
+def _lock_version(path: Path) -> Iterator[str | None]:
     """Keep other writers from replacing a file meanwhile; yields the version of the file that is there."""
     with _replacing:  # record locks do not keep threads of one process apart
         try:
@@ -454,7 +454,7 @@ def _locked(path: Path) -> Iterator[str | None]:
             os.close(fd)
 
 
-def _unlinked(target: Path) -> bool:
+def _unlink(target: Path) -> bool:
     """Whether it was there."""
     with translated(target), suppress(FileNotFoundError):
         os.unlink(target)

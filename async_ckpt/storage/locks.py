@@ -31,7 +31,7 @@ _NUM_TRIES: Final = 100
 _ours: dict[int, tuple[int, int]] = {}  # by descriptor; under _ours_lock
 _ours_lock = threading.Lock()
 # Temp files that this process could not delete when it was done with them; under _ours_lock.
-_left: set[Path] = set()
+_undeleted: set[Path] = set()
 
 
 def temps_of(name: str, names: list[str]) -> list[str]:
@@ -101,7 +101,7 @@ def delete_temp(temp: Path) -> None:
         pass
     except OSError:
         with _ours_lock:
-            _left.add(temp)
+            _undeleted.add(temp)
 
 
 def delete_left(root: Path) -> None:
@@ -110,9 +110,9 @@ def delete_left(root: Path) -> None:
     Nobody else has their names: these are random, and taken as long as the files are there.
     """
     with _ours_lock:
-        left = [temp for temp in _left if temp.is_relative_to(root)]
-        _left.difference_update(left)
-    for temp in left:
+        temps = [temp for temp in _undeleted if temp.is_relative_to(root)]
+        _undeleted.difference_update(temps)
+    for temp in temps:
         delete_temp(temp)
         if temp.parent != root:
             remove_if_empty(temp.parent)
@@ -184,5 +184,5 @@ def _forget_parent() -> None:
     """In a forked child: its parent's files are not its own, and who held the lock is not here to release it."""
     global _ours_lock
     _ours.clear()
-    _left.clear()
+    _undeleted.clear()
     _ours_lock = threading.Lock()

@@ -26,9 +26,9 @@ class Pace:
     def wait(self, num_bytes: int, check: Callable[[], None]) -> None:
         """Return when so many bytes may be written. `check` is called meanwhile, and raises when they need not be."""
         never = threading.Event()
-        while (left := self._begin(num_bytes)) > 0:
+        while (seconds_left := self._begin(num_bytes)) > 0:
             check()
-            never.wait(min(left, _LOOK_SECONDS))
+            never.wait(min(seconds_left, _LOOK_SECONDS))
 
     def _begin(self, num_bytes: int) -> float:
         """Begin a write, if it is time; else how many seconds are left. Who gives up has taken nothing from others."""

@@ -18,7 +18,7 @@ from .s3 import runtime as _  # noqa: F401 - sees forks from now on, also those 
 from .stores import SECRET_NAME
 from .url import (
     SCHEMES,
-    Where,
+    StrPath,
     local_path,
     parent_and_name,
     place_and_name,
@@ -53,7 +53,7 @@ class Place:
     Raises TypeError and ValueError for arguments that are not valid, such as `options` for a local path.
     """
 
-    url: Where
+    url: StrPath
     _: KW_ONLY
     options: Mapping[str, Any] | None = None
     engine: Engine | None = None
@@ -129,19 +129,21 @@ class Place:
         return replace(self, url=parent).storage(), name
 
     def __repr__(self) -> str:
-        given = [repr(self.shown)]
+        arguments = [repr(self.shown)]
         if self.options is not None:
-            given.append(f"options={ {name: _told(name, value) for name, value in self.options.items()}!r}")
+            arguments.append(
+                f"options={ {name: _printable(name, value) for name, value in self.options.items()}!r}"
+            )
         if self.engine is not None:
-            given.append(f"engine={self.engine!r}")
+            arguments.append(f"engine={self.engine!r}")
         if self.fs is not None:
-            given.append(f"fs=<{type(self.fs).__qualname__}>")
+            arguments.append(f"fs=<{type(self.fs).__qualname__}>")
         if self.keep is not None:
-            given.append(f"keep={self.keep!r}")
-        return f"Place({', '.join(given)})"
+            arguments.append(f"keep={self.keep!r}")
+        return f"Place({', '.join(arguments)})"
 
 
-def _told(name: str, value: Any) -> Any:
+def _printable(name: str, value: Any) -> Any:
     """An option as it may be printed: numbers, and texts that say where the store is. Any other may hold a secret."""
     if SECRET_NAME.search(name):
         return "…"
@@ -150,7 +152,7 @@ def _told(name: str, value: Any) -> Any:
     return value if value is None or isinstance(value, int | float) else "…"
 
 
-Anywhere: TypeAlias = Where | Place
+Anywhere: TypeAlias = StrPath | Place
 
 
 def place_of(where: Anywhere) -> Place:

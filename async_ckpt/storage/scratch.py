@@ -130,7 +130,7 @@ def sync_all(path: Path) -> int:
     if path.is_dir():
         for folder in [
             path,
-            *(found for found in path.rglob("*") if found.is_dir() and not found.is_symlink()),
+            *(inner for inner in path.rglob("*") if inner.is_dir() and not inner.is_symlink()),
         ]:
             sync_folder(folder)
     return num_bytes

@@ -40,6 +40,6 @@ SECRET_NAME: Final = re.compile(
 )
 
 
-def too_long(where: str, num_bytes: int) -> str:
+def key_too_long(shown: str, num_bytes: int) -> str:
     """The message about a key that no store takes."""
-    return f"{where:.100}…: a key of {num_bytes:,} bytes, and stores take {MAX_KEY_BYTES:,}; shorten it"
+    return f"{shown:.100}…: a key of {num_bytes:,} bytes, and stores take {MAX_KEY_BYTES:,}; shorten it"

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import CorruptCheckpointError, StorageUnavailableError
 
-Where = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
 
 SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
@@ -27,7 +27,7 @@ _CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://[^:]*)?::.*:/")
 _URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
-def parent_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
+def parent_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
     """The place that an object lies in, and its name there. Raises ValueError where there is no name."""
     text = text_of(path)
     parent, name = place_and_name(text, fs=fs)
@@ -35,21 +35,21 @@ def parent_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
     if fs is None and scheme.lower() in SCHEMES and rest.startswith("/"):
         raise ValueError(f"{shown(text)} names no bucket; write {scheme}://bucket{rest}")
     if _is_far(text, fs) and (not name or text.endswith("/")):
-        there = shown(text).rstrip("/")
-        example = f"{there}//bucket/x.tar" if there.endswith(":") else f"{there}/x.tar"
+        bucket_url = shown(text).rstrip("/")
+        example = f"{bucket_url}//bucket/x.tar" if bucket_url.endswith(":") else f"{bucket_url}/x.tar"
         raise ValueError(f"{shown(text)} names no object; give a name in it, such as {example}")
     return parent, name
 
 
-def place_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
+def place_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
     """The place that an object or a folder lies in, and its name there: empty for a whole bucket, or a whole disk.
 
     With `fs`, the path is one on that filesystem.
     """
     text = text_of(path)
     if not _is_far(text, fs):
-        where = local_path(text)
-        return str(where.parent), where.name
+        local = local_path(text)
+        return str(local.parent), local.name
     if fs is None and scheme_of(text) in SCHEMES:
         _refuse_query(text)
     start = text.index("://") + len("://") if scheme_of(text) else 0
@@ -78,18 +78,18 @@ def split_bucket(url: str) -> tuple[str, str, str]:
         raise ValueError(f"{scheme}:// is not an object store; known are {', '.join(sorted(SCHEMES))}")
     bucket, _, prefix = rest.partition("/")
     user, _, host = bucket.rpartition("@")
-    seen = f"{scheme}://{shown(url).partition('://')[2].partition('/')[0]}"
+    printable = f"{scheme}://{shown(url).partition('://')[2].partition('/')[0]}"
     if not host:
-        raise ValueError(f"{seen} names no bucket; write {scheme}://bucket/prefix")
+        raise ValueError(f"{printable} names no bucket; write {scheme}://bucket/prefix")
     if (user or ":" in bucket) and (scheme in ("s3", "gs") or ":" in bucket):
         raise ValueError(
-            f"{seen}: a URL must not contain keys or a port; write {scheme}://bucket/prefix, and give these in "
+            f"{printable}: a URL must not contain keys or a port; write {scheme}://bucket/prefix, and give these in "
             "Place(url, options=…)"
         )
     _refuse_query(url)
     prefix = prefix.strip("/")
     if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-        raise ValueError(f"{seen}/{prefix}: a key must not have an empty part, or one that is . or ..")
+        raise ValueError(f"{printable}/{prefix}: a key must not have an empty part, or one that is . or ..")
     return scheme, bucket, prefix
 
 
@@ -122,7 +122,7 @@ def shown(text: str) -> str:
     return f"{scheme}{slashes}{re.split('[?#]', place, maxsplit=1)[0]}"
 
 
-def hidden(text: str) -> str:
+def without_secrets(text: str) -> str:
     """A text of somebody else's, such as a client's error, with each URL in it as it may be printed."""
     return _URL_IN_TEXT.sub(lambda url: shown(url[0]), text)
 
@@ -135,7 +135,7 @@ def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
     )
 
 
-def text_of(path: Where) -> str:
+def text_of(path: StrPath) -> str:
     """A path as text. Raises TypeError and ValueError for anything else."""
     # What stands for an object in a store (cloudpathlib) has a path as well: that of its copy in a cache on the disk.
     as_uri = None if isinstance(path, str | PurePath) else getattr(path, "as_uri", None)
@@ -158,15 +158,15 @@ def text_of(path: Where) -> str:
 
 
 def local_path(text: str) -> Path:
-    """Where a path or a `file://` URL lies on this machine."""
+    """The path on this machine that a path or a `file://` URL means. Raises StorageUnavailableError."""
     refuse_chain(text)
     if scheme_of(text) == "file":
         text = unquote(urlsplit(text).path)
     if not text:
         raise ValueError("the path is empty")
-    where = Path(text).expanduser().absolute()
+    path = Path(text).expanduser().absolute()
     try:
-        where.is_dir()
+        path.is_dir()
     except OSError as error:  # a name that is too long, or a file system that does not answer
         raise StorageUnavailableError(f"{text:.300}: {error.strerror}", path=text) from error
-    return where
+    return path

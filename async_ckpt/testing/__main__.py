@@ -26,14 +26,14 @@ def main() -> int:
     arguments = parser.parse_args()
     with moto_server() as server:
         server.make_bucket(arguments.bucket)
-        told = {
+        environment = {
             "AWS_ENDPOINT_URL": server.endpoint,
             "AWS_REGION": server.options["region"],
             "AWS_ACCESS_KEY_ID": server.options["access_key_id"],
             "AWS_SECRET_ACCESS_KEY": server.options["secret_access_key"],
         }
         inherited = {k: v for k, v in os.environ.items() if k not in ("AWS_SESSION_TOKEN", "AWS_PROFILE")}
-        return subprocess.run(arguments.command, env=inherited | told, check=False).returncode
+        return subprocess.run(arguments.command, env=inherited | environment, check=False).returncode
 
 
 if __name__ == "__main__":

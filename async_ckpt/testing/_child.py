@@ -38,16 +38,16 @@ def date_uploads() -> None:
     upload_type: Any = models.FakeMultipart
     response_type: Any = responses.S3Response
     begin, list_uploads = upload_type.__init__, response_type.list_multipart_uploads
-    begun: dict[str, str] = {}
+    initiated: dict[str, str] = {}
 
     def dated_begin(upload: Any, *arguments: Any, **options: Any) -> None:
         begin(upload, *arguments, **options)
-        begun[upload.id] = now()
+        initiated[upload.id] = now()
 
     def dated_list(response: Any) -> Any:
         status, headers, body = list_uploads(response)
         pattern = r"(<UploadId>(\w+)</UploadId>.*?<Initiated>)[^<]*"
-        return status, headers, re.sub(pattern, lambda found: found[1] + begun[found[2]], body)
+        return status, headers, re.sub(pattern, lambda match: match[1] + initiated[match[2]], body)
 
     upload_type.__init__ = dated_begin
     response_type.list_multipart_uploads = dated_list
@@ -82,9 +82,9 @@ def rclone(command: list[str]) -> None:
 def _announce(server: subprocess.Popen[bytes]) -> None:
     assert server.stderr is not None
     for line in server.stderr:
-        found = re.search(rb"Starting s3 server on \[(http://[^\]]*?)/?\]", line)
-        if found:
-            print(found[1].decode(), flush=True)
+        match = re.search(rb"Starting s3 server on \[(http://[^\]]*?)/?\]", line)
+        if match:
+            print(match[1].decode(), flush=True)
         else:
             sys.stderr.buffer.write(line)
             sys.stderr.flush()

@@ -150,18 +150,18 @@ def together(call: Callable[[int], T], arguments: Sequence[int]) -> list[T]:
         return list(threads.map(run, arguments))
 
 
-def same(found: Any, told: Any) -> bool:
+def same(actual: Any, expected: Any) -> bool:
     """Whether two contents are equal; pytest would spend minutes on explaining how megabytes differ."""
-    return bytes(found) == bytes(told)
+    return bytes(actual) == bytes(expected)
 
 
 def everything(storage: Storage, folder: str = "") -> list[str]:
     """The path of every object; where folders are real, of empty ones too."""
-    found = []
+    paths = []
     for name in storage.names(folder):
         path = f"{folder}/{name}" if folder else name
-        found += everything(storage, path) or storage.existing([path])
-    return found
+        paths += everything(storage, path) or storage.existing([path])
+    return paths
 
 
 class Promises:

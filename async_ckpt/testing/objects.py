@@ -100,11 +100,11 @@ class ObjectContract(Promises):
 
     def test_the_version_that_replacing_tells_is_the_one_that_is_read(self, storage: Storage) -> None:
         """A place that cannot tell says so by None."""
-        told = storage.replace("x", b"one")
-        again = storage.replace("x", b"two", version=storage.read("x")[1])
+        first = storage.replace("x", b"one")
+        second = storage.replace("x", b"two", version=storage.read("x")[1])
 
-        assert again in (None, storage.read("x")[1])
-        assert told is None or told != again
+        assert second in (None, storage.read("x")[1])
+        assert first is None or first != second
 
     def test_of_many_writers_that_replace_one_version_exactly_one_wins(self, storage: Storage) -> None:
         storage.put_new("x", b"old")
@@ -187,10 +187,10 @@ class ObjectContract(Promises):
     ) -> None:
         data = random_bytes(PAGE_BYTES)
 
-        def run(who: int) -> None:
-            if who == 0:
+        def run(number: int) -> None:
+            if number == 0:
                 put_archive(storage, "folder/x.tar", data, LentMemory())
-            elif who == 1:
+            elif number == 1:
                 storage.put_new("folder/manifest", b"1")
             else:  # again and again, as if many processes came by
                 for _ in range(10):
@@ -304,14 +304,14 @@ class ObjectContract(Promises):
         data, memory = random_bytes(3 * SEGMENT_BYTES), LentMemory()
         sink = create(storage, "folder/x.tar", data, memory)
         write(sink, data, memory, order=[0, 1])
-        found = storage.sweep("folder", storage.names("folder"), delete=True, decided=True)
+        swept = storage.sweep("folder", storage.names("folder"), delete=True, decided=True)
         aborted = storage.sweep_uploads()
         write(sink, data, memory, order=[2])
         sink.finish()
         after = storage.sweep("folder", ["x.tar"], delete=True, decided=True)
         sink.close()
 
-        assert (found, aborted, after) == ([], [], [])
+        assert (swept, aborted, after) == ([], [], [])
         assert same(self.content(storage, "folder/x.tar"), data)
 
     def test_a_sweep_deletes_only_what_it_is_told_to(self, storage: Storage) -> None:

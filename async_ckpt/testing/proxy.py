@@ -109,10 +109,10 @@ class FaultyProxy:
         async def act(exchange: ProxiedRequest) -> bool:
             return await exchange.forward(cut_request=after_bytes)
 
-        meant = predicate(match)
+        matches = predicate(match)
 
         def is_long(request: Request) -> bool:
-            return meant(request) and (
+            return matches(request) and (
                 not after_bytes or request.num_bytes is None or request.num_bytes > after_bytes
             )
 

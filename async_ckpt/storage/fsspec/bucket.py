@@ -19,7 +19,7 @@ from ...spec import KIB
 from .. import stores
 from ..conditions import Conditions, Form
 from .info import Info, Moment, ReplacedError, probe_name
-from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, was_repeated, words_of
+from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, codes_of, was_repeated
 from .setup import OncePerProcess
 
 _CONFLICT_TRIES: Final = 4
@@ -81,8 +81,8 @@ class Bucket:
         self._filesystem = filesystem
         self._root = root
         self._deadline_seconds = deadline_seconds
-        self._seen = False  # that there is such a bucket
-        self._conditional: bool | None = None  # whether it heeds conditions on a put
+        self._has_bucket = False  # that there is such a bucket
+        self._obeys_conditions: bool | None = None  # whether it heeds conditions on a put
         self._conditions = Conditions()
 
     def name(self, path: str) -> str:
@@ -99,7 +99,7 @@ class Bucket:
         needed = max(-(-stores.MIN_PART_BYTES // segment_bytes), -(-num_segments // stores.MAX_PARTS))
         return min(needed, num_segments)
 
-    def where(self, name: str) -> tuple[str, str]:
+    def split(self, name: str) -> tuple[str, str]:
         bucket, key, _ = self._filesystem().split_path(name)
         return bucket, key
 
@@ -114,37 +114,37 @@ class Bucket:
         from fsspec.asyn import sync  # type: ignore[import-untyped]
 
         fs = self._filesystem()
-        bucket, key = self.where(name)
+        bucket, key = self.split(name)
         request = partial(fs._call_s3, Bucket=bucket, Key=key, **parameters)
         try:
             return sync(fs.loop, talk, request, timeout=self._deadline_seconds)
         except FileNotFoundError as error:
-            if "NoSuchBucket" in words_of(error):
+            if "NoSuchBucket" in codes_of(error):
                 raise NoBucketError(errno.ENXIO, f"bucket {bucket} does not exist") from error
             raise
 
     def info(self, name: str) -> Info:
         try:
-            said = self.call("head_object", name)
+            response = self.call("head_object", name)
         except FileNotFoundError:  # which does not say what is missing
             self._require_bucket(name)
             raise
         except OSError:  # the answer to a HEAD has no body and so no reason; the answer to a listing has
-            bucket, key = self.where(name)
+            bucket, key = self.split(name)
             self.call("list_objects_v2", bucket, Prefix=key, MaxKeys=1)
             raise
-        return Info(said["ContentLength"], said["ETag"])
+        return Info(response["ContentLength"], response["ETag"])
 
     def _require_bucket(self, name: str) -> None:
-        if self._seen:
+        if self._has_bucket:
             return
         try:
             self.call("head_bucket", name)
         except FileNotFoundError:
-            raise NoBucketError(errno.ENXIO, f"bucket {self.where(name)[0]} does not exist") from None
+            raise NoBucketError(errno.ENXIO, f"bucket {self.split(name)[0]} does not exist") from None
         except PermissionError:
             pass  # it is there, and not to be looked at
-        self._seen = True
+        self._has_bucket = True
 
     def read(self, name: str) -> tuple[bytes, str]:
         data, version = self._get(name, None)
@@ -154,7 +154,7 @@ class Bucket:
         try:
             self._get(name, target, Range=f"bytes={offset}-{offset + len(target) - 1}", IfMatch=version)
         except OSError as error:
-            if words_of(error) & REFUSED:
+            if codes_of(error) & REFUSED:
                 raise ReplacedError from error
             raise
 
@@ -164,14 +164,14 @@ class Bucket:
         from s3fs.core import S3_RETRYABLE_ERRORS  # type: ignore[import-untyped]
 
         async def get(request: Callable[..., Any]) -> tuple[memoryview, str]:
-            said = await request("get_object")
-            view = memoryview(bytearray(said["ContentLength"])) if target is None else target
+            response = await request("get_object")
+            view = memoryview(bytearray(response["ContentLength"])) if target is None else target
             at = 0
-            async with said["Body"] as body:
+            async with response["Body"] as body:
                 while chunk := await body.read(_SLICE_BYTES):
                     view[at : at + len(chunk)] = chunk
                     at += len(chunk)
-            return view, said["ETag"]
+            return view, response["ETag"]
 
         for tries_left in reversed(range(self._filesystem().retries)):
             try:
@@ -188,11 +188,11 @@ class Bucket:
                 self.call("put_object", name, Body=Body([memoryview(data)]), **condition)
                 return
             except OSError as error:
-                words = words_of(error)
-                if tries_left and words & CONFLICT:  # another conditional put is being decided
+                codes = codes_of(error)
+                if tries_left and codes & CONFLICT:  # another conditional put is being decided
                     continue
-                gone = version is not None and isinstance(error, FileNotFoundError)
-                if not (condition and words & REFUSED) and not gone:
+                is_gone = version is not None and isinstance(error, FileNotFoundError)
+                if not (condition and codes & REFUSED) and not is_gone:
                     raise
                 if create and was_repeated(error) and self.read(name)[0] == data:
                     return  # it is our own: the answer to the first try was lost
@@ -200,17 +200,17 @@ class Bucket:
 
     def creates_exclusively(self) -> bool:
         """Whether a condition on a put is heeded: some stores take it and write all the same. Tried once."""
-        if self._conditional is None:
+        if self._obeys_conditions is None:
             probe = self.name(probe_name())
             self.put(probe, b"")
             try:
-                self._conditional = self._refuses(probe, create=True) and self._refuses(
+                self._obeys_conditions = self._refuses(probe, create=True) and self._refuses(
                     probe, version=f'"{"0" * 32}"'
                 )
             finally:
                 with suppress(OSError):
                     self.delete(probe)
-        return self._conditional
+        return self._obeys_conditions
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
         """Put over this version and no other. False when the store does not obey that condition."""
@@ -251,12 +251,12 @@ class Bucket:
         except FileExistsError:
             return True
         except OSError as error:
-            if not words_of(error) & NO_SUCH_CALL:
+            if not codes_of(error) & NO_SUCH_CALL:
                 raise
         return False
 
     def move(self, name: str, to: str) -> None:
-        bucket, key = self.where(name)
+        bucket, key = self.split(name)
         self.call("copy_object", to, CopySource={"Bucket": bucket, "Key": key})
         self.delete(name)
 
@@ -266,9 +266,9 @@ class Bucket:
     def delete_many(self, names: Sequence[str]) -> bool:
         """By as few requests as there are; False where the bucket does not know them."""
         for at in range(0, len(names), _MAX_DELETED):
-            keys = [{"Key": self.where(name)[1]} for name in names[at : at + _MAX_DELETED]]
-            told = self.call("delete_objects", names[at], Delete={"Objects": keys, "Quiet": True})
-            if told.get("Errors"):
+            keys = [{"Key": self.split(name)[1]} for name in names[at : at + _MAX_DELETED]]
+            response = self.call("delete_objects", names[at], Delete={"Objects": keys, "Quiet": True})
+            if response.get("Errors"):
                 return False
         return True
 
@@ -276,16 +276,16 @@ class Bucket:
         return False  # there are no folders
 
     def names(self, folder: str) -> set[str]:
-        key = self.where(folder)[1]
+        key = self.split(folder)[1]
         prefix = key and f"{key}/"
-        found: set[str] = set()
+        names: set[str] = set()
         for page in self._pages("list_objects_v2", folder, Prefix=prefix, Delimiter="/"):
-            found.update(entry["Key"][len(prefix) :] for entry in page.get("Contents", ()))
-            found.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", ()))
-        return found - {""}
+            names.update(entry["Key"][len(prefix) :] for entry in page.get("Contents", ()))
+            names.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", ()))
+        return names - {""}
 
     def sizes(self, folder: str) -> dict[str, int]:
-        key = self.where(folder)[1]
+        key = self.split(folder)[1]
         prefix = key and f"{key}/"
         return {
             entry["Key"][len(prefix) :]: entry["Size"]
@@ -309,8 +309,8 @@ class Bucket:
                     parameters[marker] = page[f"Next{marker}"]
 
     def now(self) -> Moment:
-        said = self.call("list_objects_v2", self._root, Prefix=self.where(self._root)[1], MaxKeys=1)
-        return parsedate_to_datetime(said["ResponseMetadata"]["HTTPHeaders"]["date"])
+        response = self.call("list_objects_v2", self._root, Prefix=self.split(self._root)[1], MaxKeys=1)
+        return parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
 
     def modified(self, name: str) -> Moment:
         moment: Moment = self.call("head_object", name)["LastModified"]

@@ -55,10 +55,10 @@ class FileTree:
         fs = self._filesystem()
         for listed in (name, fs._parent(name)):  # a filesystem that was handed to us may keep listings
             fs.invalidate_cache(listed)
-        said = fs.info(name)
-        if said["type"] == "directory":
+        entry = fs.info(name)
+        if entry["type"] == "directory":
             raise (FileNotFoundError if self.objects else IsADirectoryError)(errno.EISDIR, "a folder", name)
-        return Info(said["size"], str(next((said[key] for key in _STAMPS if said.get(key)), "")))
+        return Info(entry["size"], str(next((entry[key] for key in _STAMPS if entry.get(key)), "")))
 
     def read(self, name: str) -> tuple[bytes, str]:
         data = self._filesystem().cat_file(name)
@@ -143,14 +143,14 @@ class FileTree:
         fs = self._filesystem()
         fs.invalidate_cache(folder)
         try:
-            found = [entry.rstrip("/") for entry in fs.ls(folder or "/", detail=False)]
+            names = [entry.rstrip("/") for entry in fs.ls(folder or "/", detail=False)]
         except (FileNotFoundError, NotADirectoryError):
             return set()
-        return {entry.rpartition("/")[2] for entry in found if entry != folder}
+        return {entry.rpartition("/")[2] for entry in names if entry != folder}
 
     def sizes(self, folder: str) -> dict[str, int]:
         fs = self._filesystem()
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         folders = [(folder, "")]
         while folders:
             inner, prefix = folders.pop()
@@ -167,8 +167,8 @@ class FileTree:
                 if entry["type"] == "directory":
                     folders.append((name, f"{path}/"))
                 else:
-                    found[path] = entry["size"]
-        return found
+                    sizes[path] = entry["size"]
+        return sizes
 
     def tree(self, name: str) -> tuple[list[str], list[str]]:
         """The rest behind this name in those of all files of its tree, and in those of its folders, outer ones first.

@@ -43,11 +43,11 @@ _ADVICE: Final = {
 
 
 def advice_on(error: BaseException) -> str:
-    words = words_of(error)
+    codes = codes_of(error)
     otherwise = (
         "make sure that the place is there, is healthy, and may be read and written with these credentials"
     )
-    return next((advice for names, advice in _ADVICE.items() if words & set(names.split())), otherwise)
+    return next((advice for names, advice in _ADVICE.items() if codes & set(names.split())), otherwise)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -58,17 +58,17 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def words_of(error: BaseException) -> set[str]:
+def codes_of(error: BaseException) -> set[str]:
     """The names of an error and its causes: their classes, and the codes that a store gave."""
-    found = set()
-    for one in chain(error):
-        found.add(type(one).__name__)
-        found.add(str(_answer(one).get("Error", {}).get("Code")))
-    return found
+    codes = set()
+    for cause in chain(error):
+        codes.add(type(cause).__name__)
+        codes.add(str(_answer(cause).get("Error", {}).get("Code")))
+    return codes
 
 
 def was_repeated(error: BaseException) -> bool:
-    return any(_answer(one).get("ResponseMetadata", {}).get("RetryAttempts") for one in chain(error))
+    return any(_answer(cause).get("ResponseMetadata", {}).get("RetryAttempts") for cause in chain(error))
 
 
 def _answer(error: BaseException) -> Mapping[str, Any]:
@@ -78,18 +78,18 @@ def _answer(error: BaseException) -> Mapping[str, Any]:
 
 def secrets_in(url: str, *options: Mapping[str, Any]) -> tuple[str, ...]:
     """Texts that nobody may read in a message, the longest first."""
-    found = {os.environ.get(name, "") for name in _SECRET_VARIABLES}
+    secrets = {os.environ.get(name, "") for name in _SECRET_VARIABLES}
     parts = urlsplit(url)
     password = parts.password
-    found |= {password or "", unquote(password or ""), parts.query, parts.fragment}
-    todo = list(options)
-    while todo:
-        for name, value in todo.pop().items():
+    secrets |= {password or "", unquote(password or ""), parts.query, parts.fragment}
+    mappings = list(options)
+    while mappings:
+        for name, value in mappings.pop().items():
             if isinstance(value, Mapping):
-                todo.append(value)
+                mappings.append(value)
             elif isinstance(value, str) and stores.SECRET_NAME.search(name):
-                found.add(value)
-    return tuple(sorted(found - {""}, key=len, reverse=True))
+                secrets.add(value)
+    return tuple(sorted(secrets - {""}, key=len, reverse=True))
 
 
 _SECRET_VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")

@@ -58,17 +58,17 @@ class OncePerProcess:
         _makers.add(self)
 
     def begin_anew(self) -> None:
-        self._made: Any = None
+        self._filesystem: Any = None
         # Both are held over calls: whoever waits needs what is being made, or the connection that is in use.
         self._making, self._using = threading.Lock(), threading.RLock()
 
     def __call__(self) -> Any:
         with self._making:
-            if self._made is None:
-                self._made = self._make()
+            if self._filesystem is None:
+                self._filesystem = self._make()
                 with suppress(TypeError):  # some class of a user's, which takes no weak references
-                    _alive[id(self._made)] = self._made
-            return self._made
+                    _alive[id(self._filesystem)] = self._filesystem
+            return self._filesystem
 
     def turn(self) -> AbstractContextManager[Any]:
         """To be held while it is used."""
@@ -84,19 +84,19 @@ def _forget() -> None:
         maker.begin_anew()
 
 
-def given(fs: Any) -> Callable[[], Any]:
+def maker_of(fs: Any) -> Callable[[], Any]:
     """The maker of a user's filesystem: it is there already, and made again in a forked child where it has to be."""
     made_in = getattr(fs, "_pid", os.getpid())  # as those with an event loop note it
 
     def make() -> Any:
         # To an event loop, or to one connection.
         is_bound = getattr(fs, "async_impl", False) or protocol_of(fs) in ONE_AT_A_TIME
-        return _made_again(fs) if is_bound and os.getpid() != made_in else fs
+        return _remake(fs) if is_bound and os.getpid() != made_in else fs
 
     return make
 
 
-def _made_again(fs: Any) -> Any:
+def _remake(fs: Any) -> Any:
     """The same filesystem with connections of this process, as if it had been pickled for another one."""
     never_end(fs)
     try:
@@ -113,14 +113,14 @@ def class_and_maker(scheme: str, url: str, options: Mapping[str, Any]) -> tuple[
     """The class for a scheme, and what makes its filesystem: not shared with others, and without kept listings."""
     kind = _class_of(scheme)
     if hasattr(kind, "call_s3"):
-        given = _for_s3fs(options, known=set(inspect.signature(kind.__init__).parameters))
+        kwargs = _for_s3fs(options, known=set(inspect.signature(kind.__init__).parameters))
     else:
-        given = {key: value for key, value in options.items() if key not in _OURS}
-        given = {**kind._get_kwargs_from_urls(url), **given}
+        kwargs = {key: value for key, value in options.items() if key not in _OURS}
+        kwargs = {**kind._get_kwargs_from_urls(url), **kwargs}
 
     def make() -> Any:
         provider = options.get("credential_provider") if hasattr(kind, "call_s3") else None
-        fs = kind(**given, **(_credentials(provider) if provider else {}), skip_instance_cache=True)
+        fs = kind(**kwargs, **(_credentials(provider) if provider else {}), skip_instance_cache=True)
         fs.dircache.use_listings_cache = False  # an option of most constructors, and an error for others
         return fs
 
@@ -138,13 +138,13 @@ def _class_of(scheme: str) -> Any:
     try:
         return get_filesystem_class(scheme)
     except ValueError:
-        like = difflib.get_close_matches(scheme, available_protocols(), n=3, cutoff=0.5)
-        meant = (
-            f"did you mean {' or '.join(f'{name}://' for name in like)}?"
-            if like
+        similar = difflib.get_close_matches(scheme, available_protocols(), n=3, cutoff=0.5)
+        hint = (
+            f"did you mean {' or '.join(f'{name}://' for name in similar)}?"
+            if similar
             else ("there are local paths, s3://, gs://, az:// and what fsspec.available_protocols() lists")
         )
-        raise ValueError(f"{scheme}:// is not a known scheme; {meant}") from None
+        raise ValueError(f"{scheme}:// is not a known scheme; {hint}") from None
     except ImportError as error:
         missing = next((e.name for e in chain(error) if isinstance(e, ImportError) and e.name), "")
         package = '"async_ckpt[fsspec]"' if scheme in ("s3", "s3a") else missing.partition(".")[0]
@@ -155,7 +155,7 @@ def _class_of(scheme: str) -> Any:
 
 def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     """Options by s3fs's names, from those or obstore's. Raises ValueError for what neither knows."""
-    given: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     for name, value in options.items():
         name = name.lower().removeprefix("aws_")
         name = _S3_NAMES.get(name, name)
@@ -167,14 +167,14 @@ def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
                 {"s3": {"addressing_style": "virtual" if _is_true(value) else "path"}},
             )
         if name in ("client_kwargs", "config_kwargs"):
-            given[name] = {**given.get(name, {}), **value}
+            kwargs[name] = {**kwargs.get(name, {}), **value}
         elif name == "anon":
-            given["anon"] = _is_true(value)
+            kwargs["anon"] = _is_true(value)
         elif name in known or name == "profile":
-            given[name] = value
+            kwargs[name] = value
         elif name not in _OURS | _OBSTORE_ONLY:
             raise ValueError(f"options has {name!r}, which is not an option of s3fs or obstore")
-    return given
+    return kwargs
 
 
 def _is_true(value: object) -> bool:
@@ -185,15 +185,19 @@ def _credentials(provider: Callable[[], Any]) -> dict[str, Any]:
     """The present answer of a credential provider of obstore. s3fs is told once: for keys that expire give it a `session`."""
     from fsspec.asyn import get_loop, sync  # type: ignore[import-untyped]
 
-    said = provider()
-    if inspect.isawaitable(said):
-        awaited = said
+    credentials = provider()
+    if inspect.isawaitable(credentials):
+        awaitable = credentials
 
         async def wait() -> Any:
-            return await awaited
+            return await awaitable
 
-        said = sync(get_loop(), wait)
-    return {"key": said["access_key_id"], "secret": said["secret_access_key"], "token": said.get("token")}
+        credentials = sync(get_loop(), wait)
+    return {
+        "key": credentials["access_key_id"],
+        "secret": credentials["secret_access_key"],
+        "token": credentials.get("token"),
+    }
 
 
 _turns: dict[tuple[int, str], threading.Lock] = {}

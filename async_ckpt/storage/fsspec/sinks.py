@@ -17,7 +17,7 @@ from ..interface import Lent
 from .bucket import Body, Bucket
 from .file_tree import Draft, FileTree
 from .info import Info
-from .refusals import words_of
+from .refusals import codes_of
 
 Translated = Callable[..., AbstractContextManager[None]]
 
@@ -102,8 +102,8 @@ class MultipartSink(_HoldingSink):
         self._is_small = self._num_parts == 1
         self._parts: dict[int, dict[str, Any]] = {}  # what the store said of each part; under _lock
         self._retried = False  # the beginning was asked for more than once
-        self._upload: str | None = None  # under _beginning, which is held while the store is asked for it
-        self._told_again: tuple[str, ...] = ()  # of what it says of a part, what it wants to hear at the end
+        self._upload_id: str | None = None  # under _beginning, which is held while the store is asked for it
+        self._kept_fields: tuple[str, ...] = ()  # of what it says of a part, what it wants to hear at the end
         self._beginning = threading.Lock()
 
     def write(self, offset: int, data: memoryview, lease: Lent) -> None:
@@ -128,13 +128,13 @@ class MultipartSink(_HoldingSink):
         body = Body([view for view, _ in segments])
         try:
             with self._translated():
-                said = self._bucket.call(
-                    "upload_part", self._name, UploadId=self._begun(), PartNumber=number + 1, Body=body
+                response = self._bucket.call(
+                    "upload_part", self._name, UploadId=self._begin_upload(), PartNumber=number + 1, Body=body
                 )
-            part = {key: said[key] for key in self._told_again if key in said}
+            part = {key: response[key] for key in self._kept_fields if key in response}
             with self._lock:
                 self._parts[number] = {"PartNumber": number + 1, **part}
-                self.num_retries += said["ResponseMetadata"].get("RetryAttempts", 0)
+                self.num_retries += response["ResponseMetadata"].get("RetryAttempts", 0)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -143,15 +143,15 @@ class MultipartSink(_HoldingSink):
             for _, lease in segments:
                 lease.release()
 
-    def _begun(self) -> str:
+    def _begin_upload(self) -> str:
         with self._beginning:
-            if self._upload is None:
-                begun = self._bucket.call("create_multipart_upload", self._name)
-                self._retried = bool(begun["ResponseMetadata"].get("RetryAttempts"))
-                self._upload = str(begun["UploadId"])
+            if self._upload_id is None:
+                response = self._bucket.call("create_multipart_upload", self._name)
+                self._retried = bool(response["ResponseMetadata"].get("RetryAttempts"))
+                self._upload_id = str(response["UploadId"])
                 # A checksum of each part belongs to the end only where the upload was begun with that kind.
-                self._told_again = ("ETag", f"Checksum{begun.get('ChecksumAlgorithm')}")
-            return self._upload
+                self._kept_fields = ("ETag", f"Checksum{response.get('ChecksumAlgorithm')}")
+            return self._upload_id
 
     def finish(self, num_bytes: int | None = None) -> None:
         with self._translated():
@@ -162,11 +162,11 @@ class MultipartSink(_HoldingSink):
             else:
                 self._complete()
             try:
-                found = self._bucket.info(self._name)
+                info = self._bucket.info(self._name)
             except FileNotFoundError:
-                found = Info(0, "")
+                info = Info(0, "")
             # An e-tag would say more, but not all stores (rclone) tell the same one twice.
-            self._check_size(found.num_bytes)
+            self._check_size(info.num_bytes)
             if self._retried:  # the answer to a beginning may have been lost: then there is an upload more
                 self._discard_all()
         self._finished = True
@@ -200,24 +200,24 @@ class MultipartSink(_HoldingSink):
             self._bucket.call(
                 "complete_multipart_upload",
                 self._name,
-                UploadId=self._upload,
+                UploadId=self._upload_id,
                 MultipartUpload={"Parts": parts},
             )
         except FileNotFoundError as error:
             # A first answer may have been lost on its way: then it is complete, and its e-tag follows from its parts'.
-            if "NoSuchUpload" not in words_of(error) or self._bucket.info(self._name).version != _etag_of(
+            if "NoSuchUpload" not in codes_of(error) or self._bucket.info(self._name).version != _etag_of(
                 parts
             ):
                 raise
 
     def _discard(self) -> None:
-        if self._upload is not None:
-            self._bucket.call("abort_multipart_upload", self._name, UploadId=self._upload)
+        if self._upload_id is not None:
+            self._bucket.call("abort_multipart_upload", self._name, UploadId=self._upload_id)
         if self._retried:
             self._discard_all()
 
     def _discard_all(self) -> None:
-        self._bucket.abort_uploads(*self._bucket.where(self._name), exact=True)
+        self._bucket.abort_uploads(*self._bucket.split(self._name), exact=True)
 
     def __repr__(self) -> str:
         sent = f"{len(self._parts)} of {self._num_parts} parts"

@@ -18,12 +18,12 @@ from ...host.threads import run_together
 from .. import stores
 from ..bulk import delete
 from ..interface import Reader
-from ..url import hidden, scheme_of, shown, split_bucket, unusable_name
+from ..url import scheme_of, shown, split_bucket, unusable_name, without_secrets
 from .bucket import Bucket
 from .file_tree import FileTree
 from .info import Moment, ReplacedError
 from .refusals import advice_on, chain, secrets_in
-from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, given, protocol_of, turn
+from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
 from .sinks import AppendingSink, MultipartSink, Translated
 
 # Older than this by the store's clock, and of a step that is decided: then nobody is still writing it.
@@ -56,7 +56,7 @@ class FsspecStorage:
         else:
             if getattr(fs, "asynchronous", False):
                 raise ValueError("fs= must be made with asynchronous=False: it is called from threads")
-            kind, make, scheme = type(fs), given(fs), protocol_of(fs)
+            kind, make, scheme = type(fs), maker_of(fs), protocol_of(fs)
         root = (kind if fs is None else fs)._strip_protocol(url).rstrip("/")
         self._url = shown(url if scheme_of(url) else f"{scheme}://{root}")
         self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))
@@ -134,10 +134,10 @@ class FsspecStorage:
             self._say_once("puts that replace one version only, so two writers could overwrite each other")
             with turn(self._url):
                 try:
-                    found = self._place.read(name)[1]
+                    current = self._place.read(name)[1]
                 except FileNotFoundError:
-                    found = None
-                if found != version:
+                    current = None
+                if current != version:
                     raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
                 self._place.put(name, data)
 
@@ -183,13 +183,13 @@ class FsspecStorage:
 
     def sizes(self, folder: str) -> dict[str, int]:
         with self._translated(folder):
-            found = self._place.sizes(self._place.name(folder))
-        for path in found:
+            sizes = self._place.sizes(self._place.name(folder))
+        for path in sizes:
             if any(part in ("", ".", "..") for part in path.split("/")):
                 raise unusable_name(
                     self.locate(folder), f"{path!r:.200} has an empty part, or one that is . or .."
                 )
-        return dict(sorted(found.items()))
+        return dict(sorted(sizes.items()))
 
     def exists(self, path: str) -> bool:
         with self._translated(path):
@@ -202,14 +202,14 @@ class FsspecStorage:
             return True
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        found: set[str] = set()
+        present: set[str] = set()
 
         def look(path: str) -> None:
             if self.exists(path):
-                found.add(path)
+                present.add(path)
 
         run_together("look", [partial(look, path) for path in paths], max_threads=_NUM_LOOKERS)
-        return [path for path in paths if path in found]
+        return [path for path in paths if path in present]
 
     def sweep(
         self,
@@ -254,7 +254,7 @@ class FsspecStorage:
             return []
         try:
             with self._translated(""):
-                bucket, prefix = self._place.where(self._place.name(""))
+                bucket, prefix = self._place.split(self._place.name(""))
                 before = self._place.now().timestamp() - stores.ORPHAN_SECONDS
                 return self._place.abort_uploads(bucket, prefix and f"{prefix}/", before)
         except StorageUnavailableError as error:
@@ -264,10 +264,10 @@ class FsspecStorage:
             )
             return []
 
-    def _say_once(self, what: str) -> None:
-        if what not in self._said and not self._place.alone:
-            self._said.add(what)
-            _log.warning("%s has no %s", self._url, what)
+    def _say_once(self, lack: str) -> None:
+        if lack not in self._said and not self._place.alone:
+            self._said.add(lack)
+            _log.warning("%s has no %s", self._url, lack)
 
     @contextmanager
     def _translated(
@@ -281,7 +281,7 @@ class FsspecStorage:
             if isinstance(error, CheckpointError):
                 raise
             secrets = (*self._secrets, *filter(None, [path.partition("?")[2]]))
-            where, reason = self.locate(path), _scrubbed(error, secrets)
+            shown_path, reason = self.locate(path), _scrubbed(error, secrets)
             clean = all(_without(secrets, str(e)) == str(e) for e in chain(error))
             if isinstance(error, passing):
                 if clean:
@@ -290,12 +290,14 @@ class FsspecStorage:
             cause = error if clean else OSError(f"{type(error).__name__}: {reason}")
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFullError(
-                    f"{where}: {num_bytes:,} bytes needed, fewer free; delete old steps or keep fewer (keep=), then save again",
-                    path=where,
+                    f"{shown_path}: {num_bytes:,} bytes needed, fewer free; delete old steps or keep fewer (keep=), then save again",
+                    path=shown_path,
                     needed_bytes=num_bytes,
                     free_bytes=None,
                 ) from cause
-            raise StorageUnavailableError(f"{where}: {reason}; {advice_on(error)}", path=where) from cause
+            raise StorageUnavailableError(
+                f"{shown_path}: {reason}; {advice_on(error)}", path=shown_path
+            ) from cause
 
 
 def _scrubbed(error: BaseException, secrets: Sequence[str]) -> str:
@@ -306,7 +308,7 @@ def _scrubbed(error: BaseException, secrets: Sequence[str]) -> str:
 def _without(secrets: Sequence[str], text: str) -> str:
     for secret in secrets:
         text = text.replace(secret, "***")
-    return hidden(text)
+    return without_secrets(text)
 
 
 def abort_stale_uploads(
@@ -333,17 +335,17 @@ class FsspecReader(Reader):
         self.num_bytes = self._info.num_bytes
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        wanted = target[: max(0, self.num_bytes - offset)]
+        available = target[: max(0, self.num_bytes - offset)]
         try:
-            if wanted:
+            if available:
                 with self._translated(passing=(ReplacedError, FileNotFoundError)):
-                    self._place.fetch(self._name, offset, wanted, self._info.version)
+                    self._place.fetch(self._name, offset, available, self._info.version)
         except (ReplacedError, FileNotFoundError) as error:
             raise StorageUnavailableError(
                 f"{self._shown_as} was replaced or deleted while it was being read; load it again",
                 path=self._shown_as,
             ) from error
-        if len(wanted) < len(target):
+        if len(available) < len(target):
             raise EOFError(f"{self._shown_as} ends at byte {self.num_bytes}")
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class AwsSetup:
         for key, value in _flat(options):
             name = key.lower().removeprefix("aws_")
             config[_ALIASES.get(name, name)] = value
-        self._chosen = str(config.pop("profile", "")) or None  # by option, before the environment
+        self._profile = str(config.pop("profile", "")) or None  # by option, before the environment
         profile = self._read_profile()
         self.endpoint = str(config.pop("endpoint", "")) or (
             _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") or profile.get("endpoint_url", "")
@@ -54,13 +54,13 @@ class AwsSetup:
         )
         # Keys go by way of the provider: obstore would mix those given with a session token of the environment.
         names = ("access_key_id", "secret_access_key", "session_token")
-        self.given = {name: str(config.pop(name)) for name in names if config.get(name)}
-        if self.given and not ({"access_key_id", "secret_access_key"} <= set(self.given)):
+        self.given_keys = {name: str(config.pop(name)) for name in names if config.get(name)}
+        if self.given_keys and not ({"access_key_id", "secret_access_key"} <= set(self.given_keys)):
             raise ValueError("options: access_key_id and secret_access_key belong together; give both")
-        self.known = set(self.given.values())
+        self.known_secrets = set(self.given_keys.values())
         if str(config.get("skip_signature", False)).lower() in ("false", "0", ""):
             config.pop("skip_signature", None)
-            own = any(_OWN_KEYS.match(name) for name in config) and not self.given
+            own = any(_OWN_KEYS.match(name) for name in config) and not self.given_keys
         else:
             own = True
         self.provider: Callable[[], dict[str, Any]] | None = None if own or not self._finds_keys() else self
@@ -78,15 +78,15 @@ class AwsSetup:
 
     def __call__(self) -> dict[str, Any]:
         """The keys, for obstore, which asks for them again before they end."""
-        keys = self.given or self._keys_of_session() or self._keys_of_files()
+        keys = self.given_keys or self._keys_of_session() or self._keys_of_files()
         if not keys:
             raise LookupError("no credentials were found")
-        self.known = self.known | set(keys.values())
+        self.known_secrets = self.known_secrets | set(keys.values())
         return {
             "access_key_id": keys["access_key_id"],
             "secret_access_key": keys.get("secret_access_key", ""),
             "token": keys.get("session_token"),
-            "expires_at": None if self.given else spans.from_now(_KEYS_SECONDS),
+            "expires_at": None if self.given_keys else spans.from_now(_KEYS_SECONDS),
         }
 
     def renew(self) -> None:
@@ -95,37 +95,37 @@ class AwsSetup:
 
     def _finds_keys(self) -> bool:
         """Whether looking for keys is up to us; without botocore, obstore knows of more places than we do."""
-        return bool(self.given or _botocore_session() or self._keys_of_files())
+        return bool(self.given_keys or _botocore_session() or self._keys_of_files())
 
     def _keys_of_session(self) -> dict[str, str]:
         if self._credentials is None:
             return {}
         frozen = self._credentials.get_frozen_credentials()
-        found = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key}
-        return found | ({"session_token": frozen.token} if frozen.token else {})
+        keys = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key}
+        return keys | ({"session_token": frozen.token} if frozen.token else {})
 
     @cached_property
     def _credentials(self) -> Any:
         """botocore's, which knows SSO, assumed roles and processes, and renews what it hands out."""
         session = _botocore_session()
-        return session(profile=self._chosen).get_credentials() if session else None
+        return session(profile=self._profile).get_credentials() if session else None
 
     def _keys_of_files(self) -> dict[str, str]:
         profile = self._read_profile()
         names = ("access_key_id", "secret_access_key", "session_token")
-        sources: tuple[Mapping[str, str], ...] = (profile,) if self._chosen else (os.environ, profile)
+        sources: tuple[Mapping[str, str], ...] = (profile,) if self._profile else (os.environ, profile)
         for source in sources:
-            found = {
+            keys = {
                 name: source.get(f"AWS_{name.upper()}") or source.get(f"aws_{name}", "") for name in names
             }
-            if found["access_key_id"]:
-                return {name: value for name, value in found.items() if value}
+            if keys["access_key_id"]:
+                return {name: value for name, value in keys.items() if value}
         return {}
 
     def _read_profile(self) -> dict[str, str]:
-        name = self._chosen or _environment("AWS_PROFILE", "AWS_DEFAULT_PROFILE") or "default"
+        name = self._profile or _environment("AWS_PROFILE", "AWS_DEFAULT_PROFILE") or "default"
         folder = Path("~/.aws")
-        found: dict[str, str] = {}
+        settings: dict[str, str] = {}
         for variable, file, section in (
             ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
             ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
@@ -134,8 +134,8 @@ class AwsSetup:
             with suppress(configparser.Error, OSError):  # botocore says what is wrong with it
                 parser.read(Path(_environment(variable) or folder / file).expanduser(), encoding="utf-8")
                 if parser.has_section(section):
-                    found |= dict(parser.items(section))
-        return found
+                    settings |= dict(parser.items(section))
+        return settings
 
 
 def _botocore_session() -> Any:

@@ -105,11 +105,11 @@ class Client:
             )
             refusal.__cause__ = error
         except Exception as error:
-            refusal = refusals.translated(error, path, self.settings, num_bytes)
+            refusal = refusals.translate(error, path, self.settings, num_bytes)
         else:
             self._has_answered = True
             return result
-        if getattr(refusal, "code", "") in refusals.EXPIRED:
+        if getattr(refusal, "code", "") in refusals.EXPIRED_CODES:
             self._connections.renew(store)
         raise refusal
 
@@ -150,7 +150,7 @@ class Client:
                         obstore.list_with_delimiter(store, key)
                         self._has_answered = True
                     except Exception as reason:
-                        if not missing or refusals.Answer.of(reason).status == 404:
+                        if not missing or refusals.ErrorResponse.of(reason).status == 404:
                             raise
                 raise
 

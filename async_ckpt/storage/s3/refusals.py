@@ -36,31 +36,31 @@ ADVICE: Final = {
     "403": RIGHTS,
     "507": ROOM,
 }
-EXPIRED: Final = frozenset({code for code, advice in ADVICE.items() if advice is LOG_IN})
-LACKS: Final = frozenset({400, 405, 501})  # how stores say that they do not know a condition
-AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-AGAIN_CODES: Final = frozenset(
+EXPIRED_CODES: Final = frozenset({code for code, advice in ADVICE.items() if advice is LOG_IN})
+UNSUPPORTED_STATUSES: Final = frozenset({400, 405, 501})  # how stores say that they do not know a condition
+TRANSIENT_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+TRANSIENT_CODES: Final = frozenset(
     {"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "ServerBusy"}
 )
 # Two writers at once, of which neither has won yet; or an upload that is gone: somebody aborted it, or obstore did
 # after the answer to its end was lost. All are made anew.
-CONFLICTS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "NoSuchUpload"})
-FULL: Final = 507
+CONFLICT_CODES: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "NoSuchUpload"})
+INSUFFICIENT_STORAGE: Final = 507
 
 
 @dataclass(frozen=True)
-class Answer:
+class ErrorResponse:
     """The code in obstore's text, which is the only place that has it."""
 
     status: int | None
     code: str
     reason: str
     region: str
-    unheard: bool  # no answer came
-    keyless: bool  # no request went
+    is_unanswered: bool
+    lacks_keys: bool  # so that no request was sent
 
     @classmethod
-    def of(cls, error: Exception) -> Answer:
+    def of(cls, error: Exception) -> ErrorResponse:
         text = str(error)
 
         def find(pattern: str) -> str:
@@ -74,11 +74,11 @@ class Answer:
         kind, detail = find(r"HttpError \{\s*kind: (\w+)"), find(r'(?:message|error): "([^"]*)"')
         builder, certificate = "builder error" in text, find(r"invalid peer certificate: (\w+)")
         provider = find(r"External \w+ credential provider: (?:\w+: )?([^\n]*)")
-        keyless = bool(provider) or "169.254.169.254" in text  # that address is asked for keys only
+        lacks_keys = bool(provider) or "169.254.169.254" in text  # that address is asked for keys only
         first = re.sub(r"\S+://\S+", "the store", text.partition("\n")[0])
         if status:
-            said = " ".join(filter(None, (status, code)))
-            reason = f"the store answered {said}" + (f": {message}" if message else "")
+            answer = " ".join(filter(None, (status, code)))
+            reason = f"the store answered {answer}" + (f": {message}" if message else "")
         elif certificate:
             reason = f"its certificate is not to be trusted ({certificate})"
         elif kind and not builder:
@@ -90,39 +90,43 @@ class Answer:
             code=code,
             reason=reason[:500],
             region=find(r"<Region>([\w-]+)<"),
-            unheard=bool(kind) and not (status or builder or certificate or keyless),
-            keyless=keyless,
+            is_unanswered=bool(kind) and not (status or builder or certificate or lacks_keys),
+            lacks_keys=lacks_keys,
         )
 
 
-def translated(error: Exception, path: str, settings: BucketSettings, num_bytes: int = 0) -> Exception:
+def translate(error: Exception, path: str, settings: BucketSettings, num_bytes: int = 0) -> Exception:
     """The error of this library for one of obstore's. `num_bytes` is the size of the object that was to be written."""
-    shown, name, answer = settings.locate(path), type(error).__name__, Answer.of(error)
-    advice = ADVICE.get(answer.code) or ADVICE.get(str(answer.status), AWAY)
-    if answer.status == 404 and name == "GenericError":
+    shown, name, response = settings.locate(path), type(error).__name__, ErrorResponse.of(error)
+    advice = ADVICE.get(response.code) or ADVICE.get(str(response.status), AWAY)
+    if response.status == 404 and name == "GenericError":
         advice = NO_BUCKET  # of a listing
-    if advice is not NO_BUCKET and answer.code not in CONFLICTS:
+    if advice is not NO_BUCKET and response.code not in CONFLICT_CODES:
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, "there is no such object", shown)
         if name in ("AlreadyExistsError", "PreconditionError"):
             return FileExistsError(errno.EEXIST, "another writer was first", shown)
     if name == "NotSupportedError":
-        answer = replace(answer, status=501)
-    is_transient = answer.status in AGAIN or answer.code in AGAIN_CODES | CONFLICTS or answer.unheard
-    if answer.code in EXPIRED:
+        response = replace(response, status=501)
+    is_transient = (
+        response.status in TRANSIENT_STATUSES
+        or response.code in TRANSIENT_CODES | CONFLICT_CODES
+        or response.is_unanswered
+    )
+    if response.code in EXPIRED_CODES:
         is_transient = settings.renews_keys
-    if answer.region:
-        advice = f"{advice}; it is in {answer.region}"
-    if answer.keyless:
+    if response.region:
+        advice = f"{advice}; it is in {response.region}"
+    if response.lacks_keys:
         advice = NO_KEYS
-    reason = settings.scrubbed(answer.reason)
+    reason = settings.scrubbed(response.reason)
     message = f"{shown}: {reason}; {advice}"
     refusal: StorageUnavailableError
-    if answer.status == FULL:
+    if response.status == INSUFFICIENT_STORAGE:
         refusal = StorageFullError(message, path=shown, needed_bytes=num_bytes, free_bytes=None)
     else:
         refusal = StorageUnavailableError(
-            message, path=shown, status=answer.status, code=answer.code, transient=is_transient
+            message, path=shown, status=response.status, code=response.code, transient=is_transient
         )
     refusal.__cause__ = type(error)(reason)  # without the text, which may echo our headers
     return refusal

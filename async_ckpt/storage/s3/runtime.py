@@ -23,21 +23,21 @@ _started_in: int | None = None  # the process whose runtime it is, if there is o
 _is_lost = False  # the runtime was started before a fork that led to this process
 
 
-def require(where: str) -> None:
+def require(url: str) -> None:
     """Raise StorageUnavailableError if this process has obstore's runtime without its threads."""
     if _is_lost or _started_in not in (None, os.getpid()):
         raise StorageUnavailableError(
-            f"{where}: this process was forked from one that had used a store through obstore, whose threads no forked "
+            f"{url}: this process was forked from one that had used a store through obstore, whose threads no forked "
             'process has; start it by "spawn" or "forkserver" (multiprocessing.get_context, DataLoader(…, '
             'multiprocessing_context="spawn")), fork before the first request, or use another client in it: '
             'Place(url, engine="fsspec")',
-            path=where,
+            path=url,
         )
 
 
-def start(where: str) -> None:
+def start(url: str) -> None:
     """To be called before each request: see that obstore has its runtime here, with all threads. Raises as `require`."""
-    require(where)
+    require(url)
     if _started_in is None:
         with _starting:
             if _started_in is None:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 from ... import spans
 from ...errors import StorageUnavailableError
 from .. import retry, stores
-from ..url import hidden, split_bucket
+from ..url import split_bucket, without_secrets
 from .aws import AwsSetup
 
 # Clients for small requests, for parts, and for the deletion of many objects.
@@ -54,7 +54,7 @@ class BucketSettings:
     @property
     def renews_keys(self) -> bool:
         """Whether keys that have expired may be followed by others."""
-        return self._credential_provider is not None or (self.aws is not None and not self.aws.given)
+        return self._credential_provider is not None or (self.aws is not None and not self.aws.given_keys)
 
     def locate(self, path: str) -> str:
         return f"{self.url}/{path}" if path else self.url
@@ -65,7 +65,7 @@ class BucketSettings:
         num_bytes = len(key.encode())
         if num_bytes > stores.MAX_KEY_BYTES:
             shown = self.locate(path)
-            raise StorageUnavailableError(stores.too_long(shown, num_bytes), path=shown)
+            raise StorageUnavailableError(stores.key_too_long(shown, num_bytes), path=shown)
         return key
 
     def stuck_seconds(self, kind: Kind) -> float:
@@ -101,7 +101,7 @@ class BucketSettings:
     def scrubbed(self, text: str) -> str:
         """A text without the secrets of these settings, and without those in URLs."""
         known = {str(value) for key, value in self._config.items() if stores.SECRET_NAME.search(key)}
-        for secret in known | (self.aws.known if self.aws else set()):
+        for secret in known | (self.aws.known_secrets if self.aws else set()):
             if len(secret) > 3:
                 text = text.replace(secret, "***")
-        return hidden(text)
+        return without_secrets(text)

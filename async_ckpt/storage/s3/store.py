@@ -104,9 +104,9 @@ class ObjectStorage:
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
         if version is not None:
-            made = self._put_over(path, data, version) if self._has_conditions() else None
-            if made is not None:
-                return made
+            new_version = self._put_over(path, data, version) if self._has_conditions() else None
+            if new_version is not None:
+                return new_version
             if not self._is_there(path, version):
                 raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
         return self._client.put(path, data)
@@ -133,8 +133,8 @@ class ObjectStorage:
         return False  # there are no folders
 
     def names(self, folder: str) -> list[str]:
-        found = self._client.list(folder)
-        paths = {*found["common_prefixes"], *(meta["path"] for meta in found["objects"])}
+        listing = self._client.list(folder)
+        paths = {*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])}
         paths.discard(self._client.key(folder))  # an empty object that consoles put there, to show a folder
         return sorted({path.rpartition("/")[2] for path in paths} - {""})
 
@@ -145,24 +145,24 @@ class ObjectStorage:
         key = self._client.key(folder)
 
         def list_all(store: Any, call: WatchedCall) -> dict[str, int]:
-            found: dict[str, int] = {}
+            sizes_by_key: dict[str, int] = {}
             for page in obstore.list(store, key or None):
                 call.moved()
-                found.update((meta["path"], meta["size"]) for meta in page if meta["path"] != key)
-            return found
+                sizes_by_key.update((meta["path"], meta["size"]) for meta in page if meta["path"] != key)
+            return sizes_by_key
 
         try:
-            found = self._client.ask_watched(folder, list_all)
+            sizes_by_key = self._client.ask_watched(folder, list_all)
         except StorageUnavailableError as error:
             if not isinstance(error.__cause__, InvalidPathError):
                 raise
             raise unusable_name(self.locate(folder), str(error.__cause__)) from error
         below = f"{folder}/" if folder else ""
-        sizes = {path.removeprefix(f"{key}/"): size for path, size in found.items()}
+        sizes = {path.removeprefix(f"{key}/"): size for path, size in sizes_by_key.items()}
         # obstore shows no slash at the end: what is empty may only stand for a folder, and then is not there by its name.
         empty = [f"{below}{path}" for path, size in sizes.items() if not size]
-        gone = {*empty} - {*self.existing(empty)}
-        return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in gone}
+        placeholders = {*empty} - {*self.existing(empty)}
+        return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in placeholders}
 
     def exists(self, path: str) -> bool:
         try:
@@ -172,13 +172,13 @@ class ObjectStorage:
         return True
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        found: dict[str, bool] = {}
+        is_present: dict[str, bool] = {}
 
         def look(path: str) -> None:
-            found[path] = self.exists(path)
+            is_present[path] = self.exists(path)
 
         run_together("head", [partial(look, path) for path in paths], max_threads=_HEADS_IN_FLIGHT)
-        return [path for path in paths if found[path]]
+        return [path for path in paths if is_present[path]]
 
     # --- what dead writers left -------------------------------------------------------------------------------
 
@@ -248,8 +248,8 @@ class ObjectStorage:
                 )
             except FileExistsError:
                 with suppress(FileNotFoundError):
-                    there, version = self.read(path) if unsure else (None, "")
-                    if there == data:
+                    content, version = self.read(path) if unsure else (None, "")
+                    if content == data:
                         return version
                 raise
             except StorageUnavailableError:
@@ -260,12 +260,12 @@ class ObjectStorage:
 
     def _put_over(self, path: str, data: bytes, version: str) -> str | None:
         """Put over this version and no other. None when the store refuses every such put, which is said once."""
-        made = self._conditions.replace(
+        new_version = self._conditions.replace(
             lambda form: self._put_if(path, data, _matching(version, form)),
             is_there=partial(self._is_there, path, version),
             accepts=self._accepts,
         )
-        if made is None:
+        if new_version is None:
             with self._lock:
                 first, self._said = not self._said, True
             if first:
@@ -274,7 +274,7 @@ class ObjectStorage:
                     "overwrite each other; let only one write",
                     self.url,
                 )
-        return made
+        return new_version
 
     def _is_there(self, path: str, version: str) -> bool:
         try:
@@ -320,7 +320,7 @@ class ObjectStorage:
                 except FileExistsError:
                     continue
                 except StorageUnavailableError as error:
-                    if getattr(error, "status", None) not in refusals.LACKS:
+                    if getattr(error, "status", None) not in refusals.UNSUPPORTED_STATUSES:
                         raise
                 return False
         return True
